@@ -10,14 +10,14 @@ import numpy as np
 
 from bench.ablation_prompts import ReadPrompt
 from bench.long_figures import per_step
-from swiftbatch.jobs.frozen_records import Frozen
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.bench_texts import BenchEngine, BenchError
 from swiftbatch.worker.decode_bench import OwnPositions, digest
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import DraftCounters, Drafter
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
 
 DIGITS = 4
 

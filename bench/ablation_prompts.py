@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swiftbatch.worker.bench_texts import encode
-from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.decode_bench import read_tokens
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.target.target import TargetModel
 
 
 @dataclass(frozen=True)

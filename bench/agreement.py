@@ -15,20 +15,20 @@ from rich.table import Table
 
 from bench.compared_caches import PARTIAL_CACHES
 from bench.variants import Temperatures
-from swiftbatch.jobs.frozen_records import Frozen
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.bench_texts import BenchError, text_tokens
-from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.caches.partial_cache import PartialCache
-from swiftbatch.worker.caches.scan_cache import ScanKVCache
 from swiftbatch.worker.decode_bench import BenchOptions, Positions, check_length, read_tokens
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.drawing import Drawing, Sampler
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.forward.forward_interface import partial_rows
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import tree_rows
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.scan_cache import ScanKVCache
+from swiftbatch.worker.kv.sparse_cache import SparseCache
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.partial_rows import partial_rows
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.tiles import tree_rows
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sampler import BatchSampler, Sampler
+from swiftbatch.worker.sampling.sequence import Sequence
 
 CACHES = PARTIAL_CACHES | {"scan": ScanKVCache}
 
@@ -104,8 +104,8 @@ class _Comparison:
         )
         self._target, self._full, self._position = target, full, len(text)
         self._sequence = Sequence("agreement", text, sampling, target.vocab_size, target.device)
-        self._drawing: Drawing = target.forwards.new_drawing()
-        self._sampler: Sampler = self._drawing.sampler(self._sequence)
+        self._batch_sampler: BatchSampler = target.forwards.new_batch_sampler()
+        self._sampler: Sampler = self._batch_sampler.sampler(self._sequence)
         self._caches = {entry: _new_cache(target, entry, self._sequence) for entry in options.caches}
         self._alike: dict[str, list[bool]] = {entry: [] for entry in options.caches}
         self._seconds: dict[str, list[float]] = {entry: [] for entry in (*options.caches, "")}
@@ -138,7 +138,7 @@ class _Comparison:
         self._full.commit([])
         self._sequence.extend([token_id])
 
-    def _drawn_with(self, entry: str, cache: PartialCache, newest: int) -> int:
+    def _drawn_with(self, entry: str, cache: SparseCache, newest: int) -> int:
         cache.follow(self._full, self._queries)
         started = time.perf_counter()
         [outputs] = self._target.check([partial_rows(cache, newest, len(self._sequence) - 1, DraftTree())])
@@ -146,7 +146,7 @@ class _Comparison:
         return self._drawn(outputs.logits)
 
     def _drawn(self, logits: torch.Tensor) -> int:
-        [walk] = self._drawing.walks([self._sampler], [DraftTree()], [logits])
+        [walk] = self._batch_sampler.walks([self._sampler], [DraftTree()], [logits])
         return int(walk.drawn[0])
 
     def _queries(self, position: int) -> torch.Tensor:
@@ -158,7 +158,7 @@ def _name(entry: str) -> str:
     return entry.partition(":")[0]
 
 
-def _new_cache(target: TargetModel, entry: str, sequence: Sequence) -> PartialCache:
+def _new_cache(target: TargetModel, entry: str, sequence: Sequence) -> SparseCache:
     name, _, budget = entry.partition(":")
     return CACHES[name](target.cache_shape, int(budget), sequence)
 

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from bench.tables import new_table
 from bench.variants import Temperatures, create_bench_drafter
-from swiftbatch.jobs.frozen_records import Frozen
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.bench_texts import text_tokens
 from swiftbatch.worker.decode_bench import (
     BenchOptions,
@@ -32,11 +32,10 @@ from swiftbatch.worker.decode_bench import (
     warm_drafters,
 )
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.forward.step_costs import Costs, by_processor, seconds_now, step_costs_of
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.step_costs import Costs, step_costs_of
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.timers import by_processor, seconds_now
+from swiftbatch.worker.sampling.sequence import Sequence
 
 BASELINE, CHOOSER = "autoregressive", "auto"
 TWIN = "autoregressive again"  # plain decoding beside itself: what the machine's own wandering makes of a ratio

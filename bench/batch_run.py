@@ -15,10 +15,10 @@ from typing import Any
 import click
 from pydantic import Field, ValidationError, field_validator
 
-from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.frozen_records import Frozen
-from swiftbatch.jobs.run.option_values import Dtype
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.python_processes import environment_of_code, module_command
+from swiftbatch.jobs.run.compute_options import Dtype
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.report.attempts import Attempt, attempts_of, parsed_history
 from swiftbatch.scheduler.commands.options.model_options import DTYPE, JSON, MODEL, THREADS, all_of

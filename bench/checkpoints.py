@@ -17,18 +17,20 @@ from rich.table import Table
 
 from bench.peak_memory import peak_bytes, reset_peak
 from bench.tables import new_table
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
-from swiftbatch.jobs.frozen_records import Frozen
+from swiftbatch.jobs.checkpoints.checkpoint_files import ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import Job, JobRecord, SentJob, packed
-from swiftbatch.jobs.run.run import Run, RunManifest
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunManifest
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.bench_texts import BenchError, text_tokens
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.decode_bench import BenchOptions, Positions, check_length, write_json
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work_messages import Assignment, Orders
+from swiftbatch.worker.text.tokenizer import TextCodec
 
 JOB_ID = "bench"
 SLICE_SECONDS = 0.05

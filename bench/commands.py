@@ -12,7 +12,7 @@ import click
 from bench.mixed import mixed
 from bench.scale import scale
 from bench.tail import tail
-from swiftbatch.jobs import sampling
+from swiftbatch.jobs import sampling_params
 from swiftbatch.scheduler.cli import SETTINGS, OneLineErrors
 from swiftbatch.scheduler.commands.bench import (
     CACHED_TEXT,
@@ -240,11 +240,11 @@ def checkpoints(**options: Any) -> None:
     "--plain-every", type=ANY_WHOLE_NUMBER, default=2500, help="Tokens between two measurements of plain decoding."
 )
 @TEMPERATURE
-@click.option("--top-p", type=ANY_NUMBER, default=sampling.TOP_P)
+@click.option("--top-p", type=ANY_NUMBER, default=sampling_params.TOP_P)
 @MIN_P
-@click.option("--eta", type=ANY_NUMBER, default=sampling.ETA)
+@click.option("--eta", type=ANY_NUMBER, default=sampling_params.ETA)
 @REPETITION_PENALTY
-@click.option("--penalty-window", type=ANY_WHOLE_NUMBER, default=sampling.PENALTY_WINDOW)
+@click.option("--penalty-window", type=ANY_WHOLE_NUMBER, default=sampling_params.PENALTY_WINDOW)
 @SEED
 @text_of("Text of the prompt. [default: the model's own]")
 @JSON
@@ -261,7 +261,7 @@ def long(**options: Any) -> None:
     """
     from bench.long import LongBenchOptions, run_long_bench
     from bench.long_figures import render
-    from swiftbatch.jobs.sampling import SamplingParams
+    from swiftbatch.jobs.sampling_params import SamplingParams
 
     drawn_with = {name: options.pop(name) for name in SamplingParams.model_fields.keys() & options.keys()}
     bench_options = checked(LongBenchOptions, options | {"sampling": drawn_with | {"ignore_eos": True}})

@@ -16,20 +16,22 @@ from typing import Any
 
 import torch
 
-from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial_cache import (
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.sparse_cache import (
     NUM_PINNED,
+    ChunkMeans,
     Entries,
     NewEntries,
-    PartialCache,
-    PartialCacheFactory,
     Queries,
+    SparseCache,
+    SparseCacheFactory,
+    SummaryKVCache,
+    chunk_scores,
 )
-from swiftbatch.worker.caches.summary_cache import ChunkMeans, SummaryKVCache, chunk_scores
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.sampling.sequence import Sequence
 
 
-class ImportanceKVCache(PartialCache):
+class ImportanceKVCache(SparseCache):
     """At most `budget` positions, chosen for each layer and head. It is built at fixed positions."""
 
     def __init__(
@@ -198,7 +200,7 @@ GROUP = 64  # positions that are rounded together; the newest, which fill no gro
 MOST_BITS = 16
 
 
-class QuantizedKVCache(PartialCache):
+class QuantizedKVCache(SparseCache):
     """All positions in `num_bits`, as a cache sees them that is compressed as a whole (KIVI, Liu et al. 2024).
 
     Keys are rounded by channel over a group of positions, values by position over all channels, between the least and
@@ -232,7 +234,7 @@ def rounded(numbers: torch.Tensor, dim: int, num_steps: int) -> torch.Tensor:
     return least + ((exact - least) / step).round() * step
 
 
-PARTIAL_CACHES: dict[str, PartialCacheFactory] = {
+PARTIAL_CACHES: dict[str, SparseCacheFactory] = {
     "summary": SummaryKVCache,  # the most important chunks, and the others as one entry each
     "dynamic": ImportanceKVCache,  # the most important positions, new ones in place of the least important
     "static": functools.partial(ImportanceKVCache, is_static=True),  # the same, built once, behind the prompt

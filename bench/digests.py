@@ -38,22 +38,22 @@ from bench.surface import surface
 from bench.variants import BY_NAME
 from swiftbatch.jobs.job import SentJob, unpacked
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
-from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.runs.submission import submission
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import CHECKPOINT_ENGINES, ENGINES, EngineEntry, create_drafter
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drafters.mtp.predictor import PredictorModule
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.forward.step_costs import StepCosts, measure_step_costs
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_config
-from swiftbatch.worker.papers.mtp.predictor import PredictorModule
-from swiftbatch.worker.papers.mtp.training import save_mtp
+from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work_messages import Assignment, Orders
-from swiftbatch.worker.target.step_costs import StepCosts, measure_step_costs
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.train_mtp import save_mtp
 
 Cells = dict[str, str]
 
@@ -286,8 +286,8 @@ def interpreted(engine: str, folder: Path, is_quick: bool) -> Cells:
     import torch
 
     from tests.tiny_model import write_tiny_model
+    from tests.worker.forward.cuda.cuda_parts import cuda_target, offloaded_target
     from tests.worker.interpreter import patched
-    from tests.worker.target.cuda.cuda_parts import cuda_target, offloaded_target
 
     patched()
     torch.set_num_threads(1)

@@ -15,17 +15,17 @@ from rich.table import Table
 
 from bench.tables import new_table
 from bench.variants import EngineName, create_bench_drafter
-from swiftbatch.jobs.frozen_records import Frozen
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.bench_texts import BenchError, own_tokens, text_tokens
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
 from swiftbatch.worker.decode_bench import BenchOptions, EngineContestant, bench_slots, check_length, read_tokens
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.token_rules import Rule
+from swiftbatch.worker.forward.step_costs import step_costs_of
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.target.step_costs import step_costs_of
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.token_masks import Rule
+from swiftbatch.worker.text.tokenizer import TextCodec
 
 NOTHING = "nothing set"
 SCHEMA = {

@@ -34,15 +34,14 @@ from bench.long import Report
 from bench.variants import GRIFFIN_PAPER as PAPER
 from swiftbatch.worker.bench_texts import BenchError, encode, read_text
 from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length
+from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions, griffin
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig
+from swiftbatch.worker.forward.step_costs import step_costs_of
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.papers.griffin.griffin import GriffinOptions, griffin
-from swiftbatch.worker.papers.griffin.model import GriffinConfig
-from swiftbatch.worker.papers.griffin.training.accuracy import GriffinAccuracyRecord
-from swiftbatch.worker.papers.griffin.training.feature_texts import TEST
-from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
-from swiftbatch.worker.papers.griffin.training.training import griffin_folder, train_griffin
-from swiftbatch.worker.target.step_costs import step_costs_of
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.training.griffin_features import TEST
+from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, GriffinRecipe
+from swiftbatch.worker.training.train_griffin import GriffinAccuracyRecord, griffin_folder, train_griffin
 
 FEATURES = "features"  # beside the trainings, which share them
 

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from bench.ablation_arms import PromptGeneration
 from bench.tables import new_table
-from swiftbatch.jobs.frozen_records import Frozen
+from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.worker.decode_bench import digest
-from swiftbatch.worker.papers.griffin.training.accuracy import GriffinAccuracyRecord
-from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
+from swiftbatch.worker.training.recipes import GriffinRecipe
+from swiftbatch.worker.training.train_griffin import GriffinAccuracyRecord
 
 DIGITS = 4
 

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.drawing import native_drawing as sampling
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.kernels.addresses import address_of
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
 from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.kernel_sizes import LANES
 from swiftbatch.worker.kernels.native_decoder import native_attention
-from swiftbatch.worker.kernels.packed_weights import CODE_BITS, Code, PackedMatrix
-from swiftbatch.worker.kernels.quantized_rows import quantized_rows
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
+from swiftbatch.worker.kernels.native_quantized_weights import quantized_rows
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix
+from swiftbatch.worker.kernels.row_tables import address_of
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling import native_sampler as sampling
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
 
 LARGEST, SMALLEST = 1 << 28, 1 << 18  # bytes of memory that are read: from beyond every cache, to all within
 NUM_READ = 1 << 26  # bytes of a reading, at least

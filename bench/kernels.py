@@ -26,18 +26,18 @@ from bench.kernel_operations import (
     sampling_operations,
 )
 from bench.tables import new_table, number
-from swiftbatch.jobs.frozen_records import Frozen
-from swiftbatch.jobs.run.option_values import Device
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.run.compute_options import Device
 from swiftbatch.worker.bench_texts import BenchError
-from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.decode_bench import BenchOptions, check_length
+from swiftbatch.worker.forward.native_forwards import NativeForwards
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library, why_none
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.native_forwards import NativeForwards
-from swiftbatch.worker.target.target import TargetModel
 
 COLOURS, MARKERS = ("#0b5fa5", "#d9730d", "#3a923a", "#8c4fb0", "#7f7f7f"), ("o", "s", "^", "D", "v")
 ROOF = "#333333"

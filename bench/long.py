@@ -16,21 +16,26 @@ from pydantic import Field
 from bench.long_figures import LongFigures, LongRecord, LongResult, Mark, PlainWindows, plot
 from bench.variants import TOKENSWIFT_PAPER as PAPER
 from bench.variants import EngineName, create_bench_drafter
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.bench_texts import BenchEngine, own_tokens, text_tokens
 from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length, digest, read_tokens
 from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drafters.two_level.chain import Chain
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.filters.filter_list import FILTERS
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain
+from swiftbatch.worker.drafters.tokenswift.tokenswift import (
+    Sources,
+    TokenSwiftOptions,
+    TokenSwiftProposer,
+    by_token,
+    tokenswift,
+)
+from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.papers.tokenswift.digit_tree import Sources, by_token
-from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, TokenSwiftProposer, tokenswift
-from swiftbatch.worker.session.diversity import distinct
-from swiftbatch.worker.target.step_costs import Costs, step_costs_of
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.filters import FILTERS
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
+from swiftbatch.worker.session.running_job import distinct
 
 METERED = {"tokenswift-paper": PAPER, "tokenswift": TokenSwiftOptions()}
 NOTHING = Sources([], [])

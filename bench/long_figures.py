@@ -20,12 +20,12 @@ from rich.console import Group
 from rich.table import Table
 
 from bench.tables import new_table, number
-from swiftbatch.jobs.frozen_records import Frozen
+from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.worker.bench_texts import BenchEngine
-from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling.sequence import Sequence
 
 
 class PlainWindow(Frozen):

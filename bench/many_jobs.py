@@ -13,18 +13,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, GPUMemory, SlotsWanted, plan_memory, splits_of
-from swiftbatch.worker.caches.memory.model_sizes import ModelSizes
-from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, Growth, most_pages, pages_of
-from swiftbatch.worker.caches.memory.page_plan import plan_pages
-from swiftbatch.worker.caches.memory.row_choice import RunLoad, most_rows, rows_that_pay
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.drafters.row_shares import best_shares, rate_of
+from swiftbatch.worker.drafters.shared_budget import best_shares, rate_of
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, PRIOR_ACCEPTANCE
+from swiftbatch.worker.forward.cuda.cuda_loading import with_rounds
+from swiftbatch.worker.forward.rows_per_forward import RunLoad, most_rows, rows_that_pay
+from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, least_blocks
-from swiftbatch.worker.target.cuda.cuda_loading import with_rounds
-from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
+from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, GPUMemory, SlotsWanted, plan_memory, plan_pages, splits_of
+from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, Growth, most_pages, pages_of
+from swiftbatch.worker.kv.model_sizes import ModelSizes
 
 HEADERS = (
     *("GPU", "jobs", "rows, plain / drafts", "slots, 64 rows", "plain, the host as measured"),

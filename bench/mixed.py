@@ -22,7 +22,7 @@ from bench.batch_run import BATCH, ROOM_FOR_PROMPT, BatchError, BatchOptions, Fi
 from bench.tables import new_table, number
 from swiftbatch.scheduler.commands.options.launch_options import GIGABYTES
 from swiftbatch.scheduler.commands.options.model_options import checked, say, show
-from swiftbatch.worker.caches.cache_room import GB, bytes_per_position
+from swiftbatch.worker.kv.kv_capacity import GB, bytes_per_position
 from swiftbatch.worker.model.model_files import CONFIG_FILES, locate_model, model_folder, read_config
 
 NUM_LONG, LONG = 10, 40_000

@@ -14,9 +14,9 @@ from pydantic import Field, field_validator
 from rich.table import Table
 
 from bench.tables import new_table, number
-from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.frozen_records import Frozen
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.scheduler.commands.options.model_options import JSON, checked, say, show
 from swiftbatch.scheduler.commands.options.option_types import ANY_NUMBER, WholeNumber
 from swiftbatch.worker.decode_bench import in_a_folder, write_json

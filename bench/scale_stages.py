@@ -17,10 +17,11 @@ from bench.scale import JOBS_FILE, RUN, ScaleOptions
 from bench.stub_workers import SimulatedClock, StubCalls
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.run import Progress, Run
-from swiftbatch.jobs.run.segment_format import SealedResult
+from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.events import Event
@@ -28,11 +29,11 @@ from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.driver import Driver
 from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import load_queue
-from swiftbatch.scheduler.driver.run_lock import Hold
+from swiftbatch.scheduler.driver.run_lease import RunLease
+from swiftbatch.scheduler.driver.run_limits import Limits, Spending
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
-from swiftbatch.scheduler.limits import Limits, Spending
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
-from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.runs.submission import submission
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.result_writer import MOST_RESULTS
@@ -57,7 +58,7 @@ def drive(options: ScaleOptions) -> dict[str, float]:
     calls = StubCalls(clock)
     cluster = Cluster(is_embedded=True, num_gpus=0, watch=None)
     fleet = Fleet(WorkerSpec(EngineConfig(), run.store.uri), cluster, PATIENCE, calls, clock.now)
-    hold = Hold(run, clock=clock.now)
+    hold = RunLease(run, clock=clock.now)
     attempts = Attempts.read(run.store, hold.epoch.number)
     queue = load_queue(run, MAX_ATTEMPTS, attempts)
     context = DriverContext(

@@ -9,16 +9,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from swiftbatch.worker.caches.cache_room import GB, NUM_UNWRITTEN
-from swiftbatch.worker.caches.memory.memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, one_slot, splits_of
-from swiftbatch.worker.caches.memory.model_sizes import ExpertSizes, ModelSizes
-from swiftbatch.worker.caches.memory.packed_sizes import PackedPart
-from swiftbatch.worker.caches.memory.page_counts import held_in_windows
-from swiftbatch.worker.caches.memory.row_choice import most_together
-from swiftbatch.worker.caches.summary_cache import summary_positions
 from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.forward.rows_per_forward import most_together
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
-from swiftbatch.worker.kernels.kernel_sizes import LatentSizes
+from swiftbatch.worker.kernels.kernel_sizes import MLASizes
+from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, one_slot, splits_of
+from swiftbatch.worker.kv.kv_capacity import GB, NUM_UNWRITTEN, held_in_windows
+from swiftbatch.worker.kv.model_sizes import ExpertSizes, ModelSizes, PackedPart
+from swiftbatch.worker.kv.sparse_cache import summary_positions
 
 DENSE = {  # models whose weights are published in 8 or 4 bits; sizes follow from their configs
     "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),
@@ -32,7 +30,7 @@ CHOSEN = {  # with all routers, their biases and sinks
     "Qwen3 30B A3B": ExpertSizes(128, 8, 768, 48 * 128 * 2048),
     "GLM 4.7 Flash": ExpertSizes(64, 4, 1536, 46 * 64 * 2049),
 }
-LATENT = LatentSizes(rank=512, query_rank=768, still_dim=192, turned_dim=64, value_dim=256)  # of GLM 4.7 Flash
+LATENT = MLASizes(rank=512, query_rank=768, nope_dim=192, rope_dim=64, value_dim=256)  # of GLM 4.7 Flash
 EXPERTS = {  # with what of their weights is packed: all experts, and where FP8 is published all products
     "gpt-oss-20b": (ModelSizes(20_914_757_184, 49_152, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 19_110_297_600),
     "gpt-oss-120b": (ModelSizes(116_829_156_672, 73_728, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 114_661_785_600),

@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 import swiftbatch
-from swiftbatch.jobs.frozen_records import Frozen
+from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.worker.bench_texts import BenchError, read_text
 from swiftbatch.worker.decode_bench import BenchOptions
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant

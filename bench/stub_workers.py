@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
-from swiftbatch.metrics.worker_counters import EngineCounters
+from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_code import Code
 from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders, WorkReport
@@ -95,7 +95,7 @@ class StubWorker:
     calls: StubCalls
     node_id: str
     _jobs: dict[str, StubJob] = field(default_factory=dict)
-    _reserve: dict[str, Assignment] = field(default_factory=dict)
+    _backlog: dict[str, Assignment] = field(default_factory=dict)
     _num_slots: int = 1
     _counters: EngineCounters = field(default_factory=EngineCounters)
     _counted: float = 0.0  # when the counters were last reported
@@ -108,12 +108,12 @@ class StubWorker:
     def _work(self, orders: Orders, seconds: float) -> Call:
         now = self.calls.clock.now()
         released = self._given_back(orders.released, now)
-        unbegun = tuple(job_id for job_id in orders.recalled if self._reserve.pop(job_id, None))
+        unbegun = tuple(job_id for job_id in orders.recalled if self._backlog.pop(job_id, None))
         for job_id in orders.cancelled:
             self._jobs.pop(job_id, None)
-            self._reserve.pop(job_id, None)
+            self._backlog.pop(job_id, None)
         self._num_slots = orders.num_slots or 1
-        self._reserve |= {each.job_id: each for each in orders.reserve}
+        self._backlog |= {each.job_id: each for each in orders.reserve}
         for assignment in orders.assignments:
             self._begin(assignment, now)
         end, ended, begun = self._run(now, now + seconds, goes_on=orders.seals)
@@ -148,8 +148,8 @@ class StubWorker:
         return deadline if self._jobs else now, ended, tuple(begun)
 
     def _refill(self, now: float, begun: list[str]) -> None:
-        while self._reserve and len(self._jobs) < self._num_slots:
-            assignment = self._reserve.pop(next(iter(self._reserve)))
+        while self._backlog and len(self._jobs) < self._num_slots:
+            assignment = self._backlog.pop(next(iter(self._backlog)))
             begun.append(assignment.job_id)
             self._begin(assignment, now)
 
@@ -166,7 +166,7 @@ class StubWorker:
 
     def _drain(self, seconds: float) -> Call:
         released = self._given_back(list(self._jobs), self.calls.clock.now())
-        unbegun, self._reserve = tuple(self._reserve), {}
+        unbegun, self._backlog = tuple(self._backlog), {}
         return self.calls.after(0.0, WorkReport(released=released, unbegun=unbegun, is_draining=True))
 
     def _given_back(self, job_ids: Iterable[str], now: float) -> tuple[JobProgress, ...]:

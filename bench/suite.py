@@ -19,12 +19,12 @@ from bench.long import LongBenchOptions, run_long_bench
 from bench.speed_page import PAGE, draw_plots, page_of
 from bench.stage_file import MadeWith, StageFile, known, made_with, sha256_of, write_whole
 from swiftbatch.jobs.errors import ModelError, UserError
-from swiftbatch.jobs.run.option_values import Device
+from swiftbatch.jobs.run.compute_options import Device
 from swiftbatch.worker.bench_texts import text_tokens
 from swiftbatch.worker.decode_bench import BenchOptions, DecodeBenchOptions, run_decode_bench
 from swiftbatch.worker.drafters.catalogue import ENGINES, check_parts
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.training.held_folder import held
+from swiftbatch.worker.training.training_lock import held
 
 SMALL_MINUTES = 0.5  # of each stage, with few tokens
 PLACES = ("positions", "lengths")  # options that hold positions

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from swiftbatch.metrics.reference import render
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.runs.submission import submission
 
 GOOD = '{"custom_id": "a", "prompt": "Once", "max_tokens": 8}'

@@ -18,12 +18,12 @@ from bench.long import METERED, LongBenchOptions, Report, generate_long, metered
 from bench.long_figures import LongRecord, LongResult
 from bench.tables import new_table, number, short
 from bench.tokenswift_tables import ABLATIONS, PAPER_SAMPLING, Ablation, AblationArm, Engine, View
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length
+from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
+from swiftbatch.worker.forward.step_costs import step_costs_of
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions
-from swiftbatch.worker.target.step_costs import step_costs_of
 
 NUM_LENGTHS = 5  # the paper's 20K, 40K, ... 100K, scaled
 PLAIN_EVERY = 2500

@@ -16,32 +16,22 @@ from bench.ablation_arms import PromptArms, PromptFigures, num_plain_tokens
 from bench.ablation_prompts import NEEDLE, Prompt, Prompts, length_of, make_prompts, num_text_tokens, read_prompt
 from bench.compared_caches import StreamingKVCache, with_cache
 from bench.long import Report
-from bench.triforce_tables import (
-    OFFLOADED,
-    PROMPT_TABLES,
-    TOP_P,
-    PromptArm,
-    PromptTable,
-    Results,
-    render,
-    summary,
-)
+from bench.triforce_tables import OFFLOADED, PROMPT_TABLES, TOP_P, PromptArm, PromptTable, Results, render, summary
 from bench.variants import TRIFORCE_PAPER as PAPER
 from swiftbatch.worker.bench_texts import encode, text_tokens
-from swiftbatch.worker.caches.cache_room import check_folder
-from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
-from swiftbatch.worker.caches.partial_cache import NUM_PINNED
 from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length
 from swiftbatch.worker.drafters.catalogue import check_parts
-from swiftbatch.worker.drafters.two_level.chain import RoundPlan
-from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.two_level_plan import MeasuredPlanner
+from swiftbatch.worker.drafters.self_speculation.draft_chain import RoundPlan
+from swiftbatch.worker.drafters.self_speculation.round_planner import MeasuredPlanner
+from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
+from swiftbatch.worker.drafters.triforce import DraftModel, DraftModelProposer, TriForceOptions, triforce
+from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
+from swiftbatch.worker.kv.kv_capacity import check_folder
+from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.papers.triforce.draft_model import DraftModel
-from swiftbatch.worker.papers.triforce.triforce import DraftModelProposer, TriForceOptions, triforce
-from swiftbatch.worker.target.step_costs import Costs, step_costs_of
-from swiftbatch.worker.target.target import TargetModel
 
 MIN_PREFILL = 257  # the smallest budget of figure 6a, and one; a needle has room too
 
@@ -150,7 +140,7 @@ def _documents(table: PromptTable, results: Results) -> list[dict[str, Any]]:
     ]
 
 
-def new_drafter(target: TargetModel, costs: Costs, arm: PromptArm, parts_folder: Path | None) -> TwoLevelDrafter:
+def new_drafter(target: TargetModel, costs: Costs, arm: PromptArm, parts_folder: Path | None) -> SelfSpeculationDrafter:
     """A drafter that has seen nothing yet. Raises ModelError where no draft model fits this target."""
     if arm.plan == "naive":
         return _naive_policy(target, costs, parts_folder)
@@ -168,8 +158,10 @@ class NaivePlanner(MeasuredPlanner):
         return RoundPlan(0, 0, 0, self.tree(length, num_sequences, max_depth).num_nodes)
 
 
-def _naive_policy(target: TargetModel, costs: Costs, parts_folder: Path | None) -> TwoLevelDrafter:
+def _naive_policy(target: TargetModel, costs: Costs, parts_folder: Path | None) -> SelfSpeculationDrafter:
     """Make a drafter whose draft model's tokens go straight to the full verification."""
-    proposer = DraftModelProposer(DraftModel.load(parts_folder, target), 1, target.forwards.new_drawing())
+    proposer = DraftModelProposer(DraftModel.load(parts_folder, target), 1, target.forwards.new_batch_sampler())
     planner = NaivePlanner(costs(), NUM_PINNED, proposer.node_seconds)
-    return TwoLevelDrafter(target, proposer, planner, StreamingKVCache, NUM_PINNED)  # no round ever asks for the cache
+    return SelfSpeculationDrafter(
+        target, proposer, planner, StreamingKVCache, NUM_PINNED
+    )  # no round ever asks for the cache

@@ -15,18 +15,21 @@ from bench.compared_caches import ImportanceKVCache, RetrievalKVCache
 from swiftbatch.worker.decode_bench import BY_NAME as BY_NAME
 from swiftbatch.worker.drafters.catalogue import ENGINES, DrafterFactory
 from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
+from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions, griffin
 from swiftbatch.worker.drafters.ranking import CandidateRanker
-from swiftbatch.worker.drafters.recycling.recycling_tables import RecyclingMatrix
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter, top_candidates_of
+from swiftbatch.worker.drafters.recycling.token_recycling import (
+    RecyclingMatrix,
+    TokenRecyclingDrafter,
+    top_candidates_of,
+)
 from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
-from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import TOP_K, Verification
-from swiftbatch.worker.papers.griffin.griffin import GriffinOptions, griffin
-from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from swiftbatch.worker.papers.triforce.triforce import TriForceOptions, triforce
-from swiftbatch.worker.target.step_costs import Costs
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
+from swiftbatch.worker.forward.step_costs import Costs
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import TOP_K, Verification
 
 MAX_LAYERS = 6  # layers below and with the root: the paper's depth
 MAX_NODES = 79  # with the root the paper's 80

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from swiftbatch.jobs.frozen_records import Strict
 from swiftbatch.jobs.input.validation_errors import FieldError, list_of, shown
+from swiftbatch.jobs.json_records import Strict
 
 Scalar = str | int | float | bool | None
 Utf8 = Annotated[str, Field(min_length=0)]

@@ -6,8 +6,8 @@ import re
 import struct
 from typing import Self
 
-from swiftbatch.jobs.frozen_records import Strict
 from swiftbatch.jobs.input.validation_errors import shown
+from swiftbatch.jobs.json_records import Strict
 
 LENGTH = struct.Struct("<H")  # of the text behind it, in bytes
 SAFE = re.compile(r"[A-Za-z0-9_-]+")  # all that ids have

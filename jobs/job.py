@@ -12,9 +12,9 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from swiftbatch.jobs.chat import Message, TemplateOptions
-from swiftbatch.jobs.frozen_records import Strict
 from swiftbatch.jobs.input.validation_errors import list_of
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.json_records import Strict
+from swiftbatch.jobs.sampling_params import SamplingParams
 
 MAX_CUSTOM_ID = 512
 MAX_SLUG = 40

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from swiftbatch.jobs.frozen_records import Strict
 from swiftbatch.jobs.input.validation_errors import FieldError, shown
+from swiftbatch.jobs.json_records import Strict
 
 MAX_SCHEMA = 200_000  # characters, as JSON in ASCII
 MAX_TEXT = 20_000  # characters of a regular expression, of a grammar

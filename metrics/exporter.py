@@ -1,32 +1,41 @@
-"""Prometheus over the plain counters: read when scraped, nothing is copied in between."""
+"""The Prometheus exporter: collectors that read the counters, and the HTTP endpoint that serves them."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
+import json
+import socket
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     SummaryMetricFamily,
 )
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from swiftbatch.metrics.driver_counters import DRIVER_METRICS
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.metrics.counters import DRIVER_METRICS, SERVER_METRICS, TOTALS, WORKER_METRICS
 from swiftbatch.metrics.metric import Histogram, Summary
-from swiftbatch.metrics.server_counters import SERVER_METRICS
-from swiftbatch.metrics.worker_counters import TOTALS, WORKER_METRICS
 
 if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+    from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric as Family
 
-    from swiftbatch.metrics.driver_counters import DriverCounters
+    from swiftbatch.metrics.counters import DriverCounters, EngineCounters, ServerCounters
     from swiftbatch.metrics.metric import Metric, Value
-    from swiftbatch.metrics.server_counters import ServerCounters
-    from swiftbatch.metrics.worker_counters import EngineCounters
 
 PREFIX = "swiftbatch_"
 TOTALS_PREFIX = "swiftbatch_run_"  # a name of their own: a sum over workers and driver must count nothing twice
@@ -125,3 +134,124 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     """Cumulative counts by upper bound, as Prometheus has them."""
     bounds = [*map(repr, histogram.bounds), "+Inf"]
     return list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
+
+
+# The HTTP endpoint of a worker or a driver: its metrics, the addresses for Prometheus at `/sd`, further pages.
+
+
+Page = Callable[[str], str]  # the address of the endpoint's own metrics to a JSON document
+
+OUTSIDE_ADDRESS = ("192.0.2.1", 9)  # reserved for documentation: no packet is sent to it
+EVERYWHERE = "0.0.0.0"  # as a host: all interfaces
+METRICS_PATH = "/metrics"
+MAX_CONNECTIONS = 16
+CLIENT_SECONDS = 10.0  # for a client to send or take the next bytes
+
+
+class MetricsError(UserError):
+    """The endpoint cannot be served."""
+
+
+class _Server(ThreadingWSGIServer):
+    """Keeps a bounded number of connections: who opens and holds them must not take the files of a worker."""
+
+    request_queue_size = 64  # connections that wait; one more scrape would wait a second for its next try
+
+    def __init__(self, *args: Any) -> None:
+        self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []  # the oldest first
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread; beyond the bound, the oldest connection has had its time."""
+        with self._lock:
+            self._connections.append(request)
+            if len(self._connections) > MAX_CONNECTIONS:
+                with contextlib.suppress(OSError):
+                    self._connections.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock, contextlib.suppress(ValueError):
+            self._connections.remove(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that was too slow, or has gone."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _SilentHandler(WSGIRequestHandler):
+    """Writes no line for each scrape."""
+
+    timeout = CLIENT_SECONDS
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def serve(
+    registry: CollectorRegistry, port: int, pages: Mapping[str, Page] | None = None, host: str = EVERYWHERE
+) -> tuple[str, Callable[[], None]]:
+    """Serve a registry's metrics, and JSON `pages` by path, over HTTP at a host's address; port 0 takes any free one.
+
+    Returns the address `http://HOST:PORT/metrics` and a function that stops the endpoint.
+    Raises MetricsError if the port is taken, or the address is none of this machine.
+    """
+    app = _app(make_wsgi_app(registry), pages or {}, lambda: own_address)
+    try:
+        server = make_server(host, port, app, _Server, _SilentHandler)
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise MetricsError(
+                f"metrics host {host}: {error.strerror}; expected an IPv4 address of this machine, or 0.0.0.0"
+            ) from None
+        raise MetricsError(
+            f"metrics port {port}: {error.strerror}; choose another one or 0 for any free port"
+        ) from None
+    own_address = f"http://{own_host() if host == EVERYWHERE else host}:{server.server_port}{METRICS_PATH}"
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return own_address, stop
+
+
+def _app(metrics: WSGIApplication, pages: Mapping[str, Page], own_address: Callable[[], str]) -> WSGIApplication:
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        page = pages.get(environ["PATH_INFO"])
+        if page is None:
+            return metrics(environ, start_response)
+        start_response("200 OK", [("Content-Type", "application/json")])
+        return [page(own_address()).encode()]
+
+    return answer
+
+
+def own_host() -> str:
+    """An address by which this host's own processes, and on a cluster its neighbours, reach it."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        if not address.startswith("127."):  # Debian gives a host's own name such an address
+            return address
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(OUTSIDE_ADDRESS)
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+DISCOVERY_PATH = "/sd"
+
+
+def discovery_document(addresses: Iterable[str], run: str) -> str:
+    """The targets at `addresses`, each `http://HOST:PORT/metrics`, with a label that says whose run it is.
+
+    The format is that of `http_sd_configs` in Prometheus' reference of its configuration: one group of targets.
+    """
+    targets = [urlsplit(address).netloc for address in addresses]
+    return json.dumps([{"targets": targets, "labels": {"run": run}}])

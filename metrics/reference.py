@@ -6,11 +6,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftbatch.metrics.driver_counters import DRIVER_METRICS, DriverCounters
+from swiftbatch.metrics.counters import (
+    DRIVER_METRICS,
+    SERVER_METRICS,
+    TOTALS,
+    WORKER_METRICS,
+    DriverCounters,
+    EngineCounters,
+    ServerCounters,
+)
 from swiftbatch.metrics.exporter import PREFIX, TOTALS_PREFIX, Labels
 from swiftbatch.metrics.metric import Histogram
-from swiftbatch.metrics.server_counters import SERVER_METRICS, ServerCounters
-from swiftbatch.metrics.worker_counters import TOTALS, WORKER_METRICS, EngineCounters
 
 if TYPE_CHECKING:
     from swiftbatch.metrics.metric import Metric

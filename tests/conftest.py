@@ -38,8 +38,8 @@ from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.jobs.storage.s3_server import S3Server, running_s3_server
 
 if TYPE_CHECKING:  # fixtures import these: the process that hands out the tests needs none, and all wait for it
+    from swiftbatch.worker.forward.target_model import TargetModel
     from swiftbatch.worker.model.model_files import ModelFiles
-    from swiftbatch.worker.target.target import TargetModel
 
 # No example has a time to keep: the machine may be busy. What fixtures of a test give is the same for all its examples
 no_checks = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture)
@@ -138,7 +138,7 @@ def _same_numbers() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _costs_timed_once() -> Iterator[None]:
     """Each forward that tells a step's costs runs once: what they are makes plans, and no token depends on a plan."""
-    from swiftbatch.worker.target import step_costs
+    from swiftbatch.worker.forward import step_costs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_costs, "PROBE_REPEATS", 1)
@@ -154,7 +154,7 @@ def embedded_files() -> ModelFiles:
 
 @pytest.fixture(scope="session")
 def embedded_targets(embedded_files: ModelFiles) -> dict[str, TargetModel]:
-    from swiftbatch.worker.target.target import TargetModel
+    from swiftbatch.worker.forward.target_model import TargetModel
 
     return {dtype: TargetModel.load(embedded_files, dtype, "cpu") for dtype in ("bfloat16", "float32")}
 

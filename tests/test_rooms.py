@@ -14,24 +14,22 @@ ROOMS = ("jobs", "metrics", "worker", "scheduler")
 OUTSIDE = "bench"  # which no install has: it may import all rooms, and no room imports it
 # The packages of `worker`, each of which knows those before it and no other.
 WORKER = {
-    "worker.texts": "the text of tokens",
     "worker.kernels": "arithmetic in C and in Triton, of rows and matrices alone",
-    "worker.drawing": "tokens drawn from logits: sequences, trees, noise, filters, walks, in torch, C and Triton",
+    "worker.sampling": "tokens sampled from logits: sequences, trees, noise, filters, walks, in torch, C and Triton",
     "worker.constraints": "which tokens may come: grammars and budgets of thought, for a tree's rows",
-    "worker.model": "a model on disk: its kind, weights, tokenizer and chat template",
-    "worker.caches": "keys and values, full and partial, and how a GPU's memory is shared out for them",
-    "worker.target": "row-exact forwards of the target model",
-    "worker.drafters": "engines without trained parts, what all engines share, and the catalogue of them",
+    "worker.model": "a model on disk: its architecture, weights and their formats",
+    "worker.text": "text to tokens and back: tokenizer, chat template, output text, stop strings",
+    "worker.kv": "keys and values, full and sparse, and how memory is shared out for them",
+    "worker.forward": "batch-invariant forwards of the target model",
+    "worker.drafters": "engines, what they share, and the catalogue of them",
     "worker.inspection": "what a model is and how it would run, before its weights are read",
     "worker.quantization": "a plain model made into a quantized one, and what that costs on a text",
-    "worker.engine": "the decoding loop: reading, proposing, verifying, stopping",
+    "worker.engine": "the decoding loop: prefill, proposing, verifying, stopping",
     "worker.config": "what decides a run's bytes",
     "worker.exactness": "whether a machine keeps the promise",
     "worker.training": "trainings of targets and of the engines' parts",
     "worker.session": "a worker's jobs: orders, checkpoints, resumes, reports",
-    "worker.papers": "what belongs to one paper: its engine and training",
-    "worker.bench_texts": "texts for measurements, and the engine that reads them",
-    "worker.decode_bench": "how fast each engine is, for who chooses one",
+    "worker.decode_bench": "how fast each engine decodes on this machine",
 }
 DRIVER = (
     *("jobs", "metrics", *WORKER),

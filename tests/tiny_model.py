@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel
+from swiftbatch.worker.drafters.griffin.griffin_weights import save_griffin
+from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
-from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
-from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
-from swiftbatch.worker.papers.tokenswift.heads import save_heads
-from swiftbatch.worker.training.target.training import train_tokenizer
+from swiftbatch.worker.training.train_target import train_tokenizer
 
 
 def write_tiny_model(folder: Path, num_layers: int) -> Path:

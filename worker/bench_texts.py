@@ -9,17 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drafters.catalogue import (
-    DEFAULT_ENGINE,
-    create_drafter,
-)
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, create_drafter
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.forward.step_costs import step_costs_of
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.target.step_costs import step_costs_of
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
 
 PROMPT = (
     "The mill stood where the river bent, and the miller's daughter kept its accounts. Every evening she wrote down "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from swiftbatch.jobs.repetition import LoopAction
-from swiftbatch.jobs.run.option_values import (
+from swiftbatch.jobs.repetition_detection import LoopAction
+from swiftbatch.jobs.run.compute_options import (
     AttentionName,
     Device,
     Dtype,
@@ -16,9 +16,9 @@ from swiftbatch.jobs.run.option_values import (
     NumRows,
     ThinkingMarkers,
 )
-from swiftbatch.jobs.sampling import ThinkingEnd
+from swiftbatch.jobs.sampling_params import ThinkingEnd
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 
 CheckpointKind = Literal["tokens", "state"]
 

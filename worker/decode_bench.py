@@ -21,31 +21,26 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from swiftbatch.jobs.frozen_records import Frozen
-from swiftbatch.jobs.run.option_values import Device, Dtype
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.run.compute_options import Device, Dtype
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.metrics.worker_counters import EngineCounters
+from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.worker.bench_texts import BenchEngine, BenchError, own_tokens, text_tokens
-from swiftbatch.worker.caches.cache_room import check_folder
-from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.drafters.catalogue import (
-    CHECKPOINT_ENGINES,
-    ENGINES,
-    DrafterFactory,
-)
+from swiftbatch.worker.drafters.catalogue import CHECKPOINT_ENGINES, ENGINES, DrafterFactory
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.engine_memory import with_tried
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.engine.prefill import read_tile
+from swiftbatch.worker.engine.prefill import prefill_tile
+from swiftbatch.worker.forward.hardware import cpu_capability
+from swiftbatch.worker.forward.step_costs import Costs, seconds_now, step_costs_of
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
+from swiftbatch.worker.kv.kv_capacity import check_folder
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.target.hardware import cpu_capability
-from swiftbatch.worker.target.step_costs import Costs, step_costs_of
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.timers import seconds_now
-from swiftbatch.worker.texts.output_text import OutputText
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.text.output_text import OutputText
 
 BASELINE = "autoregressive"
 NUM_ROUNDS = 5  # the engines take turns, so that a busy moment of the machine hits them all
@@ -377,9 +372,9 @@ def num_warmup_tokens(files: ModelFiles) -> int:
 
 def read_tokens(target: TargetModel, cache: FullKVCache, token_ids: list[int], drafters: list[Drafter]) -> None:
     """Read all but the last token, which the first step's root row adds; drafters learn as from any prompt."""
-    known, drawing = np.array(token_ids[:-1]), target.forwards.new_drawing()
+    known, drawing = np.array(token_ids[:-1]), target.forwards.new_batch_sampler()
     while cache.length < len(known):
-        read_tile(target, cache, known, drafters, drawing)
+        prefill_tile(target, cache, known, drafters, drawing)
 
 
 def _contestants(

@@ -9,23 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.frozen_records import Frozen
-from swiftbatch.worker.caches.cache_room import ITEM_SIZES, NUM_UNWRITTEN, bytes_per_position, held_of, state_bytes_of
-from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, splits_of
-from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, sizes_of_stored
-from swiftbatch.worker.caches.memory.page_counts import held_in_windows
-from swiftbatch.worker.caches.memory.row_choice import most_together
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.worker.constraints.thinking import KNOWN
 from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.forward.rows_per_forward import most_together
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, splits_of
+from swiftbatch.worker.kv.kv_capacity import (
+    ITEM_SIZES,
+    NUM_UNWRITTEN,
+    bytes_per_position,
+    held_in_windows,
+    held_of,
+    state_bytes_of,
+)
+from swiftbatch.worker.kv.model_sizes import ModelSizes, sizes_of_stored
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_conflicts import config_fault, keys_fault
 from swiftbatch.worker.model.config_value_rules import shown
 from swiftbatch.worker.model.digests import has_tekken_alone, weight_files
-from swiftbatch.worker.model.folder_faults import adapter_fault, folder_fault, small_files_fault
+from swiftbatch.worker.model.file_checks import adapter_fault, folder_fault, small_files_fault, zero_tail_fault
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
 from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
-from swiftbatch.worker.model.gguf.links import SUFFIX
+from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.hub import hub_snapshot, split_revision
+from swiftbatch.worker.model.layer_types import recurrent_shape
 from swiftbatch.worker.model.model_files import (
     CONFIG_FILES,
     EMBEDDED,
@@ -35,10 +43,7 @@ from swiftbatch.worker.model.model_files import (
     what_refuses,
 )
 from swiftbatch.worker.model.mtp_layers import NoPredictorError, predictor_of
-from swiftbatch.worker.model.recurrent_sizes import recurrent_shape
 from swiftbatch.worker.model.text_config import is_of_text, text_view
-from swiftbatch.worker.model.thought_markers import KNOWN
-from swiftbatch.worker.model.zero_tails import zero_tail_fault
 
 OTHER_WEIGHTS = frozenset((".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".pt", ".pth", ".safetensors"))
 SMALL_FILES = ("*config.json", "*.index.json", "*.jinja", "chat_template*.json")

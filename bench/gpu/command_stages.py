@@ -13,7 +13,7 @@ from pathlib import Path
 import swiftbatch
 from bench.gpu.exact_stages import untried
 from bench.gpu.trial import Trial, Try
-from swiftbatch.jobs.child_processes import environment_of_code, module_command
+from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
 
 KIND_TESTS = "tests/worker/test_gpu_kinds.py"

@@ -13,15 +13,15 @@ import torch
 from bench.gpu.decoding import random_ids
 from bench.gpu.round_stages import offloaded_target
 from bench.gpu.trial import Trial, Try, streams_of
-from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.caches.host_memory import PinnedMemory
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
-from swiftbatch.worker.model.dense_loading import dense_weights
-from swiftbatch.worker.target.forwards_choice import DTYPES
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.tiles import tree_rows
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.forward.forward_backend import DTYPES
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import tree_rows
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.host_memory import PinnedMemory
+from swiftbatch.worker.model.decoder_loading import dense_weights
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 NUM_STEPS = 30
 MOST_SLOWER = 1.5  # times a step that has a checkpoint beside it; more would be seen by users

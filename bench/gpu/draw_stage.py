@@ -12,13 +12,13 @@ import torch
 
 from bench.gpu.decoding import random_ids
 from bench.gpu.trial import Trial, Try
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.drawing import TorchDrawing
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sampler import TorchBatchSampler
+from swiftbatch.worker.sampling.sequence import Sequence
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -39,20 +39,20 @@ PENALISED = 30  # sequences that have places of their own for counts
 
 def draws(trial: Trial) -> Iterator[Try]:
     """Every kind of sampling."""
-    vocab = trial.sizes.drawn_vocab
-    drawing = CudaDrawing(vocab, trial.device)
+    vocab = trial.sizes.sampled_vocab
+    drawing = CudaBatchSampler(vocab, trial.device)
     for name in KINDS:
         yield name, functools.partial(_compared, trial, drawing, name)
 
 
-def _compared(trial: Trial, drawing: CudaDrawing, name: str) -> Finding:
-    sizes, plain = trial.sizes, TorchDrawing(trial.sizes.drawn_vocab, torch.device("cpu"))
+def _compared(trial: Trial, drawing: CudaBatchSampler, name: str) -> Finding:
+    sizes, plain = trial.sizes, TorchBatchSampler(trial.sizes.sampled_vocab, torch.device("cpu"))
     generator, differing, times = torch.Generator().manual_seed(1), 0, []
     num_drawn, at_once = 0, min(PENALISED, sizes.num_drawn)
     while num_drawn < sizes.num_drawn:
         params = [SamplingParams(max_tokens=9, seed=num_drawn + each, **KINDS[name]) for each in range(at_once)]
-        sequences = [_sequence(sizes.drawn_vocab, each) for each in params]
-        logits = SPREAD * torch.randn(at_once, 1, sizes.drawn_vocab, generator=generator)
+        sequences = [_sequence(sizes.sampled_vocab, each) for each in params]
+        logits = SPREAD * torch.randn(at_once, 1, sizes.sampled_vocab, generator=generator)
         ours = _drawn(drawing, sequences, logits.to(trial.device))
         theirs = _drawn(plain, sequences, logits)
         differing += sum(a != b for a, b in zip(ours, theirs, strict=True))
@@ -73,7 +73,7 @@ def _drawn(drawing: Any, sequences: list[Sequence], logits: torch.Tensor) -> lis
     return [walk.drawn for walk in walks]
 
 
-def _seconds(drawing: CudaDrawing, sequences: list[Sequence], logits: torch.Tensor, trial: Trial) -> float:
+def _seconds(drawing: CudaBatchSampler, sequences: list[Sequence], logits: torch.Tensor, trial: Trial) -> float:
     """The seconds of one draw of all rows, up to their tokens on the host."""
     samplers, trees = [drawing.sampler(sequence) for sequence in sequences], [DraftTree()] * len(sequences)
     rows = list(logits[: len(sequences)])

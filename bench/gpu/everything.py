@@ -22,10 +22,10 @@ import torch
 from bench.gpu.everything_page import PAGE, page_of
 from bench.gpu.gpu_stages import STAGES, GPUStage
 from bench.gpu.stage_record import GPUStageRecord, file_name, read_record
-from swiftbatch.jobs.child_processes import environment_of_code, module_command
+from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.worker.bench_texts import BenchError
-from swiftbatch.worker.training.held_folder import held
+from swiftbatch.worker.training.training_lock import held
 
 PROCESS = "bench.gpu.stage_process"
 FEWEST_SECONDS = 15  # that are worth the start of a stage

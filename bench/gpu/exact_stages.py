@@ -9,23 +9,22 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 from bench.gpu.trial import Trial, Try
-from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, PoolSize
-from swiftbatch.worker.caches.memory.page_plan import most_of_a_job
-from swiftbatch.worker.caches.paged_arena import PagedArena
-from swiftbatch.worker.caches.slot_arena import KVArena
-from swiftbatch.worker.drawing.draft_tree import DraftTree
+from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.exactness.gpu_doctor.attention_check import OneLayer
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import ArenaTarget, Parts
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.gpu_doctor.forward_checks import ROOM, work_digest
 from swiftbatch.worker.exactness.gpu_doctor.gpu_doctor import CHECKS
-from swiftbatch.worker.exactness.row_exactness import MAX_LENGTH, NUM_CACHES, probe_rows
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
+from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
+from swiftbatch.worker.forward.tile_packing import tree_rows
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES
-from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
-from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
-from swiftbatch.worker.target.tiles import tree_rows
+from swiftbatch.worker.kernels.kv_quantization import CODES, coded, numbers_of
+from swiftbatch.worker.kv.gpu_memory_plan import most_of_a_job
+from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, PoolSize
+from swiftbatch.worker.kv.paged_arena import KVArena, PagedArena
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 NUM_ATTENDED = 8  # rows of two slots
 SMALL_PAGE = 64  # positions

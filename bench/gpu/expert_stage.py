@@ -10,17 +10,16 @@ import torch
 
 from bench.gpu.family_weights import DEVIATION
 from bench.gpu.trial import Trial, Try
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
 from swiftbatch.worker.exactness.gpu_doctor.forward_checks import ROOM, work_digest
-from swiftbatch.worker.exactness.gpu_doctor.packed_product_check import random_matrix
-from swiftbatch.worker.exactness.row_exactness import MAX_LENGTH, NUM_CACHES, probe_rows
-from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts
-from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
+from swiftbatch.worker.exactness.gpu_doctor.gemm_checks import random_matrix
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts, StackedWeights
 from swiftbatch.worker.kernels.decoder_weights import linear_from
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
-from swiftbatch.worker.kernels.layer_forms import Routing, Score
-from swiftbatch.worker.kernels.packed_weights import Code, PackedMatrix, Weight
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.layer_specs import Routing, Score
+from swiftbatch.worker.kernels.quantized_weights import Code, PackedMatrix, Weight
 
 FORMS: dict[str, tuple[Code, int, bool]] = {  # code, group, offsets
     "MXFP4": ("e2m1", 32, False),

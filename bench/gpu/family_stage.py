@@ -15,24 +15,22 @@ from bench.gpu.family_weights import Family
 from bench.gpu.job_stage import TOKENS_A_STEP, agree, steps_row
 from bench.gpu.trial import Trial, Try, deepened
 from bench.variants import create_bench_drafter
-from swiftbatch.worker.caches.memory.memory_plan import splits_of
-from swiftbatch.worker.caches.memory.model_sizes import sizes_of
-from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE, PoolSize, WindowPages, held_in_windows, pages_of
-from swiftbatch.worker.caches.memory.page_plan import most_of_a_job
-from swiftbatch.worker.caches.paged_arena import PagedArena
-from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
-from swiftbatch.worker.caches.window_arena import WindowArena
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import NUM_SPLITS_ELSEWHERE, ArenaTarget, Parts
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import NUM_SPLITS_ELSEWHERE, ArenaTarget, Parts
+from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
+from swiftbatch.worker.forward.cuda.cuda_loading import hold_gemms_steady
+from swiftbatch.worker.forward.step_costs import step_costs_of
+from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
-from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kv.gpu_memory_plan import most_of_a_job, splits_of
+from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, PoolSize, WindowPages, held_in_windows, pages_of
+from swiftbatch.worker.kv.model_sizes import sizes_of
+from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena, PagedArena
+from swiftbatch.worker.kv.sliding_window_arena import WindowArena
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
-from swiftbatch.worker.target.cuda.cuda_loading import hold_products_steady
-from swiftbatch.worker.target.step_costs import step_costs_of
-from swiftbatch.worker.target.tiles import tree_rows
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 ENGINES = ("autoregressive", "token-recycling")
 
@@ -52,7 +50,7 @@ def family_parts(trial: Trial, family: Family) -> Parts:
     sizes, num_splits = sizes_of(config, 0, "bfloat16"), NUM_SPLITS_ELSEWHERE
     assert sizes is not None
     if device.type == "cuda":
-        hold_products_steady()
+        hold_gemms_steady()
         num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes)
     positions = config["max_position_embeddings"]
     files = ModelFiles(family.name, Path(family.name), Digests({}, {}), positions, config["vocab_size"])

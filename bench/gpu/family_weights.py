@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, handed_over, stacked_weights
-from swiftbatch.worker.kernels.packed_weights import CODE_BITS, Code, PackedExperts, PackedMatrix, Weight
-from swiftbatch.worker.model.dense_config import SINKS, DenseConfig, read_dense
-from swiftbatch.worker.model.dense_loading import decoder_of
-from swiftbatch.worker.model.expert_config import ExpertConfig
-from swiftbatch.worker.model.latent_forms import UP
-from swiftbatch.worker.model.mixer_forms import MixerConfig
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedExperts, PackedMatrix, Weight
+from swiftbatch.worker.model.architectures.attention_layers import UP
+from swiftbatch.worker.model.architectures.moe_layers import MoEConfig
+from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig
+from swiftbatch.worker.model.decoder_config import SINKS, DecoderConfig, read_decoder_config
+from swiftbatch.worker.model.decoder_loading import decoder_of
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, text_view
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -65,7 +65,7 @@ class Family:
 
     def weights(self, dtype: torch.dtype, device: torch.device) -> StackedWeights:
         """Random weights of the layers that are made."""
-        dense = read_dense(self.text_config)
+        dense = read_decoder_config(self.text_config)
         source = RandomWeights(self.packed, dtype, device)
         tensors = {name: source.tensor(name, shape) for name, shape in shapes_of(dense)}
         made = decoder_of(tensors, dense, dtype)
@@ -283,7 +283,7 @@ class RandomWeights:
         return PackedExperts(form.code, codes, scales, self.dtype, num_experts=shape[0])
 
 
-def shapes_of(dense: DenseConfig) -> Shapes:
+def shapes_of(dense: DecoderConfig) -> Shapes:
     """Yield the names and shapes of a model's tensors; experts that lie in one tensor with their columns as rows."""
     yield EMBEDDING, (dense.vocab, dense.hidden)
     yield f"{dense.form.final_norm}.weight", (dense.hidden,)
@@ -294,7 +294,7 @@ def shapes_of(dense: DenseConfig) -> Shapes:
             yield f"model.layers.{number}.{name}", shape
 
 
-def _of_layer(dense: DenseConfig, number: int) -> Shapes:
+def _of_layer(dense: DecoderConfig, number: int) -> Shapes:
     for part in dense.form.norms.values():
         yield f"{part}.weight", (dense.hidden,)
     shapes = _linear_shapes(dense, number)
@@ -304,7 +304,7 @@ def _of_layer(dense: DenseConfig, number: int) -> Shapes:
             yield f"{name}.bias", shapes[role][:1]
     if dense.attends(number):
         latent = dense.latent and {"query_norm": dense.latent.sizes.query_rank, "key_norm": dense.latent.sizes.rank}
-        for role, part in dense.head_norms.items():
+        for role, part in dense.qk_norms.items():
             yield f"{part}.weight", (latent[role] if latent else dense.head_dim,)
         if dense.form.has_sinks:
             yield SINKS, (dense.num_heads,)
@@ -314,7 +314,7 @@ def _of_layer(dense: DenseConfig, number: int) -> Shapes:
         yield from _of_experts(dense.experts)
 
 
-def _linear_shapes(dense: DenseConfig, number: int) -> dict[str, tuple[int, int]]:
+def _linear_shapes(dense: DecoderConfig, number: int) -> dict[str, tuple[int, int]]:
     """Columns and depth of a layer's products, by their roles."""
     hidden, widths = dense.hidden, dense.widths(number)
     shapes = {role: (width, hidden) for role, width in widths.items()}
@@ -328,12 +328,12 @@ def _linear_shapes(dense: DenseConfig, number: int) -> dict[str, tuple[int, int]
         "query_down": (sizes.query_rank, hidden),
         "query": (num_heads * sizes.query_dim, sizes.query_rank or hidden),
         "key": (sizes.entry_dim, hidden),
-        UP: (num_heads * (sizes.still_dim + sizes.value_dim), sizes.rank),
+        UP: (num_heads * (sizes.nope_dim + sizes.value_dim), sizes.rank),
         "output": (hidden, num_heads * sizes.value_dim),
     }
 
 
-def _of_mixer(mixer: MixerConfig, hidden: int) -> Shapes:
+def _of_mixer(mixer: RecurrentConfig, hidden: int) -> Shapes:
     sizes, columns = mixer.sizes, mixer.sizes.columns()
     numbers = {"taps": (sizes.num_channels, 1, sizes.conv_width), "norm": (sizes.norm_width,)}
     for role, name in mixer.numbers.items():
@@ -344,7 +344,7 @@ def _of_mixer(mixer: MixerConfig, hidden: int) -> Shapes:
         yield f"{mixer.names.part}.{name}.weight", shape
 
 
-def _of_experts(experts: ExpertConfig) -> Shapes:
+def _of_experts(experts: MoEConfig) -> Shapes:
     names, number, hidden, width = experts.names, experts.routing.num_experts, experts.hidden, experts.width
     yield names.router, (number, hidden)
     for name in (names.router_bias, names.choice_bias):

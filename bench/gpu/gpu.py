@@ -9,7 +9,7 @@ import torch
 
 from bench.gpu.gpu_figures import GPUBenchOptions
 from swiftbatch.worker.bench_texts import BenchError
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import locate_model
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def run_gpu_bench(options: GPUBenchOptions, report: Callable[[str], None] = lamb
             "`python -m bench kernels` measures CPUs"
         )
     from bench.gpu.measuring import measured
-    from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+    from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 
     kernels = CudaKernels(options.attention, options.linear)
     parts = Parts.of(locate_model(options.model), options.dtype, torch.device("cuda"), kernels)

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.tables import new_table, number
-from swiftbatch.jobs.frozen_records import Frozen
-from swiftbatch.jobs.run.option_values import AttentionName, Device, LinearName
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.run.compute_options import AttentionName, Device, LinearName
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.decode_bench import BenchOptions, DecodeRecord, Positions
 from swiftbatch.worker.drafters.catalogue import ENGINES

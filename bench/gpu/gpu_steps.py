@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from bench.gpu.gpu_figures import GPUResumeRecord, GPUStepRecord, ReadRecord
-from swiftbatch.worker.caches.slot_arena import ArenaKVCache
-from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import ArenaTarget, Parts
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
+from swiftbatch.worker.forward.step_costs import Clock, clock_of
+from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work, capture
-from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
-from swiftbatch.worker.target.timers import Clock, clock_of
+from swiftbatch.worker.kv.paged_arena import ArenaKVCache
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
 PIECE = 1024  # positions of a checkpoint's segment
 

@@ -19,16 +19,16 @@ from bench.gpu.decoding import random_ids, sequences_of
 from bench.gpu.trial import Shape, Trial, Try, write_random
 from bench.variants import create_bench_drafter
 from swiftbatch.worker.bench_texts import BenchEngine
-from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
-from swiftbatch.worker.drawing.cuda.draw_graphs import WORDS_OUT, in_a_row
-from swiftbatch.worker.drawing.verification import TOP_K
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import ArenaTarget, Parts
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
+from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
+from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
-from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
+from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
+from swiftbatch.worker.sampling.cuda.sampling_graphs import WORDS_OUT, in_a_row
+from swiftbatch.worker.sampling.verification import TOP_K
 
 CPU = torch.device("cpu")
 SHAPE = Shape(64, 64, 2, 1, 64, 1024, 4096)  # of which only the vocabulary matters here
@@ -112,8 +112,8 @@ def _begun(target: ArenaTarget, engine: str, num_jobs: int, num_steps: int) -> t
         cache.reserve(LENGTH)
         cache.advance(LENGTH - 1)
         running.start(sequence, cache)
-    drawing = target.forwards.new_drawing()
-    assert isinstance(drawing, CudaDrawing)
+    drawing = target.forwards.new_batch_sampler()
+    assert isinstance(drawing, CudaBatchSampler)
     return running, DrawnTokens(drawing.out)
 
 
@@ -121,7 +121,7 @@ class DrawnTokens:
     """Tokens in place of those that a device would draw: few, so that drafts are accepted now and then."""
 
     def __init__(self, out: torch.Tensor) -> None:
-        """`out`: the results of a draw, as `DrawGraphs` has them."""
+        """`out`: the results of a draw, as `SamplingGraphs` has them."""
         self._rng, self._out = np.random.default_rng(0), out.numpy()
 
     def renew(self) -> None:

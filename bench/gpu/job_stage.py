@@ -11,12 +11,12 @@ from bench.gpu.decoding import NUM_WARM_STEPS, Decoded, decoded, random_ids, seq
 from bench.gpu.measuring import free_bytes
 from bench.gpu.trial import Trial, Try
 from bench.variants import create_bench_drafter
-from swiftbatch.worker.caches.cache_room import KVRoomError
-from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import ArenaTarget, Parts
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
-from swiftbatch.worker.target.step_costs import step_costs_of
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
+from swiftbatch.worker.forward.step_costs import step_costs_of
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.kv_capacity import KVRoomError
 
 ENGINES = ("autoregressive", "token-recycling", "auto")
 TOKENS_A_STEP = 16  # that there is room for

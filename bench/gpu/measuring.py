@@ -14,14 +14,13 @@ from bench.gpu.gpu_steps import read_records, resume_record, step_records
 from bench.peak_memory import peak_bytes, reset_peak
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench_texts import BenchError
-from swiftbatch.worker.caches.cache_room import GB, MEMORY, KVRoom
-from swiftbatch.worker.caches.memory.memory_plan import GPUMemory, one_slot
-from swiftbatch.worker.caches.memory.model_sizes import ModelSizes, read_sizes
-from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
 from swiftbatch.worker.decode_bench import NUM_WARMUP_TOKENS, DecodeBenchOptions, DecodeRecord, decode_records, machine
 from swiftbatch.worker.drafters.catalogue import check_parts
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
 from swiftbatch.worker.exactness.gpu_doctor.machine_checks import device_facts, read_bandwidth
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, one_slot
+from swiftbatch.worker.kv.kv_capacity import GB, GPU_PAGE, MEMORY, KVRoom
+from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
 
 NUM_CACHES = 2  # an engine has a job's and the warm-up text's; a resume has as many
 TEMPERATURE, MIN_P = 1.0, 0.1  # of the engines

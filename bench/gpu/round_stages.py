@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from bench.gpu.decoding import decoded, forced_rounds_of, random_ids, sequences_of
 from bench.gpu.trial import Trial, Try, streams_of
 from bench.variants import create_bench_drafter
-from swiftbatch.worker.caches.offloaded_arena import OffloadedArena
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import ArenaTarget, Parts
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
 from swiftbatch.worker.exactness.gpu_doctor.forward_checks import ROOM, work_digest
-from swiftbatch.worker.target.cuda.offloaded_forwards import OffloadedForwards
-from swiftbatch.worker.target.step_costs import step_costs_of
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
+from swiftbatch.worker.forward.cuda.cuda_forwards import OffloadedForwards
+from swiftbatch.worker.forward.step_costs import step_costs_of
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.kv_offload import OffloadedArena
 
 NUM_SEQUENCES = 2
 

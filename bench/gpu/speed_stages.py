@@ -13,19 +13,19 @@ from torch import Tensor
 from bench.gpu.decoding import random_ids, sequences_of
 from bench.gpu.exact_stages import untried
 from bench.gpu.trial import Trial, Try
-from swiftbatch.worker.caches.scan_cache import ScanKVCache
-from swiftbatch.worker.drafters.two_level.auto import NUM_BEST
-from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+from swiftbatch.worker.drafters.auto.auto import NUM_BEST
+from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, num_caches, probe_rows
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
-from swiftbatch.worker.exactness.gpu_doctor.product_check import bits, weight_shapes
-from swiftbatch.worker.exactness.row_exactness import MAX_LENGTH, num_caches, probe_rows
-from swiftbatch.worker.kernels.cuda.linear import cublas_linear, triton_linear
+from swiftbatch.worker.exactness.gpu_doctor.gemm_checks import bits, weight_shapes
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.forward.forward_interface import partial_rows
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import tree_rows
+from swiftbatch.worker.kernels.cuda.gemm import cublas_linear, triton_linear
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear
-from swiftbatch.worker.target.partial_rows import partial_rows
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.tiles import tree_rows
+from swiftbatch.worker.kv.scan_cache import ScanKVCache
+from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 NUM_TIMES = 7
 NUM_PLACES = 16  # of a row that are tried
@@ -160,7 +160,7 @@ def _graph_memory(trial: Trial) -> Finding:
     rows.append({"behind": "the graph of a forward", **_taken(trial.device)})
     target.forwards.room_for(ScanKVCache, NUM_BEST)
     rows.append({"behind": "the graphs of rounds and queries", **_taken(trial.device)})
-    drawing = CudaDrawing(target.vocab_size, trial.device)
+    drawing = CudaBatchSampler(target.vocab_size, trial.device)
     drawing.top_candidates(torch.zeros(1, target.vocab_size, device=trial.device))
     rows.append({"behind": "the graphs of draws", **_taken(trial.device)})
     first, last = (float(row["outside, GB"]) for row in (rows[0], rows[-1]))

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.frozen_records import Frozen
+from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.worker.exactness.gpu_doctor.findings import Result
 

@@ -22,13 +22,13 @@ import torch
 from safetensors.torch import save_file
 
 from bench.gpu.family_weights import DEVIATION, FAMILIES, Family
-from swiftbatch.jobs.run.option_values import Dtype
-from swiftbatch.worker.caches.host_copies import CudaLane, HostStream, computing_stream
-from swiftbatch.worker.caches.layer_ring import Streams
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Extent, Parts
+from swiftbatch.jobs.run.compute_options import Dtype
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Extent, Parts
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
-from swiftbatch.worker.kernels.kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kv.host_copies import CudaLane, HostStream, computing_stream
+from swiftbatch.worker.kv.kv_offload import Streams
 from swiftbatch.worker.model.digests import TEXT_FILES
 from swiftbatch.worker.model.model_files import EMBEDDED, ModelFiles, locate_model
 
@@ -123,7 +123,7 @@ class TrialSizes:
     offloaded_length: int = 3000
     copied_bytes: int = 1 << 32
     checkpoint_length: int = 20_000
-    drawn_vocab: int = 128_256
+    sampled_vocab: int = 128_256
     num_drawn: int = 120
     engine_positions: tuple[int, ...] = (1000, 8000)
     engine_tokens: int = 128
@@ -167,7 +167,7 @@ SMALL_SIZES = TrialSizes(  # for Triton's interpreter: a second for each forward
     offloaded_length=70,
     copied_bytes=1 << 20,
     checkpoint_length=70,
-    drawn_vocab=300,
+    sampled_vocab=300,
     num_drawn=4,
     engine_positions=(3,),
     engine_tokens=5,

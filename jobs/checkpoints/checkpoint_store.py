@@ -25,26 +25,28 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles, Known, digest, read_attempt
-from swiftbatch.jobs.checkpoints.checkpoint_records import (
+from swiftbatch.jobs.checkpoints.checkpoint_files import (
     AttemptRecord,
     AttemptStart,
+    CheckedFiles,
     ClaimFile,
     DrafterEntry,
+    Known,
     LayerStatesEntry,
     ResumeFile,
     ResumeRecord,
     SegmentEntry,
     StateManifest,
     TimelineFile,
+    digest,
     drafter_name,
     dump_file,
     parse_file,
+    read_attempt,
     segment_name,
     states_name,
 )
-from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles, WrittenSpans
-from swiftbatch.jobs.checkpoints.state_file import (
+from swiftbatch.jobs.checkpoints.kv_segments import (
     LayerStates,
     Segment,
     State,
@@ -55,6 +57,7 @@ from swiftbatch.jobs.checkpoints.state_file import (
     identity_of_segment,
     identity_of_state,
 )
+from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles, WrittenSpans
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, decode_log, encode_log
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity

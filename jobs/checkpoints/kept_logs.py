@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_records import (
+from swiftbatch.jobs.checkpoints.checkpoint_files import (
     AttemptRecord,
     ClaimFile,
     DrafterEntry,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles
+from swiftbatch.jobs.checkpoints.checkpoint_files import CheckedFiles
 from swiftbatch.jobs.checkpoints.token_log import TokenIds, TokenLog
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity, take_identity
 from swiftbatch.jobs.logprobs import TokenLogprobs

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from swiftbatch.jobs.frozen_records import Strict
+from swiftbatch.jobs.json_records import Strict
 
 Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # seconds since the epoch, to the end of the year 9999
 

@@ -1,15 +1,36 @@
-"""The token log: a header with a checksum, whose it is, the rewinds, then 4 bytes a token, little-endian."""
+"""The token log of a job as bytes, and the log of a worker that holds those of all its jobs in one file."""
 
 from __future__ import annotations
 
 import struct
 import zlib
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from secrets import token_hex
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, ValidationError
 
+from swiftbatch.jobs.checkpoints.checkpoint_files import (
+    AttemptRecord,
+    AttemptStart,
+    CheckedFiles,
+    ClaimFile,
+    TimelineFile,
+    dump_file,
+    parse_file,
+)
+from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity, take_identity
+from swiftbatch.jobs.json_records import Strict, sealed, unsealed
+from swiftbatch.jobs.storage.store import Store
+
+if TYPE_CHECKING:
+    from swiftbatch.jobs.run.run import Run
 
 TokenIds = NDArray[np.uint32]
 
@@ -82,3 +103,278 @@ def _size_of_rewinds(payload: bytes) -> int:
     if size > len(payload):
         raise DamagedFileError(f"found {len(payload)} bytes behind the header, expected {size} of rewinds first")
     return size
+
+
+# The token logs of all jobs of a worker in one file, so that an interval costs one write, however many jobs it has.
+
+
+CHECKPOINTS, WORKERS, WORKER_LOG_SUFFIX = "checkpoints", "workers", ".logs"
+WORKER_LOGS_FOLDER = f"{CHECKPOINTS}/{WORKERS}"
+ENTRY_HEAD = b'{"entry":'  # with which the line of an entry begins
+NUM_LISTINGS = 3  # for files, which go when the next one is there
+NUM_WRITERS = 16  # at a time, where a file is unpacked
+
+
+class PackedLog(NamedTuple):
+    """One attempt's entry: the bytes of its files, none where it has no timeline yet."""
+
+    job_id: str
+    attempt: int
+    claim: bytes
+    timeline: bytes
+    log: bytes
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Files by name, the log last: once that is there, all are."""
+        return {"claim.json": self.claim, "timeline.json": self.timeline, "tokens.bin": self.log}
+
+
+class FoundLogs(NamedTuple):
+    """Files by their names, and the entries in them."""
+
+    names: list[str]
+    entries: list[PackedLog]
+
+    def without(self, job_ids: Collection[str]) -> FoundLogs:
+        """The same without what the files have of some jobs: it is of no use any more."""
+        return FoundLogs(self.names, [entry for entry in self.entries if entry.job_id not in job_ids])
+
+
+class RunningAttempt(NamedTuple):
+    """An attempt that is in its worker's file: what reports say of it, and its tokens."""
+
+    record: AttemptRecord
+    log: TokenLog
+
+
+class _Head(Strict):
+    entry: Literal[1] = 1  # with `HEAD`, what a reader looks for behind damage
+    job_id: str
+    attempt: int
+    sizes: tuple[int, int, int] = Field(description="of the files in bytes")
+
+
+def pack(entries: Iterable[PackedLog]) -> bytes:
+    """The file of some entries."""
+    parts: list[bytes] = []
+    for entry in entries:
+        files = list(entry.files.values())
+        head = _Head(job_id=entry.job_id, attempt=entry.attempt, sizes=(len(files[0]), len(files[1]), len(files[2])))
+        parts += [sealed(head.model_dump_json().encode()), *files]
+    return b"".join(parts)
+
+
+def unpack(data: bytes) -> tuple[list[PackedLog], int]:
+    """The entries of a file that can be found, and the number of bytes that belong to none: it was torn or damaged."""
+    entries, num_lost, start = [], 0, 0
+    while start < len(data):
+        behind = data.find(b"\n", start) + 1
+        head = _head(data[start:behind])
+        if head is None or behind + sum(head.sizes) > len(data):
+            following = data.find(ENTRY_HEAD, start + 1)
+            following = len(data) if following < 0 else following
+            num_lost += following - start
+            start = following
+            continue
+        parts = []
+        for size in head.sizes:
+            parts.append(data[behind : behind + size])
+            behind += size
+        entries.append(PackedLog(head.job_id, head.attempt, *parts))
+        start = _next_entry(data, behind - sum(head.sizes), behind)
+    return entries, num_lost
+
+
+def _next_entry(data: bytes, files: int, end: int) -> int:
+    """Return where the entry behind one begins, whose files do from `files` to `end`: sooner if bytes were lost."""
+    if end == len(data) or data.startswith(ENTRY_HEAD, end):
+        return end
+    sooner = data.find(ENTRY_HEAD, files, end + len(ENTRY_HEAD) - 1)
+    return end if sooner < 0 else sooner
+
+
+def _head(line: bytes) -> _Head | None:
+    try:
+        return None if (text := unsealed(line)) is None else _Head.model_validate_json(text)
+    except (ValueError, ValidationError):
+        return None
+
+
+class PackedLogs:
+    """The files of the workers of one run. Methods raise `StoreError` when the storage fails."""
+
+    def __init__(self, store: Store, fingerprint: str) -> None:
+        """`fingerprint` is the run's, see `RunManifest`."""
+        self._store, self._fingerprint = store, fingerprint
+        self._files = CheckedFiles(store)
+        self._known: dict[str, dict[str, RunningAttempt]] = {}  # by the names of files, which never change
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        return cls(run.store, run.manifest.fingerprint)
+
+    def entry(
+        self, job_id: str, attempt: int, start: AttemptStart, log: TokenLog, timeline: Timeline | None
+    ) -> PackedLog:
+        identity = Identity(job_id=job_id, fingerprint=self._fingerprint)
+        claim = dump_file(ClaimFile(**start.model_dump()), identity)
+        kept = b"" if timeline is None else dump_file(TimelineFile(**timeline.model_dump()), identity)
+        return PackedLog(job_id, attempt, claim, kept, encode_log(log, identity))
+
+    def write(self, name: str, entries: Iterable[PackedLog]) -> int:
+        """Write a file as a whole. Returns its bytes."""
+        data = pack(entries)
+        self._store.write(f"{WORKER_LOGS_FOLDER}/{name}", data)
+        return len(data)
+
+    def delete(self, name: str) -> int:
+        """Remove a file; an absent one is fine. Returns the bytes written, none."""
+        self._store.delete(f"{WORKER_LOGS_FOLDER}/{name}")
+        return 0
+
+    def names(self, worker_ids: Collection[str] | None = None) -> list[str]:
+        """The files of some workers, or of all, the older ones of a worker first."""
+        names = [name for name in self._store.list(WORKER_LOGS_FOLDER) if name.endswith(WORKER_LOG_SUFFIX)]
+        return [name for name in names if worker_ids is None or name.rsplit("-", 2)[0] in worker_ids]
+
+    def read(self, worker_ids: Collection[str] | None = None) -> dict[str, RunningAttempt]:
+        """Return what the files of some workers, or of all, say of jobs, by ids; of several attempts the furthest."""
+        for _ in range(NUM_LISTINGS):
+            read = {name: self._known.get(name) or self._attempts(name) for name in self.names(worker_ids)}
+            self._known = {name: attempts for name, attempts in read.items() if attempts is not None}
+            if len(read) == len(self._known):  # else a file has gone in between, and the next one is there
+                break
+        found: dict[str, RunningAttempt] = {}
+        for attempts in self._known.values():
+            for job_id, attempt in attempts.items():
+                if job_id not in found or attempt.log.progress > found[job_id].log.progress:
+                    found[job_id] = attempt
+        return found
+
+    def entries(self, name: str) -> list[PackedLog] | None:
+        """Read the entries of a file, None where it has gone; bytes that are no whole entry are named as damage."""
+        if (data := self._store.read(f"{WORKER_LOGS_FOLDER}/{name}")) is None:
+            return None
+        found, num_lost = unpack(data)
+        if num_lost:
+            self._files.name(f"{WORKER_LOGS_FOLDER}/{name}", f"found {num_lost} bytes that are no whole entry")
+        return found
+
+    def found(self, worker_ids: Collection[str] | None = None) -> FoundLogs:
+        """The files of some workers, or of all, and what they have."""
+        names = self.names(worker_ids)
+        return FoundLogs(names, [entry for name in names for entry in self.entries(name) or ()])
+
+    def put_in_place(self, found: FoundLogs) -> None:
+        """Write entries as the attempts' own files, then delete the files that had them.
+
+        To do so again does no harm, whenever it was broken off. Nor does a worker that is believed lost and goes on:
+        nobody else writes below its attempts' numbers, and these are overtaken, so that nobody misses what its next
+        files have.
+        """
+        by_attempt: dict[tuple[str, int], list[PackedLog]] = {}
+        for entry in found.entries:
+            by_attempt.setdefault((entry.job_id, entry.attempt), []).append(entry)
+        with ThreadPoolExecutor(NUM_WRITERS) as pool:
+            list(pool.map(lambda alike: [self.place(entry) for entry in alike], by_attempt.values()))
+            list(pool.map(self.delete, found.names))
+
+    def place(self, entry: PackedLog) -> int:
+        """Write an entry as its attempt's own files, unless these are as far. Returns bytes written."""
+        log = self._files.decoded(_place(entry), entry.log, partial(self._decoded, entry))
+        folder = f"{CHECKPOINTS}/{entry.job_id}/{entry.attempt:04d}"
+        if log is None:
+            return 0
+        if (there := self._store.read(f"{folder}/tokens.bin")) is not None:
+            own = self._files.decoded(f"{folder}/tokens.bin", there, partial(self._decoded, entry))
+            if own is not None and own.progress >= log.progress:
+                return 0
+        files = {name: data for name, data in entry.files.items() if data}
+        for name, data in files.items():
+            self._store.write(f"{folder}/{name}", data)
+        return sum(map(len, files.values()))
+
+    def _attempts(self, name: str) -> dict[str, RunningAttempt] | None:
+        """The attempts that a file tells of, by job; None where it has gone."""
+        if (entries := self.entries(name)) is None:
+            return None
+        found = {}
+        for entry in entries:
+            decode = partial(self._attempt, entry)
+            if (attempt := self._files.decoded(_place(entry), entry.log, decode)) is not None:
+                found[entry.job_id] = attempt
+        return found
+
+    def _attempt(self, entry: PackedLog, data: bytes) -> RunningAttempt:
+        identity = Identity(job_id=entry.job_id, fingerprint=self._fingerprint)
+        start = parse_file(entry.claim, ClaimFile, identity).model_dump(exclude={"identity"})
+        timeline = parse_file(entry.timeline, TimelineFile, identity) if entry.timeline else None
+        kept = None if timeline is None else timeline.model_dump(exclude={"identity"})
+        record = AttemptRecord.model_validate({**start, "number": entry.attempt, "timeline": kept})
+        return RunningAttempt(record, self._decoded(entry, data))
+
+    def _decoded(self, entry: PackedLog, data: bytes) -> TokenLog:
+        return decode_log(data, Identity(job_id=entry.job_id, fingerprint=self._fingerprint))
+
+
+def _place(entry: PackedLog) -> str:
+    return f"{WORKER_LOGS_FOLDER}, {entry.job_id}, attempt {entry.attempt}"
+
+
+class WorkerLogs:
+    """The file of one worker: its newest token logs, until each is in its job's own folder or no longer needed.
+
+    `take` and `take_rest` return functions that write: these are called one after the other, all else under one lock.
+    """
+
+    def __init__(self, packed: PackedLogs, worker_id: str) -> None:
+        self._packed = packed
+        self._name, self._numbers = f"{worker_id}-{token_hex(8)}", count(1)  # no other worker has the name, ever
+        self._entries: dict[tuple[str, int], PackedLog] = {}
+        self._leaving: list[tuple[str, int]] = []
+        self._written: str | None = None  # the newest file
+
+    @property
+    def has_rest(self) -> bool:
+        """Return whether an entry is to go to its own folder, or nothing in the file is needed any more."""
+        return bool(self._leaving or (self._written is not None and not self._entries))
+
+    def put(self, job_id: str, attempt: int, start: AttemptStart, log: TokenLog, timeline: Timeline | None) -> None:
+        """Have the next file hold a log, in place of an older one of its attempt; without a timeline that one's."""
+        older = self._entries.get((job_id, attempt))
+        entry = self._packed.entry(job_id, attempt, start, log, timeline)
+        if timeline is None and older is not None:
+            entry = entry._replace(timeline=older.timeline)
+        self._entries[job_id, attempt] = entry
+
+    def leave(self, job_id: str, attempt: int) -> None:
+        """Have an entry written to its own folder: its job leaves this worker without a result."""
+        if (job_id, attempt) in self._entries:
+            self._leaving.append((job_id, attempt))
+
+    def forget(self, job_ids: Collection[str]) -> None:
+        """Leave jobs out from now on: they have a result, or own files that are as far."""
+        for key in [key for key in self._entries if key[0] in job_ids and key not in self._leaving]:
+            del self._entries[key]
+
+    def take(self) -> Callable[[], int]:
+        """Return a function that writes a new file, then deletes the one before, and returns the bytes written."""
+        before, entries = self._written, list(self._entries.values())
+        self._written = name = f"{self._name}-{next(self._numbers):06d}{WORKER_LOG_SUFFIX}"
+
+        def write() -> int:
+            num_bytes = self._packed.write(name, entries)
+            if before is not None:
+                self._packed.delete(before)
+            return num_bytes
+
+        return write
+
+    def take_rest(self) -> Callable[[], int]:
+        """Return a function for the next thing that `has_rest` tells of; no later file holds the entry."""
+        if self._leaving:
+            entry = self._entries.pop(self._leaving.pop(0))
+            return lambda: self._packed.place(entry)
+        written, self._written = self._written, None
+        return lambda: 0 if written is None else self._packed.delete(written)

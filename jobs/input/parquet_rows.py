@@ -11,10 +11,9 @@ from typing import IO, Any
 from uuid import UUID
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.input_file import InputFileError
-from swiftbatch.jobs.input.line_formats import BatchLine, ShortLine
+from swiftbatch.jobs.input.job_files import InputFileError
 from swiftbatch.jobs.input.line_parsing import LineError, parse_json
-from swiftbatch.jobs.input.request_fields import is_of_others
+from swiftbatch.jobs.input.request_fields import BatchLine, ShortLine, is_of_others
 from swiftbatch.jobs.input.validation_errors import shown
 
 FIELDS = tuple(dict.fromkeys(["custom_id", "prompt", "messages", *ShortLine.model_fields, *BatchLine.model_fields]))

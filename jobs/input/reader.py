@@ -1,11 +1,13 @@
-"""Read job files: one JSON object a line, or Parquet, in either input form. A bad line never stops the others."""
+"""Reads job files (JSON lines or Parquet, alone or in folders), and turns bad lines into rejects."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+import stat
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import BufferedReader
@@ -13,23 +15,26 @@ from itertools import islice
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from swiftbatch.jobs.input.input_file import (
+from swiftbatch.jobs.input.job_files import (
     NUM_BYTES,
     ONE_A_LINE,
     STANDARD_INPUT,
     InputFileError,
+    found_files,
     is_array,
+    local_copy,
+    odd_kind,
     open_input,
     other_kind,
     shown_input,
 )
-from swiftbatch.jobs.input.line_formats import text_id
-from swiftbatch.jobs.input.line_kinds import LineKinds
-from swiftbatch.jobs.input.line_parsing import JobLine, LineError, parse_object
+from swiftbatch.jobs.input.line_parsing import JobLine, LineError, ParsedLineCache, parse_object
 from swiftbatch.jobs.input.parquet_rows import MAGIC, Columns, Row, parquet_rows
 from swiftbatch.jobs.input.rejects import Reject, Rejects
+from swiftbatch.jobs.input.request_fields import text_id
 from swiftbatch.jobs.input.validation_errors import shown
 from swiftbatch.jobs.job import MAX_CUSTOM_ID, JobUrl
+from swiftbatch.jobs.storage.store import Store
 
 MAX_LINE_BYTES = 32 * 2**20
 SKIP_BYTES = 2**20
@@ -57,7 +62,7 @@ class JobReader:
     _first_lines: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._kinds = LineKinds(self.run_seed)
+        self._kinds = ParsedLineCache(self.run_seed)
 
     def lines(self, path: str, name: str) -> Iterator[tuple[int, JobLine]]:
         """The jobs of a file that errors call `name`, as they are read, with their line numbers.
@@ -211,3 +216,81 @@ def _readable_custom_id(value: object) -> str | None:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID:
         return None
     return None if any("\ud800" <= letter <= "\udfff" for letter in value) else value
+
+
+# Job files where they lie: in a folder on a disk, or in an object store.
+
+
+JOB_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+LOST_AND_FOUND = "lost+found"  # a file system's own, which it lets nobody read
+
+FolderIdentity = tuple[int, int]  # of a folder: device and inode
+
+
+def job_files_in(folder: Store) -> tuple[list[str], dict[str, str]]:
+    """The paths of all job files in a folder and in the folders below it, sorted, by the ends of their names.
+
+    With them what could not be looked into on a disk, and why: folders, links, and what is neither file nor folder.
+    Names that start with '.' are passed over: so are files that are still being written under such a name.
+    Raises StoreError where the folder itself can't be listed.
+    """
+    folder.list("")
+    paths, skipped = _walk_disk(folder.uri) if folder.is_local else (_walk(folder, ""), {})
+    return sorted(paths), skipped
+
+
+def digest_of(folder: Store, path: str) -> str:
+    """The SHA-256 of a file, in hexadecimal. Raises StoreError."""
+    digest = hashlib.sha256()
+    for piece in folder.pieces(path) or ():
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def job_lines(said: Sequence[str], reader: JobReader) -> Iterator[tuple[int, JobLine]]:
+    """The jobs of files, as they are read, in the order of `found_files`. Raises InputFileError, StoreError."""
+    files = found_files(said)
+    reader.is_for_many = len(files) > 1
+    for file in files:
+        with local_copy(file) as (path, name):
+            yield from reader.lines(path, name)
+    reader.end()
+
+
+def _walk(folder: Store, below: str) -> Iterator[str]:
+    for name in folder.list(below):
+        path = f"{below}/{name}" if below else name
+        if not folder.exists(path):
+            yield from _walk(folder, path)
+        elif name.endswith(JOB_FILE_SUFFIXES):
+            yield path
+
+
+def _walk_disk(root: str) -> tuple[list[str], dict[str, str]]:
+    paths, skipped = [], {}
+    waiting: list[tuple[str, tuple[FolderIdentity, ...]]] = [("", ())]
+    while waiting:
+        path, above = waiting.pop()
+        try:
+            status, names = _look_at(os.path.join(root, path))
+        except OSError as error:
+            is_dangling = isinstance(error, FileNotFoundError)
+            skipped[path] = "a link that leads nowhere" if is_dangling else error.strerror or str(error)
+            continue
+        identity = (status.st_dev, status.st_ino)
+        if identity in above:
+            skipped[path] = "a link to a folder that it is in"
+        elif names is not None:
+            below = [f"{path}/{name}" if path else name for name in names if name[0] != "." and name != LOST_AND_FOUND]
+            waiting += [(name, (*above, identity)) for name in below]
+        elif kind := odd_kind(status.st_mode):
+            skipped[path] = f"{kind}, no file"
+        elif path.endswith(JOB_FILE_SUFFIXES):
+            paths.append(path)
+    return paths, skipped
+
+
+def _look_at(place: str) -> tuple[os.stat_result, list[str] | None]:
+    """The status of what is at a place, and the names in it if it is a folder."""
+    status = os.stat(place)
+    return status, os.listdir(place) if stat.S_ISDIR(status.st_mode) else None

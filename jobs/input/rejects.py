@@ -11,7 +11,7 @@ from weakref import finalize
 
 from pydantic import TypeAdapter
 
-from swiftbatch.jobs.storage.temporary_files import new_spool, told_of_room
+from swiftbatch.jobs.storage.store import new_spool, told_of_room
 
 
 @dataclass(frozen=True, slots=True)

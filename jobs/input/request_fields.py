@@ -1,12 +1,267 @@
-"""Fields that lines of other programs have: those without a meaning here, and those that are not supported."""
+"""The fields of an input line in each form: those taken, those without effect, those not supported."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
-from swiftbatch.jobs.frozen_records import whole
-from swiftbatch.jobs.input.validation_errors import shown
+from pydantic import BeforeValidator, Field, PlainValidator, field_validator, model_validator
+
+from swiftbatch.jobs.chat import Scalar, TemplateOptions, Utf8, checked_kwargs
+from swiftbatch.jobs.input.validation_errors import FieldError, shown
+from swiftbatch.jobs.job import CHAT, COMPLETIONS, CustomId, JobUrl, Messages
+from swiftbatch.jobs.json_records import Strict, whole
+from swiftbatch.jobs.sampling_params import MAX_COUNT, MAX_TOP_LOGPROBS, TOP_P, SamplingParams
+from swiftbatch.jobs.structured_output import Structure, format_of
+
+MAX_CHOICES = 128  # of a prompt
+MAX_PROMPTS = 2048  # of a line, and of prompts and choices together
+MAX_PRIORITY = 2**63 - 1  # and its negative, less one: vLLM's bounds
+
+# the end of a path behind any server's address, or a path with or without the version
+URL = re.compile(r"(?:https?://\S+?/|/?(?:v1/)?)((?:chat/)?completions)/?(?:\?\S*)?")
+
+LinePrompt = str | tuple[int, ...]
+"""A text, or token ids."""
+
+
+def text_id(value: object) -> object:
+    """The digits of a `custom_id` that is a whole number: data sets count their rows."""
+    number = whole(value)
+    return str(number) if type(number) is int else value
+
+
+def endpoint(value: object) -> object:
+    """The endpoint that a line's `url` means: a path or a whole address. Anything else as it is."""
+    found = URL.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        return value
+    return CHAT if found[1].startswith("chat/") else COMPLETIONS
+
+
+def prompts_of(value: object) -> tuple[LinePrompt, ...]:
+    """The prompts of a line: one text, one list of token ids, or a list of either. Raises FieldError."""
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > MAX_PROMPTS:
+            raise FieldError("", f"found {len(value)} prompts, expected at most {MAX_PROMPTS}")
+        return tuple(_prompt(each, f"[{number}]") for number, each in enumerate(value))
+    return (_prompt(value),)
+
+
+def _prompt(value: object, place: str = "") -> LinePrompt:
+    if isinstance(value, str):
+        if not value:
+            raise FieldError(place, 'found "", expected a string with at least 1 character')
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise FieldError(place, f"found {shown(value)}, expected text that can be written as UTF-8") from None
+        return value
+    if not isinstance(value, list) or not value:
+        raise FieldError(place, f"found {shown(value)}, expected a string, or a list of token ids")
+    token_ids = tuple(map(whole, value))
+    for each in token_ids:
+        if type(each) is not int or not 0 <= each <= MAX_COUNT:
+            raise FieldError(place, f"found {shown(each)} among its token ids, expected whole numbers from 0 on")
+    return token_ids
+
+
+def logprobs_of(value: object) -> int | bool | None:
+    """Check `logprobs`, in any form of line: a number in a completion, true or false in a chat. Raises FieldError."""
+    value = whole(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int) or not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise FieldError("", f"found {shown(value)}, expected {NUM_LOGPROBS}, or in a chat true")
+    return value
+
+
+NUM_LOGPROBS = f"a whole number from 0 to {MAX_TOP_LOGPROBS}"
+Logprobs = Annotated[int | bool | None, PlainValidator(logprobs_of)]
+Prompts = Annotated[tuple[LinePrompt, ...], PlainValidator(prompts_of)]
+LineId = Annotated[CustomId, BeforeValidator(text_id)]
+Endpoint = Annotated[JobUrl, BeforeValidator(endpoint)]
+TemplateKwargs = Annotated[dict[str, Scalar], BeforeValidator(checked_kwargs)]
+
+
+class LineFields(SamplingParams):
+    """The fields that every kind of line may have. The run decides the model, so `model` is read and not used."""
+
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)  # type: ignore[assignment]  # may be left open
+    top_p: float = Field(default=TOP_P, ge=0.0, le=1.0)  # 0, which OpenAI takes, keeps the likeliest token
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    model: str = ""
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    best_of: int | None = None
+    priority: int = Field(default=0, ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)  # lower begins earlier, as in vLLM
+    logprobs: Logprobs = None  # `asked_logprobs` says what each form takes
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    response_format: Structure | None = None
+
+    @field_validator("max_completion_tokens", "n", "best_of", "priority", "top_logprobs", mode="before")
+    @classmethod
+    def _whole_too(cls, value: Any) -> Any:
+        return whole(value)
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _minus_one_is_off(cls, value: object) -> object:
+        return 0 if value == -1 else value
+
+    @field_validator("top_logprobs", mode="before")
+    @classmethod
+    def _false_is_none(cls, value: object) -> object:
+        return None if value is False else value
+
+    @field_validator("thinking_token_budget", mode="before")
+    @classmethod
+    def _minus_one_is_no_budget(cls, value: object) -> object:
+        return None if value == -1 else value
+
+    @field_validator("response_format", mode="before")
+    @classmethod
+    def _format(cls, value: object) -> object:
+        return format_of(value)
+
+    @model_validator(mode="after")
+    def _one_limit_and_no_choosing(self) -> Self:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("fields 'max_tokens' and 'max_completion_tokens': found two limits, expected one")
+        if self.best_of not in (None, self.n):
+            raise FieldError("best_of", f"found {self.best_of}, not supported; expected {self.n}, as many as n")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise ValueError("fields 'response_format' and 'structured_outputs': found both, expected at most one")
+        if self.response_format is not None:
+            self._ends_where_its_structure_does()
+        return self
+
+    @property
+    def structure(self) -> Structure | None:
+        """The structure that the text must have, whichever field says it."""
+        return self.structured_outputs if self.response_format is None else self.response_format
+
+    @property
+    def format_field(self) -> str | None:
+        """The field of `response_format` that says what the text must be; None where another one does, or none."""
+        if self.response_format is None:
+            return None
+        return "response_format.json_schema.schema" if self.response_format.kind == "json" else "response_format"
+
+
+def asked_logprobs(fields: LineFields, is_chat: bool) -> int | None:
+    """The number of likeliest tokens that a line asks for beside each drawn one; None for no log-probabilities.
+
+    Raises FieldError where a chat asks as a completion does, or the other way round.
+    """
+    said, num_top = fields.logprobs, fields.top_logprobs
+    if is_chat and type(said) is int and said > 0:
+        raise FieldError("logprobs", f"found {said}, expected true or false, and that number as top_logprobs")
+    if is_chat and num_top and not said:
+        raise FieldError("top_logprobs", f"found {num_top}, and logprobs is not true; expected both or none")
+    if not is_chat and said is True:
+        raise FieldError("logprobs", f"found true, expected {NUM_LOGPROBS}: so many of the likeliest tokens")
+    if not is_chat and num_top:
+        raise FieldError("top_logprobs", f"found {num_top}, which is for chats; expected that number as logprobs")
+    if is_chat:
+        return num_top or 0 if said else None
+    return None if said is False else said
+
+
+class ChatFields(Strict):
+    """The options that a chat template gets beside the messages."""
+
+    chat_template_kwargs: TemplateKwargs = Field(default={})
+    reasoning_effort: Utf8 | None = None
+    add_generation_prompt: bool | None = None  # None: unless the last message is to be continued
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _does_not_contradict_itself(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError(
+                "fields 'continue_final_message' and 'add_generation_prompt': found true for both, expected at most one"
+            )
+        if self.reasoning_effort not in (
+            None,
+            self.chat_template_kwargs.get("reasoning_effort", self.reasoning_effort),
+        ):
+            raise FieldError(
+                "reasoning_effort",
+                f"found {shown(self.reasoning_effort)}, and another in chat_template_kwargs; expected one of them",
+            )
+        return self
+
+    @property
+    def template(self) -> TemplateOptions | None:
+        """The options of the chat template; None if they are the defaults."""
+        effort: dict[str, Scalar] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        prompted = self.add_generation_prompt
+        options = TemplateOptions(
+            kwargs=self.chat_template_kwargs | effort,
+            add_generation_prompt=not self.continue_final_message if prompted is None else prompted,
+            continue_final_message=self.continue_final_message,
+        )
+        return None if options == TemplateOptions() else options
+
+
+class ShortLine(ChatFields, LineFields):
+    """`{"custom_id": ..., "prompt": ..., "max_tokens": ...}`, or `messages` in place of `prompt`."""
+
+    custom_id: LineId
+    prompt: Prompts | None = None
+    messages: Messages | None = None
+
+    @model_validator(mode="after")
+    def _has_one_text(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            found = "neither" if self.prompt is None else "both"
+            raise ValueError(f"fields 'prompt' and 'messages': found {found}, expected exactly one of them")
+        if self.messages is None and self.template is not None:
+            [name, *_] = self.model_fields_set & ChatFields.model_fields.keys()
+            raise FieldError(name, "found it with a prompt, which no chat template is for; expected it with messages")
+        asked_logprobs(self, is_chat=self.messages is not None)
+        return self
+
+
+class BatchLine(Strict):
+    """A line of OpenAI Batch; `url` says what the body is."""
+
+    custom_id: LineId
+    method: Literal["POST"] = "POST"
+    url: Endpoint
+    body: dict[str, Any]
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _in_capitals(cls, value: object) -> object:
+        return value.upper() if isinstance(value, str) else value
+
+
+class CompletionBody(LineFields):
+    """Body for `/v1/completions`."""
+
+    prompt: Prompts
+
+    @model_validator(mode="after")
+    def _asks_as_completions_do(self) -> Self:
+        asked_logprobs(self, is_chat=False)
+        return self
+
+
+class ChatBody(ChatFields, LineFields):
+    """Body for `/v1/chat/completions`."""
+
+    messages: Messages
+
+    @model_validator(mode="after")
+    def _asks_as_chats_do(self) -> Self:
+        asked_logprobs(self, is_chat=True)
+        return self
+
+
+# Fields that lines of other programs have: those without a meaning here, and those that are not supported.
+
 
 # they steer servers, caches, bills and streams: the text is the same with and without them
 WITHOUT_EFFECT = frozenset(

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from swiftbatch.jobs.json_lines import dump_line, sealed, unsealed
-from swiftbatch.jobs.run.checked_reading import NUM_READ_AHEAD, NUM_READERS
-from swiftbatch.jobs.run.output_line_fields import is_plain_result, parse_line
+from swiftbatch.jobs.json_records import dump_line, sealed, unsealed
+from swiftbatch.jobs.run.output_line_parsing import is_plain_result, parse_line
+from swiftbatch.jobs.run.run_records import NUM_READ_AHEAD, NUM_READERS
 from swiftbatch.jobs.storage.store import Store
 
 DAMAGED = "damaged"

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.run.job_table import lineages, table_schema
-from swiftbatch.jobs.run.job_table_parts import read_parts
+from swiftbatch.jobs.run.job_table import lineages, read_parts, table_schema
 from swiftbatch.jobs.storage.store import Store
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from tempfile import TemporaryFile
 from typing import IO, Any, BinaryIO
 
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.json_lines import dump_line
-from swiftbatch.jobs.run.output_line_fields import line_id, plain, texts_of
+from swiftbatch.jobs.json_records import dump_line
+from swiftbatch.jobs.run.output_line_parsing import line_id, plain, texts_of
 from swiftbatch.jobs.storage.store import Store, StoreError
 
 MAX_MESSAGES = 3
@@ -92,7 +92,7 @@ def _error(failed: Sequence[tuple[JobRecord, Line]]) -> dict[str, str]:
 
 
 NUM_ROWS_PER_GROUP = 64
-MAX_LETTERS_PER_GROUP = 32 * 2**20
+MAX_CHARACTERS_PER_GROUP = 32 * 2**20
 
 TEXT_COLUMNS = (
     *("custom_id", "status", "text", "reasoning_content", "finish_reason", "logprobs"),
@@ -229,7 +229,7 @@ def row_groups(rows: Iterable[dict[str, Any]], max_rows: int) -> Iterator[list[d
     for row in rows:
         group.append(row)
         num_letters += sum(len(value) for value in row.values() if isinstance(value, str))
-        if len(group) == max_rows or num_letters >= MAX_LETTERS_PER_GROUP:
+        if len(group) == max_rows or num_letters >= MAX_CHARACTERS_PER_GROUP:
             yield group
             group, num_letters = [], 0
     if group:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.job_index import JobEntry
-from swiftbatch.jobs.run.output_line_fields import line_id
+from swiftbatch.jobs.run.output_line_parsing import line_id
 
 
 @dataclass(frozen=True)

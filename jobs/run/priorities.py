@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import TypeAdapter
 
-from swiftbatch.jobs.run.checked_reading import RunError, read_parsed
+from swiftbatch.jobs.run.run_records import RunError, read_parsed
 from swiftbatch.jobs.storage.store import Store
 
 FILE = "priorities.json"

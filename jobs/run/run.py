@@ -11,20 +11,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.json_lines import dump_line
+from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.run import job_table
-from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model
 from swiftbatch.jobs.run.error_files import LineFiles, LinePlace, parsed_line, read_lines, written_line
 from swiftbatch.jobs.run.job_table import newest_with
 from swiftbatch.jobs.run.output import joined, write_output
-from swiftbatch.jobs.run.output_line_fields import num_completion_tokens
-from swiftbatch.jobs.run.result_files import ResultFiles
+from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
+from swiftbatch.jobs.run.result_files import SEGMENTS, ResultFiles, SealedResult
 from swiftbatch.jobs.run.run_jobs import RunJobs
-from swiftbatch.jobs.run.run_records import Progress, RunManifest, WorkerStatus
-from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult
+from swiftbatch.jobs.run.run_records import Progress, RunError, RunManifest, WorkerStatus, pretty, read_model
 from swiftbatch.jobs.storage.retries import Retries
-from swiftbatch.jobs.storage.store import Store
-from swiftbatch.jobs.storage.temporary_files import at_hand, spool
+from swiftbatch.jobs.storage.store import Store, at_hand, spool
 
 if TYPE_CHECKING:
     from swiftbatch.jobs.run.job_index import JobIndex

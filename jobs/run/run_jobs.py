@@ -8,11 +8,9 @@ from weakref import finalize
 
 from swiftbatch.jobs.job import LINE_END, JobRecord, SentJob
 from swiftbatch.jobs.run import job_table
-from swiftbatch.jobs.run.job_table import lineages
-from swiftbatch.jobs.run.job_table_parts import longest_job, picked, read_parts, read_records
+from swiftbatch.jobs.run.job_table import lineages, longest_job, picked, read_parts, read_records
 from swiftbatch.jobs.run.run_records import RunManifest
-from swiftbatch.jobs.storage.store import Store
-from swiftbatch.jobs.storage.temporary_files import new_spool, spool, told_of_room
+from swiftbatch.jobs.storage.store import Store, new_spool, spool, told_of_room
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,20 +1,45 @@
-"""Retries for a storage that fails for a while, with longer and longer pauses, within a bound."""
+"""Back-off with growing pauses, and the retries of a storage that fails for a while."""
 
 from __future__ import annotations
 
 import errno
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
 
-from swiftbatch.jobs.backoff import Backoff
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
+
+MIN_JITTER_SECONDS = 0.2
+MAX_DOUBLINGS = 64  # more would leave the range of floats some day
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """The pauses, from `first` to `longest`, in seconds."""
+
+    first: float
+    longest: float
+
+    def seconds(self, num_failures: int) -> float:
+        """Return the pause after `num_failures` failures in a row, of which there is at least one."""
+        return min(self.longest, self.first * 2.0 ** min(num_failures - 1, MAX_DOUBLINGS))
+
+    def at_random(self, state: RetryCallState) -> float:
+        """Draw a part of the pause, for `tenacity`: many that fail at once don't come back at once."""
+        return random.uniform(MIN_JITTER_SECONDS, max(MIN_JITTER_SECONDS, self.seconds(state.attempt_number)))
+
+
+# Retries for a storage that fails for a while, with longer and longer pauses, within a bound.
+
 
 Result = TypeVar("Result")
 
-PAUSE = Backoff(first=0.2, longest=10.0).at_random  # so that workers don't come at once
+STORE_BACKOFF = Backoff(first=0.2, longest=10.0).at_random  # so that workers don't come at once
 
 FULL_OR_BUSY = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EBUSY, errno.EAGAIN}
 CONNECTION = {
@@ -82,7 +107,7 @@ class Retries:
 
     def _pause(self, state: RetryCallState) -> float:
         """Seconds to wait; the last pause is cut short so that the last try is at the bound."""
-        return max(0.0, min(PAUSE(state), self.seconds - (state.seconds_since_start or 0.0)))
+        return max(0.0, min(STORE_BACKOFF(state), self.seconds - (state.seconds_since_start or 0.0)))
 
 
 NO_RETRIES = Retries()

@@ -9,12 +9,12 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from io import SEEK_SET, BufferedReader, RawIOBase
+from tempfile import SpooledTemporaryFile
 from typing import IO, Any, BinaryIO, Protocol, TypeVar, cast
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.local_folder import COPY_BYTES, LocalFolder, LocalReader
-from swiftbatch.jobs.storage.object_folder import ObjectFolder
-from swiftbatch.jobs.storage.object_stores import hidden_credentials, local_path, open_place, shown_uri
+from swiftbatch.jobs.storage.object_store import ObjectFolder, hidden_credentials, local_path, open_location, shown_uri
 from swiftbatch.jobs.storage.retries import BRIEF_RETRIES, NO_RETRIES, Retries, is_transient
 
 
@@ -270,7 +270,7 @@ class Store:
         self._try("delete", folder, lambda: self._folder.delete_folder(folder))
 
     def _open_objects(self, uri: str) -> Folder:
-        return self._retries.call(lambda: ObjectFolder(open_place(uri)))
+        return self._retries.call(lambda: ObjectFolder(open_location(uri)))
 
     def _try(self, action: str, path: str, call: Callable[[], Result], is_root_meant: bool = False) -> Result:
         """`call` as often as the retries allow; an error of the storage becomes one line for the user."""
@@ -296,3 +296,43 @@ class Store:
 def _check(path: str) -> None:
     if "\0" in path or any(not name or name.startswith(".") for name in path.split("/")):
         raise StoreError(f"refused the path {path!a}: expected names joined by '/', none empty or starting with '.'")
+
+
+# Files for what is put together or looked into: in memory while they are short, then on this machine's disk.
+
+
+MEMORY_BYTES = 32 * 2**20
+
+
+@contextmanager
+def spool() -> Iterator[BinaryIO]:
+    """An empty file that goes with the block. Raises `StoreError` where there is no room for it."""
+    with told_of_room(), new_spool() as file:
+        yield file
+
+
+def new_spool() -> BinaryIO:
+    """An empty file that somebody is to close; to be written under `told_of_room`."""
+    return cast(BinaryIO, SpooledTemporaryFile(MEMORY_BYTES))
+
+
+@contextmanager
+def told_of_room() -> Iterator[None]:
+    """Have an error of a temporary file told as one. Raises `StoreError`."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"cannot write a temporary file: {error}; make room there") from None
+
+
+@contextmanager
+def at_hand(store: Store, path: str) -> Iterator[BinaryIO | None]:
+    """A file of a store that can seek, which goes with the block; None where there is none. Raises `StoreError`."""
+    if store.is_local:
+        with store.opened(path) as found:
+            yield found
+        return
+    with spool() as copy:
+        is_there = store.copy_to(path, copy)
+        copy.seek(0)
+        yield copy if is_there else None

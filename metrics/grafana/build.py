@@ -16,10 +16,7 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableRefresh,
 )
 
-from swiftbatch.metrics.grafana.durability import DURABILITY
-from swiftbatch.metrics.grafana.panel import Board, Panel, Query
-from swiftbatch.metrics.grafana.speculation import SPECULATION
-from swiftbatch.metrics.grafana.throughput import THROUGHPUT
+from swiftbatch.metrics.grafana.dashboards import DURABILITY, SPECULATION, THROUGHPUT, Board, Panel, Query
 
 BOARDS = (THROUGHPUT, SPECULATION, DURABILITY)
 FOLDER = Path(__file__).parent

@@ -12,17 +12,17 @@ from urllib.parse import quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.metrics.driver_counters import OUTGROWN
-from swiftbatch.metrics.report.attempts import JobFacts
-from swiftbatch.metrics.report.curves import (
+from swiftbatch.metrics.counters import MEMORY_FULL
+from swiftbatch.metrics.report.attempts import Intervals, JobFacts, job_pace
+from swiftbatch.metrics.report.charts import (
     acceptance_by_length,
+    attempt_line,
+    gantt,
     length_chart,
     ms_per_token_by_length,
     throughput,
     throughput_chart,
 )
-from swiftbatch.metrics.report.gantt import attempt_line, gantt
-from swiftbatch.metrics.report.intervals import Stretches, job_pace
 from swiftbatch.metrics.report.page_text import clock, date, in_html, ticks
 from swiftbatch.metrics.report.run_facts import RunFacts
 
@@ -38,7 +38,7 @@ class Figure:
     tone: str = ""
 
 
-def summary(facts: RunFacts, found: Stretches, begin: float, end: float) -> list[Figure]:
+def summary(facts: RunFacts, found: Intervals, begin: float, end: float) -> list[Figure]:
     """The figures of a run between two times, in seconds since the epoch."""
     return [
         _jobs(facts),
@@ -63,7 +63,7 @@ def _tokens(facts: RunFacts) -> Figure:
     return Figure("tokens generated", f"{tally.num_tokens:,}", f"{tally.num_prompt_tokens:,} of prompts")
 
 
-def _speed(facts: RunFacts, found: Stretches, begin: float, end: float) -> Figure:
+def _speed(facts: RunFacts, found: Intervals, begin: float, end: float) -> Figure:
     active = facts.tally.covered_seconds()
     speed = f"{found.num_tokens.sum() / active:,.0f} tokens/s" if active > 0 else "none yet"
     details = [_counted(len(facts.tally.workers), "worker")]
@@ -74,7 +74,7 @@ def _speed(facts: RunFacts, found: Stretches, begin: float, end: float) -> Figur
     return Figure(f"on average, in {clock(end - begin)}", speed, ", ".join(details), "#speed")
 
 
-def _acceptance(facts: RunFacts, found: Stretches) -> Figure:
+def _acceptance(facts: RunFacts, found: Intervals) -> Figure:
     drafts = found.num_drafts.sum()
     if drafts == 0:
         return Figure("mean acceptance length", "1", "plain decoding: nothing was drafted")
@@ -95,8 +95,8 @@ def _preemptions(facts: RunFacts) -> Figure:
     kept, drawn = facts.tally.num_recovered_tokens, facts.tally.num_recomputed_tokens
     detail = f"{outcomes['lost']} lost, {outcomes['released']} handed back; "
     detail += f"{kept:,} tokens recovered, {drawn:,} drawn again"
-    if num_outgrown := facts.progress.num_preemptions.get(OUTGROWN, 0):
-        detail += f"; {num_outgrown:,} for want of memory in the last driver's time"
+    if num_evicted := facts.progress.num_preemptions.get(MEMORY_FULL, 0):
+        detail += f"; {num_evicted:,} for want of memory in the last driver's time"
     num_preemptions = outcomes["lost"] + outcomes["released"]
     return Figure("preemptions", f"{num_preemptions:,}", detail if num_preemptions else "none", "#workers")
 
@@ -150,7 +150,7 @@ def render(facts: RunFacts, store: Store, folder: str | None) -> str:
     )
 
 
-def _charts(facts: RunFacts, found: Stretches, begin: float, end: float) -> dict[str, Any]:
+def _charts(facts: RunFacts, found: Intervals, begin: float, end: float) -> dict[str, Any]:
     """The three curves as SVG, None where there is nothing to draw."""
     losses = sorted(end - begin for end in facts.tally.losses)
     acceptance, pace = acceptance_by_length(found), ms_per_token_by_length(found)
@@ -161,7 +161,7 @@ def _charts(facts: RunFacts, found: Stretches, begin: float, end: float) -> dict
     }
 
 
-def _span(facts: RunFacts, found: Stretches) -> tuple[float, float]:
+def _span(facts: RunFacts, found: Intervals) -> tuple[float, float]:
     """The start of the first attempt and the end of the last, in seconds since the epoch."""
     tally = facts.tally
     if not tally.starts:

@@ -15,14 +15,13 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from swiftbatch.jobs.child_processes import module_command
-from swiftbatch.jobs.run.run import Run, RunError
-from swiftbatch.jobs.run.run_records import Progress
+from swiftbatch.jobs.python_processes import module_command
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress, RunError
 from swiftbatch.scheduler.chaos.chaos_options import STORE_RETRIES, ChaosError
-from swiftbatch.scheduler.chaos.kills import Kind, PlannedKill, Way
-from swiftbatch.scheduler.chaos.node_faults import NoTroubles, Troubles
+from swiftbatch.scheduler.chaos.faults import Kind, NodeFaults, NoNodeFaults, PlannedKill, Way
 from swiftbatch.scheduler.driver.driver_heartbeat import liveness
-from swiftbatch.scheduler.driver.takeover import claims
+from swiftbatch.scheduler.driver.run_lease import claims
 
 ENDED_WELL = (0, 1)  # 1: some jobs have no result, which the comparison tells
 GAVE_UP = 2  # it can't go on; what it has written is there
@@ -126,7 +125,7 @@ class DisturbedRun:
         run_uri: str,
         commands: Commands,
         ways: Mapping[Kind, Way],
-        troubles: Troubles | NoTroubles,
+        troubles: NodeFaults | NoNodeFaults,
         random: Random,
         show: Callable[[str], None],
     ) -> None:

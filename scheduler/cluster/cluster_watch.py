@@ -1,8 +1,4 @@
-"""Asks the head of a Ray cluster, once a second, whether it is still there and which nodes are about to go.
-
-In a thread of its own: with the head gone, a question to it may hang. Ray itself ends the whole process without a word
-after 60 s, and aborts it at the first answer of a head that was started anew; so we stop before.
-"""
+"""Watches the head of a Ray cluster: whether it answers, and which nodes are about to go."""
 
 from __future__ import annotations
 
@@ -10,7 +6,25 @@ import threading
 import time
 from typing import Any
 
-from swiftbatch.scheduler.process.awake_clock import AwakeClock
+LONGEST_TICK = 2.0
+
+
+class AwakeClock:
+    """Measures how long others were silent while this process listened. Look at it several times a second."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._seconds = 0.0
+
+    def now(self) -> float:
+        """Seconds since the clock was made; of each time in which nobody looked, at most two are counted."""
+        last, self._last = self._last, time.monotonic()
+        self._seconds += min(self._last - last, LONGEST_TICK)
+        return self._seconds
+
+
+# Asks the head of a Ray cluster, once a second, whether it is still there and which nodes are about to go.
+
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 PREFIX = "swiftbatch-ray-"
 REMOVE_SECONDS = 10.0  # for killed processes to be gone; what is left then goes after a day
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 KEPT_SECONDS = 86_400.0  # the time for which logs stay that nobody removes
 LONGEST_PLACE = 18  # characters: Ray makes sockets below, and their paths may have 107
 USUAL_PLACE = "/tmp"
@@ -122,7 +122,7 @@ class EmbeddedRay:
             shutil.rmtree(self.folder, ignore_errors=True)
             if self.folder.exists():
                 signal_sessions(self._sessions, signal.SIGKILL)
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
 
 
 def _without_agents(command: list[str], job: JobConfig) -> list[str]:

@@ -9,9 +9,8 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swiftbatch.worker.caches.cache_room import HeldPositions
-from swiftbatch.worker.caches.memory.page_counts import PoolSize
 from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.kv.kv_capacity import HeldPositions, PoolSize
 from swiftbatch.worker.session.work_messages import Orders, WorkReport
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.cluster import worker_code
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_code import STARTING, Code, OtherCodeError
-from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from swiftbatch.worker.model.model_files import OtherModelError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from swiftbatch.jobs import sampling
+from swiftbatch.jobs import sampling_params
 from swiftbatch.scheduler.commands.options.model_options import (
     COMPUTING,
     DRAFT_MODEL,
@@ -28,7 +28,7 @@ def split(_context: click.Context, _parameter: click.Parameter, text: str | None
 
 TEMPERATURE = click.option("--temperature", type=ANY_NUMBER, default=0.0)
 MIN_P = click.option("--min-p", type=ANY_NUMBER, default=0.1)
-REPETITION_PENALTY = click.option("--repetition-penalty", type=ANY_NUMBER, default=sampling.REPETITION_PENALTY)
+REPETITION_PENALTY = click.option("--repetition-penalty", type=ANY_NUMBER, default=sampling_params.REPETITION_PENALTY)
 CACHED_TEXT = text_of("Text that fills the cache. [default: the model's own]")
 POSITIONS = click.option(
     "--positions", default="4096", callback=split, help="Numbers of tokens in the cache, comma-separated."

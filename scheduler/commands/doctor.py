@@ -69,8 +69,8 @@ def doctor(json_path: str | None, **options: Any) -> None:
 
 def _on_a_gpu(config: Computation, show: Any) -> FirstRun | None:
     """The first run's list; None on a CPU, and for a model that its kernels do not know."""
-    from swiftbatch.worker.kernels.kernel_choice import refuse_kv_dtype
-    from swiftbatch.worker.target.hardware import resolve_device
+    from swiftbatch.worker.forward.hardware import resolve_device
+    from swiftbatch.worker.kernels.gpu_kernel_choice import refuse_kv_dtype
 
     if resolve_device(config.device).type != "cuda":
         config.cuda_kernels.refuse_rows("the device is a CPU")

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from swiftbatch.scheduler.commands.launching import end, launch_shown
-from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings
+from swiftbatch.scheduler.commands.exit_codes import end, launch_shown
+from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings, shown
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of
-from swiftbatch.scheduler.commands.options.output_options import shown
 
 if TYPE_CHECKING:
     from swiftbatch.scheduler.display.display import Display
@@ -46,11 +45,10 @@ def extend(
       swiftbatch extend my-run --max-tokens 600 story-7
     """
     from swiftbatch.jobs.run.run import Run
-    from swiftbatch.scheduler.driver.run_lock import Hold
-    from swiftbatch.scheduler.driver.takeover import refuse_if_taken
+    from swiftbatch.scheduler.driver.run_lease import RunLease, refuse_if_taken
     from swiftbatch.scheduler.runs.cancellation import find_jobs
     from swiftbatch.scheduler.runs.extension import extend_jobs
-    from swiftbatch.scheduler.runs.fixed_settings import refuse_changed_model
+    from swiftbatch.scheduler.runs.run_manifest import refuse_changed_model
     from swiftbatch.scheduler.runs.submission import kv_room
     from swiftbatch.worker.model.model_files import locate_model
 
@@ -62,7 +60,7 @@ def extend(
     refuse_changed_model(run)
     files = locate_model(run.manifest.stored_model)
     room = kv_room(run.manifest, files, settings)
-    with showing as display, Hold(run, may_take_over, forgets_cancel=True) as hold:
+    with showing as display, RunLease(run, may_take_over, forgets_cancel=True) as hold:
         extension = extend_jobs(hold, max_tokens, custom_ids, files, room)
         _tell(display, extension, max_tokens)
         outcome = launch_shown(hold, len(run.job_ids()), settings, display)
@@ -70,7 +68,7 @@ def extend(
 
 
 def _tell(display: Display, extension: Extension, max_tokens: int) -> None:
-    from swiftbatch.scheduler.display.job_events import JobNotExtended, JobsExtended, JobsLongAlready
+    from swiftbatch.scheduler.display.events import JobNotExtended, JobsExtended, JobsLongAlready
 
     num_refused = len(extension.refused)
     for number, (name, reason) in enumerate(extension.refused, start=1):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from swiftbatch.scheduler.commands.launching import SOME_FAILED
+from swiftbatch.scheduler.commands.exit_codes import SOME_FAILED
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from swiftbatch.scheduler.commands.launching import LIMIT_REACHED, SOME_FAILED
+from swiftbatch.scheduler.commands.exit_codes import LIMIT_REACHED, SOME_FAILED
 from swiftbatch.scheduler.commands.options.launch_options import runs_options
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand
 from swiftbatch.scheduler.commands.submit import submit
@@ -41,14 +41,14 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
     Example:
       swiftbatch nightly s3://bucket/inbox --runs s3://bucket/runs --workers 2
     """
+    from swiftbatch.jobs.input.reader import job_files_in
     from swiftbatch.jobs.storage.store import Store
     from swiftbatch.scheduler.runs.folder_lock import hold
-    from swiftbatch.scheduler.runs.job_file_folders import job_files
 
     inbox_store, runs = Store(inbox), Store(runs_uri)
     _check_folders(inbox_store, runs)
     with hold(runs, if_busy == "wait", "nightly") as held:
-        paths, skipped = job_files(inbox_store)
+        paths, skipped = job_files_in(inbox_store)
         digests = _without_done(inbox_store, runs, paths, skipped)
         Lines(sys.stderr).write(
             f"{len(paths)} job files in {printable(inbox_store.shown_uri)}, {len(digests)} of them to run"
@@ -76,10 +76,9 @@ def _run_file(
     context: click.Context, inbox: str, runs_uri: str, path: str, digest: str, options: dict[str, Any]
 ) -> int:
     """Run one job file, and mark it as done unless it was left unfinished; the exit code."""
-    from swiftbatch.jobs.input.input_file import InputFileError
-    from swiftbatch.jobs.input.job_file_paths import joined
-    from swiftbatch.jobs.json_lines import dump_line
-    from swiftbatch.jobs.run.run import RunError
+    from swiftbatch.jobs.input.job_files import InputFileError, joined
+    from swiftbatch.jobs.json_records import dump_line
+    from swiftbatch.jobs.run.run_records import RunError
     from swiftbatch.jobs.storage.store import Store
     from swiftbatch.scheduler.runs.submission import StrictError
 
@@ -100,8 +99,8 @@ def _run_file(
 
 def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str, str]) -> dict[str, str]:
     """The files that were not run yet as they are, with their digests. Files on a disk that fail go to `skipped`."""
+    from swiftbatch.jobs.input.reader import digest_of
     from swiftbatch.jobs.storage.store import StoreError
-    from swiftbatch.scheduler.runs.job_file_folders import digest_of
 
     digests = {}
     for path in paths:
@@ -119,7 +118,7 @@ def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str
 
 def _done_digest(runs: Store, path: str) -> str | None:
     """The digest of the bytes that were run; None without a mark, or with a damaged one: to look again does no harm."""
-    from swiftbatch.jobs.run.checked_reading import RunError, read_object
+    from swiftbatch.jobs.run.run_records import RunError, read_object
 
     try:
         return (read_object(runs, f"{path}/{MARK}") or {}).get("sha256")

@@ -65,8 +65,8 @@ def _token_ids(files: ModelFiles, text: Path) -> list[int]:
 
 
 def _score(before: ModelFiles, after: ModelFiles, token_ids: list[int]) -> None:
+    from swiftbatch.worker.forward.target_model import TargetModel
     from swiftbatch.worker.quantization.quantizing import text_loss
-    from swiftbatch.worker.target.target import TargetModel
 
     say(f"scoring {len(token_ids):,} tokens with both models")
     losses = [text_loss(TargetModel.load(files, "bfloat16", "auto"), token_ids) for files in (before, after)]

@@ -19,16 +19,16 @@ def report(run_uri: str, output: str) -> None:
     Example:
       swiftbatch report my-run --output report.html
     """
-    from swiftbatch.jobs.garbage_collection import looked_for_seldom
+    from swiftbatch.jobs.python_processes import rare_garbage_collection
     from swiftbatch.jobs.run.run import Run
     from swiftbatch.metrics.report.page import render
     from swiftbatch.metrics.report.run_facts import gather
     from swiftbatch.scheduler.display.progress_line import damage_lines, printable
     from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-    from swiftbatch.scheduler.driver.takeover import claims
+    from swiftbatch.scheduler.driver.run_lease import claims
 
     run = Run.open(run_uri)
-    with looked_for_seldom():
+    with rare_garbage_collection():
         facts = gather(run, current_progress(run), claims(run))
         page = render(facts, run.store, str(Path(output).resolve().parent)).encode(errors="replace")
     try:

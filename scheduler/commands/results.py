@@ -9,7 +9,7 @@ from typing import IO
 
 import click
 
-from swiftbatch.scheduler.commands.launching import tell_of_damage
+from swiftbatch.scheduler.commands.exit_codes import tell_of_damage
 
 
 @click.command()

@@ -6,10 +6,9 @@ from typing import Any
 
 import click
 
-from swiftbatch.scheduler.commands.launching import end, launch_shown
-from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings
+from swiftbatch.scheduler.commands.exit_codes import end, launch_shown
+from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings, shown
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, options_of
-from swiftbatch.scheduler.commands.options.output_options import shown
 
 
 @click.command(cls=GroupedCommand)
@@ -27,13 +26,13 @@ def resume(run_uri: str, retry_failed: bool, may_take_over: bool, **options: Any
     Example:
       swiftbatch resume my-run --workers 2
     """
-    from swiftbatch.jobs.run.run import Run, RunError
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.jobs.run.run_records import RunError
     from swiftbatch.scheduler.display.events import ErrorsCleared
     from swiftbatch.scheduler.display.progress_line import SUBMIT_AGAIN
     from swiftbatch.scheduler.driver.attempt_numbers import forget_strikes
-    from swiftbatch.scheduler.driver.run_lock import Hold
-    from swiftbatch.scheduler.driver.takeover import refuse_if_taken
-    from swiftbatch.scheduler.runs.fixed_settings import refuse_changed_model
+    from swiftbatch.scheduler.driver.run_lease import RunLease, refuse_if_taken
+    from swiftbatch.scheduler.runs.run_manifest import refuse_changed_model
 
     showing, settings = shown(options), make_settings(**options)
     run = Run.open(run_uri, settings.start_retries)
@@ -41,7 +40,7 @@ def resume(run_uri: str, retry_failed: bool, may_take_over: bool, **options: Any
     if run.lacks_its_jobs():
         raise RunError(f"the run at {run.store.shown_uri} has no jobs, its submit was cut short; {SUBMIT_AGAIN}")
     refuse_changed_model(run)
-    with showing as display, Hold(run, may_take_over, forgets_cancel=retry_failed) as hold:
+    with showing as display, RunLease(run, may_take_over, forgets_cancel=retry_failed) as hold:
         if retry_failed:
             cleared = run.clear_errors()
             forget_strikes(run.store, hold.epoch.number, cleared)

@@ -9,10 +9,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from swiftbatch.scheduler.commands.options.launch_options import runs_options
+from swiftbatch.scheduler.commands.options.launch_options import receiver_of, runs_options
 from swiftbatch.scheduler.commands.options.model_options import all_of
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of
-from swiftbatch.scheduler.commands.options.output_options import receiver_of
 from swiftbatch.scheduler.commands.resume import resume
 from swiftbatch.scheduler.commands.submit import submit
 from swiftbatch.scheduler.process.signals import INTERRUPTED
@@ -127,7 +126,7 @@ serve.params += [option for option in submit.params if option.name not in OF_THE
 
 def _driver_options(context: click.Context) -> Any:
     """The words that every driver gets."""
-    from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
+    from swiftbatch.scheduler.serve.batch_driver import DriverOptions
 
     of_start = {option.name for option in resume.params}
     words: dict[bool, list[str]] = {False: [], True: []}

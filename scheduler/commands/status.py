@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from swiftbatch.jobs.run.run import Progress, Run
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.jobs.run.run_records import Progress
 
 
 @click.command()
@@ -62,7 +63,7 @@ def _show_run(run: Run) -> None:
 
 
 def _show_status(run: Run, progress: Progress) -> None:
-    from swiftbatch.jobs.shards.shards import DATA, FOLDER
+    from swiftbatch.jobs.run.shards import DATA, SHARDS_FOLDER
     from swiftbatch.scheduler.display.progress_line import counted, numerics_lines, printable, summary_line, worker_line
     from swiftbatch.scheduler.runs.extension import kept_of
 
@@ -75,7 +76,7 @@ def _show_status(run: Run, progress: Progress) -> None:
     for line in numerics_lines(progress):
         click.echo(f"  {line}")
     if num_shards := len(run.store.list(DATA)):
-        click.echo(f"shards: {num_shards:,} so far, all final, in {printable(run.store.shown_uri)}/{FOLDER}")
+        click.echo(f"shards: {num_shards:,} so far, all final, in {printable(run.store.shown_uri)}/{SHARDS_FOLDER}")
     if kept := str(kept_of(run)):
         click.echo(f"kept for `swiftbatch extend`: {kept}; `swiftbatch prune` drops it")
     _show_what_next(run, progress)

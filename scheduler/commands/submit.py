@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from swiftbatch.jobs.job import JobUrl
-from swiftbatch.jobs.repetition import LoopAction
-from swiftbatch.jobs.run.option_values import LogprobsMode
-from swiftbatch.jobs.sampling import MAX_SEED, MIN_SEED, ThinkingEnd
-from swiftbatch.scheduler.commands.launching import end, launch_shown
-from swiftbatch.scheduler.commands.options.launch_options import ENGINE, launch_options, make_settings, run_option
+from swiftbatch.jobs.repetition_detection import LoopAction
+from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.jobs.sampling_params import MAX_SEED, MIN_SEED, ThinkingEnd
+from swiftbatch.scheduler.commands.exit_codes import end, launch_shown
+from swiftbatch.scheduler.commands.options.launch_options import (
+    ENGINE,
+    launch_options,
+    make_settings,
+    run_option,
+    shown,
+)
 from swiftbatch.scheduler.commands.options.model_options import (
     ATTENTION_HELP,
     ATTENTIONS,
@@ -28,7 +34,6 @@ from swiftbatch.scheduler.commands.options.model_options import (
     filled,
 )
 from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, WholeNumber, options_of
-from swiftbatch.scheduler.commands.options.output_options import shown
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
 
     from swiftbatch.jobs.input.parquet_rows import Columns
     from swiftbatch.jobs.input.rejects import Reject
-    from swiftbatch.jobs.shards.shard_settings import ShardSettings
+    from swiftbatch.jobs.run.shards import ShardSettings
     from swiftbatch.scheduler.display.display import Display
 
 ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.items())
@@ -76,7 +81,7 @@ def _columns(_ctx: click.Context, _param: click.Parameter, value: tuple[str, ...
 
 
 def _shards(_ctx: click.Context, _param: click.Parameter, value: str | ShardSettings | None) -> ShardSettings | None:
-    from swiftbatch.jobs.shards.shard_settings import ShardSettings
+    from swiftbatch.jobs.run.shards import ShardSettings
 
     try:
         return ShardSettings.parse(value) if isinstance(value, str) else value

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from swiftbatch.scheduler.commands.launching import tell_of_damage
+from swiftbatch.scheduler.commands.exit_codes import tell_of_damage
 from swiftbatch.scheduler.commands.options.option_types import WholeNumber
 
 

@@ -14,7 +14,7 @@ from swiftbatch.scheduler.commands.options.option_types import WholeNumber
 from swiftbatch.worker.training import defaults
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
+    from swiftbatch.worker.training.recipes import GriffinRecipe
 
 Command = Callable[..., Any]
 
@@ -76,8 +76,8 @@ def everything(data: Path, output: Path, num_tokens: int) -> None:
     Example:
       swiftbatch train all --data books --output my-model
     """
-    from swiftbatch.worker.papers.all_trainings import train_all
-    from swiftbatch.worker.training.target.recipe import embedded_recipe
+    from swiftbatch.worker.training.target_recipe import embedded_recipe
+    from swiftbatch.worker.training.train_all import train_all
 
     train_all(data, output, embedded_recipe(num_tokens), click.echo)
 
@@ -102,8 +102,8 @@ def target(data: Path, output: Path, num_tokens: int, kind: str) -> None:
     Example:
       swiftbatch train target --data books --output my-model
     """
-    from swiftbatch.worker.training.target.recipe import embedded_recipe
-    from swiftbatch.worker.training.target.training import train_target
+    from swiftbatch.worker.training.target_recipe import embedded_recipe
+    from swiftbatch.worker.training.train_target import train_target
 
     train_target(data, output, embedded_recipe(num_tokens), click.echo, kind)
 
@@ -132,8 +132,8 @@ def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_tex
     Example:
       swiftbatch train tokenswift --model my-model --data books --output my-model/parts
     """
-    from swiftbatch.worker.papers.tokenswift.training import train_heads
-    from swiftbatch.worker.training.head_recipe import HeadRecipe
+    from swiftbatch.worker.training.recipes import HeadRecipe
+    from swiftbatch.worker.training.train_tokenswift import train_heads
 
     recipe = HeadRecipe(num_steps=num_steps, num_own_texts=num_own_texts, seed=seed)
     train_heads(model, data, output, recipe, click.echo)
@@ -156,8 +156,8 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
     Example:
       swiftbatch train draft --model my-model --data books --output my-model/parts/draft
     """
-    from swiftbatch.worker.papers.triforce.recipe import draft_recipe
-    from swiftbatch.worker.papers.triforce.training import train_draft
+    from swiftbatch.worker.training.recipes import draft_recipe
+    from swiftbatch.worker.training.train_draft import train_draft
 
     train_draft(model, data, output, draft_recipe(num_steps, seed), click.echo)
 
@@ -196,7 +196,7 @@ def griffin(model: str, data: Path, output: Path, features: Path | None, **optio
     Example:
       swiftbatch train griffin --model my-model --data books --output my-model/parts
     """
-    from swiftbatch.worker.papers.griffin.training.training import train_griffin
+    from swiftbatch.worker.training.train_griffin import train_griffin
 
     train_griffin(model, data, output, _griffin_recipe(**options), click.echo, features)
 
@@ -221,7 +221,7 @@ def mtp(
     Example:
       swiftbatch train mtp --model my-model --data books --output my-model/parts
     """
-    from swiftbatch.worker.papers.mtp.training import MTPRecipe, train_mtp
+    from swiftbatch.worker.training.train_mtp import MTPRecipe, train_mtp
 
     recipe = MTPRecipe(num_steps=num_steps, seed=seed)
     texts = replace(recipe.texts, num_own_texts=num_own_texts)
@@ -239,7 +239,7 @@ def _griffin_recipe(
     seed: int,
 ) -> GriffinRecipe:
     """The paper's recipe with what the options change."""
-    from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE
+    from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE
 
     if no_token_alignment and not (num_passes is None and align_top_k is None):
         raise click.UsageError("--no-token-alignment means one pass and no mask; leave out --passes and --top-k")

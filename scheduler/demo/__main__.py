@@ -16,8 +16,9 @@ from typing import Any
 
 import click
 
-from swiftbatch.jobs.child_processes import environment_of_code, module_command
-from swiftbatch.jobs.run.run import Run, RunError, WorkerStatus
+from swiftbatch.jobs.python_processes import environment_of_code, module_command
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunError, WorkerStatus
 from swiftbatch.scheduler.demo.prompts import PROMPTS
 from swiftbatch.scheduler.display.progress_line import duration
 

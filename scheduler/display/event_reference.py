@@ -6,8 +6,9 @@ import inspect
 from dataclasses import fields
 from pathlib import Path
 
-from swiftbatch.jobs.run.run import Progress
-from swiftbatch.scheduler.display import events, job_events
+from swiftbatch.jobs.run.run_records import Progress
+from swiftbatch.scheduler.display import events
+from swiftbatch.scheduler.display import events as job_events
 from swiftbatch.scheduler.display.events import Event
 
 PATH = Path(__file__).with_name("EVENTS.md")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from unicodedata import category
 
 if TYPE_CHECKING:
-    from swiftbatch.jobs.run.run import Progress, Run, WorkerStatus
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.jobs.run.run_records import Progress, WorkerStatus
 
 SUBMIT_AGAIN = "submit the job file again"
 
@@ -89,8 +90,8 @@ def counted(number: int, noun: str) -> str:
 
 def damage_lines(run: Run) -> list[str]:
     """A line for each file that was met and can't be used, and what makes up for it."""
+    from swiftbatch.jobs.run.result_files import SUFFIX
     from swiftbatch.jobs.run.run import PROGRESS, REJECTS
-    from swiftbatch.jobs.run.segment_format import SUFFIX
 
     place = run.store.shown_uri
     is_of_jobs = bool(run.damaged.keys() - {PROGRESS, REJECTS})

@@ -16,12 +16,11 @@ from typing import Self
 
 from pydantic import Field, ValidationError
 
-from swiftbatch.jobs.checkpoints.checkpoint_records import NUMBERS_PER_EPOCH
-from swiftbatch.jobs.frozen_records import Strict
+from swiftbatch.jobs.checkpoints.checkpoint_files import NUMBERS_PER_EPOCH
 from swiftbatch.jobs.input.validation_errors import reasons
-from swiftbatch.jobs.json_lines import sealed, unsealed
+from swiftbatch.jobs.json_records import Strict, sealed, unsealed
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.driver.unfinished_job import Strikes
+from swiftbatch.scheduler.driver.waiting_jobs import Strikes
 
 FOLDER = "attempts"
 

@@ -1,4 +1,4 @@
-"""Gives workers jobs, as many as each has room for, and has one hand a job over to an idle one at the end of a run."""
+"""Gives each worker as many jobs as its memory has room for, and moves jobs to idle workers at the end."""
 
 from __future__ import annotations
 
@@ -8,16 +8,107 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from heapq import heapify, heappop, heapreplace
+from typing import TYPE_CHECKING
 
 from swiftbatch.jobs.run.job_index import JobEntry
-from swiftbatch.scheduler.display.job_events import JobStarted
+from swiftbatch.scheduler.display.events import JobStarted
 from swiftbatch.scheduler.driver.driver_state import DriverContext
-from swiftbatch.scheduler.driver.load_balancing import Balance, EndPlan, Last
-from swiftbatch.scheduler.driver.worker_capacity import Slots
+from swiftbatch.scheduler.driver.load_balancing import EndPlan, LastJobs, LoadBalancer
 from swiftbatch.scheduler.driver.worker_fleet import Worker, slice_seconds
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
+from swiftbatch.worker.kv.kv_capacity import PAGE, ROOM_BEHIND, Growth, has_window_pages, most_pages
 from swiftbatch.worker.session.work_messages import Assignment
 
-RESERVE_SLICES = 1.5  # that a reserve lasts for: a worker begins no more jobs before its next orders
+if TYPE_CHECKING:
+    from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
+
+MAX_BACKLOG = 1000  # jobs: more would be a second's work for nobody, and orders would be large
+MEMORY_SHARE = 0.8  # of what is free, for caches; drafts and checkpoints on their way need some, too
+
+
+class WorkerCapacity:
+    """Says whether a worker takes one more job beside those that it has.
+
+    It looks ahead for a while only, and may be wrong: a worker whose memory runs out hands its youngest jobs back. Then
+    it gets no more until one of those that it kept has left, so it hands jobs back no more often than jobs end.
+    """
+
+    def __init__(self, num_slots: int | None, fleet: Fleet, most_positions: int | None = None) -> None:
+        """The user wants at most `num_slots`, and on a CPU `most_positions`; None to leave it to the worker."""
+        self._num_slots, self._most_positions = num_slots, most_positions
+        self._fleet = fleet
+
+    def most_anywhere(self) -> int:
+        """The most jobs that run on any worker at a time; before one has started, those that the user wants.
+
+        One always may, also where those that were left when memory ran out have all ended.
+        """
+        started = [self.most_jobs(worker) for worker in self._fleet.workers if worker.info]
+        return max(1, max(started, default=self._num_slots or MOST_SLOTS))
+
+    def is_full(self, worker: Worker, num_held: int) -> bool:
+        """Tell whether a worker with so many jobs takes no other, however short it is."""
+        return 0 < num_held >= self.most_jobs(worker)
+
+    def most_jobs(self, worker: Worker) -> int:
+        """The most jobs that run on a worker at a time, however short they are; one always may."""
+        of_gpu = worker.info.num_slots if worker.info else None  # made when it started
+        wanted = MOST_SLOTS if self._num_slots is None and of_gpu is None else self._num_slots
+        return min(bound for bound in (wanted, of_gpu, worker.num_fitting) if bound is not None)
+
+    def num_for_backlog(self, held: Sequence[Growth], mean_length: float, seconds: float) -> int:
+        """The jobs that a worker with others begins within so many seconds, one where each of those ends.
+
+        A job that follows another is believed to be about as long as those that run, `mean_length` tokens.
+        """
+        seconds_per_token = self._fleet.pace.seconds_per_token(len(held))
+        if not held or seconds_per_token == 0.0:
+            return 0
+        num_tokens, mean_length = seconds / seconds_per_token, max(1.0, mean_length)
+        lefts = [max(1, job.left) for job in held]
+        ends = (num_tokens / left if left > num_tokens else 1 + (num_tokens - left) / mean_length for left in lefts)
+        return min(MAX_BACKLOG, round(sum(ends)))
+
+    def has_room(self, worker: Worker, held: list[Growth], job: Growth) -> bool:
+        """Tell whether a job would fit beside those that a worker has, for a while; alone it always does."""
+        num_pages = self.num_pages(worker)
+        if not held or worker.info is None or num_pages is None:
+            return not held or num_pages is None
+        beside, pool = worker.info.num_state_positions, worker.info.pool_size
+        page = PAGE if pool is None else pool.page
+        if pool is not None and not has_window_pages((*held, job), page, pool.windows):
+            return False
+        if _at_their_ends(held, job, beside, page) <= num_pages * page:
+            return True  # as most often; to look when each ends is dear
+        jobs = [each._replace(now=each.now + beside, end=each.end + beside) for each in (*held, job)]
+        return most_pages(jobs, page, worker.info.held_positions) <= num_pages
+
+    def num_pages(self, worker: Worker) -> int | None:
+        """The worker's share of its machine's memory; who is still to start may come to the same machine.
+
+        A GPU's pool is its own. None where a GPU was shared out in slots.
+        """
+        if worker.info is None:
+            return 0
+        if worker.info.pool_size is not None:
+            return worker.info.pool_size.num_pages
+        if worker.info.num_slots is not None:
+            return None
+        num_sharing = self._fleet.num_sharing(worker.info.node_id)
+        share = int(MEMORY_SHARE * worker.info.num_free_positions / num_sharing)
+        return (share if self._most_positions is None else min(share, self._most_positions)) // PAGE
+
+
+def _at_their_ends(held: Sequence[Growth], job: Growth, beside: int, page: int) -> int:
+    """The most positions that jobs could take if all were at their ends at once."""
+    num_jobs = len(held) + 1
+    return job.end + sum(each.end for each in held) + num_jobs * (beside + ROOM_BEHIND + page - 1)
+
+
+# Gives workers jobs, as many as each has room for, and has one hand a job over to an idle one at the end of a run.
+
+
+BACKLOG_SLICES = 1.5  # that a reserve lasts for: a worker begins no more jobs before its next orders
 MIN_MOVE_SECONDS = 10.0  # a job that ends sooner stays where it is
 MIN_SHARE_LEFT = 0.25  # of the tokens so far: to load or replay them costs, and the rest has to make up for it
 
@@ -28,9 +119,9 @@ class Dispatcher:
     def __init__(self, context: DriverContext) -> None:
         self._context = context
         self._queue, self._fleet, self._attempts = context.queue, context.fleet, context.attempts
-        self._slots = Slots(context.num_slots, context.fleet, context.most_positions)
-        self._balance = Balance(context.queue, context.fleet, context.num_workers)
-        self._last: Last | None = None  # as of the last look
+        self._slots = WorkerCapacity(context.num_slots, context.fleet, context.most_positions)
+        self._balance = LoadBalancer(context.queue, context.fleet, context.num_workers)
+        self._last: LastJobs | None = None  # as of the last look
         self._plan: EndPlan | None = None  # the same
         self._spread = -math.inf
         self._bodies = context.run.job_bodies(self._queue.places())
@@ -65,12 +156,12 @@ class Dispatcher:
     def _order_move(self, now: float) -> None:
         """Let workers with several jobs hand some over to a worker without any: first those that have not begun."""
         ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
-        num_held = [self._queue.num_held_by(worker.id) + self._queue.num_reserved_by(worker.id) for worker in ready]
+        num_held = [self._queue.num_held_by(worker.id) + self._queue.num_in_backlog_of(worker.id) for worker in ready]
         if all(num_held) or any(worker.orders.released or worker.orders.recalled for worker in ready):
             return  # nobody is without, or one is on its way
-        if self._queue.num_reserved:
+        if self._queue.num_in_backlog:
             for worker in ready:
-                worker.recall(entry.job_id for entry in self._queue.reserve_of(worker.id))
+                worker.recall(entry.job_id for entry in self._queue.backlog_of(worker.id))
             return
         job_speed = self._fleet.speed.tokens_per_second(now) / max(1, sum(num_held))
         movable = [
@@ -86,7 +177,7 @@ class Dispatcher:
 
     def _end(self, worker: Worker) -> None:
         queue = self._queue
-        if queue.num_held_by(worker.id) or queue.num_reserved_by(worker.id) or queue.unsealed_by(worker.id):
+        if queue.num_held_by(worker.id) or queue.num_in_backlog_of(worker.id) or queue.unsealed_by(worker.id):
             self._fleet.drain(worker)
         else:
             self._fleet.retire(worker)
@@ -124,9 +215,9 @@ class Dispatcher:
     def _next_for(self, worker: Worker, now: float) -> JobEntry | None:
         """Take a job for a worker, if it should have one more."""
         num_held = self._queue.num_held_by(worker.id)
-        num_reserved = self._queue.num_reserved_by(worker.id)
+        num_in_backlog = self._queue.num_in_backlog_of(worker.id)
         num_left = self._queue.num_left(worker.id)
-        if self._slots.is_full(worker, num_held) or self._balance.has_share(num_held + num_reserved, num_left):
+        if self._slots.is_full(worker, num_held) or self._balance.has_share(num_held + num_in_backlog, num_left):
             return None
         held = self._queue.growths(worker.id)
         if self._plan is not None and held and num_held >= self._plan.most_jobs(held[-1].left):
@@ -143,12 +234,12 @@ class Dispatcher:
         if not queue.num_waiting or self._is_spared(worker):
             return entries
         held = queue.growths(worker.id)
-        seconds = RESERVE_SLICES * slice_seconds(len(self._fleet.workers))
-        num_wanted = self._slots.num_to_reserve(held, queue.mean_length(worker.id), seconds)
+        seconds = BACKLOG_SLICES * slice_seconds(len(self._fleet.workers))
+        num_wanted = self._slots.num_for_backlog(held, queue.mean_length(worker.id), seconds)
         num_held, num_left = len(held), queue.num_left(worker.id)
-        while (num_reserved := queue.num_reserved_by(worker.id)) < num_wanted:
-            has_room = partial(self._slots.has_room, worker, held[num_reserved + 1 :])
-            if self._balance.has_share(num_held + num_reserved, num_left):
+        while (num_in_backlog := queue.num_in_backlog_of(worker.id)) < num_wanted:
+            has_room = partial(self._slots.has_room, worker, held[num_in_backlog + 1 :])
+            if self._balance.has_share(num_held + num_in_backlog, num_left):
                 break
             if (entry := queue.reserve(worker.id, now, has_room)) is None:
                 break
@@ -162,8 +253,8 @@ class Dispatcher:
         The worker writes its results at once where it gets no more jobs: others take those that wait, if any.
         """
         queue, reserve = self._queue, self._refill(worker, now)
-        has_reserve = queue.num_reserved_by(worker.id) > 0
-        has_jobs = has_reserve or queue.num_held_by(worker.id) > 0
+        has_backlog = queue.num_in_backlog_of(worker.id) > 0
+        has_jobs = has_backlog or queue.num_held_by(worker.id) > 0
         if has_jobs or queue.unsealed_by(worker.id) or worker.orders.cancelled:
             orders = replace(
                 worker.orders,
@@ -173,7 +264,7 @@ class Dispatcher:
                 num_slots=self._slots.most_jobs(worker),
                 seals=not queue.num_waiting or not has_jobs,
             )
-            self._fleet.work(worker, orders, slice_seconds(len(self._fleet.workers)), has_reserve=has_reserve)
+            self._fleet.work(worker, orders, slice_seconds(len(self._fleet.workers)), has_backlog=has_backlog)
 
     def _reserved(self, entry: JobEntry) -> Assignment:
         """The next attempt at a job, which counts once the worker says that it has begun."""

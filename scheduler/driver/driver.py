@@ -10,9 +10,9 @@ import math
 import time
 
 from swiftbatch.jobs.errors import ModelError, UserError
-from swiftbatch.jobs.garbage_collection import looked_for_seldom
-from swiftbatch.jobs.run.run import Run, RunError
-from swiftbatch.jobs.run.run_records import RunState
+from swiftbatch.jobs.python_processes import rare_garbage_collection
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunError, RunState
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 from swiftbatch.scheduler.cluster.worker_calls import NO_MEMORY, OTHER_CODE, OTHER_MODEL
@@ -20,11 +20,11 @@ from swiftbatch.scheduler.display.events import DriverStarted, LimitReached, Run
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
-from swiftbatch.scheduler.driver.run_lock import Hold
-from swiftbatch.scheduler.driver.run_progress import Census
-from swiftbatch.scheduler.driver.shard_writing import Sharding
+from swiftbatch.scheduler.driver.run_lease import RunLease
+from swiftbatch.scheduler.driver.run_progress import ProgressCounter
+from swiftbatch.scheduler.driver.shard_writing import ShardWriter
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, slice_seconds
-from swiftbatch.scheduler.driver.worker_reports import Intake, Settlement
+from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive
@@ -40,15 +40,15 @@ class DriverError(UserError):
 class Driver:
     """Runs the jobs of one run to their end."""
 
-    def __init__(self, context: DriverContext, hold: Hold) -> None:
+    def __init__(self, context: DriverContext, hold: RunLease) -> None:
         self._context = context
         self._hold, self._clock = hold, context.clock
         self._run, self._queue, self._fleet = context.run, context.queue, context.fleet
-        self._settlement = Settlement(context)
-        self._intake = Intake(context, self._settlement)
+        self._settlement = AttemptSettlement(context)
+        self._intake = ReportIntake(context, self._settlement)
         self._dispatcher = Dispatcher(context)
-        self._census = Census(context)
-        self._sharding = Sharding(context.run, hold.epoch, context.display)
+        self._census = ProgressCounter(context)
+        self._sharding = ShardWriter(context.run, hold.epoch, context.display)
         self._is_stopping = False
         self.reached_limit: str | None = None  # the reason why the run was left unfinished, for people
 
@@ -68,7 +68,7 @@ class Driver:
             self._beat("running")
             epoch = self._hold.epoch
             self._context.display.note(DriverStarted(epoch.claim.host, epoch.claim.pid, epoch.number))
-            with looked_for_seldom():
+            with rare_garbage_collection():
                 while self._queue.num_unfinished and not self._is_to_stop():
                     self._step()
             if self._queue.num_unfinished:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from swiftbatch.jobs.run.output_line_fields import num_completion_tokens
-from swiftbatch.jobs.run.run import Progress, Run
-from swiftbatch.jobs.run.run_records import ProcessKey, RunState
+from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import ProcessKey, Progress, RunState
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.queue_loading import count_jobs
 from swiftbatch.scheduler.process.process_id import is_gone

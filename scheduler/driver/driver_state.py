@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.run_limits import Limits, Spending
 from swiftbatch.scheduler.driver.throughput import monotonic
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
-from swiftbatch.scheduler.limits import Limits, Spending
 
 
 @dataclass(frozen=True)

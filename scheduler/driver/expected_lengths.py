@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Counts = NDArray[np.int32] | NDArray[np.int64]
-Place = tuple[int, int]  # the class of a job's prompt, and the share of its limit that it has reached
+LengthBucket = tuple[int, int]  # the class of a job's prompt, and the share of its limit that it has reached
 
 NUM_SHARES = 64  # parts of `max_tokens` that lengths are counted in
 NUM_CLASSES = 64  # of prompts by their lengths
@@ -21,7 +21,7 @@ NEIGHBOURS = (0.25, 0.5, 1.0, 0.5, 0.25)  # what a job of each class about anoth
 NUM_OTHERS = 8  # jobs that end as those of other classes do, counted beside those of a class
 
 
-class Lengths:
+class LengthStatistics:
     """Counts at which share of their `max_tokens` jobs have ended, for prompts of about a length each."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Lengths:
         np.add.at(self._num_ended, (_classes(num_prompt_tokens), shares), 1)
         self.num_ended += len(shares)
 
-    def forecast(self, living: Living) -> Forecast:
+    def forecast(self, living: RunningLengths) -> Forecast:
         """Forecast what comes; `living` are the jobs that have not ended.
 
         These count as having lived so far (the estimate of Kaplan and Meier): short jobs end first, and would make all
@@ -54,7 +54,7 @@ class Lengths:
         return Forecast(mean_left, mean_as_neighbours[:, 0])
 
 
-class Living:
+class RunningLengths:
     """Counts the jobs that have not ended at the share of their `max_tokens` that they have reached.
 
     It is kept up to date job by job, so that nobody goes through all of them.
@@ -70,16 +70,16 @@ class Living:
         """Count some jobs: the tokens of their prompts, those that they have, and their `max_tokens`."""
         living = cls()
         for num_prompt_tokens, num_tokens, max_tokens in jobs:
-            living.add(place_of(num_prompt_tokens, num_tokens, max_tokens), max_tokens)
+            living.add(length_bucket_of(num_prompt_tokens, num_tokens, max_tokens), max_tokens)
         return living
 
-    def add(self, place: Place, max_tokens: int) -> None:
+    def add(self, place: LengthBucket, max_tokens: int) -> None:
         """Count a job."""
         number, share = place
         self._num_jobs[number][share] += 1
         self._limits[number][share] += max_tokens
 
-    def take(self, place: Place, max_tokens: int) -> None:
+    def take(self, place: LengthBucket, max_tokens: int) -> None:
         """Count a job no longer."""
         number, share = place
         self._num_jobs[number][share] -= 1
@@ -114,7 +114,7 @@ class Forecast:
         num_final_tokens = num_tokens + round(left)
         return num_final_tokens if num_final_tokens < max_tokens else max_tokens
 
-    def num_unexpected(self, living: Living) -> int:
+    def num_unexpected(self, living: RunningLengths) -> int:
         """The tokens that jobs may draw yet and are not expected to."""
         return living.num_unexpected(self._unexpected)
 
@@ -126,7 +126,7 @@ class Forecast:
         return np.maximum(1, np.rint(self._at_start[_classes(num_prompt_tokens)] * max_tokens)).astype(np.int64)
 
 
-def place_of(num_prompt_tokens: int, num_tokens: int, max_tokens: int) -> Place:
+def length_bucket_of(num_prompt_tokens: int, num_tokens: int, max_tokens: int) -> LengthBucket:
     """The place at which a job counts that has so many tokens."""
     return _class(num_prompt_tokens), _share(num_tokens, max_tokens)
 

@@ -14,17 +14,15 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.backoff import Backoff
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
-from swiftbatch.scheduler.driver.expectations import Expectations
-from swiftbatch.scheduler.driver.expected_lengths import Lengths
-from swiftbatch.scheduler.driver.unfinished_job import Strikes, UnfinishedJob
-from swiftbatch.scheduler.driver.untouched_jobs import UntouchedJobs
-from swiftbatch.scheduler.driver.waiting_jobs import WaitingJobs
-from swiftbatch.worker.caches.memory.page_counts import Growth
+from swiftbatch.jobs.storage.retries import Backoff
+from swiftbatch.scheduler.driver.expected_lengths import LengthStatistics
+from swiftbatch.scheduler.driver.remaining_tokens import RemainingTokens
+from swiftbatch.scheduler.driver.waiting_jobs import Strikes, UnfinishedJob, UntouchedJobs, WaitingJobs
+from swiftbatch.worker.kv.kv_capacity import Growth
 
-RETRIES = Backoff(first=0.5, longest=60.0)
+RETRY_BACKOFF = Backoff(first=0.5, longest=60.0)
 NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them
 
 
@@ -42,7 +40,7 @@ class JobQueue:
     """
 
     def __init__(
-        self, max_attempts: int, untouched: UntouchedJobs | None = None, lengths: Lengths | None = None
+        self, max_attempts: int, untouched: UntouchedJobs | None = None, lengths: LengthStatistics | None = None
     ) -> None:
         """`untouched` are jobs that no worker has had; others are added one by one. `lengths` are of ended ones."""
         self._max_attempts = max_attempts
@@ -55,12 +53,12 @@ class JobQueue:
         self._touched: dict[str, UnfinishedJob] = {}  # unfinished jobs that are not among the untouched
         self._running: dict[str, UnfinishedJob] = {}
         self._reserved: dict[str, UnfinishedJob] = {}  # not begun, in the reserve of a worker
-        self._reserves: dict[str, dict[str, None]] = defaultdict(dict)  # their ids by worker, in order
+        self._backlogs: dict[str, dict[str, None]] = defaultdict(dict)  # their ids by worker, in order
         self._held: dict[str, set[str]] = defaultdict(set)  # ids of running jobs that have not ended, by worker
         self._unsealed: dict[str, set[str]] = defaultdict(set)  # those that have ended, by worker
         self._groups: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=NUM_GROUPS))  # of prompts, by worker
         self._waiting = WaitingJobs(self._untouched)
-        self._expected = Expectations(lengths or Lengths(), self._running)
+        self._expected = RemainingTokens(lengths or LengthStatistics(), self._running)
         self._seniorities = count()
         self._left: Counter[str] = Counter()  # tokens that the jobs of a worker have left, by worker
 
@@ -110,14 +108,14 @@ class JobQueue:
             return None
         self._hand_to(worker_id, job)
         self._reserved[job.entry.job_id] = job
-        self._reserves[worker_id][job.entry.job_id] = None
+        self._backlogs[worker_id][job.entry.job_id] = None
         return job.entry
 
     def begin(self, job_id: str) -> JobEntry | None:
         """Note that a worker has begun with a job of its reserve; None if it is no longer there."""
         if (job := self._reserved.pop(job_id, None)) is None:
             return None
-        del self._reserves[job.worker_id][job_id]
+        del self._backlogs[job.worker_id][job_id]
         self._run(job)
         return job.entry
 
@@ -125,17 +123,17 @@ class JobQueue:
         """Have a job never wait in a reserve again: next time, it is known to have begun."""
         self._known(job_id).is_suspect = True
 
-    def reserve_of(self, worker_id: str) -> list[JobEntry]:
+    def backlog_of(self, worker_id: str) -> list[JobEntry]:
         """The jobs that a worker is to begin by itself, in order."""
-        return [self._reserved[job_id].entry for job_id in self._reserves.get(worker_id, ())]
+        return [self._reserved[job_id].entry for job_id in self._backlogs.get(worker_id, ())]
 
     def num_held_by(self, worker_id: str) -> int:
         """The number of jobs that run on a worker."""
         return len(self._held.get(worker_id, ()))
 
-    def num_reserved_by(self, worker_id: str) -> int:
+    def num_in_backlog_of(self, worker_id: str) -> int:
         """The number of jobs in a worker's reserve."""
-        return len(self._reserves.get(worker_id, ()))
+        return len(self._backlogs.get(worker_id, ()))
 
     def held_by(self, worker_id: str) -> list[JobEntry]:
         """The jobs that a worker has: taken for it, and since then not put back or ended."""
@@ -202,7 +200,7 @@ class JobQueue:
         job = self._known(job_id)
         job.strike(1 if job.has_progressed else job.num_strikes + 1, self._max_attempts)
         job.num_tokens_at_last_loss = max(job.num_tokens_at_last_loss, job.num_generated_tokens)
-        self._put_back(job, now + RETRIES.seconds(job.num_strikes))
+        self._put_back(job, now + RETRY_BACKOFF.seconds(job.num_strikes))
         return job.num_strikes < self._max_attempts
 
     def strikes(self, job_id: str) -> Strikes:
@@ -276,7 +274,7 @@ class JobQueue:
         return self.num_unfinished - len(self._running) - len(self._reserved)
 
     @property
-    def num_reserved(self) -> int:
+    def num_in_backlog(self) -> int:
         """Count the jobs in the reserves of all workers."""
         return len(self._reserved)
 
@@ -309,7 +307,7 @@ class JobQueue:
         if self._has_loner(worker_id):
             return None
         self._expected.order_anew(self._untouched)
-        has_neighbours = self.num_held_by(worker_id) + self.num_reserved_by(worker_id) > 0
+        has_neighbours = self.num_held_by(worker_id) + self.num_in_backlog_of(worker_id) > 0
         return self._waiting.first(has_neighbours, now, self._groups[worker_id], has_room)
 
     def _hand_to(self, worker_id: str, job: UnfinishedJob) -> None:
@@ -388,7 +386,7 @@ class JobQueue:
             self._held[job.worker_id].discard(job_id)
             self._expected.changed(job.worker_id)
         elif self._reserved.pop(job_id, None):
-            del self._reserves[job.worker_id][job_id]
+            del self._backlogs[job.worker_id][job_id]
         else:
             return
         if job.has_ended:

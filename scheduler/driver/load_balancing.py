@@ -14,9 +14,9 @@ from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.throughput import JOB_SHARE
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 
-SLACK = 1.1  # a longest job that ends so much later than it could is worth moving others for,
+END_SLACK = 1.1  # a longest job that ends so much later than it could is worth moving others for,
 MIN_RELIEF_SECONDS = 2.0  # if it ends so much sooner then: to be handed back and to go on elsewhere takes about as long
-MOST_PLANNED = 10_000  # jobs: among more, long ones are seldom many workers' matter, and a plan is dear
+MAX_PLANNED = 10_000  # jobs: among more, long ones are seldom many workers' matter, and a plan is dear
 PLAN_SLACK = 1.05  # a plan is what nobody can do better, and some jobs are always on their way
 
 
@@ -33,14 +33,14 @@ class EndPlan:
 
 
 @dataclass(frozen=True)
-class Last:
+class LastJobs:
     """The worker that ends last."""
 
     worker: Worker
     speed_of_others: float  # tokens per second
 
 
-class Balance:
+class LoadBalancer:
     """Says which workers should take more of the jobs that wait."""
 
     def __init__(self, queue: JobQueue, fleet: Fleet, num_workers: int) -> None:
@@ -62,7 +62,7 @@ class Balance:
         jobs they can end about as soon: then no short job waits for a long one.
         """
         num_ready = sum(worker.state == "ready" for worker in self._fleet.workers)  # others may never come
-        if num_ready < 2 or self._queue.num_unfinished > MOST_PLANNED:
+        if num_ready < 2 or self._queue.num_unfinished > MAX_PLANNED:
             return None
         lefts = np.maximum(1, self._queue.expected_lefts())
         per_token = self._seconds_per_token(most_jobs)
@@ -84,7 +84,7 @@ class Balance:
             return np.maximum.accumulate([pace.seconds_per_token(number) for number in numbers])
         return 1 - JOB_SHARE + JOB_SHARE * np.array(numbers) / most_jobs
 
-    def of_last(self, now: float) -> Last | None:
+    def of_last(self, now: float) -> LastJobs | None:
         """The worker whose longest job ends last, and how fast the others are.
 
         None where there is nobody else, or no speed yet.
@@ -96,7 +96,7 @@ class Balance:
         if not self._queue.num_held_by(worker.id):
             return None
         others = sum(other.speed.tokens_per_second(now) for other in ready if other is not worker)
-        return Last(worker, others) if others > 0 and self._fleet.pace.seconds_per_token(1) > 0 else None
+        return LastJobs(worker, others) if others > 0 and self._fleet.pace.seconds_per_token(1) > 0 else None
 
     def _is_far_from_end(self, ready: list[Worker], now: float) -> bool:
         """Tell whether no job can be the last: the longest that there may be ends long before all others have.
@@ -109,7 +109,7 @@ class Balance:
         speed = sum(worker.speed.tokens_per_second(now) for worker in ready)
         return seconds > 0 and seconds * speed <= self._queue.num_expected_left - num_jobs * longest
 
-    def may_have_more(self, last: Last) -> bool:
+    def may_have_more(self, last: LastJobs) -> bool:
         """Tell whether the worker whose longest job ends last may get one more job beside it.
 
         It may if that job, among so many for all its time, still ends before the others are done with all the rest.
@@ -119,7 +119,7 @@ class Balance:
         seconds = lefts[-1] * self._fleet.pace.seconds_per_token(num_jobs)
         return seconds * last.speed_of_others <= self._queue.num_expected_left - num_jobs * lefts[-1]
 
-    def too_many(self, last: Last) -> list[str]:
+    def too_many(self, last: LastJobs) -> list[str]:
         """The jobs that a worker should hand back so that its longest does not end long after all others.
 
         Those with the least left stay, as many as leave it in time; none is handed back for this twice.
@@ -129,7 +129,7 @@ class Balance:
         lefts = [num_left for num_left, _ in held]
         alone = lefts[-1] * self._fleet.pace.seconds_per_token(1)
         num_kept = len(held) - 1
-        while num_kept and self._seconds_of([*lefts[:num_kept], lefts[-1]]) > SLACK * max(
+        while num_kept and self._seconds_of([*lefts[:num_kept], lefts[-1]]) > END_SLACK * max(
             alone, (self._queue.num_expected_left - sum(lefts[:num_kept]) - lefts[-1]) / last.speed_of_others
         ):
             num_kept -= 1

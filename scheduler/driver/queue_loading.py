@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
-from swiftbatch.jobs.checkpoints.packed_logs import CHECKPOINTS, FOLDER, WORKERS, PackedLogs
-from swiftbatch.jobs.run.checked_reading import NUM_READERS
+from swiftbatch.jobs.checkpoints.token_log import CHECKPOINTS, WORKER_LOGS_FOLDER, WORKERS, PackedLogs
 from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.priorities import priorities_of
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import NUM_READERS
 from swiftbatch.jobs.shared_prompts import SharedPrompt, shared_prompts
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
-from swiftbatch.scheduler.driver.expected_lengths import Lengths
+from swiftbatch.scheduler.driver.expected_lengths import LengthStatistics
 from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.driver.untouched_jobs import NO_GROUP, UntouchedJobs
+from swiftbatch.scheduler.driver.waiting_jobs import NO_GROUP, UntouchedJobs
 
 CANCELLED = "cancelled"  # the error code of a job that its user stopped
 SECONDS_OF_A_WRITE = 60  # at the most
@@ -35,7 +35,7 @@ def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) ->
     too, and an attempt that has not come as far has made no progress.
     """
     index = run.job_index()
-    lengths = Lengths()
+    lengths = LengthStatistics()
     is_waiting, ended = _ended(run, index, lengths, attempts)
     index = index.some(np.flatnonzero(is_waiting))
     priorities, (groups, shared) = _priorities(run, index), _prompts(index)
@@ -62,7 +62,7 @@ def put_logs_in_place(run: Run, have_all_gone: bool = False) -> None:
 
     Checkpoints that finished jobs have left go, too.
     """
-    run.store.delete_leftovers(FOLDER, min_age_seconds=0 if have_all_gone else SECONDS_OF_A_WRITE)
+    run.store.delete_leftovers(WORKER_LOGS_FOLDER, min_age_seconds=0 if have_all_gone else SECONDS_OF_A_WRITE)
     logs = PackedLogs.of(run)
     found = logs.found()
     logs.put_in_place(found.without(with_results(run, {entry.job_id for entry in found.entries})))
@@ -89,7 +89,7 @@ def with_results(run: Run, job_ids: Collection[str]) -> set[str]:
 
 
 def _ended(
-    run: Run, index: JobIndex, lengths: Lengths, attempts: Attempts | None
+    run: Run, index: JobIndex, lengths: LengthStatistics, attempts: Attempts | None
 ) -> tuple[NDArray[np.bool_], dict[str, tuple[int, int]]]:
     """Tell which jobs have no readable result or error, and how many others ended how, with how many tokens.
 

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from swiftbatch.jobs.run.run_records import WorkerStatus
-from swiftbatch.metrics import endpoint
-from swiftbatch.metrics.endpoint import METRICS_PATH, serve
-from swiftbatch.metrics.exporter import DriverCollector, Labels, registry_of
+from swiftbatch.metrics import exporter
+from swiftbatch.metrics.exporter import METRICS_PATH, DriverCollector, Labels, registry_of, serve
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
 from swiftbatch.scheduler.display.events import MetricsServed
 from swiftbatch.scheduler.driver.driver_state import DriverContext
@@ -26,7 +25,7 @@ SHOWN = (  # counts of workers that a beat tells of
 )
 
 
-class Census:
+class ProgressCounter:
     """Keeps the driver's counters in step with its queue and its fleet, and says what a beat tells of them."""
 
     def __init__(self, context: DriverContext) -> None:
@@ -89,10 +88,14 @@ def served_metrics(context: DriverContext, config: EngineConfig, host: str, port
     """Serve the driver's metrics, and a service discovery of all that is served now. Raises MetricsError."""
     store, fleet = context.run.store, context.fleet
     run_uri = store.uri if store.is_local else store.shown_uri  # an object store's may hold credentials
-    pages = {endpoint.PATH: lambda own_address: endpoint.document([own_address, *_addresses(fleet)], run_uri)}
+    pages = {
+        exporter.DISCOVERY_PATH: lambda own_address: exporter.discovery_document(
+            [own_address, *_addresses(fleet)], run_uri
+        )
+    }
     labels = Labels(model_name=config.model, drafter=config.engine, worker="driver")
     address, stop = serve(registry_of(DriverCollector(context.counters, labels)), port, pages, host)
-    context.display.note(MetricsServed(address, address.removesuffix(METRICS_PATH) + endpoint.PATH))
+    context.display.note(MetricsServed(address, address.removesuffix(METRICS_PATH) + exporter.DISCOVERY_PATH))
     try:
         yield
     finally:

@@ -5,22 +5,23 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.shards.shard_settings import MAX_BYTES, shard_settings
-from swiftbatch.jobs.shards.shards import Shards, WrittenShard
+from swiftbatch.jobs.run.shards import MAX_SHARD_BYTES, Shards, WrittenShard, shard_settings
 from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import ShardWritten
-from swiftbatch.scheduler.driver.takeover import Epoch
+from swiftbatch.scheduler.driver.run_lease import LeaseEpoch
 
-TOKENS_PER_LOOK = MAX_BYTES // 4  # about as many as a shard has bytes for; how large results are is seen at the look
+TOKENS_PER_CHECK = (
+    MAX_SHARD_BYTES // 4
+)  # about as many as a shard has bytes for; how large results are is seen at the look
 
 
-class Sharding:
+class ShardWriter:
     """The shards of a run that is held; for a run that was not asked for them, nothing is done.
 
     Methods raise what writing shards does: StoreError, RunError, and RunTakenError once the run is another's.
     """
 
-    def __init__(self, run: Run, epoch: Epoch, display: Display) -> None:
+    def __init__(self, run: Run, epoch: LeaseEpoch, display: Display) -> None:
         self._run = Run(run.store, run.manifest)  # a run of its own: it notes damaged files in another thread
         self._epoch, self._display = epoch, display
         self._settings = shard_settings(run.store)
@@ -42,7 +43,7 @@ class Sharding:
             self._due_jobs = self._num_seen + max(1, self._settings.rows_per_shard - num_waiting)
         if num_finished >= self._due_jobs or num_tokens >= self._due_tokens:
             self._num_seen, self._due_jobs = num_finished, num_finished + 1
-            self._due_tokens = num_tokens + TOKENS_PER_LOOK
+            self._due_tokens = num_tokens + TOKENS_PER_CHECK
             self._writing = self._pool.submit(self._catch_up, False)
 
     def finish(self, is_end: bool) -> None:
@@ -70,7 +71,7 @@ class Sharding:
         return num_waiting
 
 
-def finish_shards(run: Run, epoch: Epoch, is_end: bool) -> list[WrittenShard]:
+def finish_shards(run: Run, epoch: LeaseEpoch, is_end: bool) -> list[WrittenShard]:
     """Write what is left, as `Sharding.finish`, of a run whose workers have nothing to do."""
     shards = Shards.of(run, epoch.number, epoch.check)
     return [] if shards is None else shards.catch_up(is_end)[0]

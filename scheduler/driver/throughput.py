@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-FORGETTING = 0.99  # what a report still counts when the next one has come
+DECAY = 0.99  # what a report still counts when the next one has come
 JOB_SHARE = 0.6  # of a step's time, that is by its jobs: believed before steps with other numbers of jobs were seen
 DOUBT = 4.0  # the spread of numbers of jobs, squared, at which what was seen counts as much as what was believed
 
@@ -52,7 +52,7 @@ class StepPace:
         sums = (self._weight, self._num_jobs, self._seconds, self._num_jobs_squared, self._product)
         news = (1.0, num_jobs, per_token, num_jobs**2, num_jobs * per_token)
         (self._weight, self._num_jobs, self._seconds, self._num_jobs_squared, self._product) = (
-            FORGETTING * total + new for total, new in zip(sums, news, strict=True)
+            DECAY * total + new for total, new in zip(sums, news, strict=True)
         )
 
     def seconds_per_token(self, num_jobs: int) -> float:

@@ -9,24 +9,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from swiftbatch.jobs.backoff import Backoff
+from swiftbatch.jobs.storage.retries import Backoff
 from swiftbatch.scheduler.cluster import worker_calls
+from swiftbatch.scheduler.cluster.cluster_watch import AwakeClock
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_calls import last_words
 from swiftbatch.scheduler.cluster.worker_code import Code, own_code
 from swiftbatch.scheduler.driver.throughput import Speed, StepPace, monotonic
-from swiftbatch.scheduler.process.awake_clock import AwakeClock
 from swiftbatch.worker.session.work_messages import Orders, WorkReport
 
 if TYPE_CHECKING:
     from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 
-RESTARTS = Backoff(first=1.0, longest=30.0)
-DIED = ("worker_died", "worker_unreachable")  # for a reason of its own, or with its node
-LOOK_SECONDS = 1.0  # between two looks for workers that are silent: each goes through all of them
+RESTART_BACKOFF = Backoff(first=1.0, longest=30.0)
+DEATH_REASONS = ("worker_died", "worker_unreachable")  # for a reason of its own, or with its node
+SILENCE_CHECK_SECONDS = 1.0  # between two looks for workers that are silent: each goes through all of them
 SLICE_SECONDS = 0.5  # the work of a worker between two reports
 SECONDS_PER_WORKER = 0.002  # of a slice: from so many workers on, each reports the more seldom the more there are
-LONGER = 10  # times the patience, where a worker reads a prompt or gigabytes of checkpoints before it reports
+PATIENCE_FACTOR = 10  # times the patience, where a worker reads a prompt or gigabytes of checkpoints before it reports
 
 
 @dataclass(eq=False)
@@ -177,10 +177,12 @@ class Fleet:
             worker.drain_reason, worker.drain_by = reason, time.monotonic() + seconds
             self._num_draining += 1
 
-    def work(self, worker: Worker, orders: Orders, seconds: float, *, has_reserve: bool = False) -> None:
+    def work(self, worker: Worker, orders: Orders, seconds: float, *, has_backlog: bool = False) -> None:
         """Have an idle worker follow orders; with a reserve, of earlier orders too, it may begin with jobs any time."""
-        is_longer = orders.assignments or has_reserve or orders.released
-        self._await(worker, worker.actor.work.remote(orders, seconds), self._timeout * (LONGER if is_longer else 1))
+        is_longer = orders.assignments or has_backlog or orders.released
+        self._await(
+            worker, worker.actor.work.remote(orders, seconds), self._timeout * (PATIENCE_FACTOR if is_longer else 1)
+        )
 
     def drain(self, worker: Worker) -> None:
         """Have an idle worker write its checkpoints, in the time that it is to drain in, and hand its jobs back."""
@@ -221,7 +223,7 @@ class Fleet:
     def _silent(self) -> list[Event]:
         """Give up the workers whose answer is overdue: stopped, hanging or cut off, they hold their jobs up."""
         now = self._clock.now()
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._looked < SILENCE_CHECK_SECONDS:
             return []
         self._looked = now
         waited_for = self._calls_out.values()
@@ -255,7 +257,7 @@ class Fleet:
         if worker.info is None:
             message += last_words(self._spec.log_folder, worker.id)
             self.num_failed_starts += self._blames_the_start(worker, error.reason)
-            self._restart_not_before = now + RESTARTS.seconds(max(1, self.num_failed_starts))
+            self._restart_not_before = now + RESTART_BACKOFF.seconds(max(1, self.num_failed_starts))
         return Lost(worker, error.reason, message)
 
     def _blames_the_start(self, worker: Worker, reason: str) -> bool:
@@ -266,4 +268,4 @@ class Fleet:
         """
         if reason in (worker_calls.NODE_LOST, worker_calls.NODE_DRAINED):
             return False
-        return reason not in DIED or worker.num_failed_before == self.num_failed_starts
+        return reason not in DEATH_REASONS or worker.num_failed_before == self.num_failed_starts

@@ -10,16 +10,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.checkpoints.packed_logs import FoundLogs, PackedLogs
-from swiftbatch.jobs.run.checked_reading import NUM_READERS
+from swiftbatch.jobs.checkpoints.token_log import FoundLogs, PackedLogs
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.output_line import error_line
-from swiftbatch.jobs.run.output_line_fields import num_completion_tokens
+from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
+from swiftbatch.jobs.run.run_records import NUM_READERS
 from swiftbatch.jobs.storage.store import StoreError
-from swiftbatch.metrics.driver_counters import OUTGROWN
+from swiftbatch.metrics.counters import MEMORY_FULL
 from swiftbatch.scheduler.cluster.worker_calls import STORE_FAILED
-from swiftbatch.scheduler.display.events import WorkerLost, WorkerReady, WorkerStopping
-from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobPutBack, JobStarted
+from swiftbatch.scheduler.display.events import (
+    JobCancelled,
+    JobFinished,
+    JobGivenUp,
+    JobPutBack,
+    JobStarted,
+    WorkerLost,
+    WorkerReady,
+    WorkerStopping,
+)
 from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED, with_results, write_cancelled
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, Reported, Started, Worker
@@ -31,7 +39,7 @@ NUM_UNPACKED = 8  # lost workers at a time
 CANCELLED_AT_ONCE = 10_000  # jobs in memory: a whole run may be cancelled
 
 
-class Settlement:
+class AttemptSettlement:
     """Writes what became of jobs, and keeps queue, counters and display in step with it."""
 
     def __init__(self, context: DriverContext) -> None:
@@ -70,7 +78,7 @@ class Settlement:
 
     def begin_found(self, worker: Worker) -> None:
         """Note which jobs of a lost worker's reserve had begun: those whose attempts have left files."""
-        job_ids = [entry.job_id for entry in self._queue.reserve_of(worker.id)]
+        job_ids = [entry.job_id for entry in self._queue.backlog_of(worker.id)]
         if not job_ids:
             return
         with ThreadPoolExecutor(NUM_READERS) as pool:
@@ -78,13 +86,13 @@ class Settlement:
                 if self._attempts.newest(job_id) in numbers:
                     self.begin(worker, job_id)
 
-    def lose_reserve(self, worker: Worker, *, is_unblamed: bool) -> None:
+    def lose_backlog(self, worker: Worker, *, is_unblamed: bool) -> None:
         """Queue the jobs again that a lost worker had in its reserve: nobody knows whether they had begun.
 
         None is blamed, but none waits in a reserve again: one that ends its worker at its very beginning would never
         be known.
         """
-        for entry in self._queue.reserve_of(worker.id):
+        for entry in self._queue.backlog_of(worker.id):
             if not self._has_ended(entry.job_id):
                 if not is_unblamed:
                     self._queue.suspect(entry.job_id)
@@ -116,7 +124,7 @@ class Settlement:
         """Cancel those of a worker's jobs that are to be cancelled, and have it drop them."""
         if not self._cancelling:
             return
-        entries = [*self._queue.held_by(worker.id), *self._queue.reserve_of(worker.id)]
+        entries = [*self._queue.held_by(worker.id), *self._queue.backlog_of(worker.id)]
         cancelled = self._cancelling.intersection(entry.job_id for entry in entries)
         self._cancel(cancelled)
         worker.cancel(cancelled)
@@ -165,10 +173,10 @@ class Settlement:
             self._display.note(JobGivenUp(entry.name, message))
 
 
-class Intake:
+class ReportIntake:
     """Takes in what happens in the fleet, and keeps the queue in step with it."""
 
-    def __init__(self, context: DriverContext, settlement: Settlement) -> None:
+    def __init__(self, context: DriverContext, settlement: AttemptSettlement) -> None:
         self._queue, self._fleet = context.queue, context.fleet
         self._counters, self._display = context.counters, context.display
         self._spent = context.spent
@@ -189,7 +197,7 @@ class Intake:
             case Lost(worker, reason, message):
                 if reason == STORE_FAILED and worker.drain_reason is None:
                     raise StoreError(message)
-                if self._left_by(worker) or self._queue.reserve_of(worker.id):
+                if self._left_by(worker) or self._queue.backlog_of(worker.id):
                     self._reading.append((self._pool.submit(self._logs.found, [worker.id]), event))
                 else:
                     self._take_in_loss(worker, reason, message)
@@ -227,13 +235,13 @@ class Intake:
             self._counters.take_in(worker.id, report.counters)
         self._spent.num_tokens += report.num_generated_tokens
         self._take_progress(worker, report)
-        left = [progress.job_id for progress in (*report.released, *report.outgrown)]
+        left = [progress.job_id for progress in (*report.released, *report.evicted)]
         self._settlement.take_results([*left, *(job_id for job_id, *_ in (*report.failed, *report.refused))])
         for job_id, message in report.failed:
             self._settlement.put_back(job_id, "attempt_failed", message)
         for job_id, code, message in report.refused:
             self._settlement.refuse(job_id, code, message)
-        self._take_back_outgrown(worker, report)
+        self._take_back_evicted(worker, report)
         for job_id in report.unbegun:
             self._settlement.take_back(job_id)
         reason = worker.drain_reason or ("worker_terminated" if report.is_draining else "migrated")
@@ -248,19 +256,19 @@ class Intake:
         """Note how far a worker's jobs are, those first that it began by itself."""
         for job_id in report.begun:
             self._settlement.begin(worker, job_id)
-        for progress in (*report.progress, *report.released, *report.outgrown):
+        for progress in (*report.progress, *report.released, *report.evicted):
             self._queue.progress(progress.job_id, progress.num_generated_tokens)
         for progress in report.ended:
             self._queue.end(progress.job_id, progress.num_generated_tokens)
         for progress in report.finished:
             self._settlement.finish(progress.job_id, progress.num_generated_tokens)
 
-    def _take_back_outgrown(self, worker: Worker, report: WorkReport) -> None:
+    def _take_back_evicted(self, worker: Worker, report: WorkReport) -> None:
         """Queue jobs again that a worker's memory did not hold, and note how many it holds."""
-        for progress in report.outgrown:
-            self._settlement.release(progress.job_id, OUTGROWN)
+        for progress in report.evicted:
+            self._settlement.release(progress.job_id, MEMORY_FULL)
         num_held = self._queue.num_held_by(worker.id)
-        if report.outgrown:
+        if report.evicted:
             worker.num_fitting = num_held
         elif worker.num_fitting is not None and (report.ended or num_held < worker.num_fitting):
             worker.num_fitting = None
@@ -271,7 +279,7 @@ class Intake:
             self._display.note(WorkerStopping(worker.id, reason))
         for entry in self._left_by(worker):
             self._settlement.release(entry.job_id, reason)
-        for entry in self._queue.reserve_of(worker.id):
+        for entry in self._queue.backlog_of(worker.id):
             self._settlement.take_back(entry.job_id)
         self._fleet.retire(worker)
 
@@ -287,10 +295,10 @@ class Intake:
                 self._settlement.release(entry.job_id, worker.drain_reason or reason)
             else:
                 self._settlement.put_back(entry.job_id, reason, f"worker {worker.id} was lost: {message}")
-        self._settlement.lose_reserve(worker, is_unblamed=is_unblamed)
+        self._settlement.lose_backlog(worker, is_unblamed=is_unblamed)
 
     def _left_by(self, worker: Worker) -> list[JobEntry]:
         """The jobs that a worker leaves unfinished, now that it is gone; its reserve may have results, too."""
         left = [*self._queue.held_by(worker.id), *self._queue.unsealed_by(worker.id)]
-        self._settlement.take_results(entry.job_id for entry in (*left, *self._queue.reserve_of(worker.id)))
+        self._settlement.take_results(entry.job_id for entry in (*left, *self._queue.backlog_of(worker.id)))
         return [entry for entry in left if self._queue.entry(entry.job_id) is not None]

@@ -20,7 +20,7 @@ from typing import Any
 
 INTERRUPTED = 130
 SAME_SECONDS = 1.0  # a closed terminal, `timeout` and service managers tell the same thing twice
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 AGAIN_SECONDS = 0.02
 
 Handler = Callable[[int, FrameType | None], None]
@@ -116,7 +116,7 @@ def call_interruptibly(call: Callable[[], None], ended: threading.Event) -> None
     before, heard = signal.pthread_sigmask(signal.SIG_BLOCK, awaited), None  # in its threads, too
     try:
         threading.Thread(target=run, name="interruptible-call", daemon=True).start()
-        while heard is None and not returned.wait(LOOK_SECONDS):
+        while heard is None and not returned.wait(POLL_SECONDS):
             _hear_again()  # other libraries' threads do not wait with their signals
             heard = signal.sigtimedwait(awaited, 0)  # one that waits may give no signal at all behind a Ctrl-Z
         _hear_again()

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.output_line import error_line
-from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.scheduler.driver.driver_heartbeat import STALE_SECONDS, liveness
 from swiftbatch.scheduler.driver.queue_loading import count_jobs, write_cancelled
-from swiftbatch.scheduler.driver.run_lock import Hold
+from swiftbatch.scheduler.driver.run_lease import RunLease, RunTakenError, has_begun
 from swiftbatch.scheduler.driver.shard_writing import finish_shards
-from swiftbatch.scheduler.driver.takeover import RunTakenError, has_begun
 
 POLL_SECONDS = 0.1
 EXPIRED = "batch_expired"  # the error code of a job that did not end in time, as OpenAI has it
@@ -37,7 +37,7 @@ def cancel_jobs(run: Run, custom_id: str | None) -> str:
     while True:
         try:
             # a driver that comes back from a long silence must not go on with what is cancelled
-            with Hold(run, may_take_over=True) as hold:
+            with RunLease(run, may_take_over=True) as hold:
                 _cancel(run, hold, chosen, is_whole_run=custom_id is None)
             return f"cancelled {what}"
         except RunTakenError:
@@ -45,7 +45,7 @@ def cancel_jobs(run: Run, custom_id: str | None) -> str:
                 return f"asked the driver to cancel {what}"
 
 
-def _cancel(run: Run, hold: Hold, chosen: Sequence[JobEntry] | None, *, is_whole_run: bool) -> None:
+def _cancel(run: Run, hold: RunLease, chosen: Sequence[JobEntry] | None, *, is_whole_run: bool) -> None:
     unfinished = _unfinished(run, chosen)
     run.set_damaged_aside([record.job_id for record in unfinished])  # a folder in an error's place, for one
     write_cancelled(run, unfinished)
@@ -78,7 +78,7 @@ def _unfinished(run: Run, chosen: Sequence[JobEntry] | None) -> list[JobEntry]:
 
 def expire_jobs(run: Run) -> None:
     """Give all unfinished jobs an error. Raises RunTakenError while a driver is at work, RunError, StoreError."""
-    with Hold(run, may_take_over=True) as hold:
+    with RunLease(run, may_take_over=True) as hold:
         unfinished = _unfinished(run, None)
         run.set_damaged_aside([record.job_id for record in unfinished])
         for record in unfinished:

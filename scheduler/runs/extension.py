@@ -7,25 +7,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs, inherit
-from swiftbatch.jobs.checkpoints.packed_logs import CHECKPOINTS, WORKERS
-from swiftbatch.jobs.checkpoints.token_log import TokenLog
+from swiftbatch.jobs.checkpoints.token_log import CHECKPOINTS, WORKERS, TokenLog
 from swiftbatch.jobs.file_owner import DamagedFileError, Identity
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.logprobs import TokenLogprobs
-from swiftbatch.jobs.run.checked_reading import NUM_READERS
 from swiftbatch.jobs.run.output_line import tokens_sha256
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_records import RunState
+from swiftbatch.jobs.run.run_records import NUM_READERS, RunState
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.report.attempts import parsed_history
 from swiftbatch.scheduler.display.progress_line import counted
 from swiftbatch.scheduler.driver.queue_loading import count_jobs
-from swiftbatch.scheduler.driver.run_lock import Hold
-from swiftbatch.worker.caches.cache_room import KVRoom, KVRoomError
+from swiftbatch.scheduler.driver.run_lease import RunLease
+from swiftbatch.worker.kv.kv_capacity import KVRoom, KVRoomError
+from swiftbatch.worker.model.dynamic_rope import short_length
 from swiftbatch.worker.model.model_files import ModelFiles, read_config
-from swiftbatch.worker.model.shifting_rotary import short_length
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def kept_of(run: Run) -> Kept:
 def prune(run: Run, *, logs: bool, state: bool) -> str:
     """Drop kept token logs, states or both; returns a line for the user. Raises RunTakenError, StoreError."""
     before = run.progress()
-    with Hold(run) as hold:
+    with RunLease(run) as hold:
         kept = kept_of(run)
         dropped = Kept(kept.logs if logs else {}, kept.states if state else {})
         if logs:
@@ -98,7 +97,7 @@ class Extension:
 
 
 def extend_jobs(
-    hold: Hold, max_tokens: int, custom_ids: Collection[str], files: ModelFiles, room: KVRoom | None
+    hold: RunLease, max_tokens: int, custom_ids: Collection[str], files: ModelFiles, room: KVRoom | None
 ) -> Extension:
     """Have jobs go on to `max_tokens` tokens: those of these `custom_ids`, or for none all that a limit ended.
 

@@ -3,7 +3,7 @@
 nightly.json, serve.json    the holder's newest sign of life, in the folder of the runs; gone when it ends
 
 The clocks of two machines decide here, so two may overlap for a moment. That does no harm: each run has one driver
-(see `takeover`). The hold keeps a second one out of the gaps between two runs, and says who is at work since when.
+(see `run_lease`). The hold keeps a second one out of the gaps between two runs, and says who is at work since when.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from pydantic import BaseModel, ConfigDict
 
 from swiftbatch.jobs.checkpoints.timeline import Moment
-from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model
-from swiftbatch.jobs.run.run_records import ProcessKey
+from swiftbatch.jobs.run.run_records import ProcessKey, RunError, pretty, read_model
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.metrics.report.page_text import date
 from swiftbatch.scheduler.driver.driver_heartbeat import BEAT_SECONDS_OBJECT_STORE, process_liveness
@@ -48,7 +47,7 @@ class Holder(BaseModel):
     updated: Moment
 
 
-class FolderHold:
+class FolderLease:
     """The hold of a command (`nightly`, `serve`) on a folder of runs, renewed by a thread until `stop`."""
 
     def __init__(self, runs: Store, command: str) -> None:
@@ -92,7 +91,7 @@ class FolderHold:
 
 
 @contextlib.contextmanager
-def hold(runs: Store, is_patient: bool, command: str) -> Iterator[FolderHold]:
+def hold(runs: Store, is_patient: bool, command: str) -> Iterator[FolderLease]:
     """Hold a folder of runs for a command.
 
     While another process of that command holds it, wait for that (`is_patient`) or raise FolderHeldError.
@@ -105,7 +104,7 @@ def hold(runs: Store, is_patient: bool, command: str) -> Iterator[FolderHold]:
             Lines(sys.stderr).write(f"{_who(runs, command, holder)} is at work: waiting for it to end")
             is_told = True
         time.sleep(POLL_SECONDS)
-    held = FolderHold(runs, command)
+    held = FolderLease(runs, command)
     try:
         yield held
     finally:

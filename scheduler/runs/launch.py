@@ -6,36 +6,35 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from swiftbatch.jobs.run.run import Run, RunManifest
-from swiftbatch.jobs.run.run_records import RunState
-from swiftbatch.jobs.storage.object_stores import local_path
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunManifest, RunState
+from swiftbatch.jobs.storage.object_store import local_path
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
-from swiftbatch.metrics.driver_counters import DriverCounters
-from swiftbatch.metrics.endpoint import EVERYWHERE
+from swiftbatch.metrics.counters import DriverCounters
+from swiftbatch.metrics.exporter import EVERYWHERE
 from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 from swiftbatch.scheduler.cluster.embedded_ray import LOOPBACK
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster, ClusterError, connect
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.display import Display
-from swiftbatch.scheduler.display.events import FewGpus, LimitReached, ShardWritten, SlowOnGpu
-from swiftbatch.scheduler.display.job_events import LineDamaged
+from swiftbatch.scheduler.display.events import FewGpus, LimitReached, LineDamaged, ShardWritten, SlowOnGpu
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.driver import Driver, DriverError
 from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.queue_loading import count_jobs, load_queue, put_logs_in_place
-from swiftbatch.scheduler.driver.run_lock import Hold
+from swiftbatch.scheduler.driver.run_lease import RunLease
+from swiftbatch.scheduler.driver.run_limits import Spending
 from swiftbatch.scheduler.driver.run_progress import served_metrics
 from swiftbatch.scheduler.driver.shard_writing import finish_shards
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
-from swiftbatch.scheduler.limits import Spending
 from swiftbatch.scheduler.process.signals import held
-from swiftbatch.scheduler.runs.default_settings import Settings
-from swiftbatch.scheduler.runs.fixed_settings import computation_of, with_absolute_folders
-from swiftbatch.worker.caches.cache_room import GB, KVRoomError, bytes_per_position, check_folder
+from swiftbatch.scheduler.runs.run_manifest import computation_of, with_absolute_folders
+from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.drafters.catalogue import check_parts
+from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError, bytes_per_position, check_folder
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import CONFIG_FILES, model_folder, read_config
 
@@ -54,7 +53,7 @@ class Outcome:
         return sum(count for state, count in self.jobs.items() if state != "finished")
 
 
-def launch(hold: Hold, settings: Settings, display: Display) -> Outcome:
+def launch(hold: RunLease, settings: Settings, display: Display) -> Outcome:
     """Run what is unfinished of the run that is held, and write the output files, also after an interruption.
 
     Raises ClusterError, DriverError, KVRoomError, MetricsError, ModelError, RunTakenError and StoreError, each with
@@ -90,7 +89,7 @@ def launch(hold: Hold, settings: Settings, display: Display) -> Outcome:
 
 def _drive(
     run: Run,
-    hold: Hold,
+    hold: RunLease,
     queue: JobQueue,
     attempts: Attempts,
     spent: Spending,

@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
-from swiftbatch.jobs.checkpoints.token_log import TokenLog
+from swiftbatch.jobs.checkpoints.token_log import PackedLogs, TokenLog
 from swiftbatch.jobs.run.job_index import JobEntry
-from swiftbatch.jobs.run.run import Progress, Run, RunError
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress, RunError
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.display.display import Display
@@ -73,7 +73,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
     Raises RunError for an unknown job, ModelError if the run's tokenizer is not there.
     """
     from swiftbatch.worker.model.model_files import locate_model
-    from swiftbatch.worker.model.tokenizer import TextCodec
+    from swiftbatch.worker.text.tokenizer import TextCodec
 
     record = _find_choice(run, custom_id, choice)
     checkpoints, packed = CheckpointStore.of(run), PackedLogs.of(run)

@@ -17,16 +17,16 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.input.validation_errors import reasons
+from swiftbatch.jobs.json_records import Frozen
 
 PREFIX = "sb_"
 NUM_SECRET_BYTES = 32
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
-EXPECTED = "expected NAME:sha256:HASH, as `swiftbatch serve --make-key NAME` prints it"
+EXPECTED_KEY_LINE = "expected NAME:sha256:HASH, as `swiftbatch serve --make-key NAME` prints it"
 
 Count = Annotated[int, Field(ge=1)]
-LOOK_SECONDS = 1.0  # between two looks at whether the file has changed
+POLL_SECONDS = 1.0  # between two looks at whether the file has changed
 
 Signature = tuple[int, ...]
 """The file's modification time, size and inode, which change with the file."""
@@ -70,7 +70,7 @@ def parse_line(line: str) -> ApiKey:
     name, _, rest = who.partition(":")
     kind, _, digest = rest.partition(":")
     if kind != "sha256":
-        raise KeyLineError(f"found no sha256 behind a name, {EXPECTED}")
+        raise KeyLineError(f"found no sha256 behind a name, {EXPECTED_KEY_LINE}")
     try:
         rights = Rights.model_validate(_said(words))
     except ValidationError as error:
@@ -80,7 +80,7 @@ def parse_line(line: str) -> ApiKey:
     except ValidationError as error:
         fault = error.errors()[0]["loc"][0]
         problem = "up to 64 letters, digits, '.', '_' and '-' as its name" if fault == "name" else "64 digits of 0-9a-f"
-        raise KeyLineError(f"{fault}: expected {problem}; {EXPECTED}") from None
+        raise KeyLineError(f"{fault}: expected {problem}; {EXPECTED_KEY_LINE}") from None
 
 
 def _said(words: list[str]) -> dict[str, str]:
@@ -88,7 +88,7 @@ def _said(words: list[str]) -> dict[str, str]:
     for word in words:
         field, equals, value = word.partition("=")
         if not equals or field in said:
-            raise KeyLineError(f"expected limits as max_running=2 behind the hash, each once; {EXPECTED}")
+            raise KeyLineError(f"expected limits as max_running=2 behind the hash, each once; {EXPECTED_KEY_LINE}")
         said[field] = value
     return said
 
@@ -128,7 +128,7 @@ class Keyring:
         """Read the file. `tell` is told where a later version of it can't be used. Raises KeyFileError."""
         self._path, self._tell = path, tell
         self._lock = threading.Lock()
-        self._next_look = time.monotonic() + LOOK_SECONDS
+        self._next_look = time.monotonic() + POLL_SECONDS
         self._signature = _signature(path)
         self._keys = _read(path)
 
@@ -151,7 +151,7 @@ class Keyring:
     def _newest(self) -> tuple[ApiKey, ...]:
         with self._lock:
             if time.monotonic() >= self._next_look:
-                self._next_look = time.monotonic() + LOOK_SECONDS
+                self._next_look = time.monotonic() + POLL_SECONDS
                 self._look()
             return self._keys
 

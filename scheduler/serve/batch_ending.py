@@ -13,19 +13,18 @@ from typing import Any, Literal
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.rejects import Reject
-from swiftbatch.jobs.json_lines import dump_line
-from swiftbatch.jobs.run.checked_reading import DamagedError, read_model
+from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.run.output import temporary_file
-from swiftbatch.jobs.run.output_line_fields import num_completion_tokens
+from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
 from swiftbatch.jobs.run.run import MANIFEST, Run
-from swiftbatch.jobs.run.run_records import RunManifest
+from swiftbatch.jobs.run.run_records import DamagedError, RunManifest, read_model
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.runs.cancellation import EXPIRED, cancel_jobs, expire_jobs
+from swiftbatch.scheduler.serve.batch_driver import DriverProcess
 from swiftbatch.scheduler.serve.batch_status import DAMAGED, is_submitted, lines_of, running_status
 from swiftbatch.scheduler.serve.batches import Batch, Batches
-from swiftbatch.scheduler.serve.driving.batch_driver import DriverProcess
-from swiftbatch.scheduler.serve.server_files import Files
+from swiftbatch.scheduler.serve.server_files import StoredFiles
 from swiftbatch.scheduler.serve.server_records import (
     BATCHES,
     Counts,
@@ -39,7 +38,7 @@ from swiftbatch.scheduler.serve.server_records import (
 BATCH_CANCELLED = "batch_cancelled"  # OpenAI's code for such a line
 INVALID = "invalid_request"
 
-MOST_PROBLEMS = 100  # problems that are shown; the error file of a batch that ran has all rejects
+MAX_PROBLEMS = 100  # problems that are shown; the error file of a batch that ran has all rejects
 
 Reason = Literal["finished", "cancelled", "expired"]
 
@@ -64,7 +63,7 @@ class Delivered:
     has_expired: bool
 
 
-def deliver(batch: Batch, run: Run, files: Files) -> Delivered:
+def deliver(batch: Batch, run: Run, files: StoredFiles) -> Delivered:
     """Write both files. Again is no harm: they have the same ids. Raises StoreError, RunError. Needs no manifest."""
     counts = {"output": 0, "errors": 0}
     has_expired, num_tokens = False, 0
@@ -88,7 +87,7 @@ def _both(output: Any, errors: Any) -> list[tuple[Delivery, Any]]:
     return [("output", output), ("errors", errors)]
 
 
-def _keep(batch: Batch, files: Files, delivery: Delivery, source: Any) -> str:
+def _keep(batch: Batch, files: StoredFiles, delivery: Delivery, source: Any) -> str:
     source.seek(0)
     file_id = delivered_file_id(batch.id, delivery)
     files.add(source, f"{batch.id}_{delivery}.jsonl", "batch_output", batch.owner, file_id)
@@ -119,7 +118,7 @@ def _reject_line(batch: Batch, number: int, reject: Reject) -> dict[str, Any]:
     return {"id": reject_id, "custom_id": reject.custom_id, "response": None, "error": error}
 
 
-def end_batch(batches: Batches, files: Files, batch: Batch, reason: Reason, problem: str) -> None:
+def end_batch(batches: Batches, files: StoredFiles, batch: Batch, reason: Reason, problem: str) -> None:
     """End a batch that no driver runs any more. `problem` is what its last driver said, where its input is not read.
 
     Raises RunTakenError while somebody else's driver runs it, RunError, StoreError.
@@ -151,7 +150,7 @@ def end_batch(batches: Batches, files: Files, batch: Batch, reason: Reason, prob
     )
 
 
-def settle(batches: Batches, files: Files, batch: Batch, driver: DriverProcess | None) -> bool:
+def settle(batches: Batches, files: StoredFiles, batch: Batch, driver: DriverProcess | None) -> bool:
     """End a batch without a driver, if it is at its end; `driver` is the last one that this server had for it.
 
     Where its run is damaged no driver brings it further, and it fails. Raises as `end_batch` does, otherwise.
@@ -207,7 +206,7 @@ def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
     return _at_once("failed", Counts(), LineProblem(code=code, message=found))
 
 
-def _damaged(batch: Batch, files: Files, error: DamagedError) -> Ended:
+def _damaged(batch: Batch, files: StoredFiles, error: DamagedError) -> Ended:
     """The end of a failed batch, with the results that are there. The run stays as it is, so that it may be mended."""
     message = f"{BATCHES}/{batch.id}/{error.path} is damaged: {error.problem}"
     failed = _at_once("failed", Counts(), LineProblem(code=DAMAGED, message=message))
@@ -228,7 +227,7 @@ def _damaged(batch: Batch, files: Files, error: DamagedError) -> Ended:
 def _without_good_lines(batch: Batch, run: Run) -> Ended:
     rejects = run.rejects()
     problems = [
-        LineProblem(code=INVALID, message=reject.reason, line=reject.line_number) for reject in rejects[:MOST_PROBLEMS]
+        LineProblem(code=INVALID, message=reject.reason, line=reject.line_number) for reject in rejects[:MAX_PROBLEMS]
     ]
     state: EndState = "failed" if batch.cancellation is None else "cancelled"
     return _at_once(state, Counts(total=len(rejects), failed=len(rejects)), *problems)

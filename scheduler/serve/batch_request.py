@@ -9,19 +9,19 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator
 
-from swiftbatch.jobs.frozen_records import Strict, whole
-from swiftbatch.jobs.input.line_formats import MAX_PRIORITY, Endpoint
+from swiftbatch.jobs.input.request_fields import MAX_PRIORITY, Endpoint
 from swiftbatch.jobs.input.validation_errors import FieldError, reasons, shown
+from swiftbatch.jobs.json_records import Strict, whole
 from swiftbatch.scheduler.serve.client_errors import RefusedError
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 WINDOW = re.compile(r"([0-9]{1,6})([smhd])")
-LEAST_SECONDS, MOST_SECONDS = 1, 30 * 86400
-EXPECTED = "expected a whole number with s, m, h or d behind it, as in 24h, from 1s to 30d"
+MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 1, 30 * 86400
+EXPECTED_WINDOW = "expected a whole number with s, m, h or d behind it, as in 24h, from 1s to 30d"
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata, as OpenAI has it
 MAX_LOOKED_AT = 64  # fields: a body of more has unknown ones among the first, and is refused for them
 MAX_URL = 2000
-LEAST_KEPT, MOST_KEPT = 3600, 30 * 86400  # seconds, as OpenAI has it
+MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 86400  # seconds, as OpenAI has it
 FORM_FIELD = re.compile(r"expires_after\[(.*)\]", re.DOTALL)
 
 
@@ -29,8 +29,8 @@ def window_seconds(text: str) -> int:
     """The time that a batch may take. Raises RefusedError."""
     found = WINDOW.fullmatch(text)
     seconds = int(found[1]) * UNITS[found[2]] if found else 0
-    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-        raise RefusedError(f"completion_window: found {text[:40]!a}, {EXPECTED}", param="completion_window")
+    if not MIN_WINDOW_SECONDS <= seconds <= MAX_WINDOW_SECONDS:
+        raise RefusedError(f"completion_window: found {text[:40]!a}, {EXPECTED_WINDOW}", param="completion_window")
     return seconds
 
 
@@ -53,7 +53,7 @@ class ExpiresAfter(Strict):
     """OpenAI's time after which a file goes. It is checked and has no effect: files stay, as their objects say."""
 
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=LEAST_KEPT, le=MOST_KEPT), BeforeValidator(whole)]
+    seconds: Annotated[int, Field(ge=MIN_EXPIRY_SECONDS, le=MAX_EXPIRY_SECONDS), BeforeValidator(whole)]
 
 
 def check_upload(fields: Mapping[str, Any]) -> None:

@@ -1,19 +1,27 @@
-"""The status of a batch, from its folder alone."""
+"""The status of a batch, and the texts of its running jobs so far, from its folder alone."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from swiftbatch.jobs.run.checked_reading import RunError
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.token_log import PackedLogs
+from swiftbatch.jobs.run.job_index import JobName, job_names
+from swiftbatch.jobs.run.job_table import paths
 from swiftbatch.jobs.run.run import MANIFEST, REJECTS, Run
-from swiftbatch.jobs.run.run_records import Progress
+from swiftbatch.jobs.run.run_records import Progress, RunError
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.driver_heartbeat import beat_seconds, current_progress
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.server_records import Counts, LineProblem, State
+
+if TYPE_CHECKING:
+    from swiftbatch.worker.text.tokenizer import TextCodec
 
 DAMAGED = "damaged_run"  # the code of a batch whose run can't be used
 NO_LINES = Counts()
@@ -148,3 +156,51 @@ def _counts(jobs: dict[str, int], lines: BatchLines) -> Counts:
         completed=int(jobs.get("finished", 0) * share),
         failed=int(num_failed * share) + lines.num_rejects,
     )
+
+
+# The texts of a batch's running jobs so far, from their token logs.
+
+
+NUM_KNOWN_RUNS = 8  # runs whose names stay in memory: pages and clients ask again and again
+
+
+def partial_texts(run: Run, running: Container[str], last_tokens: int | None = None) -> list[dict[str, Any]]:
+    """The texts of the jobs that are named, each with its line, choice, number of tokens, and text or the end of it.
+
+    Raises ModelError if the run's tokenizer is not there, RunError, StoreError.
+    """
+    checkpoints, packed = CheckpointStore.of(run), PackedLogs.of(run).read()
+    texts = []
+    for job in names_of(run.store):
+        if job.name in running:
+            kept = packed[job.job_id].log if job.job_id in packed else checkpoints.read_log(job.job_id)
+            token_ids = kept.token_ids.tolist()
+            settled = _codec(run.manifest.stored_model).output_text.settled
+            num_before = 0 if last_tokens is None else len(settled(token_ids[:-last_tokens]))
+            texts.append(
+                {
+                    "custom_id": job.custom_id,
+                    "index": job.choice_index,
+                    "num_tokens": len(token_ids),
+                    "text": settled(token_ids)[num_before:],
+                }
+            )
+    return texts
+
+
+def names_of(store: Store) -> tuple[JobName, ...]:
+    """The jobs of a run whose lines are all in it. Raises RunError, StoreError."""
+    return _names(store.uri, tuple(paths(store)))
+
+
+@functools.lru_cache(maxsize=NUM_KNOWN_RUNS)
+def _names(uri: str, _tables: tuple[str, ...]) -> tuple[JobName, ...]:
+    return tuple(job_names(Store(uri)))
+
+
+@functools.lru_cache(maxsize=2)
+def _codec(model: str) -> TextCodec:
+    from swiftbatch.worker.model.model_files import locate_model
+    from swiftbatch.worker.text.tokenizer import TextCodec
+
+    return TextCodec(locate_model(model))

@@ -1,13 +1,12 @@
-"""Tells others of the end of every batch, in threads of its own, again and again, and after a kill where it was.
-
-webhooks/<batch_id>.json    to whom the end of that batch is yet to be told; written before the end itself
-
-Each host has a lane, so that one that is away holds up no other.
-"""
+"""Posts a webhook at the end of each batch, with retries, to hosts that batches may name."""
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import random
+import re
+import socket
 import sys
 import threading
 import time
@@ -15,29 +14,168 @@ from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
-from swiftbatch.jobs.backoff import Backoff
-from swiftbatch.jobs.frozen_records import Frozen
-from swiftbatch.jobs.run.checked_reading import RunError, pretty, read_model
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.run.run_records import RunError, pretty, read_model
+from swiftbatch.jobs.storage.retries import Backoff
 from swiftbatch.jobs.storage.store import Store, StoreError
-from swiftbatch.scheduler.display.webhook_post import PostError, ReceiverError, WebhookMessage
+from swiftbatch.scheduler.display.webhooks import (
+    SECRET_VARIABLE,
+    PostError,
+    Receiver,
+    ReceiverError,
+    WebhookMessage,
+    post,
+)
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.batches import Batch, Batches
+from swiftbatch.scheduler.serve.client_errors import RefusedError
 from swiftbatch.scheduler.serve.server_records import is_batch_id
-from swiftbatch.scheduler.serve.webhook_hosts import Receivers, Target
+
+Reach = Literal["public", "private", "loopback", "forbidden"]
+"""`forbidden`: link-local (where clouds have their secrets), multicast, unspecified, reserved, and tunnels."""
+
+Target = Literal["server", "batch"]
+"""The address of `--webhook` ("server"), or the one that the batch came with ("batch")."""
+
+TUNNELS = tuple(map(ipaddress.IPv6Network, ("2002::/16", "2001::/32", "64:ff9b::/96", "64:ff9b:1::/48")))
+HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9._:-]{1,253}")
+ALLOWED_REACHES: tuple[Reach, ...] = ("private", "loopback")
+PUBLIC: frozenset[Reach] = frozenset({"public"})
+EXPECTED_HOSTS = "expected hosts with commas between them, as hooks.example.com,*.example.org,10.0.0.5=private"
+
+
+def reach(address: str) -> Reach:
+    """Tell where an address of version 4 or 6 leads; one that is mapped into version 6 is what is mapped."""
+    ip = ipaddress.ip_address(address)
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return reach(str(ip.ipv4_mapped))
+        if any(ip in tunnel for tunnel in TUNNELS):
+            return "forbidden"
+    if ip.is_loopback:
+        return "loopback"
+    if ip.is_multicast or ip.is_unspecified or ip.is_link_local or ip.is_reserved:
+        return "forbidden"
+    return "public" if ip.is_global else "private"
+
+
+def dial(allowed: frozenset[Reach], host: str, port: int, seconds: float) -> socket.socket:
+    """A connection to an address of a host that may be reached, the very one that was looked at. Raises OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    fit = [address for address in addresses if reach(address) in allowed]
+    problem = OSError("none of its addresses may be posted to: see --webhook-hosts")
+    for address in fit:
+        try:
+            return socket.create_connection((address, port), seconds)
+        except OSError as error:
+            problem = error
+    raise problem
+
+
+class WebhookHostsError(UserError):
+    """`--webhook-hosts` can't be used."""
+
+
+@dataclass(frozen=True)
+class WebhookHosts:
+    """Names, and where their addresses may lead. `*.example.org` stands for all names below that one."""
+
+    reaches: dict[str, frozenset[Reach]]
+
+    @classmethod
+    def parse(cls, text: str) -> WebhookHosts:
+        """Parse the value of `--webhook-hosts`. Raises WebhookHostsError."""
+        reaches: dict[str, frozenset[Reach]] = {}
+        for word in filter(None, map(str.strip, text.split(","))):
+            name, equals, reach = word.partition("=")
+            if HOST_NAME.fullmatch(name) is None or (equals and reach not in ALLOWED_REACHES):
+                raise WebhookHostsError(
+                    f"--webhook-hosts: found {word!a}, {EXPECTED_HOSTS} (behind '=': {' or '.join(ALLOWED_REACHES)})"
+                )
+            also = [each for each in ALLOWED_REACHES if each == reach]
+            reaches[name.lower()] = reaches.get(name.lower(), PUBLIC).union(also)
+        return cls(reaches)
+
+    def allowed(self, host: str) -> frozenset[Reach]:
+        """The kinds of addresses that a host may have; empty for a host that may not be named."""
+        name = host.lower()
+        parents = [f"*.{name.split('.', number)[-1]}" for number in range(1, name.count(".") + 1)]
+        return next((self.reaches[each] for each in [name, *parents] if each in self.reaches), frozenset())
+
+
+class Receivers:
+    """The receiver of all batches' ends, if there is one, and those that batches may name."""
+
+    def __init__(self, of_server: Receiver | None, hosts: str | None) -> None:
+        """`hosts` is what `--webhook-hosts` says. Raises ReceiverError for a secret, WebhookHostsError."""
+        self._of_server = of_server
+        self._hosts = WebhookHosts.parse(hosts or "")
+        self._secret = os.environ.get(SECRET_VARIABLE)
+        if hosts:
+            Receiver.parse("https://localhost", self._secret)  # a wrong secret is told now, not at the first end
+
+    def check(self, url: str | None) -> None:
+        """Raise RefusedError for an address that a batch may not name."""
+        if url is None:
+            return
+        try:
+            self._of_batch(url)
+        except ReceiverError as error:
+            raise RefusedError(f"webhook: {error}", param="webhook") from None
+
+    def targets(self, batch: Batch) -> tuple[Target, ...]:
+        of_server: tuple[Target, ...] = () if self._of_server is None else ("server",)
+        return of_server if batch.record.webhook is None else (*of_server, "batch")
+
+    def of(self, batch: Batch, target: Target) -> Receiver:
+        """The receiver for a target. Raises ReceiverError if the address may not be posted to any more."""
+        if target == "batch":
+            return self._of_batch(batch.record.webhook or "")
+        if self._of_server is None:
+            raise ReceiverError("there is no --webhook any more")
+        return self._of_server
+
+    def post(self, receiver: Receiver, target: Target, message: WebhookMessage, seconds: float) -> None:
+        """Deliver a message; the address of a batch's receiver is looked at first. Raises PostError."""
+        allowed = self._hosts.allowed(receiver.host)
+        post(receiver, message, seconds, partial(dial, allowed) if target == "batch" else None)
+
+    def _of_batch(self, url: str) -> Receiver:
+        receiver = Receiver.parse(url, self._secret)
+        allowed = self._hosts.allowed(receiver.host)
+        if not allowed or not _may_be_reached(receiver.host, allowed):
+            raise ReceiverError(f"this server does not post to {receiver}: --webhook-hosts says to which hosts it does")
+        return receiver
+
+
+def _may_be_reached(host: str, allowed: frozenset[str]) -> bool:
+    """Return whether a host that is an address may be reached; for a name that shows only when it is posted to."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    return reach(host) in allowed
+
+
+# Tells others of the end of every batch, in threads of its own, again and again, and after a kill where it was.
+
 
 WEBHOOKS, SUFFIX = "webhooks", ".json"
 
 
-class Outstanding(Frozen):
+class PendingMessage(Frozen):
     """`webhooks/<batch_id>.json`."""
 
     version: Literal[1] = 1
     targets: tuple[Target, ...]
 
 
-class OutstandingMessages:
+class PendingMessages:
     """The outstanding messages of all batches. Every method raises StoreError when the storage fails."""
 
     def __init__(self, store: Store) -> None:
@@ -52,13 +190,13 @@ class OutstandingMessages:
     def keep(self, batch_id: str, targets: tuple[Target, ...]) -> None:
         """Keep the targets that are yet to be told of a batch's end; an empty tuple if all were."""
         if targets:
-            self._store.write(_path(batch_id), pretty(Outstanding(targets=targets)))
+            self._store.write(_path(batch_id), pretty(PendingMessage(targets=targets)))
         else:
             self._store.delete(_path(batch_id))
 
-    def _read(self, batch_id: str) -> Outstanding | None:
+    def _read(self, batch_id: str) -> PendingMessage | None:
         try:
-            return read_model(self._store, _path(batch_id), Outstanding)
+            return read_model(self._store, _path(batch_id), PendingMessage)
         except RunError:
             return None
 
@@ -67,18 +205,18 @@ def _path(batch_id: str) -> str:
     return f"{WEBHOOKS}/{batch_id}{SUFFIX}"
 
 
-PAUSES = Backoff(first=5.0, longest=3600.0)
+RETRY_BACKOFF = Backoff(first=5.0, longest=3600.0)
 
 Item = tuple[Batch, Target]
 """A batch, and to whom its end is to be told."""
 TRY_SECONDS = 10.0
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 GIVEN_UP_SECONDS = 3 * 86400.0  # since the end of the batch
 NUM_POSTERS = 4
 
 
 @dataclass
-class Lane:
+class ReceiverQueue:
     """The messages that wait for one host; `not_before` in `time.monotonic()` seconds."""
 
     items: deque[Item] = field(default_factory=deque)
@@ -98,18 +236,18 @@ class Lane:
         """Put the first message, which was not taken, behind the others; all of them wait for a while."""
         self.items.rotate(-1)
         self.num_failures += 1
-        pause = PAUSES.seconds(self.num_failures) * random.uniform(0.5, 1)  # of many servers not all at once
+        pause = RETRY_BACKOFF.seconds(self.num_failures) * random.uniform(0.5, 1)  # of many servers not all at once
         self.not_before = time.monotonic() + pause
 
 
-class Hooks:
+class BatchWebhooks:
     """The messages of one server."""
 
     def __init__(self, store: Store, receivers: Receivers) -> None:
         self._receivers = receivers
-        self._outstanding = OutstandingMessages(store)
+        self._outstanding = PendingMessages(store)
         self._targets: dict[str, tuple[Target, ...]] = {}  # by batches
-        self._lanes: defaultdict[str, Lane] = defaultdict(Lane)
+        self._lanes: defaultdict[str, ReceiverQueue] = defaultdict(ReceiverQueue)
         self._lock = threading.Lock()
         self._news = threading.Event()
         self._is_stopping = False
@@ -161,11 +299,13 @@ class Hooks:
                     if lane.is_due():
                         lane.is_busy = True
                         self._posters.submit(self._post_first, lane)
-                self._lanes = defaultdict(Lane, {host: lane for host, lane in self._lanes.items() if lane.items})
-            self._news.wait(LOOK_SECONDS)
+                self._lanes = defaultdict(
+                    ReceiverQueue, {host: lane for host, lane in self._lanes.items() if lane.items}
+                )
+            self._news.wait(POLL_SECONDS)
             self._news.clear()
 
-    def _post_first(self, lane: Lane) -> None:
+    def _post_first(self, lane: ReceiverQueue) -> None:
         batch, target = item = lane.items[0]
         problem = self._try(batch, target)
         with self._lock:

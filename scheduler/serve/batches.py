@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from swiftbatch.jobs.input.job_file_paths import joined
+from swiftbatch.jobs.input.job_files import joined
 from swiftbatch.jobs.job import JobUrl
-from swiftbatch.jobs.run.checked_reading import NUM_READERS, DamagedError, RunError, pretty, read_model
 from swiftbatch.jobs.run.error_files import DAMAGED
+from swiftbatch.jobs.run.run_records import NUM_READERS, DamagedError, RunError, pretty, read_model
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.limits import Deadline, steady_seconds
+from swiftbatch.scheduler.driver.run_limits import Deadline, steady_seconds
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.client_errors import RefusedError, no_such_batch, other_request
 from swiftbatch.scheduler.serve.server_records import (

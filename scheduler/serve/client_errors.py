@@ -47,7 +47,7 @@ def other_request(key: str) -> RefusedError:
     )
 
 
-class Places:
+class PathRedactor:
     """Takes the places of one server out of texts, also out of JSON and HTML."""
 
     def __init__(self, runs: Store, words: Iterable[str]) -> None:

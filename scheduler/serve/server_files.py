@@ -9,8 +9,8 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
-from swiftbatch.jobs.input.job_file_paths import joined
-from swiftbatch.jobs.run.checked_reading import NUM_READERS, RunError, pretty
+from swiftbatch.jobs.input.job_files import joined
+from swiftbatch.jobs.run.run_records import NUM_READERS, RunError, pretty
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.client_errors import RefusedError, no_such_file, other_request
@@ -29,7 +29,7 @@ from swiftbatch.scheduler.serve.server_records import (
 )
 
 
-class Files:
+class StoredFiles:
     """The files below `files/`. Every method raises StoreError when the storage fails."""
 
     def __init__(self, store: Store) -> None:

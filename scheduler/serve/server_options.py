@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from swiftbatch.scheduler.display.webhook_post import Receiver
+    from swiftbatch.scheduler.display.webhooks import Receiver
 
 
 @dataclass(frozen=True)

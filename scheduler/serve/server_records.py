@@ -24,10 +24,10 @@ from typing import Generic, Literal, Protocol, TypeVar
 from pydantic import Field
 
 from swiftbatch.jobs.checkpoints.timeline import Moment
-from swiftbatch.jobs.frozen_records import Frozen
 from swiftbatch.jobs.job import JobUrl
-from swiftbatch.jobs.run.checked_reading import DamagedError, Model, read_model
+from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.run.error_files import NO_FILE
+from swiftbatch.jobs.run.run_records import DamagedError, Model, read_model
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.client_errors import RefusedError
 

@@ -7,23 +7,22 @@ import threading
 from collections.abc import Callable
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.checked_reading import RunError
+from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.metrics.server_counters import ServerCounters
+from swiftbatch.metrics.counters import ServerCounters
 from swiftbatch.scheduler.process.streams import Lines
 from swiftbatch.scheduler.serve.api_keys import Keyring, Rights
+from swiftbatch.scheduler.serve.batch_driver import DriverOptions
+from swiftbatch.scheduler.serve.batch_queue import Stage, Standings
 from swiftbatch.scheduler.serve.batch_request import NewBatch
 from swiftbatch.scheduler.serve.batch_status import Status, Watcher, unread_status
-from swiftbatch.scheduler.serve.batch_webhooks import Hooks
+from swiftbatch.scheduler.serve.batch_supervisor import BatchSupervisor
+from swiftbatch.scheduler.serve.batch_webhooks import BatchWebhooks, Receivers
 from swiftbatch.scheduler.serve.batches import Batch, Batches
-from swiftbatch.scheduler.serve.client_errors import Places, RefusedError
-from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
-from swiftbatch.scheduler.serve.driving.batch_queue import Stage, Standings
-from swiftbatch.scheduler.serve.driving.batch_supervisor import Keeper
-from swiftbatch.scheduler.serve.server_files import Files
+from swiftbatch.scheduler.serve.client_errors import PathRedactor, RefusedError
+from swiftbatch.scheduler.serve.server_files import StoredFiles
 from swiftbatch.scheduler.serve.server_options import ServeOptions
 from swiftbatch.scheduler.serve.server_records import FileRecord
-from swiftbatch.scheduler.serve.webhook_hosts import Receivers
 
 STAGES: dict[Stage, str] = {"to_settle": "ending", "settling": "ending", "waiting": "waiting", "running": "running"}
 
@@ -43,18 +42,20 @@ class Service:
 
         Raises StoreError, and KeyFileError, ReceiverError or WebhookHostsError where an option can't be used.
         """
-        self.places = Places(runs, (*driver_options.of_run, *driver_options.of_start))
+        self.places = PathRedactor(runs, (*driver_options.of_run, *driver_options.of_start))
         self.max_file_bytes = options.max_file_bytes
         self.keyring = None if options.api_keys is None else Keyring(options.api_keys, Lines(sys.stderr).write)
         self.counters = ServerCounters()
-        self.files = Files(runs)
+        self.files = StoredFiles(runs)
         self.takes_webhooks = bool(options.webhook_hosts)  # of single batches
         self._receivers = Receivers(options.webhook, options.webhook_hosts)
-        self.hooks = Hooks(runs, self._receivers)
+        self.hooks = BatchWebhooks(runs, self._receivers)
         self.batches = Batches(runs, self._note_end, self.hooks.prepare)
         self.hooks.take_up(self.batches)
         standings = Standings(self.batches.all(), self._rights)
-        self.keeper = Keeper(self.batches, self.files, driver_options, options.max_running, standings, check_hold, fail)
+        self.keeper = BatchSupervisor(
+            self.batches, self.files, driver_options, options.max_running, standings, check_hold, fail
+        )
         self._watchers: dict[str, Watcher] = {}
         self._input_lock = threading.Lock()  # an input does not go away while a batch is made of it
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from bench.compared_caches import ImportanceKVCache
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
-from swiftbatch.worker.caches.partial_cache import NUM_PINNED
-from swiftbatch.worker.drawing.sequence import Sequence
-from tests.worker.caches import cache_parts as caches
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
+from swiftbatch.worker.sampling.sequence import Sequence
+from tests.worker.kv import cache_parts as caches
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
 BUDGET = 40

@@ -9,13 +9,13 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.bench_texts import BenchError, read_text
 from swiftbatch.worker.decode_bench import DecodeBenchOptions, EngineContestant, read_tokens, render, run_decode_bench
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.session.recurrent_parts import save_recurrent_model
 

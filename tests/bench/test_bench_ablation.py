@@ -17,8 +17,8 @@ from bench.long_figures import LongFigures, LongRecord, LongResult
 from bench.tokenswift_ablation import LAYOUTS, MEASURES, AblationOptions, render, run_ablation
 from bench.tokenswift_tables import ABLATIONS
 from swiftbatch.worker.bench_texts import BenchError
+from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
 from swiftbatch.worker.model.model_files import PARTS_FOLDER, locate_model
-from swiftbatch.worker.papers.tokenswift.heads import save_heads
 
 LENGTHS = [4000, 8000, 12_000, 16_000, 20_000]
 

@@ -14,11 +14,11 @@ from rich.console import Group
 from bench import auto as bench_auto
 from bench.auto import AutoBenchOptions, AutoRecord, render, run_auto_bench
 from swiftbatch.worker.bench_texts import BenchError
-from swiftbatch.worker.caches.cache_room import KVRoomError
-from swiftbatch.worker.caches.full_cache import CacheShape
-from swiftbatch.worker.caches.offloaded_cache import OffloadedKVCache
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.target.timers import seconds_now
+from swiftbatch.worker.forward.step_costs import seconds_now
+from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.kv_capacity import KVRoomError
+from swiftbatch.worker.kv.kv_offload import OffloadedKVCache
+from swiftbatch.worker.sampling.sequence import Sequence
 from tests.bench.bench_parts import words
 
 

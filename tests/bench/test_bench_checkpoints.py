@@ -9,7 +9,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rich.console import Group
 
 from bench.fields import NOTHING, FieldBenchOptions, FieldRecord, fields, render, run_field_bench
-from swiftbatch.jobs.sampling import LATER_FIELDS, SamplingParams
+from swiftbatch.jobs.sampling_params import LATER_FIELDS, SamplingParams
 from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.config import Computation
 from tests.bench.bench_parts import words

@@ -19,15 +19,14 @@ from bench.griffin_tables import TEMPERATURES, GriffinFigures
 from bench.variants import GRIFFIN_PAPER
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench_texts import BenchError, encode, read_text
-from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.papers.griffin.griffin import GriffinOptions
-from swiftbatch.worker.papers.griffin.training.recipe import GriffinRecipe
-from swiftbatch.worker.training.head_recipe import HeadRecipe
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
+from swiftbatch.worker.training.recipes import GriffinRecipe, HeadRecipe
 from tests.bench.bench_parts import words
 
 pytestmark = pytest.mark.long

@@ -17,18 +17,18 @@ from rich.console import Console
 
 from bench.long import METERED, LongBenchOptions, generate_long, metered_drafter, run_long_bench
 from bench.long_figures import LongResult, PlainWindows, integral, render
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.bench_texts import BenchError, text_tokens
 from swiftbatch.worker.decode_bench import read_tokens
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.engine.plain_runs import PlainRuns
-from swiftbatch.worker.model.model_files import ModelError, locate_model
-from swiftbatch.worker.papers.tokenswift.heads import save_heads
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
+from swiftbatch.worker.engine.engine import Engine, PlainRuns
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
 from tests.simulated_clock import SimulatedClock
 from tests.worker.drafters.drafter_parts import free_rows
 

@@ -16,14 +16,14 @@ from bench import tokenswift_ablation as ablation
 from bench.long import LongBenchOptions, run_long_bench
 from bench.tokenswift_ablation import AblationOptions, run_ablation
 from bench.triforce_ablation import PromptAblationOptions, run_prompt_ablation
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker import decode_bench
-from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.decode_bench import BenchOptions, DecodeBenchOptions, bench_slots, run_decode_bench
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
-from tests.worker.target.cuda.cuda_parts import cuda_target
+from tests.worker.forward.cuda.cuda_parts import cuda_target
 
 pytestmark = pytest.mark.long
 

@@ -19,9 +19,9 @@ from bench.triforce_ablation import PromptAblationOptions, run_prompt_ablation, 
 from bench.triforce_tables import MEASURES, PROMPT_TABLES, PromptTable, Results, arm_name, render
 from bench.variants import TRIFORCE_PAPER
 from swiftbatch.worker.bench_texts import encode
-from swiftbatch.worker.caches.summary_cache import SummaryKVCache
+from swiftbatch.worker.drafters.triforce import TriForceOptions
+from swiftbatch.worker.kv.sparse_cache import SummaryKVCache
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.papers.triforce.triforce import TriForceOptions
 from tests.bench.bench_parts import words
 
 PREFILL = 300

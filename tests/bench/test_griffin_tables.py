@@ -27,18 +27,18 @@ from bench.griffin_tables import (
 from bench.variants import create_bench_drafter
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.papers.griffin.griffin import GriffinDrafter
-from swiftbatch.worker.papers.griffin.model import GriffinModel
-from swiftbatch.worker.papers.griffin.training.accuracy import GriffinAccuracyRecord
-from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, GriffinRecipe
+from swiftbatch.worker.training.train_griffin import GriffinAccuracyRecord
 from tests.bench.bench_parts import words
 from tests.simulated_clock import SimulatedClock
 from tests.worker.drafters.drafter_parts import free_rows
-from tests.worker.papers.griffin.griffin_training_parts import EAGLE2_RECIPE, HASS_RECIPE
+from tests.worker.drafters.griffin.griffin_training_parts import EAGLE2_RECIPE, HASS_RECIPE
 
 PREFILL = 70
 
@@ -184,7 +184,7 @@ def test_the_paper_s_trees_have_60_nodes_of_6_levels_and_times_are_those_of_the_
 ) -> None:
     """A row of the target takes 1 ms here, a forward of the draft model 2 ms, and all else nothing."""
     clock, arms = SimulatedClock(), arms_behind(tiny_target, 0)
-    monkeypatch.setattr("swiftbatch.worker.engine.plain_runs.MOST_STEPS", 1)  # each step is a call that takes its time
+    monkeypatch.setattr("swiftbatch.worker.engine.engine.MOST_STEPS", 1)  # each step is a call that takes its time
     drafter = create_bench_drafter("griffin-paper", tiny_target, free_rows)
     assert isinstance(drafter, GriffinDrafter)
     clock.rule(monkeypatch)

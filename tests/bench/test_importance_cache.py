@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench.compared_caches import ImportanceKVCache, importance
-from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.caches.partial_cache import NUM_PINNED
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
 from tests.bench.partial_cache_parts import (
     BUDGET,
     PERIOD,

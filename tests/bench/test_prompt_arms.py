@@ -18,19 +18,19 @@ from bench.ablation_arms import PromptArms, PromptFigures
 from bench.ablation_prompts import Prompt, ReadPrompt, read_prompt
 from bench.triforce_ablation import new_drafter
 from bench.triforce_tables import TOP_P, Plan, PromptArm
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.bench_texts import BenchError
-from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.caches.offloaded_cache import OffloadedKVCache
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.drafters.triforce import hierarchy
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.kv_offload import OffloadedKVCache
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.papers.triforce.triforce import hierarchy
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
 from tests.worker.drafters.drafter_parts import free_rows
 
 PREFILL = 300

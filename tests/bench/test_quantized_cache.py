@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.compared_caches import GROUP, QuantizedKVCache, rounded
-from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from tests.bench.partial_cache_parts import PROMPT, SHAPE, queries, random_cache, text
 
 

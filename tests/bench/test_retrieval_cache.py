@@ -9,18 +9,9 @@ import torch
 
 from bench import compared_caches as retrieval_cache
 from bench.compared_caches import HeavyHitterKVCache, ImportanceKVCache, RetrievalKVCache, StreamingKVCache
-from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.caches.partial_cache import NUM_PINNED
-from tests.bench.partial_cache_parts import (
-    BUDGET,
-    PROMPT,
-    SHAPE,
-    check_copies,
-    follow,
-    queries,
-    random_cache,
-    text,
-)
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
+from tests.bench.partial_cache_parts import BUDGET, PROMPT, SHAPE, check_copies, follow, queries, random_cache, text
 
 CHUNK = 4
 STRIDE = 12
@@ -46,7 +37,7 @@ def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestEveryKind:
-    """The contract of worker/caches/partial_cache.py, whatever is chosen."""
+    """The contract of worker/kv/sparse_cache.py, whatever is chosen."""
 
     def test_entries_are_copies_and_none_is_held_twice(self, full: FullKVCache, kind: str) -> None:
         cache = KINDS[kind]()

@@ -23,7 +23,7 @@ from swiftbatch.worker import decode_bench
 from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.decode_bench import BenchOptions
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.training.held_folder import held
+from swiftbatch.worker.training.training_lock import held
 from tests.worker.kernels.kernel_parts import needs_kernels
 
 pytestmark = [pytest.mark.long, needs_kernels]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tenacity import RetryCallState, Retrying, wait_random_exponential
 
-from swiftbatch.jobs.backoff import LEAST_RANDOM_SECONDS, Backoff
+from swiftbatch.jobs.storage.retries import MIN_JITTER_SECONDS, Backoff
 
 
 def test_pauses_double_up_to_the_longest() -> None:
@@ -27,6 +27,6 @@ def test_random_pauses_are_those_of_tenacity(first: float, num_failures: int, se
     state = RetryCallState(Retrying(), None, (), {})
     state.attempt_number = num_failures
     random.seed(seed)
-    expected = wait_random_exponential(multiplier=first, min=LEAST_RANDOM_SECONDS, max=10)(state)
+    expected = wait_random_exponential(multiplier=first, min=MIN_JITTER_SECONDS, max=10)(state)
     random.seed(seed)
     assert Backoff(first, longest=10).at_random(state) == expected

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 
-from swiftbatch.jobs.garbage_collection import MANY_OBJECTS, looked_for_seldom
+from swiftbatch.jobs.python_processes import MANY_OBJECTS, rare_garbage_collection
 
 
 def test_garbage_is_looked_for_seldom_in_the_block_and_as_before_behind_it() -> None:
     before = gc.get_threshold()
-    with looked_for_seldom():
+    with rare_garbage_collection():
         assert gc.get_threshold() == (MANY_OBJECTS, *before[1:])
     assert gc.get_threshold() == before
 
@@ -18,7 +18,7 @@ def test_where_nobody_looks_for_garbage_nobody_does_in_the_block_either() -> Non
     before = gc.get_threshold()
     gc.set_threshold(0)
     try:
-        with looked_for_seldom():
+        with rare_garbage_collection():
             assert gc.get_threshold()[0] == 0
     finally:
         gc.set_threshold(*before)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.jobs.shared_prompts import KEY_TOKENS, NOT_SHARED, prompt_keys, shared_prompts
 from tests.jobs.run.table_file import from_parquet, to_parquet
 

@@ -9,17 +9,7 @@ import kubernetes_validate
 import pytest
 
 from tests.k8s.chart import OVERLAYS
-from tests.k8s.kubernetes_parts import (
-    RAY,
-    ROOT,
-    Object,
-    one,
-    pods,
-    ray_containers,
-    render,
-    settings,
-    validate,
-)
+from tests.k8s.kubernetes_parts import RAY, ROOT, Object, one, pods, ray_containers, render, settings, validate
 
 GIVEN_MAPS = {"swiftbatch-demo-jobs"}  # which the user makes
 GIVEN_SECRETS = {"swiftbatch", "swiftbatch-s3"}  # the one KubeRay makes with the cluster's name, the one the user makes

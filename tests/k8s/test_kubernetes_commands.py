@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.input.reader import read_jobs
-from swiftbatch.metrics import endpoint
+from swiftbatch.metrics import exporter
 from swiftbatch.worker.config import CheckpointSettings
 from tests.k8s.chart import OVERLAYS
 from tests.k8s.kubernetes_parts import RAY, ROOT, Object, commands, one, pods, ray_containers, render
@@ -133,7 +133,7 @@ def test_the_metrics_are_where_prometheus_looks_for_them(overlay: str) -> None:
     (found,) = one(objects, "ScrapeConfig")["spec"]["httpSDConfigs"]
     service = one(objects, "Service")["metadata"]
     where = f"{service['name']}.swiftbatch.svc:{service_port['port']}"
-    assert found["url"] == f"http://{where}{endpoint.PATH}"
+    assert found["url"] == f"http://{where}{exporter.DISCOVERY_PATH}"
     assert {point["port"] for point in one(objects, "PodMonitor")["spec"]["podMetricsEndpoints"]} <= ports.keys()
 
 

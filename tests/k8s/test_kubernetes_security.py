@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from bench.sizing import MODELS
-from swiftbatch.worker.caches.memory.memory_plan import slot_capacity
+from swiftbatch.worker.kv.gpu_memory_plan import slot_capacity
 from tests.k8s.chart import OVERLAYS, values_file
 from tests.k8s.kubernetes_parts import ROOT, Object, one, pods, render
 

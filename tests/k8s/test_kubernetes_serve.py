@@ -7,8 +7,8 @@ import re
 import pytest
 
 from swiftbatch.scheduler.serve.api.server import END_SECONDS, server_router
+from swiftbatch.scheduler.serve.batch_supervisor import GRACE_SLACK_SECONDS
 from swiftbatch.scheduler.serve.batch_webhooks import TRY_SECONDS
-from swiftbatch.scheduler.serve.driving.batch_supervisor import GRACE_SLACK_SECONDS
 from tests.k8s.kubernetes_parts import Object, one, pods, render, validate
 from tests.readme.command_lines import options
 

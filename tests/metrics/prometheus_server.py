@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from swiftbatch.metrics import endpoint
+from swiftbatch.metrics import exporter
 from tests import ROOT
 
 ALERTS = ROOT / "metrics" / "alerts.yml"
@@ -79,7 +79,7 @@ class Prometheus:
 def running_prometheus(folder: Path, driver_port: int) -> Iterator[Prometheus]:
     """A Prometheus that asks a driver on this port for its targets, once a second, with the project's alert rules."""
     port = free_port()
-    url = f"http://127.0.0.1:{driver_port}{endpoint.PATH}"
+    url = f"http://127.0.0.1:{driver_port}{exporter.DISCOVERY_PATH}"
     (folder / "prometheus.yml").write_text(CONFIG.format(alerts=ALERTS, url=url))
     options = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with (folder / "prometheus.log").open("w") as log:

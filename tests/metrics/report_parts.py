@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, ResumeRecord
 from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.run import Progress, Run
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.metrics.report.page import render
 from swiftbatch.metrics.report.run_facts import RunFacts, gather
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, write_result

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.metrics import reference
-from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.metrics.counters import DriverCounters, EngineCounters
 from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels, registry_of
 from swiftbatch.metrics.grafana import build
-from swiftbatch.metrics.worker_counters import EngineCounters
 from tests.metrics.dashboard_files import BOARDS, METRICS, metric_names, panel_expressions, read_board, variable_queries
 from tests.metrics.prometheus_server import binary
 

@@ -12,11 +12,9 @@ from contextlib import contextmanager
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from swiftbatch.metrics import endpoint
-from swiftbatch.metrics.driver_counters import DriverCounters
-from swiftbatch.metrics.endpoint import MetricsError, serve
-from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels, registry_of
-from swiftbatch.metrics.worker_counters import EngineCounters
+from swiftbatch.metrics import exporter
+from swiftbatch.metrics.counters import DriverCounters, EngineCounters
+from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels, MetricsError, registry_of, serve
 
 LABELS = Labels(model_name="embedded", drafter="suffix", worker="w0")
 
@@ -168,7 +166,7 @@ def test_idle_clients_take_few_files_and_keep_nobody_out() -> None:
         for _ in range(3):
             assert b"swiftbatch_jobs" in urllib.request.urlopen(address, timeout=60).read()
         deadline = time.monotonic() + 60
-        while len(os.listdir("/proc/self/fd")) - num_before > len(clients) + endpoint.MAX_CONNECTIONS + 2:
+        while len(os.listdir("/proc/self/fd")) - num_before > len(clients) + exporter.MAX_CONNECTIONS + 2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -176,7 +174,7 @@ def test_idle_clients_take_few_files_and_keep_nobody_out() -> None:
 def test_a_client_that_sends_no_more_is_left(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(endpoint._SilentHandler, "timeout", 0.3)
+    monkeypatch.setattr(exporter._SilentHandler, "timeout", 0.3)
     with idle_clients(2) as (_, clients):
         assert [client.recv(1) for client in clients] == [b"", b""]
     assert capfd.readouterr().err == ""

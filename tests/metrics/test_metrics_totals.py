@@ -13,14 +13,12 @@ import pytest
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.retries import NO_RETRIES
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.metrics import endpoint
-from swiftbatch.metrics.driver_counters import DriverCounters
-from swiftbatch.metrics.endpoint import own_host
-from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels
-from swiftbatch.metrics.worker_counters import EngineCounters
+from swiftbatch.metrics import exporter
+from swiftbatch.metrics.counters import DriverCounters, EngineCounters
+from swiftbatch.metrics.exporter import DriverCollector, EngineCollector, Labels, own_host
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
-from swiftbatch.scheduler.driver.run_progress import Census, served_metrics
+from swiftbatch.scheduler.driver.run_progress import ProgressCounter, served_metrics
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.session.work_messages import Orders
@@ -113,7 +111,7 @@ def test_no_time_is_left_to_tell_before_there_is_a_speed() -> None:
 @pytest.mark.parametrize(("num_gpus", "device"), [(0, "cpu"), (4, "gpu")])
 def test_workers_are_counted_by_state_and_by_the_time_they_are_held(num_gpus: int, device: str, tmp_path: Path) -> None:
     counters, fleet = DriverCounters(), make_fleet(num_gpus)
-    census = Census(make_context(Run.create_or_open(str(tmp_path), MANIFEST), fleet, counters=counters))
+    census = ProgressCounter(make_context(Run.create_or_open(str(tmp_path), MANIFEST), fleet, counters=counters))
     fleet.workers = [started(1), started(2, "node_drained"), Worker("w3", actor=None, call=None)]
     census.take(now=100.0)
     assert counters.workers == {"starting": 1, "ready": 1, "draining": 1}
@@ -125,7 +123,9 @@ def test_workers_are_counted_by_state_and_by_the_time_they_are_held(num_gpus: in
 
 
 def test_a_discovery_document_has_hosts_and_ports_and_says_whose_run_it_is() -> None:
-    text = endpoint.document(["http://10.0.0.1:9100/metrics", "http://10.0.0.2:40123/metrics"], "s3://bucket/night")
+    text = exporter.discovery_document(
+        ["http://10.0.0.1:9100/metrics", "http://10.0.0.2:40123/metrics"], "s3://bucket/night"
+    )
     assert json.loads(text) == [
         {"targets": ["10.0.0.1:9100", "10.0.0.2:40123"], "labels": {"run": "s3://bucket/night"}}
     ]

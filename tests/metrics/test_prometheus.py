@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.run.run_records import WorkerStatus
-from swiftbatch.metrics.driver_counters import DRIVER_METRICS
+from swiftbatch.metrics.counters import DRIVER_METRICS
 from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
 from tests.metrics.dashboard_files import as_shown, panel_expressions, variable_queries
 from tests.metrics.prometheus_server import Prometheus, binary, free_port, running_prometheus, until

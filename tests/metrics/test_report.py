@@ -14,14 +14,13 @@ from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.repetition import RepetitionDetection
+from swiftbatch.jobs.repetition_detection import RepetitionDetection
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
-from swiftbatch.jobs.run.run import Run, WorkerStatus
-from swiftbatch.jobs.run.run_records import DriverClaim
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.metrics.report.curves import acceptance_by_length, ms_per_token_by_length, throughput
-from swiftbatch.metrics.report.gantt import gantt
-from swiftbatch.metrics.report.intervals import job_pace, rows_of
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import DriverClaim, WorkerStatus
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.metrics.report.attempts import job_pace, rows_of
+from swiftbatch.metrics.report.charts import acceptance_by_length, gantt, ms_per_token_by_length, throughput
 from swiftbatch.metrics.report.page import render, summary
 from swiftbatch.metrics.report.page_text import clock, ticks
 from swiftbatch.metrics.report.run_facts import EXCERPT_CHARACTERS, MAX_JOBS, gather
@@ -285,7 +284,7 @@ def test_a_job_that_no_page_lists_leaves_its_numbers_alone_in_memory(
 ) -> None:
     """A job's prompt, answer and settings are as long as its user likes, and a run may have a million jobs."""
     monkeypatch.setattr("swiftbatch.metrics.report.run_facts.MAX_JOBS", 5)
-    monkeypatch.setattr("swiftbatch.metrics.report.totals.MAX_BARS", 5)
+    monkeypatch.setattr("swiftbatch.metrics.report.run_facts.MAX_BARS", 5)
     run = run_of_many(tmp_path, 200, num_marks=7)
     facts_of(run)  # what is loaded once
     gc.collect()
@@ -305,7 +304,7 @@ def test_among_very_many_jobs_each_attempt_has_fewer_stretches_of_the_same_token
 ) -> None:
     run = run_of_many(tmp_path, 3)
     whole = facts_of(run).tally.stretches()
-    monkeypatch.setattr("swiftbatch.metrics.report.totals.MAX_STRETCHES", 30)
+    monkeypatch.setattr("swiftbatch.metrics.report.run_facts.MAX_INTERVALS", 30)
     facts = facts_of(run)
     few = facts.tally.stretches()
     num_attempts = len(facts.tally.starts)
@@ -325,7 +324,7 @@ def test_of_too_many_jobs_those_without_a_result_are_listed(tmp_path: Path, monk
     run.write_error(jobs[8].job_id, error_line(jobs[8], "attempts_failed", "given up"))
     assert MAX_JOBS >= 500
     monkeypatch.setattr("swiftbatch.metrics.report.run_facts.MAX_JOBS", 3)
-    monkeypatch.setattr("swiftbatch.metrics.report.totals.MAX_BARS", 5)
+    monkeypatch.setattr("swiftbatch.metrics.report.run_facts.MAX_BARS", 5)
     page = page_of(run)
     assert [f'id="job-{number}"' in page for number in (1, 2, 3, 9)] == [True, True, False, True]
     assert "3 of 9 are listed" in page

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from swiftbatch.jobs.child_processes import environment_of_code
-from swiftbatch.jobs.run.run import Run, RunError
-from swiftbatch.jobs.run.run_records import Progress
+from swiftbatch.jobs.python_processes import environment_of_code
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress, RunError
 from swiftbatch.scheduler.demo.__main__ import SAMPLING, prepare
 from swiftbatch.scheduler.demo.prompts import PROMPTS
 from tests import ROOT

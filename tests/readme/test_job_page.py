@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from swiftbatch.jobs.input.line_formats import ChatFields, LineFields
-from swiftbatch.jobs.input.request_fields import NOT_SUPPORTED, WITHOUT_EFFECT
+from swiftbatch.jobs.input.request_fields import NOT_SUPPORTED, WITHOUT_EFFECT, ChatFields, LineFields
 from swiftbatch.scheduler.display.events import FieldsWithoutEffect
 from tests.jobs.input.job_lines import read_lines
 from tests.readme.command_lines import blocks, page, section, spans

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.metrics.endpoint import PATH
+from swiftbatch.metrics.exporter import DISCOVERY_PATH
 from tests.readme.command_lines import FENCE, PAGES, ROOT, page, section, spans, table
 
 README = page("README.md")
@@ -82,7 +82,7 @@ def test_the_readme_leads_to_every_page_and_shows_two_pictures() -> None:
 
 def test_how_to_watch_a_run_names_the_address_and_the_lists() -> None:
     watching = page("docs/watching.md")
-    assert f"http://DRIVER:9400{PATH}" in watching
+    assert f"http://DRIVER:9400{DISCOVERY_PATH}" in watching
     assert {"../scheduler/display/EVENTS.md", "../metrics/REFERENCE.md"} <= {name for name, _ in LINK.findall(watching)}
 
 

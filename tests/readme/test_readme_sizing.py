@@ -13,19 +13,19 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
-from swiftbatch.jobs.checkpoints.state_file import HEADERS_SIZE, Segment, encode_segment, encode_state
+from swiftbatch.jobs.checkpoints.kv_segments import HEADERS_SIZE, Segment, encode_segment, encode_state
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, encode_log
 from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.job import MAX_SLUG
+from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.driver_heartbeat import BEAT_SECONDS_OBJECT_STORE
-from swiftbatch.scheduler.driver.takeover import Epoch
-from swiftbatch.worker.caches.cache_room import bytes_per_position
+from swiftbatch.scheduler.driver.run_lease import LeaseEpoch
 from swiftbatch.worker.config import CheckpointSettings
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.exactness.doctor import NUM_PROBED_ROWS
+from swiftbatch.worker.kv.kv_capacity import bytes_per_position
 from swiftbatch.worker.model.model_files import EMBEDDED
 from swiftbatch.worker.session.checkpointing import MAX_SEGMENT_BYTES, state_interval
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, JOB, Cache, claim, output_ids, tokens_at
@@ -104,7 +104,7 @@ def told_requests(what: str) -> tuple[int, int]:
 
 def test_a_heartbeat_makes_the_requests_that_the_table_says(s3_uri: str, s3_proxy: FaultProxy) -> None:
     run = Run.create_or_open(s3_uri, MANIFEST)
-    epoch = Epoch.begin(run)
+    epoch = LeaseEpoch.begin(run)
 
     def beat() -> None:  # as in `Driver`
         epoch.check()

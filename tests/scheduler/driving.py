@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swiftbatch.jobs.run.run import Run, RunError
-from swiftbatch.jobs.run.run_records import WorkerStatus
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunError, WorkerStatus
 
 DEADLINE_SECONDS = 500
 

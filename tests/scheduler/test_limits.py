@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from swiftbatch.scheduler.limits import Deadline, Limits, Spending, parse_deadline
+from swiftbatch.scheduler.driver.run_limits import Deadline, Limits, Spending, parse_deadline
 from tests.jobs.run.run_parts import PROGRESS
 
 

@@ -14,16 +14,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tests.worker.interpreter_operators import (
-    NUMERIC,
-    Operator,
-    constant,
-    joint_type,
-    made,
-    quick,
-    takes,
-    with_element,
-)
+from tests.worker.interpreter_operators import NUMERIC, Operator, constant, joint_type, made, quick, takes, with_element
 
 Function = Callable[..., Any]
 NOTHING = np.zeros(1)  # where a mask lets nothing come, and nobody says what is there then

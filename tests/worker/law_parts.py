@@ -10,16 +10,16 @@ from collections.abc import Callable
 
 import torch
 
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
-from swiftbatch.worker.drawing.adjustments import penalise
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.drawing import masked_by
-from swiftbatch.worker.drawing.sampling import TokenSampler, process
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.token_rules import Rule
-from swiftbatch.worker.drawing.verification import walk
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.gumbel_max import TokenSampler, process
+from swiftbatch.worker.sampling.logits_processors import penalise
+from swiftbatch.worker.sampling.sampler import masked_by
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.token_masks import Rule
+from swiftbatch.worker.sampling.verification import walk
 from tests.worker.constraints.words import allowed_behind, grammar
 
 VOCAB = 6

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
-from swiftbatch.jobs.repetition import RepetitionDetection
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.repetition_detection import RepetitionDetection
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.thinking import Thinking, ThinkingRule
-from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.engine.test_repetition import ends_in_a_loop
 

@@ -18,21 +18,21 @@ from bench.gpu.gpu_stages import STAGES, GPUStage
 from bench.gpu.stage_process import tried
 from bench.gpu.trial import SMALL_SIZES, Trial
 from bench.variants import BENCH_ENGINES, create_bench_drafter
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.decode_bench import bench_slots
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.engine_memory import slots_wanted
-from swiftbatch.worker.drawing.cuda.cuda_drawing import CudaDrawing
-from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.exactness.doctor import diagnose
+from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.cuda.cuda_graph import CudaGraph
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.session.recurrent_parts import save_recurrent_model
 
@@ -115,7 +115,7 @@ def test_a_stage_of_everything_passes_on_cuda_in_small_sizes(stage: GPUStage, tm
 
 
 def test_draws_write_into_no_memory_but_their_own() -> None:
-    drawing = CudaDrawing(4096, torch.device("cuda"))
+    drawing = CudaBatchSampler(4096, torch.device("cuda"))
     gc.collect()
     torch.cuda.empty_cache()  # as every capture does: what only addresses know of goes to others
     others = [torch.full((1 << 14,), 7.0, device="cuda") for _ in range(2000)]

@@ -1,6 +1,6 @@
 """Tests that wait for a CUDA device: every kind of model that the kernels run, small, against transformers.
 
-Triton's interpreter has the same in `tests/worker/target/cuda/` and `tests/worker/kernels/cuda/`.
+Triton's interpreter has the same in `tests/worker/forward/cuda/` and `tests/worker/kernels/cuda/`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import triton
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
-from swiftbatch.worker.exactness.row_exactness import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.exactness.transformers_agreement import compare
-from swiftbatch.worker.model.dense_kinds import KINDS
+from swiftbatch.worker.model.architectures.dense_models import DECODER_ARCHITECTURES
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.model_kinds import RECURRENT_KINDS
+from swiftbatch.worker.model.supported_models import RECURRENT_ARCHITECTURES
 from tests.worker.model.kind_parts import save_tiny, tiny_config
 
 pytestmark = [
@@ -29,8 +29,8 @@ pytestmark = [
 ]
 
 OTHERS = {"granitemoehybrid", "kimi_linear"}  # the tiny form of one is no published one; the other has no kernels there
-WITH_STATES = [kind for kind in RECURRENT_KINDS if kind not in OTHERS]
-OF_KERNELS = [kind for kind in KINDS if kind not in RECURRENT_KINDS]
+WITH_STATES = [kind for kind in RECURRENT_ARCHITECTURES if kind not in OTHERS]
+OF_KERNELS = [kind for kind in DECODER_ARCHITECTURES if kind not in RECURRENT_ARCHITECTURES]
 NUM_COMPARED, NUM_PROBED = 200, 60  # rows; windows have 100 positions
 SINCE = {"bamba": "5.23", "cohere2_moe": "5.23"}  # of transformers: 5.17 has another forward, or another config
 

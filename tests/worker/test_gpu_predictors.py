@@ -1,6 +1,6 @@
 """Tests that wait for a CUDA device: an MTP layer drafts there as on a CPU, and drafts change no token.
 
-Triton's interpreter has the same in `tests/worker/papers/mtp/test_mtp_cuda.py`.
+Triton's interpreter has the same in `tests/worker/drafters/mtp/test_mtp_cuda.py`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import pytest
 import torch
 import triton
 
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.auto.mtp_trials import TrialDrafter
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.engine_memory import slots_wanted
-from swiftbatch.worker.drafters.two_level.faster_drafter import MeasuredDrafter
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drafters.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.cuda.cuda_graph import CudaGraph
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.papers.griffin.cuda_draft_rows import CudaRows
-from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.drafter_parts import free_rows
-from tests.worker.papers.mtp.mtp_parts import CHECKPOINTS, forwards_of, loaded, publish_with_layer
+from tests.worker.drafters.mtp.mtp_parts import CHECKPOINTS, forwards_of, loaded, publish_with_layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,7 +66,7 @@ def test_a_layer_says_on_cuda_what_it_says_on_a_cpu(name: str, tmp_path: Path) -
 
 def generated(target: TargetModel, engine_name: str, temperature: float) -> list[list[int]]:
     engine = Engine(target, create_drafter(engine_name, target, free_rows))
-    assert isinstance(engine.drafter, MeasuredDrafter) == (engine_name == "auto")
+    assert isinstance(engine.drafter, TrialDrafter) == (engine_name == "auto")
     sampling = SamplingParams(max_tokens=MOST_TOKENS, temperature=temperature, seed=4, ignore_eos=True)
     sequences = [
         Sequence(f"{number}", TEXT[: 20 + 40 * number], sampling, target.vocab_size, target.device)

@@ -10,12 +10,12 @@ import pytest
 import torch
 import triton
 
-from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
-from swiftbatch.worker.exactness.row_exactness import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, NUM_CACHES, probe_rows
+from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.target.cuda.cuda_forwards import CudaForwards
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.kind_parts import WINDOWS, save_tiny, tiny_config
 
 pytestmark = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from swiftbatch.jobs.child_processes import environment_of_code, module_command
+from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from tests.worker.hub import COMMIT, Hub, hub_of
 
 pytestmark = pytest.mark.long

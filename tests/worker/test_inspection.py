@@ -15,23 +15,16 @@ from safetensors.torch import load_file, save_file
 from bench.sizing import MODELS, gpu_memory
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.cli import main
-from swiftbatch.worker.caches.memory.memory_plan import one_slot
-from swiftbatch.worker.caches.memory.model_sizes import read_sizes
-from swiftbatch.worker.inspection import (
-    CONTEXT_BYTES,
-    GPU_BYTES,
-    GPUS,
-    SLOT_LENGTHS,
-    _slots,
-    inspect_model,
-)
+from swiftbatch.worker.forward.native_forwards import NativeForwards
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS, _slots, inspect_model
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
+from swiftbatch.worker.kv.gpu_memory_plan import one_slot
+from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.model_kinds import KERNELS_LACK, SUPPORTED_KINDS
+from swiftbatch.worker.model.supported_models import KERNELS_LACK, SUPPORTED_ARCHITECTURES
 from swiftbatch.worker.model.text_config import text_view
-from swiftbatch.worker.target.native_forwards import NativeForwards
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.expert_configs import write_experts
 from tests.worker.model.kind_parts import EACH_KIND, save_tiny, tiny_config, tiny_target
 from tests.worker.model.latent_configs import WITH_LATENTS
@@ -96,7 +89,7 @@ def test_the_path_that_is_told_is_the_one_that_is_taken(kind: str) -> None:
 
 
 def test_every_kind_that_the_kernels_do_not_take_has_its_reason() -> None:
-    for kind in SUPPORTED_KINDS:
+    for kind in SUPPORTED_ARCHITECTURES:
         told = path_on("cuda", {"model_type": kind})
         assert told.name == "transformers"
         assert told.reason != "its layers are of another form"

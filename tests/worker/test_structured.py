@@ -10,15 +10,15 @@ import jsonschema
 import pytest
 
 from bench.variants import create_bench_drafter
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.drafters.drafter_parts import free_rows
 
 PROMPT = "The parish register says of the miller, in JSON: "

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swiftbatch.worker.drawing.adjustments import bias_pairs, masked_behind
-from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.token_rules import Constraint, ConstraintError, allows, mask_of, tokens_of
-from swiftbatch.worker.drawing.verification import GUESSED, Walk
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.logits_processors import bias_pairs, masked_behind
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, allows, mask_of, tokens_of
+from swiftbatch.worker.sampling.verification import GUESSED, Walk
 
 FEW = 4  # tokens; where no more may come, one of them is drafted, whatever the drafter says
 MAX_GUESSED = 12  # nodes of a tree that are drafted so

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drawing.draft_tree import DraftTree
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 
 class AutoregressiveDrafter(Drafter):

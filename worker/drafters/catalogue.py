@@ -27,10 +27,10 @@ from swiftbatch.worker.model.model_files import (
 from swiftbatch.worker.model.mtp_layers import NoPredictorError, predictor_in
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.caches.memory.memory_plan import DraftMemoryOf
     from swiftbatch.worker.drafters.drafter_interface import Drafter
-    from swiftbatch.worker.target.step_costs import Costs
-    from swiftbatch.worker.target.target import TargetModel
+    from swiftbatch.worker.forward.step_costs import Costs
+    from swiftbatch.worker.forward.target_model import TargetModel
+    from swiftbatch.worker.kv.gpu_memory_plan import DraftMemoryOf
 
 FINGERPRINT = "model_fingerprint"  # in the header of a part's file: of the model that it was trained for
 
@@ -164,7 +164,7 @@ def _function(place: str) -> Any:
 
 ENGINES = {
     "auto": EngineEntry(
-        ".drafters.two_level.auto:auto",
+        ".drafters.auto.auto:auto",
         "whatever brings most tokens: recycled candidates, repeats, or chains drawn with scanned keys",
         scanned_best=256,
         tries=MTP.engine,
@@ -173,22 +173,22 @@ ENGINES = {
         ".drafters.autoregressive:AutoregressiveDrafter", "nothing: plain decoding, the baseline"
     ),
     "prompt-lookup": EngineEntry(
-        ".drafters.lookup.prompt_lookup:PromptLookupDrafter", "the latest match of the last tokens in prompt and output"
+        ".drafters.prompt_lookup:PromptLookupDrafter", "the latest match of the last tokens in prompt and output"
     ),
-    "suffix": EngineEntry(".drafters.lookup.suffix:SuffixDrafter", "a suffix automaton over prompt and output"),
+    "suffix": EngineEntry(".drafters.suffix:SuffixDrafter", "a suffix automaton over prompt and output"),
     "token-recycling": EngineEntry(
         ".drafters.recycling.token_recycling:TokenRecyclingDrafter",
         "the target's own candidates at rows that it verified before",
     ),
     "tokenswift": EngineEntry(
-        ".papers.tokenswift.tokenswift:tokenswift",
+        ".drafters.tokenswift.tokenswift:tokenswift",
         "trained heads, reused n-grams: for long texts",
         HEADS,
         partial_budget=2048,
         reads_caches=True,
     ),
     "triforce": EngineEntry(
-        ".papers.triforce.triforce:triforce",
+        ".drafters.triforce:triforce",
         "a small draft model: for long texts without trained heads",
         DRAFT_MODEL,
         partial_budget=1024,
@@ -196,19 +196,19 @@ ENGINES = {
         reads_caches=True,
     ),
     "griffin": EngineEntry(
-        ".papers.griffin.griffin:griffin",
+        ".drafters.griffin.griffin:griffin",
         "one trained layer over the target's features",
         GRIFFIN,
         reads_caches=True,
-        memory=".papers.griffin.griffin_weights:griffin_memory",
+        memory=".drafters.griffin.griffin_weights:griffin_memory",
     ),
 }
 CHECKPOINT_ENGINES = {
     MTP.engine: EngineEntry(
-        ".papers.mtp.mtp:mtp",
+        ".drafters.mtp.mtp:mtp",
         "the layer that predicts further tokens (MTP) of the checkpoint, or a trained one",
         MTP,
-        memory=".papers.mtp.predictor_memory:predictor_memory",
+        memory=".drafters.mtp.predictor:predictor_memory",
     ),
 }
 """Engines that `auto` drafts with by itself, where a checkpoint has what they need. Benchmarks take them by name."""

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
 
 
 class DraftRequest(NamedTuple):

@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.caches.cache_room import ITEM_SIZES
-from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
-from swiftbatch.worker.caches.memory.model_sizes import num_parameters, read_sizes
 from swiftbatch.worker.drafters.catalogue import EngineEntry, engine_entry
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
+from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES
+from swiftbatch.worker.kv.model_sizes import num_parameters, read_sizes
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 
 

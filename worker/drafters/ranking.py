@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
 
 Context = TypeVar("Context")
 Expand = Callable[[Context, int], list[tuple[float, int, Context]]]

@@ -1,9 +1,4 @@
-"""Shares the rows of a forward between sequences: each gets draft nodes where they bring most for their time.
-
-All sequences of a step wait for the same forward. So a node of one of them is worth what it brings there, by that
-sequence's own acceptance, and costs what a row takes behind that sequence's own cache, at the rate at which all
-together bring tokens: sequences whose text repeats itself draft much beside others that draft nothing.
-"""
+"""Shares the rows of a forward between sequences: draft nodes go where they bring most tokens a second."""
 
 from __future__ import annotations
 
@@ -13,21 +8,81 @@ from collections.abc import Sequence as Many
 import numpy as np
 
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest, Verified, WantedTree
-from swiftbatch.worker.drafters.row_shares import NUM_ROWS, WORTH_DRAFTING, best_shares, rate_of
-from swiftbatch.worker.drafters.step_clock import StepClock
-from swiftbatch.worker.drafters.tree_budget import LOOK_CHOICE, NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import Verification
-from swiftbatch.worker.target.step_costs import Costs, StepCosts
+from swiftbatch.worker.drafters.step_clock import StepClock, together
+from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, PRIOR_ACCEPTANCE, PROBE_CHOICE, NodeAcceptance
+from swiftbatch.worker.forward.step_costs import Costs, StepCosts
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
+
+NUM_ROWS = np.array(NODE_CHOICES) + 1
+WORTH_DRAFTING = 1.05  # times the rate without drafts, for a start
+NUM_PASSES = 2  # over the shares, each by the rate that the last ones promise: more passes change nothing
+
+
+def best_shares(
+    costs: StepCosts,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    overhead: float,
+    proposing: float,
+    worth: float = WORTH_DRAFTING,
+) -> np.ndarray:
+    """Choose which of `NODE_CHOICES` each sequence gets, `[num_sequences]`, for most tokens per second of all.
+
+    `tokens [num_sequences, num_choices]` are those that trees of these sizes bring in a step, `lengths [num_sequences]`
+    those of the caches. A step takes `overhead` beside its forward, and `proposing` where anything is proposed, in
+    seconds. Nothing is drafted where drafts bring less than `worth` times the rate without, which may be less than 1.
+    """
+    own = costs.own_seconds(NUM_ROWS, lengths)  # [num_sequences, num_choices]
+    rates = _rates_alike(costs, tokens, own, overhead, proposing)
+    first = int(worth < 1)
+    none, best = np.zeros(len(lengths), dtype=int), np.full(len(lengths), first + int(np.argmax(rates[first:])))
+    best_rate = rates[best[0]]
+    for _ in range(NUM_PASSES if len(lengths) > 1 else 0):  # one sequence alone has no other shares than those
+        prices = costs.row_prices(int(NUM_ROWS[best].sum()))
+        for price in prices:
+            priced = (tokens - best_rate * (own + price * NUM_ROWS)).argmax(axis=1)
+            rate = rate_of(costs, tokens, own, priced, overhead, proposing)
+            if rate > best_rate:
+                best, best_rate = priced, rate
+    return best if best_rate > worth * rates[0] else none
+
+
+def _rates_alike(
+    costs: StepCosts, tokens: np.ndarray, own: np.ndarray, overhead: float, proposing: float
+) -> list[float]:
+    """Tokens per second where all sequences have the same one of `NODE_CHOICES`, for each of these."""
+    brought, seconds, number = tokens.sum(axis=0).tolist(), own.sum(axis=0).tolist(), len(tokens)
+    rates = []
+    for choice, num_nodes in enumerate(NODE_CHOICES):
+        forward = costs.shared_seconds(number * (num_nodes + 1)) + seconds[choice]
+        rates.append(brought[choice] / (together(forward, overhead) + proposing * bool(num_nodes)))
+    return rates
+
+
+def rate_of(
+    costs: StepCosts, tokens: np.ndarray, own: np.ndarray, chosen: np.ndarray, overhead: float, proposing: float
+) -> float:
+    """Tokens per second where the sequences have the `chosen` ones of `NODE_CHOICES`, `[num_sequences]`.
+
+    `tokens` and `own` seconds are `[num_sequences, num_choices]`, the others as `best_shares` has them.
+    """
+    sequences = np.arange(len(chosen))
+    forward = costs.shared_seconds(int(NUM_ROWS[chosen].sum())) + own[sequences, chosen].sum()
+    return float(tokens[sequences, chosen].sum() / (together(forward, overhead) + proposing * bool(chosen.any())))
+
+
+# Shares the rows of a forward between sequences: each gets draft nodes where they bring most for their time.
+
 
 PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # trees: to find shares takes half a short step; those that stay wait
 STEPS_PER_PLAN = 320  # at most, without anything learned: texts grow, and steps take longer
-DOUBT_EVERY = 16  # steps between plans for nothing; where looks come one behind the other, what they find is new
-DOUBT_EVERY_TOGETHER = 128  # of several sequences: to try again costs all of them, and there are more looks to tell
+RETRIAL_EVERY = 16  # steps between plans for nothing; where looks come one behind the other, what they find is new
+RETRIAL_EVERY_TOGETHER = 128  # of several sequences: to try again costs all of them, and there are more looks to tell
 WORTH_TRYING = 0.9  # times the rate without drafts, in a trial: what is near it shows in the end
 WORTH_STAYING = 1.02  # such rates, where drafts are made: less than for a start, since looks tell less than drafts do
-MOST_RESTING = 127  # steps in a row that nothing is asked about: where none drafts, to ask takes a tenth of a step
+MOST_IDLE_STEPS = 127  # steps in a row that nothing is asked about: where none drafts, to ask takes a tenth of a step
 MUCH_LONGER = 1.5  # times the text of other sequences: a plan for these says nothing of it
 NUM_TRIED = 8  # trees of a trial: of fewer little is known
 
@@ -43,8 +98,8 @@ class SharedBudget:
         self.clock = StepClock()  # times all steps, also those of other drafters in turn with this one
         self._plan: dict[str, int] = {}  # the index into `NODE_CHOICES` that each sequence has
         self._is_drafting = False  # by the plan
-        self._num_resting = 0  # coming steps of the same sequences that draft nothing
-        self._is_resting = False  # whether the newest step drafts nothing, in front of these
+        self._num_idle_steps = 0  # coming steps of the same sequences that draft nothing
+        self._is_idle = False  # whether the newest step drafts nothing, in front of these
         self._plain_seconds = 0.0  # that the forward of such a step should take
         self._num_observed = 0  # trees since the last plan, empty ones included
         self._num_learned = 0  # trees since then that something was drafted in
@@ -69,7 +124,7 @@ class SharedBudget:
             own.num_steps = 0
         self._plan.clear()
         self._vacant.clear()
-        self._num_resting, self._is_resting = 0, False
+        self._num_idle_steps, self._is_idle = 0, False
 
     @property
     def promises_drafts(self) -> bool:
@@ -78,22 +133,22 @@ class SharedBudget:
 
     def rests(self, requests: list[DraftRequest]) -> bool:
         """Return whether the coming step drafts nothing, known from those before it; if not, ask for `num_nodes`."""
-        self._is_resting = self._num_resting > 0 and self._is_planned_for(requests)
-        if self._is_resting:
-            self._num_resting -= 1
+        self._is_idle = self._num_idle_steps > 0 and self._is_planned_for(requests)
+        if self._is_idle:
+            self._num_idle_steps -= 1
             self.clock.begin(self._plain_seconds, "plain")
         else:
-            self._num_resting = 0
-        return self._is_resting
+            self._num_idle_steps = 0
+        return self._is_idle
 
     def rest(self, most: int) -> int:
         """Take up to `most` of the steps behind one that drafts nothing, and return how many: none asks `rests`.
 
         `rested` has to be called when they have passed. Where no drafts are allowed, a plan may wait for their end.
         """
-        left = self._num_resting if self.are_drafts_allowed else most
-        num_steps = max(0, min(most, left)) if self._is_resting else 0
-        self._num_resting = max(0, self._num_resting - num_steps)
+        left = self._num_idle_steps if self.are_drafts_allowed else most
+        num_steps = max(0, min(most, left)) if self._is_idle else 0
+        self._num_idle_steps = max(0, self._num_idle_steps - num_steps)
         return num_steps
 
     def rested(self, sequences: list[Sequence], num_steps: int, num_left: int, seconds: list[float]) -> None:
@@ -101,7 +156,7 @@ class SharedBudget:
 
         Of the steps that were to rest `num_left` are left.
         """
-        self._num_resting += num_left
+        self._num_idle_steps += num_left
         self._num_observed += num_steps * len(sequences)
         self.clock.pass_by(self._plain_seconds, seconds)
         for sequence in sequences:
@@ -119,7 +174,7 @@ class SharedBudget:
         if is_plain_due or not self.are_drafts_allowed:
             choices = [0] * len(names)
         else:
-            least = LOOK_CHOICE if self._num_to_try else 0
+            least = PROBE_CHOICE if self._num_to_try else 0
             choices = [
                 self._of(r.sequence).looked_at(max(choice, least), len(NODE_CHOICES))
                 for r, choice in zip(requests, planned, strict=True)
@@ -129,8 +184,8 @@ class SharedBudget:
         expected = self._expected_seconds(requests, tuple(sizes))
         self.clock.begin(expected, "tree" if any(sizes) else "plain")
         self._plain_seconds = expected
-        self._num_resting = 0 if any(sizes) else self._num_quiet_steps(requests, any(planned))
-        self._is_resting = self._num_resting > 0
+        self._num_idle_steps = 0 if any(sizes) else self._num_quiet_steps(requests, any(planned))
+        self._is_idle = self._num_idle_steps > 0
         return sizes
 
     def rate(self, requests: list[DraftRequest]) -> float:
@@ -167,7 +222,7 @@ class SharedBudget:
     def leave_out_step(self) -> None:
         """Learn nothing from the coming step, which has other drafts than trees."""
         self.clock.end()
-        self._is_resting = False
+        self._is_idle = False
 
     def tokens(self, requests: list[DraftRequest]) -> np.ndarray:
         """The tokens that trees of `NODE_CHOICES` nodes bring in a step, `[num_sequences, num_choices]`."""
@@ -234,8 +289,8 @@ class SharedBudget:
         self._is_drafting = bool(shares.any())
         plan = dict(zip(names, shares.tolist(), strict=True))
         if not self._is_drafting:
-            doubt_every = DOUBT_EVERY if len(names) == 1 else DOUBT_EVERY_TOGETHER
-            if self._num_observed >= doubt_every * len(names):
+            retrial_every = RETRIAL_EVERY if len(names) == 1 else RETRIAL_EVERY_TOGETHER
+            if self._num_observed >= retrial_every * len(names):
                 self.clock.doubt("tree")
             self._plan_every = 1  # the next look tells
         else:
@@ -257,9 +312,9 @@ class SharedBudget:
             return self.clock.num_plain_due
         to_plan = STEPS_PER_PLAN - self._num_observed // len(requests)
         if not self.are_drafts_allowed:
-            return max(1, min(MOST_RESTING, to_plan - 1))
-        to_look = min(self._of(request.sequence).num_steps_to_look for request in requests)
-        return max(0, min(MOST_RESTING, to_plan - 1, to_look - 1))
+            return max(1, min(MOST_IDLE_STEPS, to_plan - 1))
+        to_look = min(self._of(request.sequence).num_steps_to_probe for request in requests)
+        return max(0, min(MOST_IDLE_STEPS, to_plan - 1, to_look - 1))
 
     def _overhead(self, requests: list[DraftRequest]) -> float:
         """Seconds that a step takes beside its forward where nothing is drafted."""
@@ -288,7 +343,7 @@ def names_of(requests: list[DraftRequest]) -> list[str]:
     return [request.sequence.sequence_id for request in requests]
 
 
-class RestingDrafter(Drafter):
+class IdleDrafter(Drafter):
     """Knows of coming steps that draft nothing."""
 
     @property
@@ -301,7 +356,7 @@ class RestingDrafter(Drafter):
         """Take up to `most` resting steps at once, and return how many: none of them is proposed for, nor updated."""
 
 
-class BudgetedDrafter(RestingDrafter):
+class BudgetedDrafter(IdleDrafter):
     """Drafts for each sequence by itself, with as many nodes as pay."""
 
     def __init__(self, costs: Costs | None) -> None:

@@ -10,16 +10,16 @@ import statistics
 from collections import deque
 from typing import Literal
 
-from swiftbatch.worker.target.timers import seconds_now
+from swiftbatch.worker.forward.step_costs import seconds_now
 
 StepKind = Literal["plain", "tree", "chain"]
 NUM_KEPT = 15  # steps of each kind, of which the median counts
 FEWEST = 3  # steps of a kind that tell anything
 ENOUGH = 9  # plain steps: of fewer all may have been slow by chance, and drafts seem to pay for hundreds of steps
 MOST_BESIDE = 9  # times the expected seconds: on a machine that became busy all steps take twice as long as expected
-DOUBTED = 5  # steps that are forgotten at once: a third, so that three doubts let drafts be tried anew
+FORGOTTEN_FOR_RETRIAL = 5  # steps that are forgotten at once: a third, so that three doubts let drafts be tried anew
 SETTLED = 2  # steps of a kind before one that counts: what another kind left in the processor's caches takes its time
-LOOK_EVERY, LOOK_SOON = 96, 10  # steps with drafts between looks at plain ones; until there are enough of these
+PROBE_EVERY, PROBE_SOON = 96, 10  # steps with drafts between looks at plain ones; until there are enough of these
 
 
 def together(forward_seconds: float, beside: float) -> float:
@@ -43,7 +43,7 @@ class StepClock:
         """True if the coming step should have no drafts, to see what it takes."""
         if self._kind == "plain":
             return self.num_plain_due > 0
-        return self._num_drafted >= (LOOK_EVERY if len(self._beside.get("plain", ())) >= ENOUGH else LOOK_SOON)
+        return self._num_drafted >= (PROBE_EVERY if len(self._beside.get("plain", ())) >= ENOUGH else PROBE_SOON)
 
     @property
     def num_plain_due(self) -> int:
@@ -101,7 +101,7 @@ class StepClock:
 
         A neighbour may have slowed the known ones down, and while no such step is made, none tells otherwise.
         """
-        for _ in range(DOUBTED):
+        for _ in range(FORGOTTEN_FOR_RETRIAL):
             if kept := self._beside.get(kind):
                 kept.remove(max(kept))
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.drafters.catalogue import TrainedPart
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.forward.target_model import TargetModel
 
 Shape = tuple[int | str, ...]  # a name stands for any number above 0
 

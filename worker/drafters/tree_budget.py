@@ -11,8 +11,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from swiftbatch.worker.forward.step_costs import StepCosts
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
-from swiftbatch.worker.target.step_costs import StepCosts
 
 NODE_CHOICES = (0, 1, 3, 5, 7, 11, 15, 23, 31)
 
@@ -21,14 +21,14 @@ LEARNING_RATE = 0.02
 PRIOR_STEPS = 8  # that the prior counts for: short generations learn faster than at the final rate
 MOST_PRIOR_STEPS = 24  # more that it counts for where other sequences showed it
 EXPLORE_EVERY = 24  # steps between two looks at one size more
-LOOK_EVERY = 8  # steps, at first, where nothing is drafted
-LOOK_CHOICE = NODE_CHOICES.index(3)  # enough to see whether a text begins to repeat itself
+PROBE_EVERY = 8  # steps, at first, where nothing is drafted
+PROBE_CHOICE = NODE_CHOICES.index(3)  # enough to see whether a text begins to repeat itself
 MOST_DOUBLED = 32  # times the shortest interval between two looks
 PROMISING = 3  # accepted tokens of a look: the text may have begun to repeat itself
 
 
 @dataclass
-class LookRhythm:
+class ProbeSchedule:
     """Gives a sequence that drafts nothing a draft as a trial, a look: the longer these bring nothing, the rarer."""
 
     shortest: int  # steps between two looks
@@ -78,25 +78,25 @@ class NodeAcceptance:
         # plain numbers, as few as these are, take a tenth of an array's time
         self.shares: list[float] = prior.tolist()
         self.num_steps: int = min(before.num_steps, MOST_PRIOR_STEPS) if before else 0  # with drafts
-        self._looks: LookRhythm = replace(before._looks) if before else LookRhythm(LOOK_EVERY)
+        self._probes: ProbeSchedule = replace(before._probes) if before else ProbeSchedule(PROBE_EVERY)
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree whose accepted nodes are `path`; from an empty one, that a step went by."""
-        self._looks.observe(num_draft_tokens > 0, len(path))
+        self._probes.observe(num_draft_tokens > 0, len(path))
         self.learn(num_draft_tokens, path)
 
     def went_by(self, is_drafted: bool, num_accepted: int = 0) -> None:
         """Note a step, with a tree or without."""
-        self._looks.observe(is_drafted, num_accepted)
+        self._probes.observe(is_drafted, num_accepted)
 
     def waited(self, num_steps: int) -> None:
         """Note so many steps without a tree."""
-        self._looks.num_waited += num_steps
+        self._probes.num_waited += num_steps
 
     @property
-    def num_steps_to_look(self) -> int:
+    def num_steps_to_probe(self) -> int:
         """Steps without drafts until the coming look."""
-        return self._looks.num_left
+        return self._probes.num_left
 
     def learn(self, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree alone."""
@@ -113,12 +113,12 @@ class NodeAcceptance:
         `can_be_none`: whether the first choice is not to draft, which nothing is learned from.
         """
         if choice == 0 and can_be_none:
-            return min(LOOK_CHOICE, num_choices - 1) if self._looks.is_due else 0
+            return min(PROBE_CHOICE, num_choices - 1) if self._probes.is_due else 0
         return min(choice + (self.num_steps % EXPLORE_EVERY == EXPLORE_EVERY - 1), num_choices - 1)
 
     def state(self) -> np.ndarray:
         """Shares, then numbers of steps, `[TILE_ROWS + 3] float64`."""
-        return np.array([*self.shares, self.num_steps, *self._looks.state()])
+        return np.array([*self.shares, self.num_steps, *self._probes.state()])
 
     def restore(self, state: np.ndarray) -> None:
         """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
@@ -127,7 +127,7 @@ class NodeAcceptance:
             raise ValueError(f"node budget: found {state.dtype} {state.shape}, expected float64 ({size},)")
         if state[TILE_ROWS] < 0:
             raise ValueError(f"node budget: found {state[TILE_ROWS]} steps, expected none or more")
-        self._looks.restore(state[TILE_ROWS + 1 :])
+        self._probes.restore(state[TILE_ROWS + 1 :])
         self.shares, self.num_steps = state[:TILE_ROWS].tolist(), int(state[TILE_ROWS])
 
     def tokens(self, choices: tuple[int, ...]) -> list[float]:

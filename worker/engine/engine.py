@@ -1,29 +1,93 @@
-"""The decoding loop: propose, verify, commit, update, for a set of sequences at once."""
+"""The decoding loop: propose, verify, commit, update; plain steps pass several at a time."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from swiftbatch.jobs.run.option_values import LogprobsMode
-from swiftbatch.metrics.worker_counters import EngineCounters, timed
-from swiftbatch.worker.caches.cache_room import KVRoomError
-from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES, FullKVCache
+from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.metrics.counters import EngineCounters, timed
 from swiftbatch.worker.constraints.constrained_tree import NOTHING_LEFT, ConstrainedTree, Constraints
 from swiftbatch.worker.constraints.thinking import Thinking
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sampling import NOT_FINITE, NotFiniteError, check_finite
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.token_rules import ConstraintError
-from swiftbatch.worker.drawing.verification import Verification, Walk
-from swiftbatch.worker.engine.plain_runs import PlainRuns
-from swiftbatch.worker.engine.prefill import Reader, Rider
-from swiftbatch.worker.engine.shared_prefixes import KeptPrefixes, Sharing
+from swiftbatch.worker.engine.prefill import PrefillChunk, Prefiller
+from swiftbatch.worker.engine.prefix_cache import KeptPrefixes, PrefixSharing
 from swiftbatch.worker.engine.slot import Slot
-from swiftbatch.worker.engine.stopping import ERROR, StopRule, rewind_distance
-from swiftbatch.worker.target.target import StepOutputs, TargetModel
-from swiftbatch.worker.target.tiles import max_tree_depth, rows_of_trees
-from swiftbatch.worker.texts.output_text import OutputText
+from swiftbatch.worker.engine.stopping import ERROR, StopRule, ending_tokens, rewind_distance
+from swiftbatch.worker.forward.target_model import StepOutputs, TargetModel
+from swiftbatch.worker.forward.tile_packing import max_tree_depth, row_ahead, rows_of_trees
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.gumbel_max import NOT_FINITE, NotFiniteError, check_finite
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.token_masks import ConstraintError
+from swiftbatch.worker.sampling.verification import Verification, Walk
+from swiftbatch.worker.text.output_text import OutputText
+
+MOST_STEPS = 32  # in a call: what lies between two calls is little beside them then
+FEW_STEPS = 8  # where a text or a loop may end a sequence: what is drawn behind its end was drawn for nothing
+MOST_SECONDS = 0.1  # of a call: whoever wants something of a worker waits for its end
+FEW_POSITIONS = 1024  # fewer take little time beside all else in a step
+
+
+class PlainRuns:
+    """Runs of plain steps, where the kernels can take some at once: their tokens are those of steps one by one."""
+
+    def __init__(self, target: TargetModel, counters: EngineCounters) -> None:
+        forwards = target.forwards
+        is_fit = target.cache_shape.recurrent is None and not forwards.has_experts and not target.is_offloaded
+        self._draw_chains = forwards.draw_chains if is_fit else None
+        self._counters = counters
+        self._newest = _Newest()
+
+    def most_steps(self, slots: list[Slot]) -> int:
+        """The steps that sequences can take at once, the coming one included; 1 where each needs a look."""
+        if self._draw_chains is None or any(_needs_a_look(slot) for slot in slots):
+            return 1
+        step_seconds = self._newest.step_seconds(self._counters, len(slots), sum(slot.cache.length for slot in slots))
+        most = min(FEW_STEPS, MOST_STEPS) if any(slot.stop_rule.looks_back for slot in slots) else MOST_STEPS
+        room = min(slot.sequence.num_remaining_tokens for slot in slots)
+        return max(1, min(most, room, int(MOST_SECONDS / max(step_seconds, MOST_SECONDS / most))))
+
+    def walks(self, slots: list[Slot], num_steps: int) -> list[Walk]:
+        """Draw so many tokens of each sequence, fewer where one ends; none at all where one has none to draw."""
+        assert self._draw_chains is not None
+        rows = [row_ahead(slot.cache, slot.sequence.last_token_id) for slot in slots]
+        ends = [ending_tokens(slot.sequence) for slot in slots]
+        drawn = self._draw_chains(rows, [slot.sampler for slot in slots], num_steps, ends)
+        return [Walk([], each.token_ids) for each in drawn] if all(each.token_ids for each in drawn) else []
+
+
+class _Newest:
+    """The seconds of the newest steps, and their rows and positions: a mean of all steps would miss that jobs grew."""
+
+    def __init__(self) -> None:
+        self._num_steps, self._seconds = 0, 0.0  # all, when the coming step was last asked about
+        self._num_rows, self._num_positions = 1, FEW_POSITIONS  # of the step that came then
+        self._step_seconds = math.inf  # on average since then
+
+    def step_seconds(self, counters: EngineCounters, num_rows: int, num_positions: int) -> float:
+        """Return the measured seconds of a step, scaled up to so many rows and to the positions that they see together.
+
+        A step's time grows at most in proportion to either.
+        """
+        num_steps, seconds = counters.num_steps, counters.step_seconds["verify"]
+        if num_new := num_steps - self._num_steps:
+            growth = max(1.0, num_rows / self._num_rows, num_positions / self._num_positions)
+            self._step_seconds = growth * (seconds - self._seconds) / num_new
+            self._num_steps, self._seconds = num_steps, seconds
+            self._num_rows, self._num_positions = num_rows, max(FEW_POSITIONS, num_positions)
+        return self._step_seconds
+
+
+def _needs_a_look(slot: Slot) -> bool:
+    """Return whether each step's logits are looked at, or each step's tokens decide on those to come."""
+    return slot.sequence.logprobs is not None or bool(slot.sequence.rules)
+
+
+# The decoding loop: propose, verify, commit, update, for a set of sequences at once.
 
 
 class Engine:
@@ -36,7 +100,7 @@ class Engine:
         output_text: OutputText | None = None,
         counters: EngineCounters | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
-        sharing: Sharing | None = None,
+        sharing: PrefixSharing | None = None,
     ) -> None:
         """`output_text` is for stop strings alone.
 
@@ -47,9 +111,9 @@ class Engine:
         self.counters = counters or EngineCounters()
         self._output_text = output_text
         self._logprobs_mode = logprobs_mode
-        self._drawing = target.forwards.new_drawing()
-        self.sharing = sharing or Sharing(KeptPrefixes(target.cache_shape.bytes_per_position()))
-        self._reader = Reader(target, drafter, self._drawing, self.sharing, self.counters)
+        self._batch_sampler = target.forwards.new_batch_sampler()
+        self.sharing = sharing or PrefixSharing(KeptPrefixes(target.cache_shape.bytes_per_position()))
+        self._prefiller = Prefiller(target, drafter, self._batch_sampler, self.sharing, self.counters)
         self._plain = PlainRuns(target, self.counters)
         self._slots: dict[str, Slot] = {}
 
@@ -84,7 +148,7 @@ class Engine:
         slot = Slot(
             sequence,
             cache or self.new_cache(sequence.max_length),
-            self._drawing.sampler(sequence),
+            self._batch_sampler.sampler(sequence),
             StopRule(sequence, self._output_text, thinking),
             Constraints(sequence),
             num_shared_tokens,
@@ -121,10 +185,10 @@ class Engine:
         A sequence whose `finish_reason` is set afterwards is done, or its `error` says why it can't go on; `stop` it.
         """
         unfinished = [slot for slot in self._slots.values() if slot.sequence.finish_reason is None]
-        unread = [slot for slot in unfinished if slot.num_unread]
+        unread = [slot for slot in unfinished if slot.num_to_prefill]
         if unread:
-            self._reader.read_ahead(unfinished)
-            ready = [slot for slot in unfinished if not slot.num_unread]
+            self._prefiller.prefill_ahead(unfinished)
+            ready = [slot for slot in unfinished if not slot.num_to_prefill]
         else:
             ready = unfinished
         if not ready:
@@ -135,8 +199,8 @@ class Engine:
             self._update(results)
             return results
         num_rows = len(trees) + sum([len(each.tree.token_ids) for each in trees])
-        riders = self._reader.riders(unread, num_rows, len(ready))
-        outputs, walks = self._verify(ready, trees, riders)
+        prefill_chunks = self._prefiller.prefill_chunks(unread, num_rows, len(ready))
+        outputs, walks = self._verify(ready, trees, prefill_chunks)
         results = self._commit(ready, trees, outputs, walks)
         self._update(results)
         return results
@@ -161,7 +225,7 @@ class Engine:
         return self.counters.step_seconds["commit"] / max(1, self.counters.num_steps)
 
     def _verify(
-        self, ready: list[Slot], trees: list[ConstrainedTree], riders: list[Rider]
+        self, ready: list[Slot], trees: list[ConstrainedTree], prefill_chunks: list[PrefillChunk]
     ) -> tuple[StepOutputs, list[Walk]]:
         """Run all rows and draw from those of trees: the drawn tokens are what a step waits for."""
         with timed(self.counters.step_seconds, "verify"):
@@ -169,12 +233,14 @@ class Engine:
             rows = rows_of_trees(
                 [slot.cache for slot in ready], [slot.sequence.last_token_id for slot in ready], proposed
             )
-            outputs = self.target.verify(rows + [part for rider in riders for part in rider.rows])
+            outputs = self.target.verify(
+                rows + [part for prefill_chunk in prefill_chunks for part in prefill_chunk.rows]
+            )
             outputs, read = outputs[: len(ready)], outputs[len(ready) :]
             samplers = [slot.sampler for slot in ready]
             masks = [None if each.masks is None else each.masks.words for each in trees]
-            walks = self._drawing.walks(samplers, proposed, outputs.logits, self.drafter.wants_candidates, masks)
-            self._reader.take(riders, read)
+            walks = self._batch_sampler.walks(samplers, proposed, outputs.logits, self.drafter.wants_candidates, masks)
+            self._prefiller.take(prefill_chunks, read)
         found = zip(trees, walks, strict=True)
         return outputs, [walk if each.masks is None else each.in_front_of_the_dead(walk) for each, walk in found]
 
@@ -225,7 +291,7 @@ class Engine:
             check_finite(outputs.logits[number][walk.failed_row], len(sequence) + len(walk.drawn))
         if sequence.logprobs is not None:
             mode, mask = self._logprobs_mode, given.masks.words if given.masks else None
-            found = self._drawing.logprobs(slot.sampler, tree, outputs.logits[number], walk, mode, mask)
+            found = self._batch_sampler.logprobs(slot.sampler, tree, outputs.logits[number], walk, mode, mask)
             sequence.logprobs.extend(found)
         path, drawn, _, candidates = walk
         row_token_ids = [sequence.last_token_id, *tree.token_ids]

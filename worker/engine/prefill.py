@@ -13,21 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from swiftbatch.metrics.worker_counters import EngineCounters
-from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
-from swiftbatch.worker.drawing.drawing import Drawing
-from swiftbatch.worker.engine.shared_prefixes import Sharing
+from swiftbatch.worker.engine.prefix_cache import PrefixSharing
 from swiftbatch.worker.engine.slot import Slot
-from swiftbatch.worker.target.forwards import MOST_READ
-from swiftbatch.worker.target.target import StepOutputs, TargetModel
-from swiftbatch.worker.target.tiles import SequenceRows, known_rows
+from swiftbatch.worker.forward.forward_interface import MOST_READ
+from swiftbatch.worker.forward.target_model import StepOutputs, TargetModel
+from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling.sampler import BatchSampler
 
-READ_SECONDS = 0.2  # per sequence and step
+PREFILL_SECONDS = 0.2  # per sequence and step
 
 
 @dataclass(frozen=True)
-class Rider:
+class PrefillChunk:
     """Known tokens of a sequence that is not decoding, in a forward of others."""
 
     slot: Slot
@@ -35,31 +35,39 @@ class Rider:
     num_rows: int
 
 
-class Reader:
+class Prefiller:
     """Reads what sequences have in front of their last tokens. What shares a forward changes no bits."""
 
     def __init__(
-        self, target: TargetModel, drafter: Drafter, drawing: Drawing, sharing: Sharing, counters: EngineCounters
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        drawing: BatchSampler,
+        sharing: PrefixSharing,
+        counters: EngineCounters,
     ) -> None:
         self._target = target
         self._drafter = drafter
-        self._drawing = drawing
+        self._batch_sampler = drawing
         self._sharing = sharing
         self._counters = counters
         self._rows_per_forward = target.forwards.rows_per_forward
 
-    def read_ahead(self, slots: list[Slot]) -> None:
+    def prefill_ahead(self, slots: list[Slot]) -> None:
         """Read in front of a step, as long as others may wait for it; on a GPU one forward, where none would wait."""
         for slot in slots:
-            if slot.num_unread and not self._sharing.waits(slot):
+            if slot.num_to_prefill and not self._sharing.waits(slot):
                 self._counters.num_copied_tokens += self._sharing.take_over(slot)
                 if self._rows_per_forward == 1:
-                    self._read_slot(slot)
-        if self._rows_per_forward > 1 and slots and all(slot.num_unread for slot in slots):
-            riders = self.riders(slots, 0, 0)
-            self.take(riders, self._target.verify([rows for rider in riders for rows in rider.rows]))
+                    self._prefill_slot(slot)
+        if self._rows_per_forward > 1 and slots and all(slot.num_to_prefill for slot in slots):
+            prefill_chunks = self.prefill_chunks(slots, 0, 0)
+            self.take(
+                prefill_chunks,
+                self._target.verify([rows for prefill_chunk in prefill_chunks for rows in prefill_chunk.rows]),
+            )
 
-    def riders(self, slots: list[Slot], num_rows: int, num_decoding: int) -> list[Rider]:
+    def prefill_chunks(self, slots: list[Slot], num_rows: int, num_decoding: int) -> list[PrefillChunk]:
         """Choose which of `slots` ride beside `num_rows` rows of `num_decoding` sequences, and with how many rows.
 
         They fill the step's last forward. They also fill one more where a sequence that waits for rows loses more than
@@ -70,53 +78,55 @@ class Reader:
         num_free = -num_rows % self._rows_per_forward
         if num_free * (1 + num_decoding) < self._rows_per_forward:
             num_free += self._rows_per_forward
-        riders = []
+        prefill_chunks = []
         for slot in slots:
-            if not (num_free and slot.num_unread) or self._sharing.waits(slot):
+            if not (num_free and slot.num_to_prefill) or self._sharing.waits(slot):
                 continue
             self._counters.num_copied_tokens += self._sharing.take_over(slot)  # who it waited for may have ended now
-            if num_read := slot.cache.num_readable(min(num_free, slot.num_unread)):
+            if num_read := slot.cache.num_readable(min(num_free, slot.num_to_prefill)):
                 start = slot.cache.length
                 token_ids = slot.sequence.token_ids[start : start + num_read].tolist()
-                riders.append(Rider(slot, known_rows(slot.cache, token_ids), num_read))
+                prefill_chunks.append(PrefillChunk(slot, known_rows(slot.cache, token_ids), num_read))
                 num_free -= num_read
-        return riders
+        return prefill_chunks
 
-    def take(self, riders: list[Rider], outputs: StepOutputs) -> None:
-        """Keep what a forward has written of riders, `outputs` for each of their parts; drafters learn of it."""
-        if riders and self._drafter.needs_top_k:
-            self._drafter.learn(self._read_rows(riders, outputs))
+    def take(self, prefill_chunks: list[PrefillChunk], outputs: StepOutputs) -> None:
+        """Keep what a forward has written of chunks of prompts: `outputs` of their parts. Drafters learn of it."""
+        if prefill_chunks and self._drafter.needs_top_k:
+            self._drafter.learn(self._prefilled_rows(prefill_chunks, outputs))
         given = iter(outputs.hidden)
-        for rider in riders:
-            parts = [next(given) for _ in rider.rows]
+        for prefill_chunk in prefill_chunks:
+            parts = [next(given) for _ in prefill_chunk.rows]
             if self._drafter.needs_hidden:
-                self._drafter.read(rider.slot.sequence, rider.slot.cache.length, torch.cat(parts))
-            rider.slot.cache.advance(rider.num_rows)
-            self._counters.num_read_tokens += rider.num_rows
+                self._drafter.read(prefill_chunk.slot.sequence, prefill_chunk.slot.cache.length, torch.cat(parts))
+            prefill_chunk.slot.cache.advance(prefill_chunk.num_rows)
+            self._counters.num_read_tokens += prefill_chunk.num_rows
 
-    def _read_rows(self, riders: list[Rider], outputs: StepOutputs) -> ReadRows:
+    def _prefilled_rows(self, prefill_chunks: list[PrefillChunk], outputs: StepOutputs) -> ReadRows:
         ids, previous = [], []
-        for rider in riders:
-            positions = np.arange(rider.slot.cache.length, rider.slot.cache.length + rider.num_rows)
-            ids.append(rider.slot.sequence.token_ids[positions])
-            previous.append(rider.slot.sequence.token_ids[np.maximum(positions - 1, 0)])
-        candidates = self._drawing.top_candidates(outputs.logits.together)
+        for prefill_chunk in prefill_chunks:
+            positions = np.arange(
+                prefill_chunk.slot.cache.length, prefill_chunk.slot.cache.length + prefill_chunk.num_rows
+            )
+            ids.append(prefill_chunk.slot.sequence.token_ids[positions])
+            previous.append(prefill_chunk.slot.sequence.token_ids[np.maximum(positions - 1, 0)])
+        candidates = self._batch_sampler.top_candidates(outputs.logits.together)
         return ReadRows(np.concatenate(previous), np.concatenate(ids), *candidates)
 
-    def _read_slot(self, slot: Slot) -> None:
+    def _prefill_slot(self, slot: Slot) -> None:
         """Run tiles of known tokens for a bounded time, so that one long prompt does not hold up the others."""
-        deadline, num_before = time.perf_counter() + READ_SECONDS, slot.cache.length
-        while slot.num_unread and time.perf_counter() < deadline:
+        deadline, num_before = time.perf_counter() + PREFILL_SECONDS, slot.cache.length
+        while slot.num_to_prefill and time.perf_counter() < deadline:
             start, known = slot.cache.length, slot.sequence.token_ids[:-1]
-            hidden = read_tile(self._target, slot.cache, known, [self._drafter], self._drawing)
+            hidden = prefill_tile(self._target, slot.cache, known, [self._drafter], self._batch_sampler)
             if self._drafter.needs_hidden:
                 self._drafter.read(slot.sequence, start, hidden)
             self._target.synchronize()
         self._counters.num_read_tokens += slot.cache.length - num_before
 
 
-def read_tile(
-    target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafters: list[Drafter], drawing: Drawing
+def prefill_tile(
+    target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafters: list[Drafter], drawing: BatchSampler
 ) -> torch.Tensor:
     """Read the next tile of known tokens into a cache; drafters learn from the target's candidates there.
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swiftbatch.worker.caches.full_cache import FullKVCache
 from swiftbatch.worker.constraints.constrained_tree import Constraints
-from swiftbatch.worker.drawing.drawing import Sampler
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import Walk
 from swiftbatch.worker.engine.stopping import StopRule
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling.sampler import Sampler
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Walk
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Slot:
     num_shared_tokens: int = 0  # first ones that other sequences, which may come later, are known to have
 
     @property
-    def num_unread(self) -> int:
+    def num_to_prefill(self) -> int:
         """Tokens in front of the last one that the cache does not hold yet."""
         return len(self.sequence) - 1 - self.cache.length
 

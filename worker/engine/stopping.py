@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from swiftbatch.jobs.repetition import RepetitionDetection
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.repetition_detection import RepetitionDetection
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.thinking import Thinking
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.texts.output_text import OutputText
-from swiftbatch.worker.texts.stop_strings import first_stop
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.text.output_text import OutputText
+from swiftbatch.worker.text.stop_strings import first_stop
 
 LENGTH, STOP, REPETITION, ERROR = "length", "stop", "repetition", "error"
 ROOM = 4096  # tokens between two moves of a loop detector's window

@@ -1,20 +1,109 @@
-"""A decoder's weights by their roles, and how a loaded `transformers` model is taken apart into them."""
+"""A decoder's weights by their roles, experts among them, taken out of a loaded `transformers` model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from swiftbatch.worker.kernels.expert_weights import ExpertWeights, expert_shapes
-from swiftbatch.worker.kernels.kernel_sizes import LatentSizes, sizes_fault
-from swiftbatch.worker.kernels.layer_forms import Activation, NormForm
-from swiftbatch.worker.kernels.mixer_sizes import MixerWeights, mixer_shapes
-from swiftbatch.worker.kernels.packed_weights import PackedMatrix, Weight
-from swiftbatch.worker.kernels.rotary_frequencies import Rotary, rotary_of
+from swiftbatch.worker.kernels.kernel_sizes import LANES, MLASizes, sizes_fault
+from swiftbatch.worker.kernels.layer_specs import (
+    Activation,
+    NormForm,
+    RecurrentWeights,
+    Routing,
+    recurrent_weight_shapes,
+)
+from swiftbatch.worker.kernels.quantized_weights import PackedMatrix, Weight
+from swiftbatch.worker.kernels.rope_scaling import Rotary, rotary_of
+
+
+class MayBeLatent:
+    """Experts that may read something smaller than a row, which a layer in front of them makes of it."""
+
+    latent: tuple[AnyLinear, AnyLinear] | None
+
+    @property
+    def latent_width(self) -> int:
+        """Numbers that experts read and give in place of a row's own; 0 for these."""
+        return 0 if self.latent is None else self.latent[0].weight.shape[0]
+
+
+@dataclass(frozen=True)
+class ExpertWeights(MayBeLatent):
+    """Experts of which each row meets its own few.
+
+    `router`, `choice_bias [num_experts]` and `shared_gate [1, hidden]` are float32, whatever the model's dtype: the
+    choice is then the same in all builds. The last is the gate of the part that all rows meet, which lies in the
+    layer's own products. With a `gate_limit` gates and ups stay within it, one is added to ups, and `gate_slope`
+    multiplies what a gate's share is the sigmoid of. Without gates, ups go through the activation alone. With `latent`,
+    experts read what its first layer makes of a row, and its second one makes a row of their sum.
+    """
+
+    routing: Routing
+    router: Linear
+    gates: Sequence[AnyLinear]  # by expert; none where they have none
+    ups: Sequence[AnyLinear]
+    downs: Sequence[AnyLinear]
+    choice_bias: Tensor | None = None
+    shared_gate: Tensor | None = None
+    gate_limit: float = 0.0
+    gate_slope: float = 0.0
+    latent: tuple[AnyLinear, AnyLinear] | None = None
+
+    @property
+    def intermediate(self) -> int:
+        """Columns of an expert."""
+        return self.ups[0].weight.shape[0]
+
+    def linears(self) -> dict[str, Sequence[AnyLinear]]:
+        """The matrices of all experts by their roles."""
+        return {"gate": self.gates, "up": self.ups, "down": self.downs}
+
+
+def expert_shapes(
+    experts: ExpertWeights, hidden: int, has_gates: bool
+) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
+    """Every tensor of the model's dtype with its name and the shape that it must have. Raises ValueError."""
+    count, width = experts.routing.num_experts, experts.intermediate
+    if width % LANES:
+        raise ValueError(f"found experts of {width} columns, expected a multiple of {LANES}")
+    if experts.latent is not None:
+        yield from _latent_shapes(experts.latent, experts.latent_width, hidden)
+    hidden = experts.latent_width or hidden
+    for role, linears in experts.linears().items():
+        if len(linears) != (expected := count if has_gates or role != "gate" else 0):
+            raise ValueError(f"found {len(linears)} matrices {role} of experts, expected {expected}")
+        shape = (hidden, width) if role == "down" else (width, hidden)
+        for number, linear in enumerate(linears):
+            yield f"{role} of expert {number}", linear.weight, shape
+            yield f"bias of {role} of expert {number}", linear.bias, shape[:1]
+
+
+def _latent_shapes(
+    latent: tuple[AnyLinear, AnyLinear], width: int, hidden: int
+) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
+    if width % LANES:
+        raise ValueError(f"found experts that read {width} numbers, expected a multiple of {LANES}")
+    for name, linear, shape in zip(("in", "out"), latent, ((width, hidden), (hidden, width)), strict=True):
+        yield f"latent {name} of experts", linear.weight, shape
+        yield f"bias of latent {name} of experts", linear.bias, shape[:1]
+
+
+def float_shapes(experts: ExpertWeights, hidden: int) -> Iterator[tuple[str, Tensor | None, tuple[int, ...]]]:
+    """Every float32 tensor likewise."""
+    count = experts.routing.num_experts
+    yield "router", experts.router.weight, (count, hidden)
+    yield "bias of router", experts.router.bias, (count,)
+    yield "bias of choices", experts.choice_bias, (count,)
+    yield "gate of what all rows meet", experts.shared_gate, (1, hidden)
+
+
+# A decoder's weights by their roles, and how a loaded `transformers` model is taken apart into them.
+
 
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 TYPED_CLASSES = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # whose layers are of the types that the config names
@@ -26,8 +115,8 @@ class DecoderSizes:
     """Sizes of a dense decoder; `scale` multiplies the scores of its attention.
 
     The other scales multiply embeddings, what a layer adds to a row, and logits. With `joins_heads` norms of queries
-    and keys go over all heads of a row together; with `norms_turned` they stand behind the rotation of each; where they
-    differ, each head has weights of its own. Where a layer `is_parallel`, its products read what its attention reads.
+    and keys go over all heads of a row together. With `norms_after_rope` they stand behind the rotation of each. Where
+    they differ, each head has weights of its own. Where a layer `is_parallel`, its MLP reads what its attention does.
     The caps are soft ones, of scores and of logits; 0 for none. With `gates_heads` gates multiply what attention finds.
     Where it is `latent`, all heads share one entry of a cache, which `num_kv_heads` and `head_dim` tell of.
     The last five scales multiply what attention reads, its keys and what it gives, gates before their activation, and
@@ -51,13 +140,13 @@ class DecoderSizes:
     activation: Activation = Activation.SILU
     has_gates: bool = True
     joins_heads: bool = False
-    norms_turned: bool = False
+    norms_after_rope: bool = False
     is_parallel: bool = False
-    head_norms_differ: bool = False
-    score_cap: float = 0.0
-    logit_cap: float = 0.0
+    qk_norms_differ: bool = False
+    score_softcap: float = 0.0
+    logit_softcap: float = 0.0
     gates_heads: bool = False
-    latent: LatentSizes | None = None
+    latent: MLASizes | None = None
     attention_in_scale: float = 1.0
     key_scale: float = 1.0
     attention_out_scale: float = 1.0
@@ -130,7 +219,7 @@ class LayerWeights:
     """One layer. Norms are `[hidden]`, twice as wide with biases: in front of attention and products, behind, or both.
 
     Those of queries and keys, only in some models, are `[head_dim]`, or as wide as all heads together. The heads of a
-    layer that `is_still` are not turned by their positions. In one with a `window` a row sees so many positions, the
+    layer that `is_nope` are not turned by their positions. In one with a `window` a row sees so many positions, the
     last of them its own. The `curve` of XIELU, `[4] float32`, are its factors of squares and of exponentials, that of
     the number itself, and the bound below 0 from which exponentials change. In one with `experts` its own products, if
     there are any, are the part that all rows meet, of any width. `sinks [num_heads] float32` are scores that take a
@@ -138,7 +227,7 @@ class LayerWeights:
 
     In latent attention `key` gives a position's latent vector and the turned part of its keys, `query` is behind
     `query_down` where queries have a latent vector of their own, and the norms of queries and keys are of these
-    vectors. `key_up [num_heads * rank, still_dim]` leads from a head's query to the dimensions of the latent vector,
+    vectors. `key_up [num_heads * rank, nope_dim]` leads from a head's query to the dimensions of the latent vector,
     `value_up [num_heads * value_dim, rank]` from it to a head's values; there is no `value`.
     """
 
@@ -153,7 +242,7 @@ class LayerWeights:
     query_down: AnyLinear | None = None
     key_up: AnyLinear | None = None
     value_up: AnyLinear | None = None
-    mixer: MixerWeights | None = None
+    mixer: RecurrentWeights | None = None
     experts: ExpertWeights | None = None
     sinks: Tensor | None = None
     input_norm: Tensor | None = None
@@ -162,7 +251,7 @@ class LayerWeights:
     down_norm: Tensor | None = None  # likewise behind the products
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
-    is_still: bool = False
+    is_nope: bool = False
     rotary: Rotary | None = None  # that it turns heads by; None: that of the model
     window: int | None = None
     curve: Tensor | None = None
@@ -311,12 +400,12 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
             yield f"bias of {name}", linear.bias, shape[:1]
     for name in ("input_norm", "output_norm", "mlp_norm", "down_norm"):
         yield name, getattr(layer, name), (sizes.norm_width,)
-    for name, width in _head_norm_widths(sizes).items():
+    for name, width in _qk_norm_widths(sizes).items():
         yield name, getattr(layer, name), (width,)
     if layer.experts is not None:
         yield from expert_shapes(layer.experts, sizes.hidden, sizes.has_gates)
     if layer.mixer is not None:
-        yield from mixer_shapes(layer.mixer, sizes.hidden)
+        yield from recurrent_weight_shapes(layer.mixer, sizes.hidden)
 
 
 def _attention_widths(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
@@ -328,16 +417,16 @@ def _attention_widths(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
         "query_down": (latent.query_rank, hidden),
         "query": (sizes.num_heads * latent.query_dim, latent.query_rank or hidden),
         "key": (latent.entry_dim, hidden),
-        "key_up": (sizes.num_heads * latent.rank, latent.still_dim),
+        "key_up": (sizes.num_heads * latent.rank, latent.nope_dim),
         "value_up": (sizes.num_heads * latent.value_dim, latent.rank),
     }
 
 
-def _head_norm_widths(sizes: DecoderSizes) -> dict[str, int]:
+def _qk_norm_widths(sizes: DecoderSizes) -> dict[str, int]:
     """The widths of the norms of queries and keys, or of the latent vectors that these are made of."""
     if sizes.latent is not None:
         return {"query_norm": sizes.latent.query_rank, "key_norm": sizes.latent.rank}
-    if sizes.joins_heads or sizes.head_norms_differ:
+    if sizes.joins_heads or sizes.qk_norms_differ:
         return {"query_norm": sizes.num_heads * sizes.head_dim, "key_norm": sizes.num_kv_heads * sizes.head_dim}
     return dict.fromkeys(("query_norm", "key_norm"), sizes.head_dim)
 
@@ -353,8 +442,8 @@ def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
     _check_latent(sizes, layer)
     if (layer.head_gate is not None) != (sizes.gates_heads and layer.attends):
         raise ValueError(f"found attention {'without' if sizes.gates_heads else 'with'} gates, expected the other form")
-    has_products = layer.up is not None or layer.experts is not None
-    if (layer.up is None) != (layer.down is None) or not (has_products or layer.attends or layer.mixer is not None):
+    has_mlp = layer.up is not None or layer.experts is not None
+    if (layer.up is None) != (layer.down is None) or not (has_mlp or layer.attends or layer.mixer is not None):
         raise ValueError("found a layer without products behind its attention")
     if (layer.gate is not None) != (sizes.has_gates and layer.up is not None):
         raise ValueError(f"found a layer {'without' if sizes.has_gates else 'with'} gates, expected the other form")
@@ -373,7 +462,7 @@ def _check_latent(sizes: DecoderSizes, layer: LayerWeights) -> None:
     has_parts = {each is not None for each in (layer.key_up, layer.value_up)}
     has_down = {layer.query_down is not None}
     if has_vectors:
-        has_parts |= {layer.key_norm is not None, layer.value is None, layer.attends, not layer.is_still}
+        has_parts |= {layer.key_norm is not None, layer.value is None, layer.attends, not layer.is_nope}
         has_parts |= {layer.sinks is None, layer.window is None, layer.rotary is None}
         has_down |= {layer.query_norm is not None}
     if has_parts != {has_vectors} or has_down != {of_queries}:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.option_values import KVDtype
+from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.worker.kernels import build
 from swiftbatch.worker.kernels.build import is_of_this_source, is_whole, library_path, variants
-from swiftbatch.worker.kernels.kernel_choice import with_kv
+from swiftbatch.worker.kernels.gpu_kernel_choice import with_kv
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+    from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 
 CPU_FLAGS = {  # what the processor must have, in the words of /proc/cpuinfo
     "amx-bf16": {"amx_tile", "amx_bf16", "avx512_bf16"},

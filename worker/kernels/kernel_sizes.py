@@ -22,7 +22,7 @@ MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # numbers of a latent vector; head
 
 
 @dataclass(frozen=True)
-class LatentSizes:
+class MLASizes:
     """Sizes of attention whose cache holds a latent vector per position, of which all heads make keys and values.
 
     Behind the vector lies the turned part of the keys, which all heads share.
@@ -30,19 +30,19 @@ class LatentSizes:
 
     rank: int  # numbers of the vector
     query_rank: int  # of one that queries are made of; 0 where they are made of rows
-    still_dim: int  # numbers of a head's query and keys that are not turned
-    turned_dim: int
+    nope_dim: int  # numbers of a head's query and keys that are not turned
+    rope_dim: int
     value_dim: int
 
     @property
     def entry_dim(self) -> int:
         """Numbers that a cache holds of a position in a layer."""
-        return self.rank + self.turned_dim
+        return self.rank + self.rope_dim
 
     @property
     def query_dim(self) -> int:
         """Numbers of a head's query."""
-        return self.still_dim + self.turned_dim
+        return self.nope_dim + self.rope_dim
 
 
 def most_slots(num_rows: int) -> int:
@@ -76,7 +76,7 @@ def sizes_fault(
     head_dim: int,
     intermediate: int,
     vocab: int,
-    latent: LatentSizes | None = None,
+    latent: MLASizes | None = None,
 ) -> str | None:
     """Say which size of a dense decoder the kernels do not take; None where they take all."""
     if latent is not None and (fault := _latent_fault(latent, num_heads, num_kv_heads, head_dim)):
@@ -92,9 +92,9 @@ def sizes_fault(
     return None
 
 
-def _latent_fault(latent: LatentSizes, num_heads: int, num_kv_heads: int, head_dim: int) -> str | None:
+def _latent_fault(latent: MLASizes, num_heads: int, num_kv_heads: int, head_dim: int) -> str | None:
     """Say which size of latent attention the kernels do not take. To a cache it is one head."""
-    widths = (latent.rank, latent.still_dim, latent.turned_dim, latent.value_dim)
+    widths = (latent.rank, latent.nope_dim, latent.rope_dim, latent.value_dim)
     if min(widths) < LANES or max(*widths, latent.query_rank) > MOST_LATENT or num_heads > MOST_LATENT_HEADS:
         return f"found latent attention of {num_heads} heads and widths {widths}, expected others"
     if any(width % LANES for width in (*widths, latent.query_rank)):

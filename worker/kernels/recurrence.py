@@ -14,8 +14,8 @@ from torch import Tensor
 from swiftbatch.worker.kernels.compute_threads import Team, shared_team
 from swiftbatch.worker.kernels.instruction_sets import INT, POINTER, chosen_variant, load_library
 from swiftbatch.worker.kernels.kernel_sizes import LANES
-from swiftbatch.worker.kernels.mixer_sizes import MOST_HEADS, MOST_ROWS
-from swiftbatch.worker.kernels.packed_layers import checked
+from swiftbatch.worker.kernels.layer_specs import MOST_HEADS, MOST_ROWS
+from swiftbatch.worker.kernels.native_decoder import checked
 
 
 class CRecurrence(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""Row tables: what a call says of its rows, checked, as the kernels take it. A wrong one is a ValueError."""
+"""Tables of the rows of a forward, checked, and the addresses of arrays, as C takes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, KV_SCALE_BYTES
-from swiftbatch.worker.kernels.kv_codes import KV_CODES
+from swiftbatch.worker.kernels.kv_quantization import KV_CODES
 
 MOST_POSITIONS = 2**21
 
@@ -264,3 +264,20 @@ def _check_tails(slots: NDArray[np.int32], lengths: NDArray[np.int32], capacitie
 def _check_range(name: str, values: NDArray[np.int32], end: int) -> None:
     if values.min() < 0 or values.max() >= end:
         raise ValueError(f"found {name}s from {values.min()} to {values.max()}, expected them from 0 to {end - 1}")
+
+
+# The addresses of arrays, for calls of C.
+
+
+def address_of(array: np.ndarray | None) -> int | None:
+    """The address of an array's first number; None without one.
+
+    numpy tells it together with all else of an array, which takes four times as long as what is tried first.
+    """
+    if array is None:
+        return None
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # of what may only be read, has gaps, or has no numbers
+        address: int = array.__array_interface__["data"][0]
+        return address

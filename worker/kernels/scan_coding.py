@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SCAN_CHUNK = 1024  # keys that are coded at once; this and the next as in source/api.h
-CLOUD_CHUNKS = 16  # chunks whose moments are taken together
+CLUSTER_CHUNKS = 16  # chunks whose moments are taken together
 CODE_BLOCK = 64  # keys whose codes lie side by side, as in source/scan.h
 FAR_FROM_MEAN = 1.22  # in mean distances, as in source/scan_intake.c
 MOMENT_STRIDE = 2  # stride of the keys whose changes are taken: every other one tells as much
@@ -22,12 +22,12 @@ def centred(numbers: Tensor) -> tuple[Tensor, Tensor]:
     return numbers - mean[..., None, :], mean
 
 
-def add_to_cloud(cloud: Tensor, chunk: int, keys: Tensor, values: Tensor, means: Tensor) -> None:
+def add_to_cluster(cloud: Tensor, chunk: int, keys: Tensor, values: Tensor, means: Tensor) -> None:
     """Join a chunk of some heads with their clouds `[..., 2 * head_dim * (head_dim + 1)]` of those before it.
 
     `keys` and `values` are centred, `means [..., 2 * head_dim]` those of both.
     """
-    head_dim, share = keys.shape[-1], 1 / (chunk % CLOUD_CHUNKS + 1)
+    head_dim, share = keys.shape[-1], 1 / (chunk % CLUSTER_CHUNKS + 1)
     joined = torch.cat([keys, values], dim=-1)[..., ::MOMENT_STRIDE, :]
     changes = joined[..., :head_dim].mT @ joined / joined.shape[-2]  # [..., head_dim, 2 * head_dim]
     own_means, own_changes = cloud[..., : 2 * head_dim], cloud[..., 2 * head_dim :].unflatten(-1, (2, head_dim, -1))

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.attention_masks import MaskFunction, Span, UnsupportedError, span_of
 from swiftbatch.worker.model.causal_lm import decoder_of
-from swiftbatch.worker.model.recurrent_sizes import STATELESS, layer_types
+from swiftbatch.worker.model.layer_types import STATELESS, layer_types
 
 OBSERVER_NAME = "swiftbatch_observer"
 NUM_ROWS = 3

@@ -17,12 +17,12 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import logging
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.kernels.packed_weights import plain
+from swiftbatch.worker.kernels.quantized_weights import plain
 from swiftbatch.worker.model.config_value_rules import shown
 from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
-from swiftbatch.worker.model.text_config import class_name, is_another, is_turned
-from swiftbatch.worker.model.weight_reading import read_tensors
+from swiftbatch.worker.model.text_config import class_name, is_another, is_transposed
+from swiftbatch.worker.model.weight_files import read_tensors
 
 MAX_WORDS = 500  # characters of another program's error
 OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # constants that were once saved
@@ -38,7 +38,7 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
     view = read_config(files.name, files.path)
     tensors = {class_name(name, view): plain(weight) for name, weight in weights.items()}
     del weights  # each tensor is given away below
-    for name in [name for name in tensors if is_turned(name, tuple(tensors[name].shape), whole)]:
+    for name in [name for name in tensors if is_transposed(name, tuple(tensors[name].shape), whole)]:
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
     try:
         with _quiet():

@@ -6,13 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
-from swiftbatch.worker.model.dense_config import (
-    OtherDecoderError,
-    read_dense,
-    refuse_other_tensors,
-)
+from swiftbatch.worker.model.decoder_config import OtherDecoderError, read_decoder_config, refuse_other_tensors
 from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
-from swiftbatch.worker.model.recurrent_sizes import RECURRENT, STATELESS, layer_types
+from swiftbatch.worker.model.layer_types import RECURRENT, STATELESS, layer_types
 
 PathName = Literal["kernels", "kernels attend", "transformers"]
 LOADED_BY_OTHERS = ("llama", "mistral", "qwen2", "qwen3")  # kinds of `decoder_weights`
@@ -32,7 +28,7 @@ class ComputePath:
 def path_on(device: Literal["cpu", "cuda"], config: dict[str, Any], stored: set[str] | None = None) -> ComputePath:
     """Tell the path of a text model that runs here. `stored` are the names of its tensors, where they are known."""
     try:
-        dense = read_dense(config)
+        dense = read_decoder_config(config)
         if stored is not None:
             refuse_other_tensors(dense, stored)
         return ComputePath("kernels")

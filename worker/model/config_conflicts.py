@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from swiftbatch.worker.model.architectures.moe_layers import CHOSEN_KEYS, COUNT_KEYS
 from swiftbatch.worker.model.config_value_rules import (
     COUNT,
     NOT_NEGATIVE,
@@ -15,11 +16,10 @@ from swiftbatch.worker.model.config_value_rules import (
     fault_of,
     numbers_fault,
 )
-from swiftbatch.worker.model.expert_forms import CHOSEN_KEYS, COUNT_KEYS
-from swiftbatch.worker.model.folder_faults import eos_fault
+from swiftbatch.worker.model.file_checks import eos_fault
 from swiftbatch.worker.model.formats.contract import StoredTensor
-from swiftbatch.worker.model.model_kinds import SUPPORTED_KINDS
-from swiftbatch.worker.model.recurrent_sizes import layer_types
+from swiftbatch.worker.model.layer_types import layer_types
+from swiftbatch.worker.model.supported_models import SUPPORTED_ARCHITECTURES
 
 Config = Mapping[str, Any]
 WINDOWED = "sliding_attention"
@@ -55,7 +55,7 @@ def config_fault(config: Config) -> str | None:
             return fault_of(key, value, RULES[key])
     if fault := eos_fault("config.json", config):
         return fault
-    if config.get("model_type") not in SUPPORTED_KINDS:
+    if config.get("model_type") not in SUPPORTED_ARCHITECTURES:
         return None
     return numbers_fault(config) or next((fault for find in RELATIONS for fault in find(config)), None)
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from io import RawIOBase
 from pathlib import Path
 
-from swiftbatch.worker.model.folder_faults import GENERATION_FILE, INDEX_FILE, weight_names
+from swiftbatch.worker.model.file_checks import GENERATION_FILE, INDEX_FILE, weight_names
 
 HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
 TEKKEN_FILE = "tekken.json"  # of Mistral's models, some of which have no other tokenizer

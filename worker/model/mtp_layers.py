@@ -12,15 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swiftbatch.worker.kernels.layer_forms import NormForm
+from swiftbatch.worker.kernels.layer_specs import NormForm
 from swiftbatch.worker.model.config_value_rules import shown
-from swiftbatch.worker.model.dense_config import DenseConfig, OtherDecoderError, read_dense, refuse_other_tensors
+from swiftbatch.worker.model.decoder_config import (
+    DecoderConfig,
+    OtherDecoderError,
+    read_decoder_config,
+    refuse_other_tensors,
+)
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
 from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
-from swiftbatch.worker.model.gguf.links import SUFFIX
-from swiftbatch.worker.model.recurrent_sizes import layer_types
+from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
+from swiftbatch.worker.model.layer_types import layer_types
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, LAYER, PREDICTORS, WHOLE_DECODER, Config
 
 OWN = "predictor."  # begins the names of what stands in front of the layer, and of the norm behind it
@@ -36,7 +41,7 @@ OF_LAYERS = ("hybrid_override_pattern", "layers_block_type", "layer_types")
 
 
 @dataclass(frozen=True)
-class PredictorForm:
+class MTPSpec:
     """The way in which some kinds publish it; `{}` in names is the number of the target's layers."""
 
     layer: str  # begins the names of its layer
@@ -47,11 +52,11 @@ class PredictorForm:
 
 
 FORMS = (
-    PredictorForm(  # Qwen3-Next, Qwen3.5
+    MTPSpec(  # Qwen3-Next, Qwen3.5
         "mtp.layers.0.",
         dict(zip(ROLES, ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"), strict=True)),
     ),
-    PredictorForm(  # MiMo
+    MTPSpec(  # MiMo
         "model.mtp_layers.0.",
         {
             role: f"model.mtp_layers.0.{name}"
@@ -61,7 +66,7 @@ FORMS = (
         },
         is_hidden_first=True,
     ),
-    PredictorForm(  # DeepSeek V3, GLM-4.5 and later
+    MTPSpec(  # DeepSeek V3, GLM-4.5 and later
         "model.layers.{}.",
         {
             role: f"model.layers.{{}}.{name}"
@@ -71,7 +76,7 @@ FORMS = (
         feeds_normed=False,
     ),
 )
-TRAINED = PredictorForm(ONE_LAYER, {role: OWN + role for role in ROLES})
+TRAINED = MTPSpec(ONE_LAYER, {role: OWN + role for role in ROLES})
 """As our own training writes it."""
 
 
@@ -79,7 +84,7 @@ TRAINED = PredictorForm(ONE_LAYER, {role: OWN + role for role in ROLES})
 class Predictor:
     """The tensors of such a layer, as those of a model of one layer."""
 
-    dense: DenseConfig  # of that model
+    dense: DecoderConfig  # of that model
     layout: Layout  # by names in that model; those of `ROLES` begin with `OWN`
     names: Mapping[str, str]  # in that model, by the stored names
     is_hidden_first: bool
@@ -133,14 +138,14 @@ def _is_further(name: str, num_layers: int) -> bool:
 
 
 def _read(
-    form: PredictorForm, heads: dict[str, StoredTensor], plain: Mapping[str, str], config: Config, path: Path
+    form: MTPSpec, heads: dict[str, StoredTensor], plain: Mapping[str, str], config: Config, path: Path
 ) -> Predictor:
     """Raises NoPredictorError for other tensors than those of a layer of the model's kind."""
     num_layers = config.get("num_hidden_layers") or 0
     names = {name: each for name in heads if (each := _own_name(plain[name], form, num_layers)) is not None}
     one = one_layer_config(config)
     try:
-        dense = read_dense(one)
+        dense = read_decoder_config(one)
         layout = _layout([(each, heads[name]) for name, each in names.items()], one, path)
         own = {f"{OWN}{role}.weight" for role in ROLES}
         if different := sorted(own - set(layout.heads)):
@@ -171,7 +176,7 @@ def _layout(heads: list[tuple[str, StoredTensor]], config: dict[str, Any], path:
         return layout_of(heads, config, None)
 
 
-def _own_name(name: str, form: PredictorForm, num_layers: int) -> str | None:
+def _own_name(name: str, form: MTPSpec, num_layers: int) -> str | None:
     """The name in the model of one layer; None for what is left out: copies, and layers behind the first."""
     if name in [each.format(num_layers) for each in form.copies]:
         return None

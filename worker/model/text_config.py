@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swiftbatch.worker.model.config_value_rules import OF_LINEAR_ATTENTION
-from swiftbatch.worker.model.recurrent_sizes import layer_types
+from swiftbatch.worker.model.layer_types import layer_types
 
 Config = Mapping[str, Any]
 
@@ -73,7 +73,7 @@ OTHER_TOWERS = re.compile(
     r"^(?:model\.)?(?:visual|vision_\w+|multi_modal_projector|mm_projector|audio_\w+|embed_(?:vision|audio))\."
 )
 PREDICTORS = re.compile(r"^(?:model\.)?(?:mtp|mtp_layers|nextn_predict_layers)\.")
-TURNED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
+TRANSPOSED_EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")
 WHOLE_DECODER, LAYER = re.compile(r"^model\.language_model\."), re.compile(r"^model\.layers\.(\d+)\.")
 HEAD, HEAD_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "model.embed_tokens.weight"
 OWN_DECODER = re.compile(r"^backbone\.")
@@ -141,14 +141,14 @@ def is_of_text(name: str, config: Config) -> bool:
     return known is not None and not (known == HEAD and bool(config.get("tie_word_embeddings")))
 
 
-def is_turned(name: str, shape: tuple[int, ...], config: Config) -> bool:
+def is_transposed(name: str, shape: tuple[int, ...], config: Config) -> bool:
     """Tell whether a model, by its whole config, stores this tensor of experts with rows for columns.
 
     As it was published; newer versions of `transformers` write it as its layers have it. Where a width is the same in
     both directions, it is taken as published.
     """
     nested = nested_config(config)
-    if nested.get("model_type") != "qwen3_vl_moe_text" or not (found := TURNED_EXPERTS.search(name)):
+    if nested.get("model_type") != "qwen3_vl_moe_text" or not (found := TRANSPOSED_EXPERTS.search(name)):
         return False
     hidden, width = nested.get("hidden_size"), nested.get("moe_intermediate_size")
     stored = (hidden, 2 * width) if found[1] == "gate_up" and isinstance(width, int) else (width, hidden)

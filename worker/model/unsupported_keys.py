@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from swiftbatch.worker.model.architectures.attention_layers import (
+    IS_WINDOWED,
+    TypesOrPattern,
+    by_no_rope_layers,
+    looks_at_types,
+)
+from swiftbatch.worker.model.architectures.attention_layers import KEYS as LATENT_KEYS
+from swiftbatch.worker.model.architectures.dense_models import DECODER_ARCHITECTURES
+from swiftbatch.worker.model.architectures.spec import ArchitectureSpec
 from swiftbatch.worker.model.config_value_rules import shown
-from swiftbatch.worker.model.dense_kinds import KINDS
-from swiftbatch.worker.model.dense_names import Form
-from swiftbatch.worker.model.latent_forms import KEYS as LATENT_KEYS
-from swiftbatch.worker.model.layer_windows import IS_WINDOWED, TypesOrPattern, looks_at_types
-from swiftbatch.worker.model.layers_without_rotary import by_no_rope_layers
-from swiftbatch.worker.model.model_kinds import KERNELS_LACK
-from swiftbatch.worker.model.recurrent_sizes import ATTENDING, RECURRENT, STATELESS
+from swiftbatch.worker.model.layer_types import ATTENDING, RECURRENT, STATELESS
+from swiftbatch.worker.model.supported_models import KERNELS_LACK
 
 SIZES = {
     "num_hidden_layers",
@@ -41,7 +45,7 @@ ONE_MEANING: dict[str, tuple[Any, ...]] = {  # a key that changes the forward, a
     "rotary_pct": (1.0,),
 }
 NO_WINDOWS: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}  # as above
-STILL_KEYS = {"no_rope_layers", "no_rope_layer_interval"}  # the latter is used where the former is not said
+NOPE_KEYS = {"no_rope_layers", "no_rope_layer_interval"}  # the latter is used where the former is not said
 GENERATING = {  # numbers that older versions of `transformers` wrote into every config
     "diversity_penalty",
     "encoder_no_repeat_ngram_size",
@@ -82,9 +86,9 @@ SAID_ELSEWHERE = {  # numbers of training, of generation, of towers beside the t
 def what_is_not_understood(config: dict[str, Any]) -> str | None:
     """Say what of a layer's form the kernels do not have; None for one that they have."""
     kind = config.get("model_type")
-    if kind not in KINDS:
+    if kind not in DECODER_ARCHITECTURES:
         return KERNELS_LACK.get(str(kind), "its layers are of another form")
-    form = KINDS[str(kind)]
+    form = DECODER_ARCHITECTURES[str(kind)]
     known = {name for name, is_windowed in IS_WINDOWED.items() if looks_at_types(form.windows) or not is_windowed}
     known |= set() if form.mixer is None else ATTENDING | RECURRENT | STATELESS
     if others := set(map(str, config.get("layer_types") or ())) - known:
@@ -103,7 +107,7 @@ def what_is_not_understood(config: dict[str, Any]) -> str | None:
     return f"its config has {shown(unknown[0])}, which may change a layer" if unknown else None
 
 
-def _what_activation_lacks(config: dict[str, Any], form: Form) -> str | None:
+def _what_activation_lacks(config: dict[str, Any], form: ArchitectureSpec) -> str | None:
     if (key := form.activation_key) is None:
         return None
     if key not in config:
@@ -116,7 +120,7 @@ def _is_said(value: Any, meant: tuple[Any, ...]) -> bool:
     return value in meant or (isinstance(value, list) and bool(value) and all(each in meant for each in value))
 
 
-def _may_matter(key: str, value: Any, form: Form) -> bool:
+def _may_matter(key: str, value: Any, form: ArchitectureSpec) -> bool:
     """Tell whether a key may be a number of a layer that is not understood here; words and switches are none.
 
     The classes of these kinds look at no other keys than those named above, so what is not a number is of somebody's
@@ -127,7 +131,7 @@ def _may_matter(key: str, value: Any, form: Form) -> bool:
     known |= set(form.scale_lists)
     known |= set() if form.experts is None else form.experts.known_keys()
     known |= set() if form.latent is None else set(LATENT_KEYS)
-    known |= STILL_KEYS if form.still is by_no_rope_layers else set()
+    known |= NOPE_KEYS if form.still is by_no_rope_layers else set()
     known |= {form.windows.key or ""} if isinstance(form.windows, TypesOrPattern) else set()
     known |= {form.window_angles.windowed_key or ""} if form.window_angles else set()
     known |= {form.thetas_key or ""}

@@ -6,13 +6,13 @@ import time
 from collections.abc import Collection
 from collections.abc import Sequence as Items
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, TokenLog
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
-from swiftbatch.jobs.checkpoints.packed_logs import WorkerLogs
+from swiftbatch.jobs.checkpoints.token_log import TokenLog, WorkerLogs
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import rewind_distance
+from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.session.running_job import RunningJob
 
 MAX_SEGMENT_BYTES = 1 << 26  # what one segment may take of the memory

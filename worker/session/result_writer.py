@@ -13,9 +13,9 @@ from itertools import count
 from secrets import token_hex
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.run.checked_reading import NUM_READERS
+from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SealedResult
+from swiftbatch.jobs.run.run_records import NUM_READERS
 from swiftbatch.worker.session.work_messages import JobProgress
 
 MOST_RESULTS, MOST_BYTES, MOST_SECONDS = 1000, 16 * 2**20, 30.0  # of results that wait to be sealed

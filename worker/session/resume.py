@@ -15,10 +15,12 @@ from typing import Literal
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, SegmentEntry, State, StateManifest
-from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.target.step_costs import Costs
+from swiftbatch.jobs.checkpoints.checkpoint_files import SegmentEntry, StateManifest
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.kv_segments import State
+from swiftbatch.worker.forward.step_costs import Costs
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -13,44 +13,44 @@ from typing import Any
 
 import torch
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, AttemptStart, CheckpointStore, State
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, AttemptStart
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
-from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs, WorkerLogs
-from swiftbatch.jobs.checkpoints.token_log import TokenLog
+from swiftbatch.jobs.checkpoints.kv_segments import State
+from swiftbatch.jobs.checkpoints.token_log import PackedLogs, TokenLog, WorkerLogs
 from swiftbatch.jobs.job import unpacked
 from swiftbatch.jobs.logprobs import shown_logprobs
 from swiftbatch.jobs.run.output_line import success_line
+from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
-from swiftbatch.metrics.endpoint import serve
-from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of
-from swiftbatch.metrics.worker_counters import EngineCounters
-from swiftbatch.worker.caches.cache_room import TOO_LONG, HeldPositions, PagesError, TooLongError, check_folder
-from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
+from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of, serve
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import reasoning_of
 from swiftbatch.worker.drafters.catalogue import create_drafter, engine_entry
 from swiftbatch.worker.drafters.engine_memory import slots_wanted
-from swiftbatch.worker.drawing.sampling import NOT_FINITE
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.token_rules import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import closed, may_be_extended, may_rewind, rewind_distance, rewound, text_of
-from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
+from swiftbatch.worker.exactness.doctor import exactness_of
+from swiftbatch.worker.forward.hardware import resolve_device
+from swiftbatch.worker.forward.step_costs import step_costs_of
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
+from swiftbatch.worker.kv.kv_capacity import TOO_LONG, HeldPositions, PagesError, TooLongError, check_folder
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.sampling.gumbel_max import NOT_FINITE
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.token_masks import CONSTRAINT_REFUSED, ConstraintError
+from swiftbatch.worker.session.backlog import Backlog, CacheRoom, JobSizes, without_room
 from swiftbatch.worker.session.checkpointing import Checkpointing
-from swiftbatch.worker.session.reserve import CacheRoom, JobSizes, Reserve, without_room
 from swiftbatch.worker.session.result_writer import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import RunningJob
 from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile
 from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders, WorkReport, WorkSlice
-from swiftbatch.worker.target.hardware import resolve_device
-from swiftbatch.worker.target.step_costs import step_costs_of
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.text.tokenizer import TextCodec
 
 COUNTERS_SECONDS = 2.0  # between two reports with counters
 CATCH_UP_SECONDS = 1.0  # of waiting for checkpoints at a time, where one alone has more to write than pages hold
@@ -92,7 +92,7 @@ class WorkerSession:
         self._checkpointing = Checkpointing(self._checkpoints, logs, config, self.engine)
         self._running: dict[str, RunningJob] = {}
         self._num_pages: int | None = None  # for all caches together, as the last orders say
-        self._reserve, self._slice = Reserve(), WorkSlice()
+        self._backlog, self._slice = Backlog(), WorkSlice()
         self._counted = -math.inf  # when counters were last reported
         self._must_drain = False
         self.metrics_address: str | None = None
@@ -121,7 +121,7 @@ class WorkerSession:
             if not orders.seals and self._slice.has_many_empty(len(self._running)):
                 break
         if self._must_drain:
-            self._slice.unbegun += self._reserve.give_up()
+            self._slice.unbegun += self._backlog.give_up()
             self._sealing.seal()
             self._slice.released += self._release(list(self._running), self._config.grace_seconds)
         is_last = self._must_drain or (orders.seals and not self._has_jobs())
@@ -132,18 +132,18 @@ class WorkerSession:
         """Drop and hand back what is others' now, and take new jobs in."""
         self._drop(orders.cancelled)
         self._num_pages = orders.num_pages
-        self._slice.unbegun += self._reserve.follow(orders)
+        self._slice.unbegun += self._backlog.follow(orders)
         self._slice.released += self._release(orders.released, self._config.grace_seconds)
         for assignment in orders.assignments:
             self._take_in(assignment)
 
     def _has_jobs(self) -> bool:
-        return bool(self._running or self._reserve)
+        return bool(self._running or self._backlog)
 
     def _advance(self) -> None:
         """Begin with jobs of the reserve where others have left, and take one step with all."""
         self._make_room()
-        while (assignment := self._reserve.next(self._running.values(), self._room())) is not None:
+        while (assignment := self._backlog.next(self._running.values(), self._room())) is not None:
             self._slice.begun.append(assignment.job_id)
             self._take_in(assignment)
             if self._sizes.windows is not None:  # where checkpoints lag, jobs hold more than they are expected to
@@ -190,7 +190,7 @@ class WorkerSession:
     def drain(self, seconds: float) -> WorkReport:
         """Checkpoint and hand back all jobs: token logs first, then as much state as `seconds` allow."""
         self._must_drain, self._slice = True, WorkSlice()
-        self._slice.unbegun += self._reserve.give_up()
+        self._slice.unbegun += self._backlog.give_up()
         self._sealing.seal()
         self._slice.released += self._release(list(self._running), seconds)
         return self._report(self._sealing.flush(), 0)
@@ -209,8 +209,8 @@ class WorkerSession:
         except TooLongError as error:  # too long for this worker, and for all that started when it did
             found.refused.append((record.job_id, TOO_LONG, str(error)))
         except PagesError:  # the others have grown since the driver heard of them
-            found.outgrown.append(JobProgress(record.job_id, assignment.num_reported_tokens))
-            self._reserve.keep_to(len(self._running))
+            found.evicted.append(JobProgress(record.job_id, assignment.num_reported_tokens))
+            self._backlog.keep_to(len(self._running))
         except ConstraintError as error:  # a driver of another version took what this one can't follow
             found.refused.append((record.job_id, CONSTRAINT_REFUSED, str(error)))
         except (ValueError, MemoryError, RuntimeError) as error:
@@ -267,8 +267,8 @@ class WorkerSession:
         if jobs and gc.collect():  # caches of jobs that have left may hang in circles of references
             jobs = self._without_room(lacks_windows)
         if jobs:
-            self._slice.outgrown += self._release([job.job_id for job in jobs], self._config.grace_seconds)
-            self._reserve.keep_to(len(self._running))
+            self._slice.evicted += self._release([job.job_id for job in jobs], self._config.grace_seconds)
+            self._backlog.keep_to(len(self._running))
         if lacks_windows:
             self._wait_for_window_pages()
         num_pages = self.pool_size.num_pages if self.pool_size else self._num_pages

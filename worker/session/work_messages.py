@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from swiftbatch.jobs.job import JobRecord, SentJob
-from swiftbatch.metrics.worker_counters import EngineCounters
+from swiftbatch.metrics.counters import EngineCounters
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class WorkReport:
     is_draining: bool = False  # it had SIGTERM or was told to drain: it takes no more work
     counters: EngineCounters | None = None  # all that the worker has counted since it started; None now and then
     refused: tuple[tuple[str, str, str], ...] = ()  # (job_id, error code, message): every attempt would end so
-    outgrown: tuple[JobProgress, ...] = ()  # handed back with a whole checkpoint, since the memory ran out
+    evicted: tuple[JobProgress, ...] = ()  # handed back with a whole checkpoint, since the memory ran out
     ended: tuple[JobProgress, ...] = ()  # in this slice; they take no room, and finish once their results are there
     begun: tuple[str, ...] = ()  # job ids of the reserve; what became of them stands in the other fields, too
     unbegun: tuple[str, ...] = ()  # job ids handed back from the reserve, as ordered or because the worker drains
@@ -80,7 +80,7 @@ class WorkSlice:
     failed: list[tuple[str, str]] = field(default_factory=list)
     refused: list[tuple[str, str, str]] = field(default_factory=list)
     released: list[JobProgress] = field(default_factory=list)
-    outgrown: list[JobProgress] = field(default_factory=list)
+    evicted: list[JobProgress] = field(default_factory=list)
     ended: list[JobProgress] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)
     unbegun: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ class WorkSlice:
             is_draining=is_draining,
             counters=counters,
             refused=tuple(self.refused),
-            outgrown=tuple(self.outgrown),
+            evicted=tuple(self.evicted),
             ended=tuple(self.ended),
             begun=tuple(self.begun),
             unbegun=tuple(self.unbegun),

@@ -15,9 +15,8 @@ import torch
 from rich.progress import track
 from torch.utils.dlpack import from_dlpack
 
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training.corpus import CorpusError
-from swiftbatch.worker.training.training_texts import Text, hidden_states
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.training.training_texts import CorpusError, Text, hidden_states
 
 ORIGIN, TEXTS = b"origin", b"texts"  # in the schema's metadata: JSON
 TOKEN_IDS, FEATURES = "token_ids", "features"

@@ -94,11 +94,9 @@ def repeatable(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":  # a CPU sums in one order
         yield
         return
-    from swiftbatch.worker.target.cuda.cuda_loading import (
-        hold_products_steady,  # needs Triton, which a processor has not
-    )
+    from swiftbatch.worker.forward.cuda.cuda_loading import hold_gemms_steady
 
-    hold_products_steady()
+    hold_gemms_steady()
     was = torch.are_deterministic_algorithms_enabled()
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)

@@ -1,33 +1,90 @@
-"""The texts that decoding heads learn from, of books or the target's own, and the target's hidden states along them.
-
-Own texts are what a model says behind prompts, as its users get them: the engine that decodes plainly samples them."""
+"""The texts that trainings learn from: books on disk, and the target's own with its hidden states."""
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from rich.progress import Progress, track
 
-from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.sampling import MAX_SEED, SamplingParams
-from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
+from swiftbatch.jobs.errors import ModelError, UserError
+from swiftbatch.jobs.sampling_params import MAX_SEED, SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.forward.forward_backend import load_transformers
+from swiftbatch.worker.forward.hardware import resolve_device
+from swiftbatch.worker.forward.step_costs import measure_step_costs
+from swiftbatch.worker.forward.target_model import TargetModel, check_model
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.target.forwards_choice import load_transformers
-from swiftbatch.worker.target.hardware import resolve_device
-from swiftbatch.worker.target.step_costs import measure_step_costs
-from swiftbatch.worker.target.target import TargetModel, check_model
-from swiftbatch.worker.training.corpus import CorpusError, read_books
-from swiftbatch.worker.training.head_recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.text.tokenizer import TextCodec
+from swiftbatch.worker.training.recipes import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+JUMP_SHARE = 1 / 3  # share of windows made of a text's first tokens and a stretch from further back
+
+
+class CorpusError(UserError):
+    """The data folder holds no readable books."""
+
+
+def read_books(data: Path, pattern: str = "*train*.jsonl") -> Iterator[str]:
+    """Yield the `text` of every record of the JSONL files under `data` that match `pattern`, in file order.
+
+    Raises CorpusError for what is no such record, and where there is no text at all.
+    """
+    paths = [data] if data.is_file() else sorted(data.rglob(pattern))
+    if not paths:
+        raise CorpusError(f"{data}: no file matches {pattern}; expected JSONL records with a `text` field")
+    num_characters = 0
+    for path in paths:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                text = _text_of(path, number, line)
+                num_characters += len(text)
+                yield text
+    if not num_characters:
+        raise CorpusError(f"{data}: the files that match {pattern} hold no text; expected records with a `text` field")
+
+
+def _text_of(path: Path, number: int, line: bytes) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorpusError(f"{path}, line {number}: expected a JSON object with `text`: {error}") from error
+    if not isinstance(text, str):
+        raise CorpusError(f"{path}, line {number}, text: found {type(text).__name__}, expected a string")
+    return text
+
+
+def encode_books(books: list[str], tokenizer: PreTrainedTokenizerFast) -> list[np.ndarray]:
+    """Encode each book to ids `[num_tokens] uint16`, without the token that every text begins with."""
+    encoded = tokenizer(books, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return [np.asarray(ids, dtype=np.uint16) for ids in encoded]
+
+
+def jumping_positions(random: np.random.Generator, num_tokens: int, length: int, num_sinks: int) -> np.ndarray:
+    """Positions `[length]` of a stretch of a text, or of its first tokens and a stretch from anywhere behind them.
+
+    So is a long text read in use; no text may be shorter than `length`.
+    """
+    num_sinks = num_sinks if random.random() < JUMP_SHARE else 0
+    start = random.integers(num_sinks, num_tokens - length + num_sinks + 1)
+    return np.concatenate([np.arange(num_sinks), np.arange(start, start + length - num_sinks)])
+
+
+# The texts that decoding heads learn from, of books or the target's own, and the target's hidden states along them.
+
 
 CHARACTERS_PER_TOKEN = 16  # at most, of running text; what lies further back in a book need not be encoded
 NUM_AT_A_TIME = 32  # a forward's rows on a CPU, half of them on a GPU

@@ -1,22 +1,92 @@
-"""The options of commands that run jobs."""
+"""The options of commands that run jobs: workers, checkpoints, limits, output, metrics, webhooks."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from swiftbatch.scheduler.commands.options.model_options import all_of, filled
 from swiftbatch.scheduler.commands.options.option_types import Command, Number, WholeNumber, options_of
-from swiftbatch.scheduler.commands.options.output_options import OUTPUT
-from swiftbatch.scheduler.limits import Deadline, Limits, parse_deadline
-from swiftbatch.scheduler.runs.default_settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
+from swiftbatch.scheduler.driver.run_limits import Deadline, Limits, parse_deadline
+from swiftbatch.scheduler.runs.run_settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
 from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, ROW_CHOICES
+
+if TYPE_CHECKING:
+    from swiftbatch.scheduler.display.display import Display, OutputMode
+    from swiftbatch.scheduler.display.webhooks import Receiver
+
+
+def receiver_of(_context: click.Context, _parameter: click.Parameter, value: str | Receiver | None) -> Receiver | None:
+    if value is None:
+        return None
+    from swiftbatch.scheduler.display.webhooks import SECRET_VARIABLE, Receiver, ReceiverError
+
+    try:
+        return Receiver.parse(value, os.environ.get(SECRET_VARIABLE)) if isinstance(value, str) else value
+    except ReceiverError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+output_option = options_of("Output and notifications")
+
+OUTPUT = (
+    output_option("--quiet", is_flag=True, help="Only print errors, and one line at the end."),
+    output_option(
+        "--json", "as_json", is_flag=True, help="Print events as JSON lines: see scheduler/display/EVENTS.md."
+    ),
+    output_option(
+        "--metrics-port",
+        type=WholeNumber(0, 65535),
+        metavar="PORT",
+        help="Serve metrics, and the workers' addresses at /sd (0: any port).",
+    ),
+    output_option(
+        "--metrics-host",
+        metavar="ADDRESS",
+        help="Serve them here. [default: 127.0.0.1; on a cluster 0.0.0.0]",
+    ),
+    output_option(
+        "--webhook", metavar="URL", callback=receiver_of, help="Post a message when the run ends: see docs/watching.md."
+    ),
+    output_option("--webhook-jobs", is_flag=True, help="Post a message when each job ends, too."),
+)
+
+
+def shown(options: dict[str, Any]) -> contextlib.AbstractContextManager[Display]:
+    """The display of a command, by its options, which are taken out of them. Raises click.UsageError."""
+    quiet, as_json = options.pop("quiet"), options.pop("as_json")
+    receiver, with_jobs = options.pop("webhook"), options.pop("webhook_jobs")
+    if quiet and as_json:
+        raise click.UsageError("--quiet and --json: expected at most one of them")
+    if with_jobs and receiver is None:
+        raise click.UsageError("--webhook-jobs: expected --webhook with it, which says where to")
+    return _opened("quiet" if quiet else "json" if as_json else "auto", receiver, with_jobs)
+
+
+@contextlib.contextmanager
+def _opened(mode: OutputMode, receiver: Receiver | None, with_jobs: bool) -> Iterator[Display]:
+    from swiftbatch.scheduler.display.display import open_display
+
+    with open_display(mode) as display:
+        if receiver is None:
+            yield display
+            return
+        from swiftbatch.scheduler.display.webhooks import posting
+
+        with posting(display, receiver, with_jobs) as posting_display:
+            yield posting_display
+
+
+# The options of commands that run jobs.
+
 
 MAX_HOURS = 1_000_000_000
 
@@ -79,7 +149,7 @@ LIMITS = (
 
 
 COUNT = WholeNumber(1)
-MOST_WORKERS = 100_000  # more is a slip, and beyond what Ray can count
+MAX_WORKERS = 100_000  # more is a slip, and beyond what Ray can count
 
 
 class CountOrAuto(click.ParamType[int | None]):
@@ -108,7 +178,7 @@ WORKERS = (
     worker_option(
         "--workers",
         "num_workers",
-        type=WholeNumber(1, MOST_WORKERS),
+        type=WholeNumber(1, MAX_WORKERS),
         metavar="N",
         default=Settings.num_workers,
         help="Number of worker processes.",

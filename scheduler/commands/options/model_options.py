@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from swiftbatch.jobs.run.option_values import AttentionName, Device, Dtype, KVDtype, LinearName, NumRows
+from swiftbatch.jobs.run.compute_options import AttentionName, Device, Dtype, KVDtype, LinearName, NumRows
 from swiftbatch.scheduler.commands.options.option_types import ANY_WHOLE_NUMBER, WholeNumber
 from swiftbatch.worker.config import Computation
 

@@ -10,8 +10,8 @@ from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from swiftbatch.metrics import endpoint
-from swiftbatch.scheduler.serve.api.error_responses import refuse
+from swiftbatch.metrics import exporter
+from swiftbatch.scheduler.serve.api.responses import refuse
 from swiftbatch.scheduler.serve.api_keys import ApiKey, Keyring
 from swiftbatch.scheduler.serve.client_errors import RefusedError
 from swiftbatch.scheduler.serve.page.login_sessions import Sessions
@@ -20,10 +20,10 @@ from swiftbatch.scheduler.serve.page.page_security import is_of_page
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 OF_THE_USER = ("same-origin", "none")  # browsers' words for a request that no other site has made
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # they say nothing but that the server is there
-METRICS_PATHS = frozenset({"/metrics", endpoint.PATH})  # they tell of everybody's batches
-MOST_HEADERS, MOST_HEADER_BYTES = 100, 2**15
+METRICS_PATHS = frozenset({"/metrics", exporter.DISCOVERY_PATH})  # they tell of everybody's batches
+MAX_HEADERS, MAX_HEADER_BYTES = 100, 2**15
 
-LONG_HEAD = f"expected at most {MOST_HEADERS} headers of {MOST_HEADER_BYTES:,} bytes in all"
+LONG_HEAD = f"expected at most {MAX_HEADERS} headers of {MAX_HEADER_BYTES:,} bytes in all"
 NO_KEY = "no API key was given: expected it in the header Authorization, as: Bearer sb_..."
 WRONG_KEY = "this API key is not known here: it may have been replaced"
 NO_METRICS = "this API key does not read metrics: its line in the file of keys has to say metrics=yes"
@@ -63,7 +63,7 @@ def _hostname(address: str) -> str:
         return ""
 
 
-class Gate:
+class AccessControl:
     """Notes a request's owner in its state, or refuses the request. Without keys, requests have no owner.
 
     There, `only_loopback` has requests refused that name another host, as those of pages that hide behind a name.
@@ -87,7 +87,7 @@ class Gate:
     def _owner(self, scope: Scope) -> str | None:
         """The owner of a request. Raises RefusedError."""
         headers = Headers(scope=scope)
-        if len(headers) > MOST_HEADERS or sum(map(len, chain.from_iterable(headers.raw))) > MOST_HEADER_BYTES:
+        if len(headers) > MAX_HEADERS or sum(map(len, chain.from_iterable(headers.raw))) > MAX_HEADER_BYTES:
             raise RefusedError(LONG_HEAD, 431)
         if is_cross_site(scope["method"], headers) and not _is_form_of_page(scope["path"], headers):
             raise RefusedError(OTHER_SITE, 403, code="cross_site")

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Query
 
 from swiftbatch.scheduler.serve.api.dependencies import Key, Owner, Served
-from swiftbatch.scheduler.serve.api.response_objects import Object, batch_object, page_object
+from swiftbatch.scheduler.serve.api.responses import Object, batch_object, page_object
 from swiftbatch.scheduler.serve.batch_request import NewBatch
 
 MAX_PAGE = 100
-PAGE = 20  # batches on a page if the client asks for no number
+DEFAULT_PAGE = 20  # batches on a page if the client asks for no number
 
 router = APIRouter(prefix="/v1/batches")
 
@@ -27,7 +27,7 @@ def list_batches(
     service: Served,
     owner: Owner,
     after: str | None = None,
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = PAGE,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = DEFAULT_PAGE,
 ) -> Object:
     batches, has_more = service.batches.page(owner, after, limit, "desc")
     return page_object([batch_object(batch, service.status(batch)) for batch in batches], has_more)

@@ -9,7 +9,7 @@ from fastapi import Depends, Request
 from swiftbatch.scheduler.serve.client_errors import RefusedError
 from swiftbatch.scheduler.serve.service import Service
 
-MAX_KEY = 255
+MAX_IDEMPOTENCY_KEY = 255
 
 
 def service_of(request: Request) -> Service:
@@ -30,9 +30,10 @@ async def owner_of(request: Request) -> str | None:
 async def key_of(request: Request) -> str | None:
     """The idempotency key of a request, if it has one. Raises RefusedError."""
     key = request.headers.get("idempotency-key")
-    if key is not None and not 0 < len(key) <= MAX_KEY:
+    if key is not None and not 0 < len(key) <= MAX_IDEMPOTENCY_KEY:
         raise RefusedError(
-            f"Idempotency-Key: found {len(key):,} characters, expected 1 to {MAX_KEY}", param="Idempotency-Key"
+            f"Idempotency-Key: found {len(key):,} characters, expected 1 to {MAX_IDEMPOTENCY_KEY}",
+            param="Idempotency-Key",
         )
     return key
 

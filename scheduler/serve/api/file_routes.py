@@ -13,7 +13,7 @@ from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import FormData, Headers, UploadFile
 
 from swiftbatch.scheduler.serve.api.dependencies import Key, Owner, Served
-from swiftbatch.scheduler.serve.api.response_objects import Object, file_object, page_object
+from swiftbatch.scheduler.serve.api.responses import Object, file_object, page_object
 from swiftbatch.scheduler.serve.batch_request import check_upload
 from swiftbatch.scheduler.serve.client_errors import RefusedError
 from swiftbatch.scheduler.serve.server_records import FileRecord, Order

@@ -19,19 +19,19 @@ from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from swiftbatch.scheduler.serve.api.error_responses import error_response, refuse
+from swiftbatch.scheduler.serve.api.responses import error_response, refuse
 from swiftbatch.scheduler.serve.client_errors import RefusedError
 
-MOST_REQUESTS = 250  # of one key
-MOST_UPLOADS = 8  # of one key
-MOST_UPLOADS_OF_ALL = 16  # each may hold a whole file in the folder for temporary files
+MAX_REQUESTS = 250  # of one key
+MAX_UPLOADS = 8  # of one key
+MAX_UPLOADS_OF_ALL = 16  # each may hold a whole file in the folder for temporary files
 WINDOW_SECONDS = 30.0
-LEAST_BYTES = 30 * 2**10  # in each window, unless the body ends there
-MOST_BYTES = 2**20  # of a body that is no upload
+MIN_WINDOW_BYTES = 30 * 2**10  # in each window, unless the body ends there
+MAX_BODY_BYTES = 2**20  # of a body that is no upload
 SLACK_BYTES = 2**16  # of an upload, for what is around the file
 
 
-class Crowd:
+class ConcurrencyLimit:
     """Refuses what is too much at a time with status 429. Behind the gate, which knows whose a request is."""
 
     def __init__(self, app: ASGIApp, upload_paths: Set[str]) -> None:
@@ -46,7 +46,7 @@ class Crowd:
             return
         owner: str | None = scope["state"]["owner"]
         is_upload = scope["path"] in self._upload_paths and scope["method"] == "POST"
-        if self._requests[owner] >= MOST_REQUESTS or (is_upload and not self._has_room(owner)):
+        if self._requests[owner] >= MAX_REQUESTS or (is_upload and not self._has_room(owner)):
             await refuse(RefusedError("too many requests at a time", 429, code="rate_limit"), scope, receive, send)
             return
         counts = [self._requests, self._uploads] if is_upload else [self._requests]
@@ -59,10 +59,10 @@ class Crowd:
                 count[owner] -= 1
 
     def _has_room(self, owner: str | None) -> bool:
-        return self._uploads[owner] < MOST_UPLOADS and self._uploads.total() < MOST_UPLOADS_OF_ALL
+        return self._uploads[owner] < MAX_UPLOADS and self._uploads.total() < MAX_UPLOADS_OF_ALL
 
 
-class Pace:
+class MinimumRate:
     """Takes the pieces of a body, each within what is left of a window. What the server itself takes does not count."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Pace:
             async with asyncio.timeout(WINDOW_SECONDS - self._waited):
                 message = await receive()
         except TimeoutError:
-            if self._num_bytes < LEAST_BYTES:
+            if self._num_bytes < MIN_WINDOW_BYTES:
                 raise _too_slow() from None
             self._begin_window()
             return await self.next(receive)
@@ -95,7 +95,7 @@ class Pace:
 
 
 def _too_slow() -> HTTPException:
-    return HTTPException(408, f"expected at least {LEAST_BYTES:,} bytes of the body in {WINDOW_SECONDS:.0f} s")
+    return HTTPException(408, f"expected at least {MIN_WINDOW_BYTES:,} bytes of the body in {WINDOW_SECONDS:.0f} s")
 
 
 class BodyLimit:
@@ -111,13 +111,13 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         is_upload = scope["path"] in self._upload_paths
-        most = self._max_file_bytes + SLACK_BYTES if is_upload else MOST_BYTES
+        most = self._max_file_bytes + SLACK_BYTES if is_upload else MAX_BODY_BYTES
         await self._app(scope, _limited(receive, most, _said_length(scope)), send)
 
 
 def _limited(receive: Receive, most: int, said: int) -> Receive:
     num_bytes = 0
-    pace = Pace()
+    pace = MinimumRate()
 
     async def limited() -> Message:
         nonlocal num_bytes

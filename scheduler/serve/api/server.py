@@ -18,21 +18,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.metrics import endpoint
+from swiftbatch.metrics import exporter
+from swiftbatch.metrics.counters import ServerCounters
 from swiftbatch.metrics.exporter import ServerCollector, registry_of
-from swiftbatch.metrics.server_counters import ServerCounters
 from swiftbatch.scheduler.runs.folder_lock import hold
 from swiftbatch.scheduler.serve.api import batch_routes, file_routes, watching_routes
-from swiftbatch.scheduler.serve.api.access_control import MOST_HEADER_BYTES, Gate, is_loopback
-from swiftbatch.scheduler.serve.api.batch_routes import PAGE
+from swiftbatch.scheduler.serve.api.access_control import MAX_HEADER_BYTES, AccessControl, is_loopback
+from swiftbatch.scheduler.serve.api.batch_routes import DEFAULT_PAGE
 from swiftbatch.scheduler.serve.api.dependencies import Served
-from swiftbatch.scheduler.serve.api.error_responses import answer_errors
-from swiftbatch.scheduler.serve.api.request_limits import BodyLimit, Connection, Crowd, Shutdown
-from swiftbatch.scheduler.serve.api.response_objects import Object, batch_object, page_object
+from swiftbatch.scheduler.serve.api.request_limits import BodyLimit, ConcurrencyLimit, Connection, Shutdown
+from swiftbatch.scheduler.serve.api.responses import Object, answer_errors, batch_object, page_object
 from swiftbatch.scheduler.serve.api.watching_routes import progress_object
+from swiftbatch.scheduler.serve.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.client_errors import RefusedError
-from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.page import page_routes
 from swiftbatch.scheduler.serve.page.login_sessions import Sessions
 from swiftbatch.scheduler.serve.page.page_security import UPLOAD_PATH
@@ -68,7 +67,7 @@ class Polls:
     def _found(self, path: str, owner: str | None) -> Object | None:
         """The answer to a poll; None if the routes have to answer it."""
         if path == LIST:
-            batches, has_more = self._service.batches.page(owner, None, PAGE, "desc")
+            batches, has_more = self._service.batches.page(owner, None, DEFAULT_PAGE, "desc")
             objects = [self._batch(batch) for batch in batches]
             return None if None in objects else page_object([each for each in objects if each], has_more)
         if (names := BATCH.fullmatch(path)) is None:
@@ -125,7 +124,7 @@ def metrics(service: Served) -> Response:
     return Response(generate_latest(registry_of(ServerCollector(service.counters))), media_type=CONTENT_TYPE_LATEST)
 
 
-@server_router.get(endpoint.PATH)
+@server_router.get(exporter.DISCOVERY_PATH)
 def targets(service: Served) -> list[Any]:
     """The drivers that serve metrics, and their workers, a group for each batch."""
     found: list[Any] = []
@@ -134,7 +133,7 @@ def targets(service: Served) -> list[Any]:
             progress = service.status(batch).progress
             workers = [] if progress is None else [worker.metrics_address for worker in progress.workers]
             addresses = [driver.metrics_address, *(address for address in workers if address is not None)]
-            found += json.loads(endpoint.document(addresses, batch.id))
+            found += json.loads(exporter.discovery_document(addresses, batch.id))
     return found
 
 
@@ -150,8 +149,8 @@ def make_app(service: Service, only_loopback: bool) -> FastAPI:
     answer_errors(app)
     app.add_middleware(BodyLimit, upload_paths=UPLOAD_PATHS, max_file_bytes=service.max_file_bytes)
     app.add_middleware(Polls, service=service)
-    app.add_middleware(Crowd, upload_paths=UPLOAD_PATHS)
-    app.add_middleware(Gate, keyring=service.keyring, sessions=app.state.sessions, only_loopback=only_loopback)
+    app.add_middleware(ConcurrencyLimit, upload_paths=UPLOAD_PATHS)
+    app.add_middleware(AccessControl, keyring=service.keyring, sessions=app.state.sessions, only_loopback=only_loopback)
     app.add_middleware(Counting, counters=service.counters)
     app.add_middleware(Shutdown)
     return app
@@ -201,7 +200,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
         server_header=False,
         http=Connection,
         ws="none",
-        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=END_SECONDS,

@@ -11,18 +11,16 @@ from contextlib import suppress
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, StreamingResponse
 
-from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.run_records import Progress
+from swiftbatch.jobs.run.run_records import Progress, RunError
 from swiftbatch.metrics.report.run_facts import gather
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-from swiftbatch.scheduler.driver.takeover import claims
+from swiftbatch.scheduler.driver.run_lease import claims
 from swiftbatch.scheduler.serve.api.dependencies import Owner, Served
-from swiftbatch.scheduler.serve.api.response_objects import Object, batch_object
-from swiftbatch.scheduler.serve.batch_status import Status, is_submitted
+from swiftbatch.scheduler.serve.api.responses import Object, batch_object
+from swiftbatch.scheduler.serve.batch_status import Status, is_submitted, partial_texts
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.client_errors import RefusedError
-from swiftbatch.scheduler.serve.running_texts import partial_texts
 from swiftbatch.scheduler.serve.service import Service
 
 EVENT_SECONDS = 0.5  # between two looks for events

@@ -24,7 +24,7 @@ from swiftbatch.scheduler.serve.client_errors import RefusedError
 
 COOKIE = "swiftbatch_session"
 SESSION_SECONDS = 12 * 3600
-MOST_SESSIONS = 10_000
+MAX_SESSIONS = 10_000
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{43}")
 TOKEN = "form_token"
 STALE_FORM = "this form was not sent by this page, or is older than the session: load the page again, then send it"
@@ -52,7 +52,7 @@ class Sessions:
         now = time.monotonic()
         with self._lock:
             self._sessions = {name: session for name, session in self._sessions.items() if session.ends > now}
-            while len(self._sessions) >= MOST_SESSIONS:
+            while len(self._sessions) >= MAX_SESSIONS:
                 del self._sessions[next(iter(self._sessions))]
             self._sessions[_hash(session_id)] = Session(key_digest, now + SESSION_SECONDS)
         return session_id

@@ -34,8 +34,8 @@ from swiftbatch.scheduler.serve.page.rendering import FOLDER, page_response
 from swiftbatch.scheduler.serve.server_records import Delivery, delivered_file_id
 from swiftbatch.scheduler.serve.service import Service
 
-MOST_FIELDS, MOST_FIELD_BYTES = 10, 2**14  # of a form
-MOST_LOGIN_FIELDS, MOST_LOGIN_FIELD_BYTES = 4, 2**12
+MAX_FIELDS, MAX_FIELD_BYTES = 10, 2**14  # of a form
+MAX_LOGIN_FIELDS, MAX_LOGIN_FIELD_BYTES = 4, 2**12
 WRONG_KEY = "this key is not known here: it may have been replaced"
 SAID = ("endpoint", "window", "metadata", "priority", "webhook")
 WHOLE_NUMBER = re.compile(r"-?[0-9]{1,10}")
@@ -51,7 +51,7 @@ def batches(service: Served, visitor: KnownVisitor, after: str | None = None) ->
 @router.post("/")
 async def upload(request: Request, service: Served, visitor: KnownVisitor) -> Response:
     """Make a batch of a file. Nothing of the body is read before it is clear whose it is."""
-    async with request.form(max_files=1, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES) as form:
+    async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES) as form:
         check_form(request, visitor, form)
         return await run_in_threadpool(_take, service, visitor, form)
 
@@ -65,7 +65,7 @@ def batch(
 
 @router.post("/batches/{batch_id}/cancel")
 async def cancel(request: Request, service: Served, visitor: KnownVisitor, batch_id: str) -> Response:
-    async with request.form(max_files=0, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES) as form:
+    async with request.form(max_files=0, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES) as form:
         check_form(request, visitor, form)
     await run_in_threadpool(batch_routes.cancel, service, visitor.name, batch_id)
     return RedirectResponse(f"/batches/{batch_id}", 303)
@@ -151,7 +151,7 @@ async def login(request: Request, service: Served, visitor: AnyVisitor) -> Respo
     """Log in with a new session: one that somebody else may have put into this browser is worth nothing."""
     if service.keyring is None:
         return RedirectResponse("/", 303)
-    async with request.form(max_files=0, max_fields=MOST_LOGIN_FIELDS, max_part_size=MOST_LOGIN_FIELD_BYTES) as form:
+    async with request.form(max_files=0, max_fields=MAX_LOGIN_FIELDS, max_part_size=MAX_LOGIN_FIELD_BYTES) as form:
         check_form(request, visitor, form)
         secret = str(form.get("key", "")).strip()
     key = await run_in_threadpool(service.keyring.find, secret)
@@ -165,7 +165,7 @@ async def login(request: Request, service: Served, visitor: AnyVisitor) -> Respo
 
 @router.post("/logout")
 async def logout(request: Request, visitor: AnyVisitor) -> Response:
-    async with request.form(max_files=0, max_fields=MOST_LOGIN_FIELDS, max_part_size=MOST_LOGIN_FIELD_BYTES) as form:
+    async with request.form(max_files=0, max_fields=MAX_LOGIN_FIELDS, max_part_size=MAX_LOGIN_FIELD_BYTES) as form:
         check_form(request, visitor, form)
     sessions_of(request).end(visitor.session_id)
     request.state.new_session_id = new_session_id()

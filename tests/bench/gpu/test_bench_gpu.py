@@ -21,14 +21,14 @@ from bench.gpu.measuring import fitting_lengths, measured
 from bench.sizing import MODELS
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench_texts import BenchError
-from swiftbatch.worker.caches.memory.memory_plan import GPUMemory
-from swiftbatch.worker.caches.slot_arena import ArenaKVCache
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
-from swiftbatch.worker.kernels import kernel_choice
-from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.forward import step_costs
+from swiftbatch.worker.kernels import gpu_kernel_choice
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory
+from swiftbatch.worker.kv.paged_arena import ArenaKVCache
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target import step_costs
 from tests import ROOT
 from tests.bench.bench_parts import words
 from tests.worker.exactness.gpu_doctor.small_parts import SMALL, row_by_row
@@ -195,7 +195,7 @@ def test_kernels_are_measured_that_were_asked_for(one_layer_model: Path, monkeyp
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
     monkeypatch.setattr("bench.gpu.measuring.measured", lambda parts, *args: parts.kernels)
     assert run_gpu_bench(options(one_layer_model, linear="triton")) == CudaKernels(linear="triton")  # type: ignore[comparison-overlap]
-    monkeypatch.setattr(kernel_choice, "flash_version", lambda: "2.8.3")
+    monkeypatch.setattr(gpu_kernel_choice, "flash_version", lambda: "2.8.3")
     with pytest.raises(ModelError, match="--attention flash: found dtype float32"):
         run_gpu_bench(options(one_layer_model, attention="flash"))
 

@@ -26,7 +26,7 @@ from bench.sizing import EXPERTS, WINDOWED
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Result
-from swiftbatch.worker.model.dense_config import read_dense
+from swiftbatch.worker.model.decoder_config import read_decoder_config
 from tests import ROOT
 from tests.bench.gpu import broken_stages, interpreted_stages
 
@@ -207,7 +207,7 @@ def test_the_command_says_where_its_tables_are_and_by_its_exit_code_whether_all_
 
 @pytest.mark.parametrize("family", FAMILIES, ids=[each.name for each in FAMILIES])
 def test_the_tensors_of_a_family_are_those_of_its_config_and_as_many_numbers_as_are_published(family: Family) -> None:
-    dense = read_dense(family.text_config)
+    dense = read_decoder_config(family.text_config)
     shapes = dict(shapes_of(dense))
     assert dense.tensor_names(set(shapes)) == set(shapes)
     counts = [0] * dense.num_layers

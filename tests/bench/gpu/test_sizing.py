@@ -10,12 +10,12 @@ from itertools import product
 import pytest
 
 from bench.sizing import LENGTHS, MODELS, gpu_memory, packed_models, packed_table, sizing_table, window_table
-from swiftbatch.worker.caches.host_copies import STAGING_BYTES
-from swiftbatch.worker.caches.memory.memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, one_slot
-from swiftbatch.worker.caches.summary_cache import CHUNK_SIZE
+from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions
+from swiftbatch.worker.kv.gpu_memory_plan import CAPACITY_BLOCK, GRAPH_RESERVE, one_slot
+from swiftbatch.worker.kv.host_copies import STAGING_BYTES
+from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE
 from tests.readme.command_lines import page, table
 
 GPU_PAGE = page("docs/gpu.md")

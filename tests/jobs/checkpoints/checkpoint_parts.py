@@ -11,15 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import (
-    AttemptStart,
-    CheckpointStore,
-    Segment,
-    SegmentEntry,
-    StateManifest,
-)
-from swiftbatch.jobs.checkpoints.packed_logs import FOLDER, SUFFIX, unpack
-from swiftbatch.jobs.checkpoints.token_log import TokenIds
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart, SegmentEntry, StateManifest
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.kv_segments import Segment
+from swiftbatch.jobs.checkpoints.token_log import WORKER_LOG_SUFFIX, WORKER_LOGS_FOLDER, TokenIds, unpack
 from swiftbatch.jobs.file_owner import Identity
 
 JOB = "job-0123456789abcdef"
@@ -40,7 +35,7 @@ def claim(checkpoints: CheckpointStore, job_id: str, worker_id: str, numerics: s
 def logged_jobs(run: Path) -> set[str]:
     """The jobs of a run's folder that have a token log, in their own folder or in a worker's file."""
     own = {path.parent.parent.name for path in run.glob("checkpoints/*/*/tokens.bin")}
-    for path in run.glob(f"{FOLDER}/*{SUFFIX}"):
+    for path in run.glob(f"{WORKER_LOGS_FOLDER}/*{WORKER_LOG_SUFFIX}"):
         with suppress(FileNotFoundError):  # the next one is there
             own |= {entry.job_id for entry in unpack(path.read_bytes())[0]}
     return own

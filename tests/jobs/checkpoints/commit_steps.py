@@ -18,11 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, CheckpointStore, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
-from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs, WorkerLogs
+from swiftbatch.jobs.checkpoints.token_log import PackedLogs, WorkerLogs
+from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import (
     FINGERPRINT,

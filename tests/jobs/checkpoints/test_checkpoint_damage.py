@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_files import ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, check_checkpoints, claim, output_ids, write_state
 

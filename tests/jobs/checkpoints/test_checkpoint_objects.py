@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_files import ResumeRecord
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import (

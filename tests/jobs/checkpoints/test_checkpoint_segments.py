@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from swiftbatch.jobs.checkpoints.state_file import Segment, decode_segment, encode_segment
+from swiftbatch.jobs.checkpoints.kv_segments import Segment, decode_segment, encode_segment
 from swiftbatch.jobs.file_owner import DamagedFileError
 from tests import ROOT
 from tests.jobs.checkpoints.checkpoint_parts import IDENTITY, segment_of
@@ -79,7 +79,8 @@ PEAK = """
 import sys
 from pathlib import Path
 import numpy as np
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, Segment
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.kv_segments import Segment
 from swiftbatch.jobs.storage.store import Store
 
 def memory(kind):

@@ -13,9 +13,9 @@ from hypothesis.extra import numpy as numpy_st
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from swiftbatch.jobs.checkpoints.checkpoint_records import dump_file
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, SegmentEntry, StateManifest
-from swiftbatch.jobs.checkpoints.state_file import decode_state, encode_state
+from swiftbatch.jobs.checkpoints.checkpoint_files import SegmentEntry, StateManifest, dump_file
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.kv_segments import decode_state, encode_state
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import IDENTITY, JOB, segment_of, write_state
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptRecord, CheckpointStore, ResumeRecord, StateManifest
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptRecord, ResumeRecord, StateManifest
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import TokenIds, TokenLog, encode_log
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, IDENTITY, claim

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
+from swiftbatch.jobs.checkpoints.token_log import PackedLogs
+from swiftbatch.jobs.run.result_files import SEGMENTS
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SEGMENTS
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, check_checkpoints
 from tests.jobs.checkpoints.commit_steps import NUM_POSITIONS, finish, result, run_attempt

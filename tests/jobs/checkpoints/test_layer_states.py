@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, LayerStates, StateManifest, TokenLog
+from swiftbatch.jobs.checkpoints.checkpoint_files import StateManifest
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
 from swiftbatch.jobs.checkpoints.kept_logs import inherit
-from swiftbatch.jobs.checkpoints.token_log import Rewind
+from swiftbatch.jobs.checkpoints.kv_segments import LayerStates
+from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenLog
 from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, JOB, Cache, claim, output_ids, tokens_at

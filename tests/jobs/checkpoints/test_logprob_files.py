@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftbatch.jobs.checkpoints.checked_files import CheckedFiles
+from swiftbatch.jobs.checkpoints.checkpoint_files import CheckedFiles
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_writer import PendingCheckpoint
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.checkpoints.logprob_files import LogprobFiles, WrittenSpans, decode_span, encode_span
-from swiftbatch.jobs.checkpoints.pending_writes import PendingCheckpoint
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog
 from swiftbatch.jobs.file_owner import DamagedFileError
 from swiftbatch.jobs.logprobs import TokenLogprobs

@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
-from swiftbatch.jobs.checkpoints.packed_logs import FOLDER, PackedLog, PackedLogs, WorkerLogs, pack, unpack
 from swiftbatch.jobs.checkpoints.timeline import Timeline
-from swiftbatch.jobs.checkpoints.token_log import TokenLog
+from swiftbatch.jobs.checkpoints.token_log import (
+    WORKER_LOGS_FOLDER,
+    PackedLog,
+    PackedLogs,
+    TokenLog,
+    WorkerLogs,
+    pack,
+    unpack,
+)
 from swiftbatch.jobs.storage.store import Store, StoreError
 from tests.jobs.checkpoints.checkpoint_parts import FINGERPRINT, Cache, output_ids, tokens_at
 from tests.jobs.storage.slow_store import GatedStore
@@ -65,7 +73,7 @@ def test_an_interval_of_a_worker_is_one_write_whatever_number_of_jobs_it_has(
         put(writer, num_tokens)
     assert len(store.written) == 3
     assert store.list("checkpoints") == ["workers"]
-    [name] = store.list(FOLDER)  # the older ones have gone
+    [name] = store.list(WORKER_LOGS_FOLDER)  # the older ones have gone
     assert name.startswith("w1-")
     running = packed.read(["w1"])
     assert {job_id: len(attempt.log.token_ids) for job_id, attempt in running.items()} == dict.fromkeys(JOBS, 30)
@@ -87,7 +95,7 @@ def test_a_job_that_leaves_without_a_result_has_its_log_in_its_own_folder(
     assert packed.found(["w1"]).entries[-1].job_id == "c-03"  # until its result is there
     writer.forget(["c-03"])
     assert writer.flush(60)
-    assert store.list(FOLDER) == []
+    assert store.list(WORKER_LOGS_FOLDER) == []
 
 
 def test_states_of_a_job_say_who_wrote_them_though_its_log_is_packed(
@@ -126,10 +134,10 @@ def test_a_damaged_entry_is_named_and_the_others_are_found(
     data = pack(entries(packed))
     second = len(pack(entries(packed)[:1]))
     for place in (second + 5, data.index(b"SWTOKENS", second) + 60):  # its line, and its log
-        store.write(f"{FOLDER}/w1-x-1.logs", data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        store.write(f"{WORKER_LOGS_FOLDER}/w1-x-1.logs", data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         packed.put_in_place(packed.found())
         assert [len(checkpoints.read_tokens(job_id)) for job_id in JOBS] == [5, 0, 7]
-        assert store.list(FOLDER) == []
+        assert store.list(WORKER_LOGS_FOLDER) == []
         for job_id in JOBS:
             checkpoints.clear(job_id)
     assert "that are no whole entry" in caplog.text
@@ -171,10 +179,10 @@ def test_logs_are_put_in_place_once_and_whole_wherever_that_was_broken_off(
                 num_done += 1
             except StoreError:
                 pass
-        assert num_done or store.list(FOLDER)
+        assert num_done or store.list(WORKER_LOGS_FOLDER)
         packed.put_in_place(packed.found())
         assert [len(checkpoints.read_tokens(job_id)) for job_id in JOBS] == [8, 6, 20]
-        assert store.list(FOLDER) == []
+        assert store.list(WORKER_LOGS_FOLDER) == []
         assert checkpoints.history(JOBS[0])[0].timeline == TIMELINE
     assert num_done
 
@@ -183,4 +191,4 @@ def test_of_a_job_with_a_result_nothing_is_put_in_place(store: Store, packed: Pa
     packed.write("w1-x-1.logs", entries(packed))
     packed.put_in_place(packed.found().without(["a-01", "c-03"]))
     assert store.list("checkpoints") == ["b-02", "workers"]
-    assert store.list(FOLDER) == []
+    assert store.list(WORKER_LOGS_FOLDER) == []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftbatch.jobs.checkpoints.state_file import decode_state
+from swiftbatch.jobs.checkpoints.kv_segments import decode_state
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, decode_log, encode_log
 from swiftbatch.jobs.file_owner import DamagedFileError
 from tests.jobs.checkpoints.checkpoint_parts import IDENTITY

@@ -20,9 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftbatch.jobs.input.input_file import InputFileError
-from swiftbatch.jobs.input.reader import MAX_LINE_BYTES, JobReader, read_jobs
-from swiftbatch.scheduler.runs.job_file_folders import job_lines
+from swiftbatch.jobs.input.job_files import InputFileError
+from swiftbatch.jobs.input.reader import MAX_LINE_BYTES, JobReader, job_lines, read_jobs
 from tests import ROOT
 from tests.jobs.input.job_lines import CHAT, GOOD
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftbatch.jobs.job import Job
-from swiftbatch.jobs.sampling import LATER_FIELDS, SamplingParams
+from swiftbatch.jobs.sampling_params import LATER_FIELDS, SamplingParams
 from tests.jobs.input.job_lines import CHAT, GOOD, read
 
 

@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.job_file_paths import found_files
+from swiftbatch.jobs.input.job_files import found_files
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import ColumnError, Columns
-from swiftbatch.jobs.input.reader import JobReader
+from swiftbatch.jobs.input.reader import JobReader, job_lines
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.runs.job_file_folders import job_lines
 from tests.jobs.input.job_lines import GOOD
 
 
@@ -218,7 +217,7 @@ def test_a_copy_that_has_no_room_is_refused_in_one_line(hub: Hub, monkeypatch: p
         raise OSError(errno.ENOSPC, "No space left on device")
 
     hub.pipe("/datasets/org/name/x.jsonl", b"{}")
-    monkeypatch.setattr("swiftbatch.jobs.input.job_file_paths.copy_foreign", full)
+    monkeypatch.setattr("swiftbatch.jobs.input.job_files.copy_foreign", full)
     line = refused("hf://datasets/org/name/x.jsonl")
     assert line.endswith("x.jsonl to a temporary file: No space left on device; make room there")
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.input.line_kinds import MAX_KINDS, LineKinds
-from swiftbatch.jobs.input.line_parsing import JobLine, LineError, line_from_object
+from swiftbatch.jobs.input.line_parsing import MAX_CACHED_LINES, JobLine, LineError, ParsedLineCache, line_from_object
 
 SEED = 3
 CHAT_BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "seed": 1, "temperature": 0.5}
@@ -55,7 +54,7 @@ def outcome(make: Callable[..., JobLine], *values: Any) -> JobLine | str:
 
 @pytest.mark.parametrize("first", FIRSTS, ids=lambda line: "-".join(line.get("body", line)))
 def test_a_line_of_a_known_kind_is_what_it_would_be_alone(first: dict[str, Any]) -> None:
-    kinds = LineKinds(SEED)
+    kinds = ParsedLineCache(SEED)
     assert outcome(kinds.line, first) == outcome(line_from_object, first, SEED)
     for own in OWN:
         line = with_own(first, own)
@@ -70,20 +69,20 @@ def test_a_line_of_a_known_kind_is_what_it_would_be_alone(first: dict[str, Any])
 
 
 def test_lines_of_a_known_kind_are_not_checked_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds, read = LineKinds(SEED), []
+    kinds, read = ParsedLineCache(SEED), []
 
     def note(values: dict[str, Any], run_seed: int) -> JobLine:
         read.append(values)
         return line_from_object(values, run_seed)
 
-    monkeypatch.setattr("swiftbatch.jobs.input.line_kinds.line_from_object", note)
+    monkeypatch.setattr("swiftbatch.jobs.input.line_parsing.line_from_object", note)
     for number in range(5):
         kinds.line({"custom_id": f"job-{number}", "prompt": f"text {number}", "max_tokens": number + 1})
     assert len(read) == 1
 
 
 def test_a_file_with_a_kind_for_every_line_takes_no_more_memory_for_them() -> None:
-    kinds = LineKinds(SEED)
-    for number in range(MAX_KINDS + 5):
+    kinds = ParsedLineCache(SEED)
+    for number in range(MAX_CACHED_LINES + 5):
         kinds.line({"custom_id": "job", "prompt": "text", "user": str(number)})
-    assert len(kinds._firsts) == MAX_KINDS
+    assert len(kinds._firsts) == MAX_CACHED_LINES

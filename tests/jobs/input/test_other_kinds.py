@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from swiftbatch.jobs.input.input_file import InputFileError
+from swiftbatch.jobs.input.job_files import InputFileError
 from swiftbatch.jobs.input.reader import read_jobs
 from tests.jobs.input.job_lines import GOOD
 

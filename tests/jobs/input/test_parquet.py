@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from swiftbatch.jobs.input.input_file import InputFileError
+from swiftbatch.jobs.input.job_files import InputFileError
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import Columns, parquet_rows
 from swiftbatch.jobs.input.reader import JobReader, read_jobs

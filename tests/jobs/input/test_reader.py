@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftbatch.jobs.input.reader import BYTE_ORDER_MARK, MAX_LINE_BYTES, InputFileError, read_jobs
+from swiftbatch.jobs.input.job_files import InputFileError
+from swiftbatch.jobs.input.reader import BYTE_ORDER_MARK, MAX_LINE_BYTES, read_jobs
 from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import Job, JobRecord
 from tests.jobs.input.job_lines import CHAT, GOOD, OPEN_LIMIT, batch, read, read_lines

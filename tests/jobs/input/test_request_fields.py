@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.input.line_formats import ShortLine
-from swiftbatch.jobs.input.request_fields import is_of_others
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.input.request_fields import ShortLine, is_of_others
+from swiftbatch.jobs.sampling_params import SamplingParams
 from tests.jobs.input.job_lines import CHAT, batch, read_lines
 
 COMPLETION = {"prompt": "Once", "max_tokens": 5}

@@ -8,10 +8,11 @@ import numpy as np
 
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.output_line_fields import line_id
-from swiftbatch.jobs.run.run import Progress, Run, RunManifest, WorkerStatus
-from swiftbatch.jobs.run.segment_format import SealedResult
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.run.output_line_parsing import line_id
+from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress, RunManifest, WorkerStatus
+from swiftbatch.jobs.sampling_params import SamplingParams
 
 MANIFEST = RunManifest(
     run_id="run-1",

@@ -6,8 +6,7 @@ import io
 from collections.abc import Sequence
 
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run.job_table import write_records
-from swiftbatch.jobs.run.job_table_parts import RECORD, parts_of, records_of
+from swiftbatch.jobs.run.job_table import RECORD, parts_of, records_of, write_records
 
 
 def to_parquet(records: Sequence[JobRecord], run_id: str) -> bytes:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.json_lines import SEAL, sealed, unsealed
-from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.json_records import SEAL, sealed, unsealed
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.run.run_parts import MANIFEST, failed_line, make_record
 from tests.jobs.run.table_file import from_parquet, to_parquet

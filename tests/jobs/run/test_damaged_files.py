@@ -13,13 +13,12 @@ from click.testing import CliRunner, Result
 
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.json_lines import sealed
+from swiftbatch.jobs.json_records import sealed
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.queue_loading import load_queue
-from swiftbatch.scheduler.driver.run_lock import Hold
-from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, claims
+from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunLease, RunTakenError, claims
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS, failed_line, make_record, write_result
 
 SHAPES = {
@@ -147,7 +146,7 @@ def test_damaged_rejects_are_told_of_and_refuse_no_command(run: Run, damage: str
     told = "" if damage in OTHER_KINDS else f"rejects.jsonl in {folder} is damaged, "
     assert invoke("status", run.store.uri).stderr.startswith(told)
     assert told in invoke("report", run.store.uri, "--output", str(tmp_path / "report.html")).stderr
-    Hold(run).end("interrupted")
+    RunLease(run).end("interrupted")
     if damage in CONTENTS:
         run.write_rejects([Reject(1, "x", "odd")])
         assert Run.open(run.store.uri).rejects() == [Reject(1, "x", "odd")]
@@ -190,7 +189,7 @@ def test_a_damaged_heartbeat_or_claim_holds_nothing_up(run: Run, damage: str) ->
     assert run.cancel_requests()[1] == set()
     assert claims(run) == []
     (folder / "drivers/0001.json").rename(folder / "drivers/old")
-    epoch = Epoch.begin(run)
+    epoch = LeaseEpoch.begin(run)
     epoch.check()
     if damage in CONTENTS:
         run.write_progress(PROGRESS)
@@ -201,14 +200,14 @@ def test_where_both_claim_and_heartbeat_are_damaged_only_the_user_can_say_that_n
     run.store.write("drivers/0003.json", b"")
     result = CliRunner().invoke(main, ["resume", run.store.uri])
     assert result.exit_code == 2
-    assert Epoch.begin(run, may_take_over=True).number == 4
+    assert LeaseEpoch.begin(run, may_take_over=True).number == 4
     run.store.delete("drivers/0004.json")
     with pytest.raises(RunTakenError, match=r"nothing is known but the damaged drivers/0003\.json; if that driver"):
-        Epoch.begin(run)
+        LeaseEpoch.begin(run)
 
 
 def test_a_driver_whose_successor_s_claim_is_damaged_stops(run: Run) -> None:
-    epoch = Epoch.begin(run)
+    epoch = LeaseEpoch.begin(run)
     run.store.write("drivers/0001.json", b"")
     epoch.check()  # nobody else can have written that number
     run.store.write("drivers/0002.json", b"{torn")
@@ -222,7 +221,7 @@ def test_damaged_rejects_are_told_of_and_hold_nothing_up(run: Run, data: bytes, 
     for command in (("status", run.store.uri), ("report", run.store.uri, "--output", str(tmp_path / "report.html"))):
         told = invoke(*command).stderr
         assert told.endswith("is damaged, found no list of rejected lines: submit the job file again\n")
-    with Hold(run) as hold:
+    with RunLease(run) as hold:
         hold.end("interrupted")
 
 

@@ -11,9 +11,10 @@ import pytest
 from pyarrow import parquet
 
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.run import job_table, job_table_parts
-from swiftbatch.jobs.run.checked_reading import RunError
+from swiftbatch.jobs.run import job_table
+from swiftbatch.jobs.run import job_table as job_table_parts
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from tests.jobs.run.run_parts import MANIFEST, make_record
@@ -92,7 +93,7 @@ def test_no_part_of_a_table_has_too_many_jobs(tmp_path: Path, monkeypatch: pytes
     run.add_jobs(make_record(name) for name in NAMES)
     metadata = parquet.read_metadata(tmp_path / "run" / "jobs.parquet")
     assert [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)] == [2, 2, 2, 1]
-    monkeypatch.setattr(job_table, "LETTERS_PER_PART", 1)  # long prompts
+    monkeypatch.setattr(job_table, "CHARACTERS_PER_PART", 1)  # long prompts
     other = Run.create_or_open(str(tmp_path / "other"), MANIFEST)
     other.add_jobs(make_record(name) for name in NAMES)
     assert parquet.read_metadata(tmp_path / "other" / "jobs.parquet").num_row_groups == len(NAMES)

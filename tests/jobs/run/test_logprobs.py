@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict
 
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.json_lines import dump_line
+from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.logprobs import NO_TOKEN, UNLIKELY, TokenLogprobs, shown_logprobs
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 
 END = "</s>"
 BYTES = [b"Hi", b" there", b"\xe2", b"\x80\x93", "na\u00efve".encode(), b"\xff", b"Hi", END.encode(), b""]

@@ -16,8 +16,8 @@ from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output import write_table
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
+from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import StoreError
 from tests.jobs.run import run_parts
 from tests.jobs.run.run_parts import MANIFEST, make_record, write_result

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.json_lines import dump_line
+from swiftbatch.jobs.json_records import dump_line
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=5, seed=1)
 COMPLETION = Job(custom_id="a", url="/v1/completions", prompt="Once", sampling=SAMPLING)

@@ -10,9 +10,10 @@ import pytest
 
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.run.output_line_fields import line_id
-from swiftbatch.jobs.run.run import Run, RunError
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.run.output_line_parsing import line_id
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunError
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.jobs.storage.store import StoreError
 from tests import ROOT
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, PROGRESS, failed_line, make_record, write_result

@@ -13,9 +13,9 @@ import pytest
 from pyarrow import parquet
 
 from swiftbatch.jobs.run import output
-from swiftbatch.jobs.run.checked_reading import NUM_READ_AHEAD
 from swiftbatch.jobs.run.output import METRIC_COLUMNS
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import NUM_READ_AHEAD
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import Store, StoreError
 from tests.jobs.run.run_parts import MANIFEST, make_record, write_result
@@ -73,7 +73,7 @@ def test_output_holds_every_finished_and_failed_job_in_input_order(run: Run) -> 
 
 
 def test_a_table_has_what_a_chat_thought_and_its_log_probabilities(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftbatch.jobs.run.output.MAX_LETTERS_PER_GROUP", 50)  # long rows are written one by one
+    monkeypatch.setattr("swiftbatch.jobs.run.output.MAX_CHARACTERS_PER_GROUP", 50)  # long rows are written one by one
     logprobs = {"content": [{"token": "\ud83d", "logprob": -0.5}], "refusal": None}
     message = {"role": "assistant", "reasoning_content": "well\udce9", "content": "Yes"}
     records = [make_record(name) for name in "ab"]

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.jobs.json_lines import dump_line, unsealed
-from swiftbatch.jobs.json_lines import sealed as seal
-from swiftbatch.jobs.run import result_files, segment_format
-from swiftbatch.jobs.run.output_line_fields import LINE_ID, line_id
+from swiftbatch.jobs.json_records import dump_line, unsealed
+from swiftbatch.jobs.json_records import sealed as seal
+from swiftbatch.jobs.run import result_files
+from swiftbatch.jobs.run import result_files as segment_format
+from swiftbatch.jobs.run.output_line_parsing import LINE_ID, line_id
+from swiftbatch.jobs.run.result_files import SEGMENTS, SealedResult, encode_segment
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult, encode_segment
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.scheduler.display.progress_line import damage_lines
 from swiftbatch.scheduler.driver.queue_loading import count_jobs, load_queue

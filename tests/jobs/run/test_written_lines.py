@@ -14,11 +14,11 @@ import pytest
 
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.job import Job, JobRecord
-from swiftbatch.jobs.json_lines import dump_line, sealed
-from swiftbatch.jobs.run import error_files, output_line_fields
+from swiftbatch.jobs.json_records import dump_line, sealed
+from swiftbatch.jobs.run import error_files, output_line_parsing
 from swiftbatch.jobs.run.output_line import Reasoning, error_line, success_line
+from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SealedResult
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, make_record, write_result
 
 NAMES = ("text", "log", 'na\u00efve "name"', "short", "failed", "open")
@@ -70,7 +70,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def parse(data: bytes, job_id: str, fingerprint: str | None) -> dict[str, Any]:
         seen.append(job_id)
-        return output_line_fields.parse_line(data, job_id, fingerprint)
+        return output_line_parsing.parse_line(data, job_id, fingerprint)
 
     monkeypatch.setattr(error_files, "parse_line", parse)
     return seen

@@ -14,9 +14,8 @@ from pyarrow import parquet
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.jobs.shards.shard_settings import ShardSettings, ask_for_shards
-from swiftbatch.jobs.shards.shards import DATA, Shards
+from swiftbatch.jobs.run.shards import DATA, Shards, ShardSettings, ask_for_shards
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.jobs.storage.store import Store
 from tests.jobs.run.run_parts import FINISHED, MANIFEST, write_result
 

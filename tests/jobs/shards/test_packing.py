@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftbatch.jobs.shards.shard_settings import PlannedLine, SizedLine, packed
+from swiftbatch.jobs.run.shards import PlannedLine, SizedLine, packed
 
 SIZES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30)), max_size=30)
 

@@ -15,12 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import dataset
 
-from swiftbatch.jobs.run.checked_reading import RunError
+from swiftbatch.jobs.run.result_files import SEGMENTS
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SEGMENTS
-from swiftbatch.jobs.shards.shard_file import arrow_schema
-from swiftbatch.jobs.shards.shard_settings import ShardSettings, ask_for_shards
-from swiftbatch.jobs.shards.shards import DATA, Shards
+from swiftbatch.jobs.run.run_records import RunError
+from swiftbatch.jobs.run.shards import DATA, Shards, ShardSettings, arrow_schema, ask_for_shards
 from swiftbatch.jobs.storage.store import Store, StoreError
 from tests.jobs.run.run_parts import FINISHED, write_result
 from tests.jobs.shards.shard_parts import (
@@ -241,7 +239,7 @@ def test_a_full_disk_for_temporary_files_is_one_line_and_the_next_try_goes_on(
     shards = shards_of(run)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "swiftbatch.jobs.shards.shards.write_shard", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+            "swiftbatch.jobs.run.shards.write_shard", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
         )
         with pytest.raises(StoreError, match=r"in a temporary file: .*No space left; make room there"):
             shards.catch_up(is_end=True)

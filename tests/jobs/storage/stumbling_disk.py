@@ -34,5 +34,5 @@ def stumble(monkeypatch: pytest.MonkeyPatch, at_read: int, every: int | None = N
 
     opener = local_folder._open_file
     monkeypatch.setattr(local_folder, "_opened", lambda path: Handle(path, "rb", opener=opener))
-    monkeypatch.setattr(retries, "PAUSE", lambda state: 0.0)
+    monkeypatch.setattr(retries, "STORE_BACKOFF", lambda state: 0.0)
     return failed

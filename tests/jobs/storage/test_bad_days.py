@@ -13,7 +13,7 @@ from typing import BinaryIO
 import pytest
 from tenacity import wait_random_exponential
 
-from swiftbatch.jobs.storage import object_stores
+from swiftbatch.jobs.storage import object_store
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import Store, StoreError
 from tests import ROOT
@@ -31,7 +31,9 @@ def counted(seconds: float) -> tuple[Retries, list[None]]:
 def test_with_503s_and_resets_nothing_is_lost_and_every_retry_is_counted(
     s3_store: Store, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftbatch.jobs.storage.retries.PAUSE", wait_random_exponential(multiplier=0.01, max=0.1))
+    monkeypatch.setattr(
+        "swiftbatch.jobs.storage.retries.STORE_BACKOFF", wait_random_exponential(multiplier=0.01, max=0.1)
+    )
     retries, made = counted(120)
     store = Store(s3_store.uri, retries)
     s3_proxy.chances = {"unavailable": 0.05, "refused": 0.03, "lost": 0.03, "cut": 0.03}
@@ -69,7 +71,7 @@ def test_a_file_is_sent_from_where_it_stood_at_the_first_try(
 def test_a_store_that_is_dark_for_a_while_is_waited_for(
     s3_store: Store, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_stores, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(object_store, "ANSWER_SECONDS", 1.0)
     retries, made = counted(300)
     store = Store(s3_store.uri, retries)
     store.write("before", b"x")
@@ -82,7 +84,7 @@ def test_a_store_that_is_dark_for_a_while_is_waited_for(
 def test_a_store_that_stays_dark_is_one_clear_line_after_the_bound(
     s3_store: Store, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_stores, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(object_store, "ANSWER_SECONDS", 1.0)
     retries, made = counted(3)
     store = Store(s3_store.uri, retries)
     with s3_proxy.dark(), pytest.raises(StoreError) as caught:

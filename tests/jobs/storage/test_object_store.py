@@ -17,8 +17,8 @@ from uuid import uuid4
 import pytest
 from pyarrow import fs
 
-from swiftbatch.jobs.storage import object_stores
-from swiftbatch.jobs.storage.object_stores import CHECKSUMS, open_place
+from swiftbatch.jobs.storage import object_store
+from swiftbatch.jobs.storage.object_store import CHECKSUMS, open_location
 from swiftbatch.jobs.storage.retries import NO_RETRIES
 from swiftbatch.jobs.storage.store import Store, StoreError
 from tests import ROOT
@@ -166,7 +166,7 @@ def test_the_endpoint_may_stand_in_the_uri(
 @pytest.mark.parametrize("setting", ["tls_verify_certificates=false", "tls_ca_dir_path=/etc/ssl"])
 def test_settings_of_tls_in_the_uri_stay(s3_uri: str, setting: str) -> None:
     uri = f"{s3_uri}?{setting}"
-    place = open_place(uri)
+    place = open_location(uri)
     assert place.filesystem.equals(fs.FileSystem.from_uri(uri)[0])
     assert not place.filesystem.equals(fs.FileSystem.from_uri(s3_uri)[0])
 
@@ -203,7 +203,7 @@ def test_a_profile_may_ask_a_program_for_its_keys(
 def test_a_line_may_be_slow_while_it_takes_something(
     s3_store: Store, s3_proxy: FaultProxy, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_stores, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(object_store, "ANSWER_SECONDS", 1.0)
     s3_proxy.seconds_a_piece = 0.04
     start = time.monotonic()
     Store(s3_store.uri, NO_RETRIES).write("file", bytes(size))

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.chaos.chaos_report import ChaosReport, RunOutput, compare
 from swiftbatch.scheduler.chaos.disturbed_run import Kill
-from swiftbatch.scheduler.chaos.kills import KINDS, plan_kills
+from swiftbatch.scheduler.chaos.experiment import ChaosReport, RunOutput, compare
+from swiftbatch.scheduler.chaos.faults import KINDS, plan_kills
 from tests.jobs.run.run_parts import MANIFEST
 
 DEADLINE_SECONDS = 1750

@@ -16,14 +16,14 @@ import pytest
 
 from swiftbatch.scheduler.chaos.chaos_options import ChaosError, ChaosOptions
 from swiftbatch.scheduler.chaos.experiment import run_chaos
-from swiftbatch.scheduler.chaos.hosts import Host, namespace_hosts
-from swiftbatch.scheduler.chaos.node_faults import (
+from swiftbatch.scheduler.chaos.faults import (
     AFTERWARDS_SECONDS,
     LONGEST_HEAD_SECONDS,
     LONGEST_SECONDS,
     NOTICE_SECONDS,
-    Troubles,
+    NodeFaults,
 )
+from swiftbatch.scheduler.chaos.local_cluster import Host, namespace_hosts
 from tests.simulated_clock import SimulatedClock
 
 HEAD, DESK = Host("head", ("on", "head")), Host("desk", ("on", "desk"))
@@ -47,7 +47,7 @@ class Scene:
             raylets=[self._node(f"node{number}") for number in range(1, num_nodes + 1)],
             replace_ended=lambda: None,
         )
-        self.troubles = Troubles(cluster, hosts, Random(1), self.clock)
+        self.troubles = NodeFaults(cluster, hosts, Random(1), self.clock)
 
     def begin(self, kind: Any) -> str | None:
         return self.troubles.ways()[kind]([])

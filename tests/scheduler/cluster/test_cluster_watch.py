@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from swiftbatch.scheduler.cluster import cluster_watch as cluster_watch
+from swiftbatch.scheduler.cluster import cluster_watch
 from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError, ClusterWatch
 from tests.simulated_clock import SimulatedClock
 

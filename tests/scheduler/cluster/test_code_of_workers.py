@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.child_processes import environment_of_code, module_command
+from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cluster import worker_code
 from swiftbatch.scheduler.cluster.worker_calls import last_words
@@ -30,8 +30,8 @@ sys.path.insert(0, place)
 code = worker_code.Code(folder, digest, (place,), is_sent == "sent")
 try:
     worker_code.use_code_of_driver(code)
-    import swiftbatch.worker.drawing.draft_tree
-    print(json.dumps(swiftbatch.worker.drawing.draft_tree.__file__))
+    import swiftbatch.worker.sampling.draft_tree
+    print(json.dumps(swiftbatch.worker.sampling.draft_tree.__file__))
 except worker_code.OtherCodeError as error:
     print(json.dumps(f"refused: {error}"))
 """

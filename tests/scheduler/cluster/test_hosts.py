@@ -13,8 +13,14 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.run.run_records import WorkerStatus
-from swiftbatch.scheduler.chaos.hosts import Host, NamespaceHosts, namespace_hosts
-from swiftbatch.scheduler.chaos.local_cluster import LocalCluster, Node, local_cluster
+from swiftbatch.scheduler.chaos.local_cluster import (
+    Host,
+    LocalCluster,
+    NamespaceHosts,
+    Node,
+    local_cluster,
+    namespace_hosts,
+)
 from swiftbatch.scheduler.demo.prompts import PROMPTS
 from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
 from tests.scheduler.commands.command_parts import write_jobs

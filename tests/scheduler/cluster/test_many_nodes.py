@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.child_processes import module_command
+from swiftbatch.jobs.python_processes import module_command
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.chaos.local_cluster import LocalCluster, local_cluster

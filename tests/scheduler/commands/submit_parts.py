@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.runs.submission import Submission, submission
 
 

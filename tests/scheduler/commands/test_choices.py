@@ -15,7 +15,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.queue_loading import load_queue
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run import run_parts
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs

@@ -10,15 +10,13 @@ import pytest
 from pydantic import BaseModel
 
 from swiftbatch.scheduler.chaos.chaos_options import ChaosOptions
-from swiftbatch.scheduler.limits import Limits
-from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.driver.run_limits import Limits
+from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.serve.server_options import ServeOptions
 from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.decode_bench import DecodeBenchOptions
-from swiftbatch.worker.papers.griffin.training.recipe import GRIFFIN_RECIPE, GriffinRecipe
-from swiftbatch.worker.papers.mtp.training import MTPRecipe
-from swiftbatch.worker.papers.triforce.recipe import DraftRecipe
-from swiftbatch.worker.training.head_recipe import HeadRecipe
+from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, DraftRecipe, GriffinRecipe, HeadRecipe
+from swiftbatch.worker.training.train_mtp import MTPRecipe
 from tests.scheduler.commands.command_parts import COMMANDS
 
 

@@ -13,19 +13,19 @@ from click.testing import CliRunner
 
 import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.option_values import LinearName
+from swiftbatch.jobs.run.compute_options import LinearName
 from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.doctor_verdicts import known_verdict, verdict_key
+from swiftbatch.worker.exactness.doctor import known_verdict, verdict_key
 from swiftbatch.worker.exactness.gpu_doctor import gpu_doctor
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
 from swiftbatch.worker.exactness.gpu_doctor.findings import Check, Finding
 from swiftbatch.worker.exactness.gpu_doctor.gpu_doctor import FirstRun, run_checks
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.forward import hardware
+from swiftbatch.worker.forward.hardware import hardware_of
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.target import hardware
-from swiftbatch.worker.target.hardware import hardware_of
 from tests.worker.exactness.gpu_doctor.small_parts import small_parts
 
 

@@ -14,7 +14,7 @@ from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.driver.run_lock import Hold
+from swiftbatch.scheduler.driver.run_lease import RunLease
 from swiftbatch.scheduler.runs import launch
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
@@ -28,7 +28,7 @@ POSITIONS = 4096  # of the tiny model
 def _without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is unfinished ends at once, at its `max_tokens`."""
 
-    def finish_all(run: Run, hold: Hold, queue: JobQueue, *_: object) -> tuple[str, None]:
+    def finish_all(run: Run, hold: RunLease, queue: JobQueue, *_: object) -> tuple[str, None]:
         records = {record.job_id: record for record in run.jobs()}
         for job_id in queue.unfinished():
             finish(run, records[job_id])
@@ -154,7 +154,7 @@ def test_the_kept_log_of_another_job_is_named(finished: Run) -> None:
 
 
 def test_while_the_run_is_worked_on_both_commands_are_refused_and_change_nothing(finished: Run) -> None:
-    with Hold(finished):
+    with RunLease(finished):
         before = {
             path: path.read_bytes() for path in Path(finished.store.uri).rglob("*.*") if "progress" not in path.name
         }

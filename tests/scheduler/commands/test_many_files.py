@@ -12,7 +12,7 @@ from pyarrow import parquet
 from swiftbatch.jobs.input.parquet_rows import Columns
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.queue_loading import write_cancelled
-from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.runs.submission import Submission, submission
 from tests.scheduler.commands.command_parts import invoke, job, refusal, write_jobs
 

@@ -17,12 +17,12 @@ import pytest
 from click.testing import CliRunner, Result
 from pyarrow import parquet
 
+from swiftbatch.jobs.input.reader import job_files_in
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.commands import nightly as nightly_command
 from swiftbatch.scheduler.runs.folder_lock import file_of
-from swiftbatch.scheduler.runs.job_file_folders import job_files
 from tests.jobs.run import run_parts
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.commands.submit_parts import submit_file
@@ -184,7 +184,7 @@ def test_a_folder_that_may_not_be_read_stops_no_other(tmp_path: Path) -> None:
         (inbox / "below").chmod(0)
         os.seteuid(65534)
         try:
-            assert job_files(Store(name)) == (["a.jsonl"], {"below": "Permission denied"})
+            assert job_files_in(Store(name)) == (["a.jsonl"], {"below": "Permission denied"})
         finally:
             os.seteuid(0)
 

@@ -7,8 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.commands.options.launch_options import CountOrAuto, Deadline
+from swiftbatch.scheduler.commands.options.launch_options import CountOrAuto
 from swiftbatch.scheduler.commands.options.option_types import InOurDigits
+from swiftbatch.scheduler.driver.run_limits import Deadline
 from tests.scheduler.commands.command_parts import COMMANDS
 
 OF_CLICK = (click.IntRange, click.FloatRange, type(click.INT), type(click.FLOAT))

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.shards.shard_settings import ShardSettings, shard_settings
-from swiftbatch.jobs.shards.shards import DATA
-from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.jobs.run.shards import DATA, ShardSettings, shard_settings
+from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.runs.submission import submission
 from tests.jobs.shards.shard_parts import all_rows, files
 from tests.scheduler.commands.command_parts import finish, invoke, job, refusal, write_jobs

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.run.run import Run, WorkerStatus
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import WorkerStatus
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.queue_loading import count_jobs
 from tests.scheduler.commands.command_parts import finish, invoke, refusal

@@ -12,14 +12,14 @@ from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
-from swiftbatch.scheduler.driver.run_lock import Hold
-from swiftbatch.scheduler.driver.unfinished_job import Strikes
+from swiftbatch.scheduler.driver.run_lease import RunLease
+from swiftbatch.scheduler.driver.waiting_jobs import Strikes
 from swiftbatch.scheduler.runs.launch import Outcome
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.exactness.doctor import diagnose
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests import ROOT
 from tests.readme.command_lines import table
 from tests.scheduler.commands.command_parts import finish, invoke, job, refusal, write_jobs
@@ -262,7 +262,7 @@ def test_resume_with_retry_failed_gives_jobs_all_their_attempts_where_a_killed_d
     run.write_error(failed.job_id, error_line(failed, "attempts_failed", "given up"))
     found: list[Strikes | None] = []
 
-    def launched(hold: Hold, *_: object) -> Outcome:
+    def launched(hold: RunLease, *_: object) -> Outcome:
         found.append(Attempts.read(run.store, hold.epoch.number).strikes(failed.job_id))
         return Outcome("finished", {"finished": 3}, 0)
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, CheckpointStore
-from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
-from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenLog
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.token_log import PackedLogs, Rewind, TokenLog
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.runs.run_watch import TAKEN_BACK, follow_text
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.scheduler.commands.command_parts import finish, invoke, pretend_to_run, refusal
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swiftbatch.jobs.run.run import Progress, WorkerStatus
+from swiftbatch.jobs.run.run_records import Progress, WorkerStatus
 
 NOW = 1_000_000.0
 

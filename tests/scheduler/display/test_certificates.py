@@ -12,7 +12,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from swiftbatch.scheduler.display.webhook_post import PostError, Receiver, WebhookMessage, post
+from swiftbatch.scheduler.display.webhooks import PostError, Receiver, WebhookMessage, post
 from tests.scheduler.display.receivers import receiver, status
 
 END = WebhookMessage("run.ended", {"run_id": "run-1"})

@@ -8,11 +8,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from swiftbatch.jobs.run.run import Progress
-from swiftbatch.scheduler.display.events import WorkerLost, WorkerReady
-from swiftbatch.scheduler.display.job_events import JobCancelled, JobGivenUp
+from swiftbatch.jobs.run.run_records import Progress
+from swiftbatch.scheduler.display.display import Frame, LiveDisplay
+from swiftbatch.scheduler.display.events import JobCancelled, JobGivenUp, WorkerLost, WorkerReady
 from swiftbatch.scheduler.display.progress_line import printable
-from swiftbatch.scheduler.display.terminal import Frame, LiveDisplay
 from swiftbatch.scheduler.process.streams import Lines
 from tests.scheduler.display.progress_parts import NOW, make_progress, make_worker
 

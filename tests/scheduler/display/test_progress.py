@@ -10,20 +10,21 @@ import time
 
 import pytest
 
-from swiftbatch.jobs.run.run import Progress
+from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.display import event_reference
-from swiftbatch.scheduler.display.display import JsonDisplay, PlainDisplay, QuietDisplay
+from swiftbatch.scheduler.display.display import JsonDisplay, LiveDisplay, PlainDisplay, QuietDisplay
 from swiftbatch.scheduler.display.events import (
     DriverAwaited,
+    JobCancelled,
+    JobGivenUp,
+    JobPutBack,
     LineRejected,
     RunEnded,
     RunOpened,
     WorkerLost,
     WorkerReady,
 )
-from swiftbatch.scheduler.display.job_events import JobCancelled, JobGivenUp, JobPutBack
 from swiftbatch.scheduler.display.progress_line import checkpoint_age, harmless, printable, summary_line
-from swiftbatch.scheduler.display.terminal import LiveDisplay
 from swiftbatch.scheduler.driver.throughput import RATE_SECONDS, Speed
 from swiftbatch.scheduler.process.streams import Lines
 from tests.scheduler.display.progress_parts import NOW, make_progress, make_worker

@@ -11,12 +11,10 @@ from click.testing import CliRunner, Result
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.commands.options.output_options import shown
-from swiftbatch.scheduler.display import run_webhooks as sending
-from swiftbatch.scheduler.display.events import RunEnded, RunOpened
-from swiftbatch.scheduler.display.job_events import JobCancelled, JobFinished, JobGivenUp, JobStarted
-from swiftbatch.scheduler.display.run_webhooks import INTERRUPTED_SECONDS, posting
-from swiftbatch.scheduler.display.webhook_post import PATIENCE_SECONDS, Receiver
+from swiftbatch.scheduler.commands.options.launch_options import shown
+from swiftbatch.scheduler.display import webhooks as sending
+from swiftbatch.scheduler.display.events import JobCancelled, JobFinished, JobGivenUp, JobStarted, RunEnded, RunOpened
+from swiftbatch.scheduler.display.webhooks import INTERRUPTED_SECONDS, PATIENCE_SECONDS, Receiver, posting
 from tests.scheduler.display.receivers import SECRET, receiver, status
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_run
 
@@ -26,7 +24,7 @@ ENDED = RunEnded("s3://bucket/run", "finished", {"finished": 2, "failed": 1}, ("
 
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "PAUSE", lambda state: 0.05)
+    monkeypatch.setattr(sending, "RETRY_BACKOFF", lambda state: 0.05)
     monkeypatch.setattr(sending, "LEAST_SECONDS", 0.3)
 
 
@@ -115,7 +113,7 @@ def test_a_run_that_has_to_stop_is_posted_too_and_a_refused_command_is_not() -> 
 
 def test_an_interrupted_user_waits_for_a_dead_receiver_for_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(sending.Sender, "finish", lambda sender, message, seconds: waits.append(seconds))
+    monkeypatch.setattr(sending.WebhookSender, "finish", lambda sender, message, seconds: waits.append(seconds))
     ends = (("interrupted", None), ("interrupted", "--deadline"), ("finished", None))
     for state, limit in ends:
         with posting(RecordingDisplay(), Receiver.parse("http://127.0.0.1:9/", SECRET), False) as told:

@@ -13,9 +13,15 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.scheduler.display import run_webhooks as sending
-from swiftbatch.scheduler.display.run_webhooks import Sender
-from swiftbatch.scheduler.display.webhook_post import PATIENCE_SECONDS, PostError, Receiver, WebhookMessage, post
+from swiftbatch.scheduler.display import webhooks as sending
+from swiftbatch.scheduler.display.webhooks import (
+    PATIENCE_SECONDS,
+    PostError,
+    Receiver,
+    WebhookMessage,
+    WebhookSender,
+    post,
+)
 from tests.scheduler.display.receivers import KEY, SECRET, receiver, redirect, silence, slow_body, slow_head, status
 from tests.simulated_clock import SimulatedClock
 
@@ -27,12 +33,12 @@ JOB = WebhookMessage("job.ended", {"run_id": "run-1", "custom_id": "ä", "state"
 
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "PAUSE", lambda state: 0.05)
+    monkeypatch.setattr(sending, "RETRY_BACKOFF", lambda state: 0.05)
 
 
 def test_a_message_is_signed_as_standard_webhooks_has_it() -> None:
     with receiver(status(204)) as inbox:
-        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        sender = WebhookSender(Receiver.parse(inbox.url, SECRET))
         sender.put(JOB)
         sender.finish(END, 60)
         requests = {request.headers["webhook-id"]: request for request in inbox.requests}
@@ -53,7 +59,7 @@ def test_a_message_is_signed_as_standard_webhooks_has_it() -> None:
 
 def test_without_a_secret_there_is_no_signature() -> None:
     with receiver(status(200)) as inbox:
-        Sender(Receiver.parse(inbox.url, None)).finish(END, 60)
+        WebhookSender(Receiver.parse(inbox.url, None)).finish(END, 60)
         (request,) = inbox.requests
     assert "webhook-signature" not in request.headers
     assert request.headers["webhook-id"] == END.id
@@ -68,7 +74,7 @@ def test_the_same_news_has_the_same_id_whoever_tells_it_and_other_news_another()
 @pytest.mark.parametrize("code", [500, 503, 429, 408])
 def test_a_server_in_trouble_is_tried_again_until_it_takes_the_message(code: int) -> None:
     with receiver(status(code, code, 200)) as inbox:
-        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        sender = WebhookSender(Receiver.parse(inbox.url, SECRET))
         sender.finish(END, 60)
         assert len(inbox.requests) == 3
     assert sender.failure is None
@@ -78,7 +84,7 @@ def test_a_server_in_trouble_is_tried_again_until_it_takes_the_message(code: int
 @pytest.mark.parametrize(("code", "num_tries"), [(404, 1), (400, 1), (401, 1)])
 def test_a_server_that_refuses_is_not_tried_again(code: int, num_tries: int) -> None:
     with receiver(status(code)) as inbox:
-        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        sender = WebhookSender(Receiver.parse(inbox.url, SECRET))
         sender.finish(END, 60)
         assert len(inbox.requests) == num_tries
     assert sender.failure == f"it answered {code}"
@@ -86,7 +92,7 @@ def test_a_server_that_refuses_is_not_tried_again(code: int, num_tries: int) -> 
 
 def test_a_redirect_is_not_followed() -> None:
     with receiver(redirect) as inbox:
-        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        sender = WebhookSender(Receiver.parse(inbox.url, SECRET))
         sender.finish(END, 60)
         assert len(inbox.requests) == 1
     assert sender.failure == "it answered 307: redirects are not followed, give the address that it leads to"
@@ -94,7 +100,7 @@ def test_a_redirect_is_not_followed() -> None:
 
 def test_a_body_without_end_is_not_read() -> None:
     with receiver(slow_body) as inbox:
-        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        sender = WebhookSender(Receiver.parse(inbox.url, SECRET))
         sender.finish(END, 60)
         assert len(inbox.requests) == 1
     assert sender.failure is None
@@ -141,7 +147,7 @@ def test_a_receiver_that_hangs_is_waited_for_within_the_bound(
 
     monkeypatch.setattr(sending, "post", post_in_vain)
     target, started = Receiver.parse("http://127.0.0.1:9/", SECRET), clock.now
-    sender = Sender(target)
+    sender = WebhookSender(target)
     sender.finish(END, 12)
     assert tries == pytest.approx([5.0, 5.0, 1.9])  # no try takes all of the time
     assert clock.now - started == pytest.approx(12)
@@ -159,7 +165,7 @@ def test_nobody_there_costs_the_bound_and_the_next_ends_of_the_same_command_less
     target, waited = Receiver.parse("http://127.0.0.1:9/", SECRET), []
     target.patience = 1.5
     for _ in range(2):
-        sender, started = Sender(target), clock.now
+        sender, started = WebhookSender(target), clock.now
         sender.finish(END, 60)
         waited.append(clock.now - started)
         assert sender.failure == "Connection refused"
@@ -174,7 +180,7 @@ def test_a_last_message_overtakes_those_that_wait_for_a_server_in_trouble() -> N
         status(200 if is_last else 503)(handler, 1)
 
     with receiver(answer) as inbox:
-        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        sender = WebhookSender(Receiver.parse(inbox.url, SECRET))
         for number in range(50):
             sender.put(WebhookMessage("job.ended", {"number": number}))
         inbox.wait_for(2)  # the first job's message is being tried again and again
@@ -191,7 +197,7 @@ def test_what_a_slow_receiver_does_not_take_in_time_is_told_of() -> None:
         status(200)(handler, 1)
 
     with receiver(answer) as inbox:
-        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        sender = WebhookSender(Receiver.parse(inbox.url, SECRET))
         for number in range(50):
             sender.put(WebhookMessage("job.ended", {"number": number}))
         sender.finish(END, 5.0)  # for all it would take 25
@@ -202,9 +208,9 @@ def test_what_a_slow_receiver_does_not_take_in_time_is_told_of() -> None:
 
 
 def test_nobody_who_puts_a_message_waits_and_there_is_a_bound_to_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "MOST_WAITING", 20)
+    monkeypatch.setattr(sending, "MAX_WAITING_MESSAGES", 20)
     with receiver(silence) as inbox:
-        sender = Sender(Receiver.parse(inbox.url, SECRET))
+        sender = WebhookSender(Receiver.parse(inbox.url, SECRET))
         for number in range(100):
             sender.put(WebhookMessage("job.ended", {"number": number}))
         assert sender.failure == "more than 20 messages wait"

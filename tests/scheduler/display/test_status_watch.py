@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from swiftbatch.jobs.run.run import Progress, Run
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.runs import run_watch as watch_display

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftbatch.scheduler.display.webhook_post import Receiver, ReceiverError
+from swiftbatch.scheduler.display.webhooks import Receiver, ReceiverError
 from tests.scheduler.display.receivers import KEY, SECRET
 
 

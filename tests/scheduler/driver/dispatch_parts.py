@@ -20,9 +20,9 @@ from click.testing import CliRunner
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import success_line
-from swiftbatch.jobs.run.output_line_fields import line_id
+from swiftbatch.jobs.run.output_line_parsing import line_id
+from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.cluster import worker_calls
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec

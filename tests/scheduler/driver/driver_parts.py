@@ -13,9 +13,10 @@ import pytest
 
 from swiftbatch.jobs.job import Job, JobRecord
 from swiftbatch.jobs.run.output_line import tokens_sha256
-from swiftbatch.jobs.run.run import Progress, Run, RunManifest
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress, RunManifest
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster, connect
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.display.events import Event
@@ -24,9 +25,9 @@ from swiftbatch.scheduler.driver.driver import Driver
 from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.queue_loading import load_queue, put_logs_in_place
-from swiftbatch.scheduler.driver.run_lock import Hold
+from swiftbatch.scheduler.driver.run_lease import RunLease
+from swiftbatch.scheduler.driver.run_limits import Limits, Spending
 from swiftbatch.scheduler.driver.worker_fleet import Fleet
-from swiftbatch.scheduler.limits import Limits, Spending
 from swiftbatch.worker.config import EngineConfig
 from tests import ROOT
 from tests.worker.session.counting_session import TOKENS_PER_SLICE
@@ -148,7 +149,7 @@ def make_driver(
     spec = WorkerSpec(
         EngineConfig(), run.store.uri, session_factory=f"{COUNTING}:{session}", log_folder=f"{run.store.uri}/logs"
     )
-    hold, fleet = Hold(run, may_take_over), Fleet(spec, cluster, worker_timeout)
+    hold, fleet = RunLease(run, may_take_over), Fleet(spec, cluster, worker_timeout)
     put_logs_in_place(run)
     tries = Attempts.read(run.store, hold.epoch.number)
     queue = load_queue(run, attempts, tries)

@@ -10,7 +10,7 @@ import pyarrow as pa
 from swiftbatch.jobs.run.job_index import COLUMNS, JobEntry, JobIndex
 from swiftbatch.jobs.run.job_table import table_schema
 from swiftbatch.jobs.shared_prompts import SharedPrompt
-from swiftbatch.scheduler.driver.untouched_jobs import NO_GROUP, UntouchedJobs
+from swiftbatch.scheduler.driver.waiting_jobs import NO_GROUP, UntouchedJobs
 
 
 def untouched(entries: Sequence[JobEntry], prompts: Sequence[SharedPrompt], priorities: Sequence[int]) -> UntouchedJobs:

@@ -16,16 +16,15 @@ import pytest
 
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
-from swiftbatch.scheduler.driver.dispatch import Dispatcher
+from swiftbatch.scheduler.driver.dispatch import MEMORY_SHARE, Dispatcher
 from swiftbatch.scheduler.driver.queue_loading import load_queue
 from swiftbatch.scheduler.driver.throughput import Speed, StepPace
-from swiftbatch.scheduler.driver.worker_capacity import MEMORY_SHARE
 from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
-from swiftbatch.scheduler.driver.worker_reports import Intake, Settlement
-from swiftbatch.worker.caches.memory.page_counts import PAGE
-from swiftbatch.worker.session.reserve import CacheRoom, JobSizes, Reserve, without_room
+from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
+from swiftbatch.worker.kv.kv_capacity import PAGE
+from swiftbatch.worker.session.backlog import Backlog, CacheRoom, JobSizes, without_room
 from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders, WorkReport, WorkSlice
 from tests.jobs.run.run_parts import write_result
 from tests.scheduler.driver.driver_parts import make_context, make_run
@@ -80,7 +79,7 @@ class SimulatedWorker:
     lengths: Mapping[str, int]  # the jobs' tokens by names
     step: StepModel
     jobs: dict[str, SimulatedJob] = field(default_factory=dict)
-    reserve: Reserve = field(default_factory=Reserve)
+    reserve: Backlog = field(default_factory=Backlog)
     tokens: dict[str, int] = field(default_factory=dict)  # of jobs that it had, as checkpoints have them
     most_pages: int = 0  # in use at any time
     seconds_left: float = 0.0  # of a step that the last slice began
@@ -96,7 +95,7 @@ class SimulatedWorker:
         num_generated, self.seconds_left = 0, self.seconds_left + SLICE
         while self.jobs and self.seconds_left >= (seconds := self.step.seconds(len(self.jobs))):
             self.seconds_left -= seconds
-            found.outgrown += self._make_room(orders.num_pages, tokens)
+            found.evicted += self._make_room(orders.num_pages, tokens)
             found.count_steps(len(self.jobs), 1)
             num_generated += len(self.jobs)
             found.ended += self._advance()
@@ -166,7 +165,7 @@ class SimulatedRun:
         self.workers = {f"w{i}": SimulatedWorker(self.run, lengths, step) for i in range(num_workers)}
         self.speed, self.pace = Speed(0.0), StepPace()
         self.now = 0.0
-        self.num_ended = self.num_slices_outgrown = 0
+        self.num_ended = self.num_slices_evicted = 0
         self.counters = DriverCounters()
         positions = -int(-num_pages * PAGE // MEMORY_SHARE)
         infos = [WorkerInfo("host", 1, None, f"node {name}", "", positions) for name in self.workers]
@@ -179,7 +178,7 @@ class SimulatedRun:
         context = make_context(self.run, fleet, queue, counters=self.counters, workers=num_workers)  # type: ignore[arg-type]
         context = replace(context, num_slots=None)
         self.queue, self._dispatcher = queue, Dispatcher(context)
-        self._intake = Intake(context, Settlement(context))
+        self._intake = ReportIntake(context, AttemptSettlement(context))
 
     def to_the_end(self) -> float:
         """Run all jobs; returns the seconds that it took."""
@@ -207,7 +206,7 @@ class SimulatedRun:
         for speed in (self.speed, worker.speed):
             speed.add(report.num_generated_tokens, self.now)
         self.num_ended += len(report.finished)
-        self.num_slices_outgrown += bool(report.outgrown)
+        self.num_slices_evicted += bool(report.evicted)
         self._intake.take_in(Reported(worker, report))
 
 
@@ -228,5 +227,5 @@ class _Fleet:
     def num_sharing(self, node_id: str) -> int:
         return 1
 
-    def work(self, worker: Worker, orders: Orders, seconds: float, *, has_reserve: bool) -> None:
+    def work(self, worker: Worker, orders: Orders, seconds: float, *, has_backlog: bool) -> None:
         self._run.note_call(worker, orders)

@@ -9,7 +9,7 @@ import pytest
 
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.driver.attempt_numbers import FOLDER, Attempts, forget_strikes
-from swiftbatch.scheduler.driver.unfinished_job import Strikes
+from swiftbatch.scheduler.driver.waiting_jobs import Strikes
 from tests.scheduler.driver.dispatch_parts import with_driver
 
 SECONDS = 60  # until a test gives up

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.output_line_fields import line_id
-from swiftbatch.jobs.run.run import Progress
-from swiftbatch.jobs.shards.shard_settings import ShardSettings, ask_for_shards
-from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.jobs.run.output_line_parsing import line_id
+from swiftbatch.jobs.run.run_records import Progress
+from swiftbatch.jobs.run.shards import ShardSettings, ask_for_shards
+from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress

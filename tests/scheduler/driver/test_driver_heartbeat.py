@@ -11,8 +11,7 @@ import pytest
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.metrics.driver_counters import DriverCounters
-from swiftbatch.metrics.worker_counters import EngineCounters
+from swiftbatch.metrics.counters import DriverCounters, EngineCounters
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.driver.driver_heartbeat import (
@@ -23,8 +22,8 @@ from swiftbatch.scheduler.driver.driver_heartbeat import (
     current_progress,
 )
 from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.driver.run_lock import Hold
-from swiftbatch.scheduler.driver.run_progress import Census
+from swiftbatch.scheduler.driver.run_lease import RunLease
+from swiftbatch.scheduler.driver.run_progress import ProgressCounter
 from swiftbatch.scheduler.driver.throughput import Speed
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
@@ -47,9 +46,9 @@ def test_a_beat_says_what_the_queue_holds_and_who_writes_it(tmp_path: Path) -> N
     now = time.monotonic()
     context.fleet.speed = Speed(now - 2.0)
     context.fleet.speed.add(4, now)
-    with Hold(run) as hold:
+    with RunLease(run) as hold:
         hold.stop_beating()
-        progress = hold.beat(state="running", running={"a": 3}, **Census(context).take(now))
+        progress = hold.beat(state="running", running={"a": 3}, **ProgressCounter(context).take(now))
         assert run.progress() == progress
         claim = hold.epoch.claim
     assert (progress.epoch, progress.driver_host, progress.driver_pid) == (1, claim.host, claim.pid)
@@ -66,14 +65,14 @@ def test_a_beat_says_what_the_driver_and_all_its_workers_have_counted(tmp_path: 
     queue.take("w1", 0.0)
     run.write_rejects([Reject(line_number, None, "odd") for line_number in range(1, 5)])
     context = make_context(run, make_fleet(run), queue, counters=counters)
-    census = Census(context)
+    census = ProgressCounter(context)
     assert census.take(0.0)["mean_acceptance_length"] is None  # no step yet
     counters.take_in("w1", EngineCounters(num_steps=10, num_drafts=10, num_accepted_tokens=5, num_resumes={"kv": 1}))
     counters.take_in("w3", EngineCounters(num_tokens_by_draft={"chain": 30, "none": 2}, num_copied_tokens=7))
     counters.take_in("w2", EngineCounters(num_steps=10, num_drafts=30, num_accepted_tokens=35, num_resumes={"kv": 2}))
     counters.num_preemptions["worker_died"] += 1
     context.fleet.workers = [Worker(f"w{number}", actor=None, call=None) for number in range(3)]
-    with Hold(run) as hold:
+    with RunLease(run) as hold:
         progress = hold.beat(state="running", running={}, **census.take(0.0))
     assert progress.mean_acceptance_length == 2.0  # 40 tokens accepted in 40 drafts
     assert progress.num_resumes == {"kv": 3}
@@ -87,7 +86,7 @@ def test_a_beat_says_what_the_driver_and_all_its_workers_have_counted(tmp_path: 
 def test_an_object_store_gets_fewer_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, clock = make_run(tmp_path / "run", {"a": 300}), SimulatedClock()
     clock.rule(monkeypatch)
-    with Hold(run) as hold:
+    with RunLease(run) as hold:
         for is_local, seconds in ((True, BEAT_SECONDS), (False, BEAT_SECONDS_OBJECT_STORE)):
             run.store.is_local = is_local
             hold.beat(state="running", jobs={}, num_generated_tokens=0, **AT_REST)
@@ -100,7 +99,7 @@ def test_a_driver_of_many_workers_beats_as_often_as_they_report_and_long_before_
 ) -> None:
     run, clock = make_run(tmp_path / "run", {"a": 300}), SimulatedClock()
     clock.rule(monkeypatch)
-    with Hold(run) as hold:
+    with RunLease(run) as hold:
         for news_seconds, seconds in ((0.5, BEAT_SECONDS), (2.0, 2.0), (20.0, STALE_SECONDS / 3)):
             hold.beat(state="running", jobs={}, num_generated_tokens=0, **AT_REST)
             assert not hold.is_due(clock.now + 0.9 * seconds, news_seconds)

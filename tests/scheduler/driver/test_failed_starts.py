@@ -8,11 +8,11 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from swiftbatch.jobs.backoff import Backoff
+from swiftbatch.jobs.storage.retries import Backoff
 from swiftbatch.scheduler.cluster import worker_calls
 from swiftbatch.scheduler.driver import worker_fleet
 from swiftbatch.scheduler.driver.driver import DriverError
-from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from tests.scheduler.driver.dispatch_parts import NUM_WORKERS, with_driver
 
 
@@ -69,5 +69,5 @@ def failing(patch: pytest.MonkeyPatch, why: tuple[str, str], num_failing: int = 
         return answer(call)
 
     patch.setattr(worker_calls, "answer", fail)
-    patch.setattr(worker_fleet, "RESTARTS", Backoff(0.0, 0.0))
+    patch.setattr(worker_fleet, "RESTART_BACKOFF", Backoff(0.0, 0.0))
     return answers

@@ -8,8 +8,8 @@ import pytest
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
-from swiftbatch.scheduler.driver.expectations import FIRST_ORDER
 from swiftbatch.scheduler.driver.job_queue import JobQueue
+from swiftbatch.scheduler.driver.remaining_tokens import FIRST_ORDER
 from tests.scheduler.driver.queue_parts import untouched
 
 
@@ -286,13 +286,13 @@ def test_a_job_in_reserve_is_pending_until_it_begins_and_goes_back_as_it_was() -
         queue.add(entry(name, max_tokens, line_number))
     assert (take(queue, "w1", 0.0), reserve(queue, "w1"), reserve(queue, "w1")) == ("a", "b", "c")
     assert (queue.counts()["running"], queue.counts()["pending"], queue.num_waiting) == (1, 2, 0)
-    assert (held(queue, "w1"), [job.job_id for job in queue.reserve_of("w1")]) == (["a"], ["b", "c"])
+    assert (held(queue, "w1"), [job.job_id for job in queue.backlog_of("w1")]) == (["a"], ["b", "c"])
     assert (queue.num_left("w1"), queue.num_to_run, queue.num_tokens_left) == (240, 3, 240)
     assert queue.begin("b") is not None
     assert queue.begin("b") is None
-    assert (held(queue, "w1"), queue.counts()["running"], queue.num_reserved) == (["a", "b"], 2, 1)
+    assert (held(queue, "w1"), queue.counts()["running"], queue.num_in_backlog) == (["a", "b"], 2, 1)
     queue.release("c")
-    assert (queue.num_waiting, queue.num_reserved, take(queue, "w2", 0.0)) == (1, 0, "c")
+    assert (queue.num_waiting, queue.num_in_backlog, take(queue, "w2", 0.0)) == (1, 0, "c")
     queue.end("b", 80)
     assert [job.job_id for job in queue.unsealed_by("w1")] == ["b"]
     queue.stop_running()
@@ -304,7 +304,7 @@ def test_a_cancelled_job_leaves_its_reserve() -> None:
     queue.add(entry("a", 90))
     assert reserve(queue, "w1") == "a"
     queue.drop("a", "cancelled")
-    assert (queue.reserve_of("w1"), queue.num_reserved, queue.num_unfinished) == ([], 0, 0)
+    assert (queue.backlog_of("w1"), queue.num_in_backlog, queue.num_unfinished) == ([], 0, 0)
 
 
 def test_no_job_that_may_have_to_run_alone_waits_in_a_reserve() -> None:
@@ -335,7 +335,7 @@ def test_what_is_known_of_a_worker_s_jobs_is_what_a_look_at_each_would_tell() ->
     for _ in range(1500):
         now, worker = now + 100.0, rng.choice(workers)
         held = [each.job_id for each in queue.held_by(worker)]
-        reserved = [each.job_id for each in queue.reserve_of(worker)]
+        reserved = [each.job_id for each in queue.backlog_of(worker)]
         job_id = rng.choice([*held, *reserved, "j0"])
         if job_id in held:
             num_tokens = queue.num_reported_tokens(job_id) + rng.randint(0, 9)
@@ -352,13 +352,13 @@ def test_what_is_known_of_a_worker_s_jobs_is_what_a_look_at_each_would_tell() ->
             give(worker, now)
         told = [(queue.growths(name), queue.mean_length(name), queue.num_left(name)) for name in workers]
         queue._expected._outlooks.clear()
-        entries = [[*queue.held_by(name), *queue.reserve_of(name)] for name in workers]
+        entries = [[*queue.held_by(name), *queue.backlog_of(name)] for name in workers]
         num_left = [sum(e.max_tokens - queue.num_reported_tokens(e.job_id) for e in own) for own in entries]
         for name, (growths, mean_length, left), own_left in zip(workers, told, num_left, strict=True):
             assert sorted(growths) == sorted(queue.growths(name))
             assert [growth.left for growth in growths] == [growth.left for growth in queue.growths(name)]
             assert mean_length == pytest.approx(queue.mean_length(name))
             assert left == own_left
-    num_living = len([e for e, _ in queue.running() if not queue._known(e.job_id).has_ended]) + queue.num_reserved
+    num_living = len([e for e, _ in queue.running() if not queue._known(e.job_id).has_ended]) + queue.num_in_backlog
     assert queue._expected._living.num_jobs.sum() == num_living
     assert queue._expected._living.num_jobs.min() >= 0

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.run.run import Progress, Run
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.scheduler.cluster import worker_calls
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-from swiftbatch.scheduler.limits import Deadline, Limits
+from swiftbatch.scheduler.driver.run_limits import Deadline, Limits
 from tests.scheduler.driver.driver_parts import (
     RecordingDisplay,
     assert_undisturbed,

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, CheckpointStore
-from swiftbatch.jobs.checkpoints.packed_logs import FOLDER, PackedLogs
-from swiftbatch.jobs.checkpoints.token_log import TokenLog
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.token_log import WORKER_LOGS_FOLDER, PackedLogs, TokenLog
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.queue_loading import load_queue, put_logs_in_place
 from swiftbatch.scheduler.driver.worker_fleet import Lost, Worker
-from swiftbatch.scheduler.driver.worker_reports import Intake, Settlement
+from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
 from tests.jobs.run.run_parts import write_result
 from tests.scheduler.driver.driver_parts import job_id, make_context, make_run
 
@@ -38,7 +38,7 @@ def test_a_lost_worker_s_jobs_wait_for_their_logs_and_go_on_from_them(tmp_path: 
     queue, fleet = load_queue(run, 5), object()
     unused: Any = fleet
     context = make_context(run, unused, queue)
-    intake = Intake(context, Settlement(context))
+    intake = ReportIntake(context, AttemptSettlement(context))
     worker = Worker("w1", None, None)
     assert [entry.name for _ in range(2) if (entry := queue.take("w1", 0.0))] == ["a", "b"]
     write_logs(run, ["a", "b"])
@@ -51,7 +51,7 @@ def test_a_lost_worker_s_jobs_wait_for_their_logs_and_go_on_from_them(tmp_path: 
         time.sleep(0.01)
     assert queue.counts()["pending"] == 2
     assert [CheckpointStore.of(run).read_tokens(job_id(run, name)).tolist() for name in "ab"] == [TOKENS.tolist()] * 2
-    assert run.store.list(FOLDER) == ["w12-x-000001.logs"]
+    assert run.store.list(WORKER_LOGS_FOLDER) == ["w12-x-000001.logs"]
     intake.stop()
 
 
@@ -68,13 +68,13 @@ def test_a_takeover_finds_the_logs_of_all_workers_that_the_last_driver_left(tmp_
     assert [queue.num_reported_tokens(job_id(run, name)) for name in "ab"] == [40, 40]
     assert attempts.begin(job_id(run, "a")) == (2_000_001, 2)
     assert set(run.store.list("checkpoints")) <= {job_id(run, "a"), job_id(run, "b"), "workers"}
-    assert run.store.list(FOLDER) == []
+    assert run.store.list(WORKER_LOGS_FOLDER) == []
 
 
 def test_what_a_killed_worker_has_left_half_written_goes_with_its_logs(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {"a": 300})
     write_logs(run, ["a"])
-    half = tmp_path / "run" / FOLDER / f".w1-x-000002.logs.{'0' * 32}"
+    half = tmp_path / "run" / WORKER_LOGS_FOLDER / f".w1-x-000002.logs.{'0' * 32}"
     half.write_bytes(b"half")
     put_logs_in_place(run)
     assert half.exists()  # a worker of the driver before may be writing it just now

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver import dispatch, load_balancing
 from tests.scheduler.driver.driver_parts import (

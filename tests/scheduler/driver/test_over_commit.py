@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.scheduler.driver.expected_lengths import Forecast
-from swiftbatch.worker.caches.memory import page_counts
-from swiftbatch.worker.caches.memory.page_counts import pages_of
+from swiftbatch.worker.kv import kv_capacity
+from swiftbatch.worker.kv.kv_capacity import pages_of
 from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel
 
 STEP = StepModel(base=0.04, per_job=0.002)
@@ -31,8 +31,8 @@ def test_no_job_makes_an_older_one_leave_and_hand_backs_are_no_more_than_ends(
     run = SimulatedRun(tmp_path, dict.fromkeys(lengths, limit), lengths, **sizes)
     run.to_the_end()
     assert run.num_ended == len(lengths)
-    assert 0 < run.num_slices_outgrown <= run.num_ended + num_workers
-    assert run.counters.num_preemptions["memory_full"] >= run.num_slices_outgrown
+    assert 0 < run.num_slices_evicted <= run.num_ended + num_workers
+    assert run.counters.num_preemptions["memory_full"] >= run.num_slices_evicted
     assert all(worker.most_pages <= pages_of(limit) for worker in run.workers.values())
 
 
@@ -59,7 +59,7 @@ def test_jobs_longer_than_the_horizon_take_turns_and_end_sooner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than two run while they are short, as above; the youngest waits with its tokens when they are long."""
-    monkeypatch.setattr(page_counts, "HORIZON", 160)
+    monkeypatch.setattr(kv_capacity, "HORIZON", 160)
     limits = {f"long {number}": 1600 for number in range(10)} | {f"short {number}": 100 for number in range(60)}
     sizes = {"num_workers": 1, "num_pages": 2 * pages_of(1600) + 10, "step": StepModel(base=0.05, per_job=0.0)}
     run = SimulatedRun(tmp_path, limits, limits, **sizes)

@@ -16,8 +16,8 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayError
 
-from swiftbatch.jobs.run.run import Progress
-from swiftbatch.metrics.driver_counters import DRIVER_METRICS, DriverCounters
+from swiftbatch.jobs.run.run_records import Progress
+from swiftbatch.metrics.counters import DRIVER_METRICS, DriverCounters
 from swiftbatch.scheduler.cluster import worker_calls
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
@@ -221,7 +221,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> SilentFleet:
 @pytest.mark.parametrize("is_reserve", [False, True])
 def test_a_worker_may_take_its_time_to_start_and_to_take_a_job_in(silent: SilentFleet, is_reserve: bool) -> None:
     starting, working = silent.fleet.workers
-    orders: Any = {"orders": Orders(), "has_reserve": True} if is_reserve else {"orders": Orders((cast("Any", None),))}
+    orders: Any = {"orders": Orders(), "has_backlog": True} if is_reserve else {"orders": Orders((cast("Any", None),))}
     silent.fleet.work(working, seconds=0.5, **orders)
     assert silent.wait(190) == []  # it may have gigabytes of checkpoints to read
     assert silent.wait(20) == ["w2"]

@@ -77,7 +77,7 @@ def test_a_worker_hears_how_much_of_a_prompt_other_jobs_of_the_run_have(tmp_path
         idle=[worker],
         num_sharing=lambda node_id: 1,
         pace=StepPace(),
-        work=lambda worker, orders, seconds, has_reserve: told.append(orders),
+        work=lambda worker, orders, seconds, has_backlog: told.append(orders),
     )
     Dispatcher(make_context(run, fleet, load_queue(run, 5), slots=4)).hand_out(0.0)
     [orders] = told

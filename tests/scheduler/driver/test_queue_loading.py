@@ -9,16 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, TokenLog
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
+from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import error_line, success_line
+from swiftbatch.jobs.run.result_files import SEGMENTS
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SEGMENTS
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
 from swiftbatch.scheduler.driver.queue_loading import count_jobs, load_queue, put_logs_in_place, write_cancelled
-from swiftbatch.scheduler.driver.worker_reports import Settlement
+from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, make_record, write_result
 from tests.scheduler.driver.driver_parts import make_context
@@ -121,7 +122,7 @@ def test_attempts_that_were_lost_without_progress_count_over_drivers(run: Run) -
     kills, moves, *_ = [record.job_id for record in run.jobs()]
     first = Attempts.read(run.store, 1)
     queue = load_queue(run, 3, first)
-    settlement = Settlement(make_context(run, None, queue, tries=first))  # type: ignore[arg-type]
+    settlement = AttemptSettlement(make_context(run, None, queue, tries=first))  # type: ignore[arg-type]
     for job_id in (kills, moves) * 2:
         first.begin(job_id)
         settlement.put_back(job_id, "worker_died", "gone")

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.attempt_numbers import Attempts
+from swiftbatch.scheduler.driver.dispatch import WorkerCapacity
 from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import load_queue
-from swiftbatch.scheduler.driver.worker_capacity import Slots
 from swiftbatch.scheduler.driver.worker_fleet import Lost, Reported, Worker
-from swiftbatch.scheduler.driver.worker_reports import Intake, Settlement
+from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
 from swiftbatch.worker.session.work_messages import JobProgress, Orders, WorkReport
 from tests.scheduler.driver.driver_parts import RecordingDisplay, job_id, make_context, make_run
 from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel
@@ -31,19 +32,19 @@ def simulated(folder: Path, limits: dict[str, int], lengths: dict[str, int]) -> 
 
 
 def test_short_jobs_leave_no_slot_empty_while_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftbatch.scheduler.driver.worker_capacity.MOST_SLOTS", 4)
+    monkeypatch.setattr("swiftbatch.scheduler.driver.dispatch.MOST_SLOTS", 4)
     rng = random.Random(3)
     lengths = {f"job {number}": rng.randint(4, 12) for number in range(400)}
     least = sum(lengths.values()) / (2 * 4) * STEP.seconds(4)
     assert simulated(tmp_path / "with", lengths, lengths).to_the_end() < 1.2 * least
-    monkeypatch.setattr(Slots, "num_to_reserve", lambda *_: 0)
+    monkeypatch.setattr(WorkerCapacity, "num_for_backlog", lambda *_: 0)
     assert simulated(tmp_path / "without", lengths, lengths).to_the_end() > 2 * least
 
 
 def test_at_the_end_nobody_waits_for_the_reserve_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker's jobs come to their limits, the other's end at once: it gets what the first has not begun."""
-    monkeypatch.setattr("swiftbatch.scheduler.driver.worker_capacity.MOST_SLOTS", 1)
-    monkeypatch.setattr(Slots, "num_to_reserve", lambda *_: 3)
+    monkeypatch.setattr("swiftbatch.scheduler.driver.dispatch.MOST_SLOTS", 1)
+    monkeypatch.setattr(WorkerCapacity, "num_for_backlog", lambda *_: 3)
     limits = {f"job {number}": 200 for number in range(8)}
     recalled: list[str] = []
     note_call = SimulatedRun.note_call
@@ -71,8 +72,8 @@ class Parts:
         self.queue = load_queue(self.run, 5)
         fleet: Any = SimpleNamespace(retire=lambda worker: None)
         self.context: DriverContext = make_context(self.run, fleet, self.queue, self.display, tries=self.attempts)
-        self.settlement = Settlement(self.context)
-        self.intake, self.worker = Intake(self.context, self.settlement), Worker("w1", None, None)
+        self.settlement = AttemptSettlement(self.context)
+        self.intake, self.worker = ReportIntake(self.context, self.settlement), Worker("w1", None, None)
         assert self.queue.take("w1", 0.0) is not None
         self.attempts.begin(self.a)
         for each in (self.b, self.c):
@@ -85,7 +86,7 @@ class Parts:
     def lose_worker(self) -> None:
         """Lose it, and wait until its token logs are where others look for them."""
         self.intake.take_in(Lost(self.worker, "worker_died", "its process ended"))
-        while self.queue.num_reserved:
+        while self.queue.num_in_backlog:
             self.intake.settle()
             time.sleep(0.01)
 
@@ -121,7 +122,7 @@ def test_of_a_lost_worker_s_reserve_those_are_blamed_that_have_left_files(parts:
         f"job {name} goes back, to resume from its checkpoint" for name in "ab"
     ]
     assert parts.context.counters.num_preemptions["worker_died"] == 2
-    assert (parts.queue.num_waiting, parts.queue.num_reserved) == (3, 0)
+    assert (parts.queue.num_waiting, parts.queue.num_in_backlog) == (3, 0)
     assert parts.attempts.begin(parts.c)[0] > number  # who is lost may still work on
     assert parts.queue.reserve("w2", 0.0) is None  # c never waits in a reserve again, and the others wait a while
     assert parts.queue.take("w2", 0.0) is not None
@@ -142,7 +143,7 @@ def test_a_job_in_reserve_is_cancelled_once_its_worker_has_heard_of_it(parts: Pa
 
 def test_a_worker_that_leaves_gives_back_what_it_had_not_heard_of(parts: Parts) -> None:
     parts.report(released=(JobProgress(parts.a, 5),), is_draining=True)
-    assert (parts.queue.num_waiting, parts.queue.num_reserved) == (3, 0)
+    assert (parts.queue.num_waiting, parts.queue.num_in_backlog) == (3, 0)
     assert parts.counted() == [1, 0, 0]
     assert parts.queue.num_reported_tokens(parts.a) == 5
 

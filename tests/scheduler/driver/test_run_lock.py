@@ -15,13 +15,12 @@ import pytest
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-from swiftbatch.scheduler.driver.run_lock import Hold
-from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError
+from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunLease, RunTakenError
 from swiftbatch.scheduler.runs import submission
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
-from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS, failed_line, make_record
 from tests.jobs.storage.fault_proxy import FaultProxy
 
@@ -37,15 +36,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def claims_at_once(uri: str) -> list[Epoch | str]:
+def claims_at_once(uri: str) -> list[LeaseEpoch | str]:
     """The hold or the refusal of each of many commands that want the same run."""
     barrier = threading.Barrier(NUM_COMMANDS)
 
-    def claim(_: int) -> Epoch | str:
+    def claim(_: int) -> LeaseEpoch | str:
         run = Run.planned(uri, MANIFEST)
         barrier.wait()
         try:
-            return Epoch.begin(run)
+            return LeaseEpoch.begin(run)
         except RunTakenError as error:
             return str(error)
 
@@ -55,7 +54,7 @@ def claims_at_once(uri: str) -> list[Epoch | str]:
 
 def test_of_many_claims_at_once_one_holds_the_run(uri: str) -> None:
     ends = claims_at_once(uri)
-    held = [epoch for epoch in ends if isinstance(epoch, Epoch)]
+    held = [epoch for epoch in ends if isinstance(epoch, LeaseEpoch)]
     assert len(held) == 1
     assert all("held by another driver, process" in end for end in ends if isinstance(end, str))
     held[0].check()
@@ -72,13 +71,13 @@ def test_one_holds_the_run_where_the_server_knows_no_conditions(s3_uri: str, s3_
 
     s3_proxy.delay = delay
     ends = claims_at_once(s3_uri)
-    assert sum(isinstance(end, Epoch) for end in ends) == 1
+    assert sum(isinstance(end, LeaseEpoch) for end in ends) == 1
 
 
 def test_a_bid_for_a_run_that_a_killed_command_left_is_passed_over(s3_uri: str) -> None:
     run = Run.create_or_open(s3_uri, MANIFEST)
     run.store.write("drivers/0001.0123456789abcdef.bid", b"{torn")
-    assert Epoch.begin(run).number == 1
+    assert LeaseEpoch.begin(run).number == 1
     assert run.store.list("drivers") == ["0001.json"]
 
 
@@ -146,7 +145,7 @@ def test_a_run_with_one_table_of_jobs_takes_more_and_keeps_their_order(uri: str)
 def test_a_held_run_is_seen_at_work_from_the_claim_on(tmp_path: Path) -> None:
     run = Run.create_or_open(str(tmp_path), MANIFEST)
     run.add_jobs([make_record("a")])
-    with Hold(run) as hold:
+    with RunLease(run) as hold:
         first = current_progress(run)
         assert (first.state, first.epoch, first.jobs["pending"]) == ("running", 1, 1)
         deadline = time.monotonic() + 60
@@ -154,12 +153,12 @@ def test_a_held_run_is_seen_at_work_from_the_claim_on(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         with pytest.raises(RunTakenError):
-            Hold(run, may_take_over=True)
+            RunLease(run, may_take_over=True)
         hold.epoch.check()
     last = run.progress()
     assert last is not None
     assert (last.state, last.jobs["pending"]) == ("interrupted", 1)
-    Hold(run).end("finished")
+    RunLease(run).end("finished")
 
 
 def test_a_job_is_cancelled_by_who_holds_the_run_also_while_that_one_starts(
@@ -173,7 +172,7 @@ def test_a_job_is_cancelled_by_who_holds_the_run_also_while_that_one_starts(
     monkeypatch.setattr(
         run, "write_progress", lambda beaten: (at_first_beat.append(run.cancel_requests()), beat(beaten))
     )
-    with Hold(run, forgets_cancel=True):
+    with RunLease(run, forgets_cancel=True):
         assert at_first_beat[0] == (False, set())  # who sees the beat may ask, and is not forgotten
         assert cancel_jobs(run, None) == "asked the driver to cancel 2 jobs"
         assert not run.ended()[1]
@@ -185,7 +184,7 @@ def test_a_job_is_cancelled_by_who_holds_the_run_also_while_that_one_starts(
 def test_a_driver_is_asked_to_cancel_once_it_will_listen(tmp_path: Path) -> None:
     run = Run.create_or_open(str(tmp_path), MANIFEST)
     run.add_jobs([make_record("a")])
-    epoch = Epoch.begin(run)
+    epoch = LeaseEpoch.begin(run)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(cancel_jobs, run, None)
         time.sleep(0.3)
@@ -202,7 +201,7 @@ def test_what_was_asked_of_a_driver_that_ended_meanwhile_is_done(
 ) -> None:
     run = Run.create_or_open(str(tmp_path), MANIFEST)
     run.add_jobs([make_record("a")])
-    hold = Hold(run)
+    hold = RunLease(run)
     ask = run.request_cancel
     monkeypatch.setattr(run, "request_cancel", lambda job_id: (hold.end("interrupted"), ask(job_id)))
     assert cancel_jobs(run, "a") == "cancelled job a"
@@ -216,7 +215,7 @@ def test_what_killed_writers_left_goes_with_the_next_hold(tmp_path: Path) -> Non
     for name in (*left, *mine):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("half")
-    Hold(run).end("interrupted")
+    RunLease(run).end("interrupted")
     assert not [name for name in left if (tmp_path / name).exists()]
     assert all((tmp_path / name).exists() for name in mine)
 
@@ -227,17 +226,17 @@ def test_a_command_that_is_refused_has_changed_nothing(tmp_path: Path) -> None:
     run.write_rejects([Reject(1, "x", "odd")])
     run.write_error("a", failed_line("cancelled"))
     run.request_cancel("a")
-    Epoch.begin(run)
+    LeaseEpoch.begin(run)
     before = contents(tmp_path)
     with pytest.raises(RunTakenError, match="held by another driver"):
-        Hold(run, may_take_over=True, forgets_cancel=True)
+        RunLease(run, may_take_over=True, forgets_cancel=True)
     assert contents(tmp_path) == before
 
 
 def test_output_is_not_replaced_by_one_who_was_overtaken(tmp_path: Path) -> None:
     run = Run.create_or_open(str(tmp_path), MANIFEST)
     run.store.write("output.jsonl", b"the other's")
-    first = Epoch.begin(run)
+    first = LeaseEpoch.begin(run)
     run.store.write("drivers/0002.json", first.claim.model_copy(update={"driver_id": "x"}).model_dump_json().encode())
     with pytest.raises(RunTakenError, match=f"taken over by process {os.getpid()}"):
         run.write_output(first.check)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.run.run import Progress, Run
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import StoreError
-from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver.driver import LOST_CLUSTER_SECONDS

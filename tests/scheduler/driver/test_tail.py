@@ -14,7 +14,7 @@ import pytest
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
 from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.driver.load_balancing import Balance, Last
+from swiftbatch.scheduler.driver.load_balancing import LastJobs, LoadBalancer
 from swiftbatch.scheduler.driver.throughput import StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Worker
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
@@ -73,7 +73,7 @@ def test_long_jobs_run_among_few_of_their_like_where_they_decide_the_end(
 ) -> None:
     lengths = twenty_times_as_long(random.Random(1), 200)
     assert run_of(tmp_path / "run", lengths, 4).to_the_end() < 1.1 * bound(lengths, 4)
-    monkeypatch.setattr(Balance, "plan", lambda self, most_jobs: None)
+    monkeypatch.setattr(LoadBalancer, "plan", lambda self, most_jobs: None)
     assert run_of(tmp_path / "without", lengths, 4).to_the_end() > 1.15 * bound(lengths, 4)
 
 
@@ -83,10 +83,10 @@ def test_short_jobs_do_not_wait_for_long_ones_that_end_no_sooner_for_it() -> Non
         queue.add(JobEntry(f"{number}", f"{number}", number, 1, num_tokens))
     pace = SimpleNamespace(seconds_per_token=STEP.seconds)
     fleet: Any = SimpleNamespace(workers=[Worker(name, None, None, FREE) for name in ("w1", "w2")], pace=pace)
-    assert Balance(queue, fleet, 2).plan(32) is None
+    assert LoadBalancer(queue, fleet, 2).plan(32) is None
     for number in range(12, 112):
         queue.add(JobEntry(f"{number}", f"{number}", number, 1, 2000))
-    assert Balance(queue, fleet, 2).plan(32) is not None
+    assert LoadBalancer(queue, fleet, 2).plan(32) is not None
 
 
 def test_who_runs_alone_or_before_others_have_started_has_no_plan() -> None:
@@ -95,7 +95,7 @@ def test_who_runs_alone_or_before_others_have_started_has_no_plan() -> None:
         queue.add(JobEntry(f"{number}", f"{number}", number, 1, int(50 * 20 ** (number / 100))))
     workers = [Worker(name, None, None, FREE) for name in ("w1", "w2")]
     fleet: Any = SimpleNamespace(workers=workers[:1], pace=StepPace())
-    balance = Balance(queue, fleet, 50)
+    balance = LoadBalancer(queue, fleet, 50)
     assert balance.plan(32) is None
     fleet.workers = workers
     plan = balance.plan(32)
@@ -121,8 +121,8 @@ def test_one_giant_job_among_many_ends_a_run_within_a_tenth_of_the_least_time(
     lengths = {"giant": 2000} | {f"short {number}": 100 for number in range(75 * num_workers)}
     least = bound(lengths, num_workers)
     assert run_of(tmp_path / "run", lengths, num_workers).to_the_end() < 1.1 * least
-    monkeypatch.setattr(Balance, "of_last", lambda self, now: None)
-    monkeypatch.setattr(Balance, "plan", lambda self, most_jobs: None)
+    monkeypatch.setattr(LoadBalancer, "of_last", lambda self, now: None)
+    monkeypatch.setattr(LoadBalancer, "plan", lambda self, most_jobs: None)
     assert run_of(tmp_path / "without", lengths, num_workers).to_the_end() > 1.1 * least
 
 
@@ -136,7 +136,7 @@ def test_the_longest_job_is_relieved_of_a_short_one_only_where_it_ends_seconds_s
         queue.add(JobEntry(name, name, number, 1, num_tokens))
         queue.take("w1", 0.0)
     fleet: Any = SimpleNamespace(pace=SimpleNamespace(seconds_per_token=lambda num_jobs: num_jobs * seconds))
-    assert Balance(queue, fleet, 2).too_many(Last(worker, 1 / seconds)) == moved
+    assert LoadBalancer(queue, fleet, 2).too_many(LastJobs(worker, 1 / seconds)) == moved
 
 
 def test_workers_that_start_together_get_long_and_short_jobs_alike(tmp_path: Path) -> None:

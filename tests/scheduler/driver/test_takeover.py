@@ -8,23 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.run.checked_reading import read_model
-from swiftbatch.jobs.run.run import Progress, Run
-from swiftbatch.jobs.run.run_records import DriverClaim
-from swiftbatch.metrics.driver_counters import DriverCounters
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import DriverClaim, Progress, read_model
+from swiftbatch.metrics.counters import DriverCounters
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver import driver_heartbeat
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
-from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
+from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunTakenError, refuse_if_taken
 from swiftbatch.scheduler.runs import cancellation
 from swiftbatch.scheduler.runs.cancellation import cancel_jobs
-from tests.scheduler.driver.driver_parts import (
-    RecordingDisplay,
-    job_id,
-    make_driver,
-    make_run,
-    result_metrics,
-)
+from tests.scheduler.driver.driver_parts import RecordingDisplay, job_id, make_driver, make_run, result_metrics
 
 HERE = os.uname().nodename
 
@@ -57,12 +50,12 @@ def beat(run: Run, *, host: str, pid: int, age: float, state: str = "running") -
     return progress
 
 
-def overtaken(run: Run) -> Epoch:
+def overtaken(run: Run) -> LeaseEpoch:
     """The hold of a driver that took the run from one that was silent for a while."""
     progress = current_progress(run)
     silent = {"state": "running", "driver_host": "elsewhere", "driver_process": None, "updated": time.time() - 100}
     run.write_progress(progress.model_copy(update={**silent, "epoch": 99}))
-    return Epoch.begin(run, may_take_over=True)
+    return LeaseEpoch.begin(run, may_take_over=True)
 
 
 def test_a_run_that_nobody_holds_is_free(run: Run, dead_pid: int) -> None:
@@ -103,7 +96,7 @@ def test_a_driver_whose_clock_is_ahead_is_not_taken_for_one_at_work_for_ever(run
 
 
 def test_the_newest_claim_holds_the_run(run: Run) -> None:
-    first = Epoch.begin(run)
+    first = LeaseEpoch.begin(run)
     first.check()
     second = overtaken(run)
     assert (first.number, second.number) == (1, 2)
@@ -114,14 +107,14 @@ def test_the_newest_claim_holds_the_run(run: Run) -> None:
 
 
 def test_a_run_whose_folder_has_gone_is_held_no_more(run: Run) -> None:
-    epoch = Epoch.begin(run)
+    epoch = LeaseEpoch.begin(run)
     Path(run.store.uri).rename(f"{run.store.uri}-moved")
     with pytest.raises(RunTakenError, match=r"no longer there: drivers/0001.json has gone with its folder"):
         epoch.check()
 
 
 def test_of_two_claims_to_one_epoch_the_one_that_stands_holds(run: Run) -> None:
-    epoch = Epoch.begin(run)
+    epoch = LeaseEpoch.begin(run)
     other = epoch.claim.model_copy(update={"driver_id": "another", "host": "elsewhere", "pid": 5})
     run.store.write("drivers/0001.json", other.model_dump_json().encode())  # as an object store would let it
     with pytest.raises(RunTakenError, match="process 5 on elsewhere"):
@@ -177,7 +170,7 @@ def test_to_cancel_a_run_whose_driver_is_silent_keeps_that_driver_from_going_on(
 ) -> None:
     for module in (cancellation, driver_heartbeat):  # how long it is waited for
         monkeypatch.setattr(module, "STALE_SECONDS", 0.5)
-    silent = Epoch.begin(run)
+    silent = LeaseEpoch.begin(run)
     beat(run, host="elsewhere", pid=1, age=100)
     assert cancel_jobs(run, None) == "cancelled 2 jobs"
     with pytest.raises(RunTakenError):
@@ -185,7 +178,7 @@ def test_to_cancel_a_run_whose_driver_is_silent_keeps_that_driver_from_going_on(
 
 
 def test_a_claim_tells_the_host_and_process_and_no_address_of_the_run(run: Run) -> None:
-    Epoch.begin(run)
+    LeaseEpoch.begin(run)
     claim = read_model(run.store, "drivers/0001.json", DriverClaim)
     assert claim is not None
     assert (claim.host, claim.pid) == (HERE, os.getpid())

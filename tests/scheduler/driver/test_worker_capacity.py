@@ -10,14 +10,13 @@ import pytest
 
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo
+from swiftbatch.scheduler.driver.dispatch import MEMORY_SHARE, WorkerCapacity
 from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.driver.load_balancing import Balance
+from swiftbatch.scheduler.driver.load_balancing import LoadBalancer
 from swiftbatch.scheduler.driver.throughput import StepPace
-from swiftbatch.scheduler.driver.worker_capacity import MEMORY_SHARE, Slots
 from swiftbatch.scheduler.driver.worker_fleet import Worker
-from swiftbatch.worker.caches.cache_room import HeldPositions
-from swiftbatch.worker.caches.memory.page_counts import PAGE, Growth, PoolSize, WindowPages, most_pages
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
+from swiftbatch.worker.kv.kv_capacity import PAGE, Growth, HeldPositions, PoolSize, WindowPages, most_pages
 
 SHORT, LONG = Growth(10, 60), Growth(10, 2000)
 
@@ -28,10 +27,10 @@ def worker(num_pages: int, node: str = "node", num_slots: int | None = None, num
     return Worker("w", None, None, WorkerInfo("host", 1, None, node, "", *sizes))
 
 
-def slots(num_slots: int | None, *workers: Worker) -> Slots:
+def slots(num_slots: int | None, *workers: Worker) -> WorkerCapacity:
     nodes = [each.info.node_id if each.info else None for each in workers]
     fleet: Any = SimpleNamespace(num_sharing=lambda node: nodes.count(node) + nodes.count(None))
-    return Slots(num_slots, fleet)
+    return WorkerCapacity(num_slots, fleet)
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 200])
@@ -58,7 +57,11 @@ def test_caches_take_no_more_than_was_asked_for_and_no_more_than_there_is() -> N
     """Caches have at most so many positions, whatever is free."""
     fleet: Any = SimpleNamespace(num_sharing=lambda node: 1)
     one = worker(100)
-    assert [Slots(None, fleet, most).num_pages(one) for most in (None, 50 * PAGE, 1000 * PAGE)] == [100, 50, 100]
+    assert [WorkerCapacity(None, fleet, most).num_pages(one) for most in (None, 50 * PAGE, 1000 * PAGE)] == [
+        100,
+        50,
+        100,
+    ]
 
 
 def test_a_long_job_leaves_room_for_short_ones_that_end_before_it_is_long() -> None:
@@ -134,9 +137,9 @@ def test_each_worker_has_room_for_one_where_none_has_a_job_left_of_those_that_it
         one.num_fitting = 0
     queue, fleet = JobQueue(5), SimpleNamespace(workers=workers, pace=StepPace())
     queue.add(JobEntry("job", "job", 0, 1, 1000))
-    most = Slots(None, fleet).most_anywhere()  # type: ignore[arg-type]
+    most = WorkerCapacity(None, fleet).most_anywhere()  # type: ignore[arg-type]
     assert most == 1
-    assert Balance(queue, fleet, 2).plan(most) is None, "one job needs no plan"  # type: ignore[arg-type]
+    assert LoadBalancer(queue, fleet, 2).plan(most) is None, "one job needs no plan"  # type: ignore[arg-type]
 
 
 def test_what_layers_with_windows_forget_is_room_for_more_jobs() -> None:

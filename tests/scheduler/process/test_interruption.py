@@ -184,7 +184,7 @@ def test_a_process_that_is_stopped_while_it_waits_for_a_call_waits_on() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGSTOP)
-        time.sleep(2 * signals.LOOK_SECONDS)
+        time.sleep(2 * signals.POLL_SECONDS)
         process.send_signal(signal.SIGCONT)
         process.communicate("\n", timeout=60)
         assert process.returncode == 0

@@ -14,15 +14,16 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import ProcessKey
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.driver_heartbeat import process_liveness
-from swiftbatch.scheduler.driver.takeover import Epoch, RunTakenError, refuse_if_taken
+from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunTakenError, refuse_if_taken
 from swiftbatch.scheduler.process.process_id import is_gone, own_key
 from tests import ROOT
 from tests.jobs.run.run_parts import MANIFEST
 
 HERE = os.uname().nodename
 CLAIM = (
-    "import sys, time; from swiftbatch.jobs.run.run import Run; from swiftbatch.scheduler.driver.run_lock import Hold\n"
-    "hold = Hold(Run.open(sys.argv[1])); print('held', flush=True); time.sleep(float(sys.argv[2]))"
+    "import sys, time; from swiftbatch.jobs.run.run import Run\n"
+    "from swiftbatch.scheduler.driver.run_lease import RunLease\n"
+    "hold = RunLease(Run.open(sys.argv[1])); print('held', flush=True); time.sleep(float(sys.argv[2]))"
 )
 UNSHARED = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
@@ -84,7 +85,7 @@ def test_a_live_driver_in_a_container_is_not_taken_for_dead_nor_one_with_its_num
         assert progress is not None
         assert (progress.driver_host, progress.driver_pid) == (HERE, 1)
         with pytest.raises(RunTakenError, match="process 1 on"):
-            Epoch.begin(run, may_take_over=True)
+            LeaseEpoch.begin(run, may_take_over=True)
         again = subprocess.run([*command, "0"], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert "held by another driver" in again.stderr
         first.kill()
@@ -92,4 +93,4 @@ def test_a_live_driver_in_a_container_is_not_taken_for_dead_nor_one_with_its_num
     run.write_progress(progress.model_copy(update=silent))  # a hundred seconds later
     with pytest.raises(RunTakenError, match="add --takeover"):
         refuse_if_taken(run)
-    Epoch.begin(run, may_take_over=True)
+    LeaseEpoch.begin(run, may_take_over=True)

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.run.run import Progress, Run, RunError
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress, RunError
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 from tests.scheduler.display.terminal_parts import Terminal

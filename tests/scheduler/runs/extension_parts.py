@@ -12,7 +12,7 @@ from swiftbatch.jobs.checkpoints.token_log import TokenLog
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.output_line import success_line
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver.run_lock import Hold
+from swiftbatch.scheduler.driver.run_lease import RunLease
 from swiftbatch.scheduler.runs.extension import Extension, extend_jobs
 from swiftbatch.worker.model.model_files import locate_model
 from tests.jobs.run.run_parts import write_result
@@ -20,7 +20,7 @@ from tests.worker.session.session_parts import claimed, session, to_the_end
 
 
 def extend(run: Run, model: Path, max_tokens: int, custom_ids: Collection[str] = ()) -> Extension:
-    with Hold(run) as hold:
+    with RunLease(run) as hold:
         return extend_jobs(hold, max_tokens, custom_ids, locate_model(str(model)), None)
 
 

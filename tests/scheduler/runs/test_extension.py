@@ -12,11 +12,11 @@ import pytest
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.scheduler.runs.extension_parts import extend, run_all
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
@@ -90,7 +90,7 @@ def test_with_every_engine_also_killed_midway_the_tokens_are_those_of_one_run(
 def test_a_kept_state_is_loaded_and_not_computed_again(
     run: Run, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftbatch.worker.target.step_costs.StepCosts.replay_seconds", lambda *_: float("inf"))
+    monkeypatch.setattr("swiftbatch.worker.forward.step_costs.StepCosts.replay_seconds", lambda *_: float("inf"))
     run_all(run, tiny_model, keep_state=True, checkpoint="tokens")
     [longer] = extend(run, tiny_model, LONGER).records
     assert run.store.list(f"checkpoints/{job(FIRST).job_id}") == []
@@ -101,7 +101,7 @@ def test_a_kept_state_is_loaded_and_not_computed_again(
 
 
 def test_kept_states_of_layers_are_loaded_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftbatch.worker.target.step_costs.StepCosts.replay_seconds", lambda *_: float("inf"))
+    monkeypatch.setattr("swiftbatch.worker.forward.step_costs.StepCosts.replay_seconds", lambda *_: float("inf"))
     model, longest = save_recurrent_model(tmp_path / "model"), job(170)
     run, single = make_run(tmp_path / "run"), make_run(tmp_path / "at-once")
     run.add_jobs([job(140)])

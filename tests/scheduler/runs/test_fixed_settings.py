@@ -13,27 +13,26 @@ import pytest
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.job_index import JobIndex
-from swiftbatch.jobs.run.run import Run, RunError
-from swiftbatch.jobs.run.run_records import Exactness
-from swiftbatch.scheduler.runs import fixed_settings as manifests
-from swiftbatch.scheduler.runs.default_settings import Settings
-from swiftbatch.scheduler.runs.fixed_settings import computation_of, kept_or_new_manifest, with_model, with_rows
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Exactness, RunError
+from swiftbatch.scheduler.runs import run_manifest as manifests
+from swiftbatch.scheduler.runs.run_manifest import computation_of, kept_or_new_manifest, with_model, with_rows
+from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.doctor import diagnose
-from swiftbatch.worker.exactness.doctor_verdicts import keep_verdict, verdict_key
-from swiftbatch.worker.kernels import kernel_choice
+from swiftbatch.worker.exactness.doctor import diagnose, keep_verdict, verdict_key
+from swiftbatch.worker.forward.hardware import hardware_of, has_cuda
+from swiftbatch.worker.kernels import gpu_kernel_choice
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.instruction_sets import OVERRIDE, chosen_numerics
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.hardware import hardware_of, has_cuda
 from tests import ROOT
-from tests.worker.caches.memory.test_plan import LLAMA
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
+from tests.worker.kv.memory.test_plan import LLAMA
 
 PROGRAM = """
 import sys
-from swiftbatch.scheduler.runs.fixed_settings import kept_or_new_manifest, with_model
-from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.runs.run_manifest import kept_or_new_manifest, with_model
+from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.model.model_files import locate_model
 
 manifest = kept_or_new_manifest(sys.argv[1] + "/absent", Settings(said={"device": "auto"}))
@@ -138,7 +137,7 @@ def test_a_verdict_is_known_to_runs_with_the_chosen_kernels_of_a_gpu_alone(
 def test_a_cluster_s_workers_say_themselves_whether_flash_attn_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_choice, "flash_version", lambda: None)
+    monkeypatch.setattr(gpu_kernel_choice, "flash_version", lambda: None)
     said = {"device": "cuda", "attention": "flash"}
     settings = Settings(said=said, address="head:6379")
     assert kept_or_new_manifest(str(tmp_path / "absent"), settings).attention == "flash"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.run.checked_reading import pretty, read_model
+from swiftbatch.jobs.run.run_records import pretty, read_model
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.runs.folder_lock import FolderHeldError, FolderHold, Holder, file_of, hold
+from swiftbatch.scheduler.runs.folder_lock import FolderHeldError, FolderLease, Holder, file_of, hold
 from tests.scheduler.commands.nightly_parts import held_elsewhere
 
 FILE = file_of("nightly")
@@ -37,9 +37,9 @@ def test_one_that_was_killed_is_in_nobody_s_way(tmp_path: Path) -> None:
 
 def test_one_that_was_overtaken_while_it_slept_stops_before_its_next_file(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "runs"))
-    first = FolderHold(store, "nightly")
+    first = FolderLease(store, "nightly")
     first.check()
-    second = FolderHold(store, "nightly")
+    second = FolderLease(store, "nightly")
     with pytest.raises(FolderHeldError, match="has taken over; this one stops"):
         first.check()
     first.stop()
@@ -52,7 +52,7 @@ def test_one_that_was_overtaken_while_it_slept_stops_before_its_next_file(tmp_pa
 def test_the_hold_is_renewed_and_lets_go_of_what_another_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swiftbatch.scheduler.runs.folder_lock.BEAT_SECONDS_OBJECT_STORE", 0.05)
     store = Store(str(tmp_path / "runs"))
-    held = FolderHold(store, "nightly")
+    held = FolderLease(store, "nightly")
     first = read_model(store, FILE, Holder)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while read_model(store, FILE, Holder) == first and time.monotonic() < deadline:

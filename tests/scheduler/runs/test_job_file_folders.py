@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from swiftbatch.jobs.input.reader import digest_of
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.runs.job_file_folders import digest_of
 
 
 def test_a_files_digest_needs_no_room_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

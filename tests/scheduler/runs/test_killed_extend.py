@@ -12,9 +12,9 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.driver import takeover
+from swiftbatch.scheduler.driver import run_lease
 from swiftbatch.scheduler.driver.queue_loading import load_queue
-from swiftbatch.scheduler.driver.takeover import RunTakenError
+from swiftbatch.scheduler.driver.run_lease import RunTakenError
 from swiftbatch.scheduler.process.process_id import own_key
 from swiftbatch.scheduler.runs.extension import kept_of, prune
 from tests.jobs.checkpoints.checkpoint_parts import claim
@@ -50,7 +50,7 @@ def as_a_process_that_is_no_more() -> Iterator[pytest.MonkeyPatch]:
     key = own_key()
     assert key is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(takeover, "own_key", lambda: key.model_copy(update={"start_ticks": key.start_ticks - 1}))
+        patch.setattr(run_lease, "own_key", lambda: key.model_copy(update={"start_ticks": key.start_ticks - 1}))
         yield patch
 
 

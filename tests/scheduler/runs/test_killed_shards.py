@@ -11,11 +11,10 @@ from typing import Any, BinaryIO
 import pytest
 
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.shards.shards import DATA, Shards
+from swiftbatch.jobs.run.shards import DATA, Shards
 from swiftbatch.jobs.storage.store import Store, StoreError
-from swiftbatch.scheduler.driver.run_lock import Hold
+from swiftbatch.scheduler.driver.run_lease import RunLease, RunTakenError
 from swiftbatch.scheduler.driver.shard_writing import finish_shards
-from swiftbatch.scheduler.driver.takeover import RunTakenError
 from tests.jobs.shards.shard_parts import all_rows, fail, files, finish, job_ids, leftovers, make_run, shards_of
 from tests.scheduler.runs.test_killed_extend import as_a_process_that_is_no_more
 from tests.scheduler.runs.test_killed_submit import Files, States, put
@@ -35,7 +34,7 @@ def drive(uri: str) -> None:
     """Shards are written when five of six jobs have ended, and again at the end, where one has failed."""
     run = Run.open(uri)
     *most, last = run.jobs()
-    with Hold(run) as hold:
+    with RunLease(run) as hold:
         finish(run, *most)
         finish_shards(run, hold.epoch, is_end=False)
         fail(run, last)
@@ -44,7 +43,7 @@ def drive(uri: str) -> None:
 
 def go_on(uri: str) -> None:
     run = Run.open(uri)
-    with Hold(run) as hold:
+    with RunLease(run) as hold:
         ended = set().union(*run.ended())
         finish(run, *(record for record in run.jobs() if record.job_id not in ended))
         finish_shards(run, hold.epoch, is_end=True)

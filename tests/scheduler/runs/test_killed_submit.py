@@ -16,15 +16,16 @@ from click.testing import CliRunner
 
 from swiftbatch.jobs.run.priorities import priorities_of
 from swiftbatch.jobs.run.run import MANIFEST, Run
-from swiftbatch.jobs.storage.object_folder import ObjectFolder
+from swiftbatch.jobs.storage.object_store import ObjectFolder
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.driver import takeover
+from swiftbatch.scheduler.driver import run_lease
 from swiftbatch.scheduler.driver.job_queue import JobQueue
-from swiftbatch.scheduler.driver.run_lock import Hold
+from swiftbatch.scheduler.driver.run_lease import RunLease
 from swiftbatch.scheduler.process.process_id import own_key
-from swiftbatch.scheduler.runs import launch, prompt_checks, submission
-from swiftbatch.scheduler.runs.default_settings import Settings
+from swiftbatch.scheduler.runs import launch, submission
+from swiftbatch.scheduler.runs import submission as prompt_checks
+from swiftbatch.scheduler.runs.run_settings import Settings
 from tests.jobs.run.run_parts import FINISHED, write_result
 
 pytestmark = pytest.mark.long
@@ -97,7 +98,7 @@ PRIORITIES = {"a": 3, "b": 0, "c": -1}
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs need no workers to finish, and the model is read once."""
 
-    def finish(run: Run, hold: Hold, queue: JobQueue, *_: object) -> tuple[str, None]:
+    def finish(run: Run, hold: RunLease, queue: JobQueue, *_: object) -> tuple[str, None]:
         records = {record.job_id: record for record in run.jobs()}
         for job_id in queue.unfinished():
             assert write_result(run, job_id, FINISHED | {"custom_id": records[job_id].job.custom_id})
@@ -116,7 +117,7 @@ def submit_killed(path: str, uri: str, patch: pytest.MonkeyPatch) -> None:
     """Submit a file, as a process that is no more will have done."""
     key = own_key()
     assert key is not None
-    patch.setattr(takeover, "own_key", lambda: key.model_copy(update={"start_ticks": key.start_ticks - 1}))
+    patch.setattr(run_lease, "own_key", lambda: key.model_copy(update={"start_ticks": key.start_ticks - 1}))
     with submission.submission(path, uri, Settings()):
         pass
 

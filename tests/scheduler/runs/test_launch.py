@@ -19,9 +19,9 @@ from swiftbatch.scheduler.commands.options.launch_options import make_settings
 from swiftbatch.scheduler.display.events import FewGpus, SlowOnGpu
 from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.scheduler.runs import launch
-from swiftbatch.scheduler.runs.default_settings import Settings
-from swiftbatch.worker.caches.cache_room import KVRoomError
+from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from tests.jobs.run.run_parts import MANIFEST
 from tests.scheduler.commands.command_parts import pretend_to_run
 from tests.scheduler.driver.driver_parts import make_run

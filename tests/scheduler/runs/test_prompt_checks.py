@@ -13,16 +13,17 @@ import pytest
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.reader import read_jobs
 from swiftbatch.jobs.job import unpacked
-from swiftbatch.jobs.repetition import RepetitionDetection, loop_guard
-from swiftbatch.jobs.run.run import Run, RunError
+from swiftbatch.jobs.repetition_detection import RepetitionDetection, loop_guard
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.shared_prompts import prompt_keys
 from swiftbatch.scheduler.driver.queue_loading import load_queue, write_cancelled
-from swiftbatch.scheduler.runs.default_settings import Settings
-from swiftbatch.scheduler.runs.fixed_settings import computation_of
-from swiftbatch.scheduler.runs.prompt_checks import LineNotes, make_records
-from swiftbatch.worker.model import thought_markers as thinking
+from swiftbatch.scheduler.runs.run_manifest import computation_of
+from swiftbatch.scheduler.runs.run_settings import Settings
+from swiftbatch.scheduler.runs.submission import LineNotes, make_records
+from swiftbatch.worker.constraints import thinking
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.scheduler.commands.command_parts import invoke, write_jobs
 from tests.scheduler.commands.submit_parts import submit_file
 

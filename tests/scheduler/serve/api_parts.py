@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.api.server import make_app
-from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
+from swiftbatch.scheduler.serve.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.server_options import ServeOptions
 from swiftbatch.scheduler.serve.service import Service
 

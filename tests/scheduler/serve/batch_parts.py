@@ -10,7 +10,7 @@ from pathlib import Path
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.batches import Batch, Batches
-from swiftbatch.scheduler.serve.server_files import Files
+from swiftbatch.scheduler.serve.server_files import StoredFiles
 from swiftbatch.scheduler.serve.server_records import CANCEL, Cancellation
 from tests.scheduler.commands.command_parts import finish
 from tests.scheduler.commands.submit_parts import submit_file
@@ -22,7 +22,7 @@ class Folder:
 
     def __init__(self, uri: str) -> None:
         self.store = Store(uri)
-        self.files = Files(self.store)
+        self.files = StoredFiles(self.store)
         self.batches = Batches(self.store, lambda state: None)
 
     def again(self) -> Folder:

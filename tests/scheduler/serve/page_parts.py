@@ -23,12 +23,12 @@ from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.api.server import make_app
+from swiftbatch.scheduler.serve.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.server_options import ServeOptions
 from swiftbatch.scheduler.serve.service import Service
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import MANIFEST, PROGRESS
 from tests.metrics.report_parts import finish, record

@@ -118,7 +118,7 @@ def drivers_of(server: Server) -> list[int]:
     """The processes of the drivers of a server."""
     children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
     pids = [int(pid) for path in children for pid in path.read_text().split()]
-    return [pid for pid in pids if b"bound_driver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in pids if b"batch_driver_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def is_there(pid: int) -> bool:

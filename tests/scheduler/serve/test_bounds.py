@@ -116,10 +116,10 @@ def test_metadata_is_as_long_as_openai_has_it(client: TestClient) -> None:
 
 
 def test_no_key_takes_all_places(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_limits, "MOST_REQUESTS", 0)
+    monkeypatch.setattr(request_limits, "MAX_REQUESTS", 0)
     assert client_of(service).get("/v1/files").status_code == 429
-    monkeypatch.setattr(request_limits, "MOST_REQUESTS", 1)
-    monkeypatch.setattr(request_limits, "MOST_UPLOADS", 0)
+    monkeypatch.setattr(request_limits, "MAX_REQUESTS", 1)
+    monkeypatch.setattr(request_limits, "MAX_UPLOADS", 0)
     client = client_of(service)
     assert client.get("/v1/files").status_code == 200
     answer = client.post("/v1/files", files={"file": b"x"}, data={"purpose": "batch"})

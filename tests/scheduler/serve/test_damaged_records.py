@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.jobs.run.checked_reading import RunError
 from swiftbatch.jobs.run.run import MANIFEST, REJECTS
+from swiftbatch.jobs.run.run_records import RunError
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.serve.batch_ending import settle

@@ -6,7 +6,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from swiftbatch.scheduler.serve.api.access_control import Gate
+from swiftbatch.scheduler.serve.api.access_control import AccessControl
 from swiftbatch.scheduler.serve.api_keys import Keyring, make_key
 from swiftbatch.scheduler.serve.page.login_sessions import Sessions
 
@@ -21,7 +21,7 @@ def client_of(keyring: Keyring | None, only_loopback: bool) -> TestClient:
     def owner(request: Request) -> dict[str, str | None]:
         return {"owner": request.state.owner}
 
-    app.add_middleware(Gate, keyring=keyring, sessions=Sessions(), only_loopback=only_loopback)
+    app.add_middleware(AccessControl, keyring=keyring, sessions=Sessions(), only_loopback=only_loopback)
     return TestClient(app, base_url="http://127.0.0.1:8080")
 
 

@@ -11,16 +11,16 @@ from typing import Any, ClassVar
 
 import pytest
 
-from swiftbatch.jobs.backoff import Backoff
+from swiftbatch.jobs.storage.retries import Backoff
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.display.webhook_post import SECRET_VARIABLE, Receiver
-from swiftbatch.scheduler.serve import batch_webhooks, webhook_hosts
-from swiftbatch.scheduler.serve.batch_webhooks import Hooks
+from swiftbatch.scheduler.display.webhooks import SECRET_VARIABLE, Receiver
+from swiftbatch.scheduler.serve import batch_webhooks
+from swiftbatch.scheduler.serve import batch_webhooks as webhook_hosts
+from swiftbatch.scheduler.serve.batch_webhooks import BatchWebhooks, Receivers, WebhookHosts, WebhookHostsError, reach
 from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.client_errors import RefusedError
-from swiftbatch.scheduler.serve.server_files import Files
+from swiftbatch.scheduler.serve.server_files import StoredFiles
 from swiftbatch.scheduler.serve.server_records import Counts, Ended
-from swiftbatch.scheduler.serve.webhook_hosts import Receivers, WebhookHosts, WebhookHostsError, reach
 from tests.scheduler.display.receivers import KEY, SECRET, receiver, redirect, status
 from tests.scheduler.serve.server_parts import wait_until
 
@@ -33,8 +33,8 @@ class Server:
     def __init__(self, folder: Path, url: str | None = None, hosts: str | None = None) -> None:
         store = Store(str(folder))
         of_server = None if url is None else Receiver.parse(url, SECRET)
-        self.hooks = Hooks(store, Receivers(of_server, hosts))
-        self.files = Files(store)
+        self.hooks = BatchWebhooks(store, Receivers(of_server, hosts))
+        self.files = StoredFiles(store)
         self.batches = Batches(store, self.hooks.tell, self.hooks.prepare)
         self.hooks.take_up(self.batches)
         self.hooks.start()
@@ -58,8 +58,8 @@ def stopped() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_webhooks, "PAUSES", Backoff(first=0.05, longest=3600.0))
-    monkeypatch.setattr(batch_webhooks, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(batch_webhooks, "RETRY_BACKOFF", Backoff(first=0.05, longest=3600.0))
+    monkeypatch.setattr(batch_webhooks, "POLL_SECONDS", 0.02)
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
 
 
@@ -245,7 +245,7 @@ def test_a_redirect_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_what_was_not_taken_goes_behind_what_else_waits_for_its_host() -> None:
-    lane = batch_webhooks.Lane()
+    lane = batch_webhooks.ReceiverQueue()
     lane.items.extend(["refused", "next"])  # type: ignore[list-item]  # what they are is no matter
     lane.fail()
     assert list(lane.items) == ["next", "refused"]

@@ -12,7 +12,8 @@ from fastapi.testclient import TestClient
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.serve.batch_ending import end_batch
-from swiftbatch.scheduler.serve.page import batch_pages, job_rows
+from swiftbatch.scheduler.serve.page import batch_pages
+from swiftbatch.scheduler.serve.page import batch_pages as job_rows
 from swiftbatch.scheduler.serve.server_records import BATCH, Counts, Ended, EndState
 from tests.metrics.report_parts import ENDED
 from tests.metrics.test_report_page import Elements

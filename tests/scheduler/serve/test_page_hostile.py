@@ -12,15 +12,7 @@ from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.scheduler.serve.page.rendering import FOLDER
 from tests.metrics.report_parts import finish
 from tests.metrics.test_report_page import Elements
-from tests.scheduler.serve.page_parts import (
-    HOSTILE,
-    app_of,
-    client_of,
-    new_batch,
-    service_of,
-    submit,
-    token_of,
-)
+from tests.scheduler.serve.page_parts import HOSTILE, app_of, client_of, new_batch, service_of, submit, token_of
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

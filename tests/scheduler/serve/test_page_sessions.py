@@ -142,7 +142,7 @@ def test_a_logout_ends_the_session_everywhere(client: TestClient) -> None:
 def test_a_session_ends_with_its_key_and_with_its_server(
     tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api_keys, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(api_keys, "POLL_SECONDS", 0.0)
     client = client_of(app_of(tmp_path / "runs", key_file))
     session_id = log_in(client)
     next_one = client_of(app_of(tmp_path / "runs", key_file))
@@ -154,7 +154,7 @@ def test_a_session_ends_with_its_key_and_with_its_server(
 
 
 def test_sessions_are_bounded_in_time_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(login_sessions, "MOST_SESSIONS", 2)
+    monkeypatch.setattr(login_sessions, "MAX_SESSIONS", 2)
     kept = Sessions()
     first, second, third = (kept.begin(digest) for digest in "abc")
     assert [kept.key_digest(session_id) for session_id in (first, second, third)] == [None, "b", "c"]

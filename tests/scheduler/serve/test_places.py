@@ -9,8 +9,8 @@ import pytest
 
 from swiftbatch.jobs.storage.local_folder import LocalFolder
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.serve.client_errors import Places
-from swiftbatch.scheduler.serve.driving.batch_queue import Course
+from swiftbatch.scheduler.serve.batch_queue import Course
+from swiftbatch.scheduler.serve.client_errors import PathRedactor
 from swiftbatch.scheduler.serve.service import Service
 from tests.scheduler.serve.page_parts import app_of, client_of, in_progress, new_batch, service_of
 
@@ -18,7 +18,7 @@ from tests.scheduler.serve.page_parts import app_of, client_of, in_progress, new
 @pytest.mark.parametrize("uri", ["/srv/the runs", "s3://key:secret@bucket/runs?region=x", "file:///srv/älter"])
 def test_places_are_named_below_the_folder_of_runs(uri: str) -> None:
     store = Store(uri)
-    places = Places(store, ["--model", "/opt/models/small", "--note", "/"])
+    places = PathRedactor(store, ["--model", "/opt/models/small", "--note", "/"])
     root = store.shown_uri if not store.is_local else store.uri
     assert places.hidden(f"cannot use run.json in {root}/batches/b: no") == "cannot use run.json in batches/b: no"
     assert places.hidden(f"cannot list {root}: no") == "cannot list the folder of runs: no"

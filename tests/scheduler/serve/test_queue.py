@@ -9,8 +9,7 @@ import pytest
 
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.api_keys import Rights
-from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.driving.batch_queue import (
+from swiftbatch.scheduler.serve.batch_queue import (
     BEGUN_TOKENS,
     DAY,
     HALF_LIFE,
@@ -20,6 +19,7 @@ from swiftbatch.scheduler.serve.driving.batch_queue import (
     next_batch,
     standing_of,
 )
+from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.server_records import BatchRecord, Counts, Ended
 from tests.work_counts import num_lines
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.scheduler.serve.running_texts import partial_texts
+from swiftbatch.scheduler.serve.batch_status import partial_texts
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.jobs.run.run_parts import MANIFEST
 from tests.metrics.report_parts import record

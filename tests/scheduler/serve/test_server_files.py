@@ -9,7 +9,7 @@ import pytest
 
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.client_errors import RefusedError
-from swiftbatch.scheduler.serve.server_files import Files
+from swiftbatch.scheduler.serve.server_files import StoredFiles
 from swiftbatch.scheduler.serve.server_records import (
     Catalogue,
     FileRecord,
@@ -58,7 +58,7 @@ def test_a_file_without_its_record_is_not_there_and_goes_away(tmp_path: Path) ->
     assert not (tmp_path / "files" / torn.id).exists()
     files.delete(kept)
     assert list((tmp_path / "files").iterdir()) == []
-    assert len(Files(Store(str(tmp_path)))) == 0
+    assert len(StoredFiles(Store(str(tmp_path)))) == 0
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])

@@ -15,7 +15,7 @@ import uvicorn
 
 from swiftbatch.scheduler.serve.api.request_limits import Connection
 from swiftbatch.scheduler.serve.api.server import make_app
-from swiftbatch.scheduler.serve.server_files import Files
+from swiftbatch.scheduler.serve.server_files import StoredFiles
 from tests.scheduler.serve.api_parts import service_on
 
 WAIT_SECONDS = 60
@@ -44,7 +44,7 @@ def test_requests_that_the_end_cuts_off_are_told_so(
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata=None
         )
-        monkeypatch.setattr(Files, "add", add)
+        monkeypatch.setattr(StoredFiles, "add", add)
         upload = pool.submit(client.files.create, file=FILE, purpose="batch")
         events = urllib.request.urlopen(f"{url}/batches/{batch.id}/events", timeout=WAIT_SECONDS)
         assert is_asked.wait(WAIT_SECONDS)

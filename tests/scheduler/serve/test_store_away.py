@@ -10,8 +10,8 @@ from fastapi.testclient import TestClient
 
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.runs.folder_lock import FolderHeldError
-from swiftbatch.scheduler.serve.driving import batch_supervisor
-from swiftbatch.scheduler.serve.driving.batch_driver import DriverOptions
+from swiftbatch.scheduler.serve import batch_supervisor
+from swiftbatch.scheduler.serve.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.server_options import ServeOptions
 from swiftbatch.scheduler.serve.service import Service
 from tests.scheduler.serve.api_parts import client_of, service_on, upload
@@ -26,7 +26,7 @@ def fail(*_: object) -> None:
 def test_a_store_that_is_away_ends_no_server_but_another_server_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_supervisor, "HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(batch_supervisor, "LEASE_CHECK_SECONDS", 0.0)
     answers: list[Exception] = [StoreError("cannot read serve.json")] * 3 + [FolderHeldError("another one")]
     ends: list[Exception] = []
     has_ended = threading.Event()

@@ -14,7 +14,7 @@ from pydantic import UUID4, Base64Bytes, BaseModel, Field, HttpUrl, IPvAnyAddres
 
 from swiftbatch.jobs.structured_output import structure_of
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 
 Item = TypeVar("Item")
 

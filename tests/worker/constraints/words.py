@@ -8,9 +8,8 @@ import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from swiftbatch.jobs.structured_output import structure_of
-from swiftbatch.worker.constraints.grammar import Grammar
-from swiftbatch.worker.constraints.grammar_definitions import definition_of
-from swiftbatch.worker.drawing.token_rules import mask_of
+from swiftbatch.worker.constraints.grammar import Grammar, definition_of
+from swiftbatch.worker.sampling.token_masks import mask_of
 
 WORDS = ("a", "b", "c", "d", "ab", "bc", "da")
 END = len(WORDS)

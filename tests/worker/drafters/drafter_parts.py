@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import numpy as np
 
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.target.step_costs import StepCosts
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.forward.step_costs import StepCosts
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
 
 
 def free_rows() -> StepCosts:
@@ -56,7 +56,7 @@ def check_resumed(
     return first
 
 
-def check_same_entries(undisturbed: TwoLevelDrafter, resumed: TwoLevelDrafter) -> None:
+def check_same_entries(undisturbed: SelfSpeculationDrafter, resumed: SelfSpeculationDrafter) -> None:
     """The partial caches of two drafters for sequence `a` hold the same."""
     ours, theirs = (drafter._tracked["a"].partial for drafter in (undisturbed, resumed))
     num_entries = ours._num_sequence_entries

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.partial_cache import NUM_PINNED
-from swiftbatch.worker.caches.scan_cache import MOST_ENTRIES, NUM_RECENT
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.auto import auto as auto_module
+from swiftbatch.worker.drafters.auto.auto import AutoDrafter, auto
+from swiftbatch.worker.drafters.auto.repeated_text import RepeatingDrafter
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
-from swiftbatch.worker.drafters.two_level import auto as auto_module
-from swiftbatch.worker.drafters.two_level.auto import AutoDrafter, auto
-from swiftbatch.worker.drafters.two_level.auto_rounds import (
+from swiftbatch.worker.drafters.self_speculation.draft_chain import ChainTree, Round
+from swiftbatch.worker.drafters.self_speculation.round_planner import (
+    NO_ROUNDS,
     PRIOR_ALIKE,
     STEPS_TO_KNOW,
     RoundsChoice,
@@ -20,15 +20,15 @@ from swiftbatch.worker.drafters.two_level.auto_rounds import (
     costs_beside_a_gpu,
     costs_on_a_gpu,
 )
-from swiftbatch.worker.drafters.two_level.chain import ChainTree, Round
-from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
-from swiftbatch.worker.drafters.two_level.two_level_plan import NO_ROUNDS
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
-from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.kv.scan_cache import MOST_ENTRIES, NUM_RECENT
+from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.drafter_parts import check_resumed, free_rows, proposed, run_to_ends
 from tests.worker.kernels.kernel_parts import needs_kernels
 

@@ -13,16 +13,16 @@ import torch
 
 from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE, ENGINES, create_drafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
-from swiftbatch.worker.drawing.sampling import TokenSampler
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import TOP_K, Verification, walk
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import max_tree_depth, tree_rows
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.gumbel_max import TokenSampler
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import TOP_K, Verification, walk
 from tests.worker.drafters.drafter_parts import free_rows, proposed
 
 pytestmark = pytest.mark.long

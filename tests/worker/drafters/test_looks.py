@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters import shared_budget
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
-from swiftbatch.worker.drafters.row_shares import best_shares
+from swiftbatch.worker.drafters.shared_budget import best_shares
 from swiftbatch.worker.drafters.step_clock import StepClock
-from swiftbatch.worker.drafters.tree_budget import LOOK_EVERY, PROMISING, LookRhythm
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import Verification
-from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
+from swiftbatch.worker.drafters.tree_budget import PROBE_EVERY, PROMISING, ProbeSchedule
+from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
 from tests.worker.drafters.test_tree_budget import DEAR_ROWS, Chains
 
 CHEAP_ROWS = StepCosts((64, 8192), 0.001 * np.array([[0.9, 0.92, 0.95, 1.0, 1.05, 1.1]] * 2))
@@ -26,20 +26,20 @@ CHEAP_ROWS = StepCosts((64, 8192), 0.001 * np.array([[0.9, 0.92, 0.95, 1.0, 1.05
 def test_where_nothing_pays_nothing_is_drafted_but_a_look_now_and_then() -> None:
     sequence = Sequence("a", [1] * 65, SamplingParams(max_tokens=9), 10)
     drafter, sizes = Chains(lambda: DEAR_ROWS), []
-    for _ in range(40 * LOOK_EVERY):
+    for _ in range(40 * PROBE_EVERY):
         [tree] = drafter.propose([DraftRequest(sequence, 127, 63)])
         sizes.append(len(tree))
         drafter.update(sequence, Verification(tree, [], [1], np.zeros(1 + len(tree), dtype=int), None, None))
     looks = [step for step, size in enumerate(sizes) if size]
     waits = np.diff(looks[-5:])
     assert (waits[1:] >= waits[:-1]).all()
-    assert LOOK_EVERY < waits[-1] <= 1 + 16 * LOOK_EVERY
-    for _ in range(30 * LOOK_EVERY):  # the text begins to repeat itself
+    assert PROBE_EVERY < waits[-1] <= 1 + 16 * PROBE_EVERY
+    for _ in range(30 * PROBE_EVERY):  # the text begins to repeat itself
         [tree] = drafter.propose([DraftRequest(sequence, 127, 63)])
         path = list(range(len(tree)))
         drafter.update(sequence, Verification(tree, path, [1], np.zeros(1 + len(tree), dtype=int), None, None))
         sizes.append(len(tree))
-    assert 0 not in sizes[-LOOK_EVERY:]
+    assert 0 not in sizes[-PROBE_EVERY:]
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_job_in_place_of_another_like_it_goes_on_resting(planned: list[int]) -
 
 
 def test_looks_come_more_seldom_until_one_finds_a_text_that_repeats_itself() -> None:
-    rhythm, waits = LookRhythm(shortest=4), []
+    rhythm, waits = ProbeSchedule(shortest=4), []
     for num_accepted in (0, 1, 2, PROMISING, 0):
         waited = 0
         while not rhythm.is_due:
@@ -182,7 +182,7 @@ def test_looks_come_more_seldom_until_one_finds_a_text_that_repeats_itself() -> 
 
 
 def test_a_look_that_finds_nothing_to_draft_is_over() -> None:
-    rhythm, waits = LookRhythm(shortest=4), []
+    rhythm, waits = ProbeSchedule(shortest=4), []
     for step in range(40):
         if rhythm.is_due:
             waits.append(step)

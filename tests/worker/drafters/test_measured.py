@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.full_cache import FullKVCache
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.auto import mtp_trials
+from swiftbatch.worker.drafters.auto.auto import auto
+from swiftbatch.worker.drafters.auto.mtp_trials import FIRST_PERIOD, TRIAL, TrialDrafter
+from swiftbatch.worker.drafters.auto.repeated_text import RepeatingDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drafters.two_level import faster_drafter
-from swiftbatch.worker.drafters.two_level.auto import auto
-from swiftbatch.worker.drafters.two_level.faster_drafter import FIRST_TURN, TRIAL, MeasuredDrafter
-from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
 from tests.worker.drafters.drafter_parts import free_rows
 
 
@@ -50,7 +50,7 @@ class Clock:
 
     def __init__(self, factor: float) -> None:
         self.now, self.factor = 0.0, factor
-        self.drafter: MeasuredDrafter | None = None
+        self.drafter: TrialDrafter | None = None
 
     def __call__(self) -> float:
         self.now += self.factor if self.drafter is not None and self.drafter.is_predicting else 1.0
@@ -61,7 +61,7 @@ def run(target: TargetModel, factor: float, num_tokens: int) -> tuple[list[bool]
     """Return the way that each step of a text went."""
     clock, repeating = Clock(factor), auto(target, free_rows, None)
     assert isinstance(repeating, RepeatingDrafter)
-    clock.drafter = drafter = MeasuredDrafter(repeating, Predicting(), clock)
+    clock.drafter = drafter = TrialDrafter(repeating, Predicting(), clock)
     engine = Engine(target, drafter)
     sampling = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=3, ignore_eos=True)
     sequence = Sequence("a", [1, 2, 3, 4, 5], sampling, target.vocab_size)
@@ -86,9 +86,9 @@ def test_a_way_that_is_faster_is_stayed_with_and_a_slower_one_is_tried_for_a_tur
     fast, text = run(small, 0.01, 400)
     slow, same = run(small, 100.0, 400)
     assert text.token_ids.tolist() == same.token_ids.tolist()
-    assert not any(fast[:FIRST_TURN])
-    assert all(fast[FIRST_TURN : FIRST_TURN + TRIAL + 30])
-    assert sum(slow[: FIRST_TURN + TRIAL + 30]) == TRIAL
+    assert not any(fast[:FIRST_PERIOD])
+    assert all(fast[FIRST_PERIOD : FIRST_PERIOD + TRIAL + 30])
+    assert sum(slow[: FIRST_PERIOD + TRIAL + 30]) == TRIAL
 
 
 class Distant(Predicting):
@@ -104,20 +104,20 @@ class Distant(Predicting):
 def test_hidden_states_are_taken_of_what_is_read_and_near_the_steps_that_predict_alone(
     small: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faster_drafter, "HEARD", 8)
+    monkeypatch.setattr(mtp_trials, "HEARD", 8)
     repeating, predicting = auto(small, free_rows, None), Distant()
     assert isinstance(repeating, RepeatingDrafter)
-    drafter = MeasuredDrafter(repeating, predicting, Clock(1.0))
+    drafter = TrialDrafter(repeating, predicting, Clock(1.0))
     engine = Engine(small, drafter)
     sampling = SamplingParams(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
     sequence = Sequence("a", [1, 2, 3, 4, 5], sampling, small.vocab_size)
     engine.start(sequence)
     expected, num_steps = set(range(4)), 0
-    while num_steps < FIRST_TURN + TRIAL + 30:
+    while num_steps < FIRST_PERIOD + TRIAL + 30:
         before, num_steps = len(sequence), num_steps + 1
         engine.step()
-        assert drafter.is_predicting == (FIRST_TURN < num_steps <= FIRST_TURN + TRIAL)
-        if FIRST_TURN - 8 < num_steps <= FIRST_TURN + TRIAL:
+        assert drafter.is_predicting == (FIRST_PERIOD < num_steps <= FIRST_PERIOD + TRIAL)
+        if FIRST_PERIOD - 8 < num_steps <= FIRST_PERIOD + TRIAL:
             expected |= set(range(before - 1, len(sequence) - 1))
     assert sequence.finish_reason is None
     assert predicting.positions == expected

@@ -9,20 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.auto.auto import auto
+from swiftbatch.worker.drafters.auto.repeated_text import (
+    IDLE_STEPS_AT_ONCE,
+    MOST_TOLD_APART,
+    NGRAM,
+    REFUSED_FOR,
+    RepeatedText,
+    RepeatingDrafter,
+    RepeatShares,
+)
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
-from swiftbatch.worker.drafters.lookup.repeated_text import MOST_TOLD_APART, NGRAM, RepeatedText, RepeatShares
-from swiftbatch.worker.drafters.two_level.auto import auto
-from swiftbatch.worker.drafters.two_level.repeating import REFUSED_FOR, RESTS_AT_ONCE, RepeatingDrafter
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.forward.step_costs import StepCosts
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.step_costs import StepCosts
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
 from tests.worker.drafters.drafter_parts import free_rows, run_together
 
 VOCAB = 50
@@ -245,11 +252,11 @@ def test_steps_that_rest_ask_nobody_and_are_counted_behind_the_rest(target: Targ
     plain_steps(drafter, [first], 300)
     drafter.state(first)
     assert 0 < len(asked) < 30
-    assert max(noted) > RESTS_AT_ONCE
+    assert max(noted) > IDLE_STEPS_AT_ONCE
     assert len(asked) + sum(noted) == 300
     assert drafter._texts["a"]._num_tokens == len(first)
     plain_steps(drafter, [first], 1)
-    while not drafter._num_rests:
+    while not drafter._num_idle:
         plain_steps(drafter, [first], 1)
     asked.clear()
     plain_steps(drafter, [first, second], 1)

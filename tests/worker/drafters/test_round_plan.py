@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from swiftbatch.worker.drafters.self_speculation.draft_chain import ChainTree, Round
+from swiftbatch.worker.drafters.self_speculation.round_planner import PRIOR_CHAIN_ACCEPTANCE, MeasuredPlanner, Planner
+from swiftbatch.worker.drafters.tokenswift.tokenswift import whole_trees
 from swiftbatch.worker.drafters.tree_budget import EXPLORE_EVERY, NODE_CHOICES, NodeBudget
-from swiftbatch.worker.drafters.two_level.chain import ChainTree, Round
-from swiftbatch.worker.drafters.two_level.two_level_plan import PRIOR_CHAIN_ACCEPTANCE, MeasuredPlanner, Planner
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.papers.tokenswift.tokenswift import whole_trees
-from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts
+from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 BUDGET = 2048
 LENGTHS = (64, 8192, 49_152)

@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 
 from swiftbatch.worker.drafters.step_clock import (
-    DOUBTED,
     ENOUGH,
     FEWEST,
-    LOOK_EVERY,
-    LOOK_SOON,
+    FORGOTTEN_FOR_RETRIAL,
     NUM_KEPT,
+    PROBE_EVERY,
+    PROBE_SOON,
     SETTLED,
     StepClock,
     StepKind,
@@ -68,7 +68,7 @@ def test_what_was_slow_once_is_tried_again(monkeypatch: pytest.MonkeyPatch, cloc
     while clock.drafting_seconds:
         seen.append(clock.drafting_seconds)
         clock.doubt("tree")
-    assert len(seen) == (NUM_KEPT - FEWEST) // DOUBTED + 1
+    assert len(seen) == (NUM_KEPT - FEWEST) // FORGOTTEN_FOR_RETRIAL + 1
     assert seen == sorted(seen, reverse=True)
 
 
@@ -112,13 +112,13 @@ def test_a_step_that_waited_for_something_else_tells_little(monkeypatch: pytest.
 
 def test_steps_without_drafts_come_now_and_then_where_all_draft(clock: StepClock) -> None:
     kinds = []
-    for _ in range(4 * LOOK_EVERY):
+    for _ in range(4 * PROBE_EVERY):
         kinds.append(clock.is_plain_due)
         clock.begin(1.0, "plain" if kinds[-1] else "tree")
     begins = [n for n, is_plain in enumerate(kinds) if is_plain and not kinds[n - 1]]
     assert all(all(kinds[n : n + SETTLED + FEWEST]) for n in begins)
     waits = [after - before - SETTLED - FEWEST for before, after in pairwise((-SETTLED - FEWEST, *begins))]
     soon = ENOUGH // FEWEST  # few are no measure: all may have been slow
-    assert waits[:soon] == [LOOK_SOON] * soon
-    assert set(waits[soon:]) == {LOOK_EVERY}
+    assert waits[:soon] == [PROBE_SOON] * soon
+    assert set(waits[soon:]) == {PROBE_EVERY}
     assert sum(kinds) == len(begins) * (SETTLED + FEWEST)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftbatch.worker.drafters.lookup.suffix import MAX_CANDIDATES, ROOT_STATE, SuffixAutomaton, predict
+from swiftbatch.worker.drafters.suffix import MAX_CANDIDATES, ROOT_STATE, SuffixAutomaton, predict
 
 token_lists = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 

@@ -9,20 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drafters.row_shares import best_shares
-from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
+from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter, best_shares
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, NodeAcceptance, NodeBudget
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import Verification
 from swiftbatch.worker.engine.engine import Engine
+from swiftbatch.worker.forward import step_costs
+from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target import step_costs
-from swiftbatch.worker.target.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
 from tests.simulated_clock import SimulatedClock
 from tests.worker.drafters.drafter_parts import free_rows
 

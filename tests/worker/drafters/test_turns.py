@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drafters.drafter_interface import DraftRequest, Verified
-from swiftbatch.worker.drafters.two_level.plain_turns import (
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.auto.plain_trials import (
+    DRAFTING_PERIODS,
     DRAFTS_TRIAL,
-    DRAFTS_TURNS,
     MOST_TRIED,
     PLAIN_CALLS,
-    PLAIN_TURNS,
-    DraftTurns,
+    PLAIN_PERIODS,
+    DraftTrials,
 )
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import Verification
+from swiftbatch.worker.drafters.drafter_interface import DraftRequest, Verified
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
 
 AT_ONCE = 8  # plain steps
 FIRST = (PLAIN_CALLS + 1) * AT_ONCE  # steps: of the first call nothing is learned
@@ -54,7 +54,7 @@ class Machine:
     went: list[bool] = field(default_factory=list)  # the way of each step
 
     def __post_init__(self) -> None:
-        self.turns = DraftTurns(self.clock)
+        self.turns = DraftTrials(self.clock)
 
     def run(self, num_steps: int, *sequences: Sequence, are_promised: bool = True) -> list[bool]:
         """Return the ways of so many steps."""
@@ -76,29 +76,29 @@ def test_the_first_steps_have_no_trees_and_a_trial_follows() -> None:
 
 
 def test_trees_that_bring_more_stay_but_for_trials_without() -> None:
-    went = Machine(1.5).run(sum(DRAFTS_TURNS))
+    went = Machine(1.5).run(sum(DRAFTING_PERIODS))
     assert sum(went) > 0.95 * len(went)
     assert not all(went[2 * FIRST + MOST_TRIED :])
 
 
 def test_trees_that_bring_less_are_tried_ever_more_seldom() -> None:
-    went = Machine(3.0).run(FIRST + sum(PLAIN_TURNS))
-    assert sum(went) == DRAFTS_TRIAL * len(PLAIN_TURNS)
+    went = Machine(3.0).run(FIRST + sum(PLAIN_PERIODS))
+    assert sum(went) == DRAFTS_TRIAL * len(PLAIN_PERIODS)
 
 
 def test_trees_that_promise_nothing_in_a_trial_end_it() -> None:
-    went = Machine(3.0).run(FIRST + PLAIN_TURNS[1], are_promised=False)
+    went = Machine(3.0).run(FIRST + PLAIN_PERIODS[1], are_promised=False)
     assert sum(went) == 1  # the step behind which nothing was promised
 
 
 def test_a_trial_of_trees_that_come_near_lasts_longer() -> None:
-    went = Machine(2.05).run(FIRST + PLAIN_TURNS[0])
+    went = Machine(2.05).run(FIRST + PLAIN_PERIODS[0])
     assert sum(went) == MOST_TRIED
 
 
 def test_trees_that_seem_to_win_are_held_against_plain_steps_at_once() -> None:
-    went = Machine(1.5).run(FIRST + MOST_TRIED + FIRST + DRAFTS_TURNS[1])
-    assert went == [False] * FIRST + [True] * MOST_TRIED + [False] * FIRST + [True] * DRAFTS_TURNS[1]
+    went = Machine(1.5).run(FIRST + MOST_TRIED + FIRST + DRAFTING_PERIODS[1])
+    assert went == [False] * FIRST + [True] * MOST_TRIED + [False] * FIRST + [True] * DRAFTING_PERIODS[1]
 
 
 def test_a_machine_that_was_slow_in_the_first_steps_alone_leads_to_no_drafts() -> None:
@@ -112,8 +112,8 @@ def test_a_machine_that_was_slow_in_the_first_steps_alone_leads_to_no_drafts() -
 def test_a_way_that_was_wrong_is_left_soon() -> None:
     machine = Machine(3.0)
     machine.slowed = lambda: 1.0 if machine.turns.has_drafts or len(machine.went) > 2 * FIRST + MOST_TRIED else 3.0
-    went = machine.run(sum(PLAIN_TURNS[:2]))
-    assert sum(went) <= MOST_TRIED + DRAFTS_TURNS[1] + 2 * DRAFTS_TRIAL
+    went = machine.run(sum(PLAIN_PERIODS[:2]))
+    assert sum(went) <= MOST_TRIED + DRAFTING_PERIODS[1] + 2 * DRAFTS_TRIAL
 
 
 @pytest.mark.parametrize(("tree_seconds", "has_drafts"), [(3.0, False), (1.3, True)])
@@ -126,7 +126,7 @@ def test_calls_that_are_held_up_now_and_then_turn_no_way(tree_seconds: float, ha
 
 
 def test_what_passes_between_steps_or_in_a_third_way_counts_for_none() -> None:
-    turns, requests = DraftTurns(clock := Clock()), [DraftRequest(sequence_of("a"), 31, 31, 0.0)]
+    turns, requests = DraftTrials(clock := Clock()), [DraftRequest(sequence_of("a"), 31, 31, 0.0)]
     for _ in range(PLAIN_CALLS + 1):
         turns.begin(requests)
         clock.now += AT_ONCE
@@ -142,7 +142,7 @@ def test_what_passes_between_steps_or_in_a_third_way_counts_for_none() -> None:
 @pytest.mark.parametrize("lengths", [(10, 4000), (4000, 10)])
 def test_texts_much_longer_or_shorter_are_tried_soon(lengths: tuple[int, int]) -> None:
     machine = Machine(3.0)
-    machine.run(2 * PLAIN_TURNS[1], sequence_of("a", lengths[0]))
+    machine.run(2 * PLAIN_PERIODS[1], sequence_of("a", lengths[0]))
     assert any(machine.run(FIRST + DRAFTS_TRIAL, sequence_of("b", lengths[1])))
 
 
@@ -164,7 +164,7 @@ def test_what_a_text_shows_that_has_become_long_says_nothing_of_short_ones() -> 
         machine.run(400, growing)
     assert all(machine.run(AT_ONCE, sequence_of("b", 8000)))
     machine.tree_seconds = 3.0
-    assert sum(machine.run(PLAIN_TURNS[0], sequence_of("c"))) <= DRAFTS_TRIAL
+    assert sum(machine.run(PLAIN_PERIODS[0], sequence_of("c"))) <= DRAFTS_TRIAL
 
 
 def test_jobs_whose_prompt_is_one_token_are_like_each_other() -> None:

@@ -14,27 +14,27 @@ import torch
 from bench.compared_caches import PARTIAL_CACHES
 from bench.variants import TOKENSWIFT_PAPER
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches import summary_cache as summary_cache
-from swiftbatch.worker.caches.cache_room import KVRoomError
-from swiftbatch.worker.caches.full_cache import CacheShape
-from swiftbatch.worker.caches.partial_cache import Entries
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
-from swiftbatch.worker.drafters.two_level.two_level_drafter import TwoLevelDrafter
-from swiftbatch.worker.drafters.two_level.two_level_plan import Planner
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.drawing import create_drawing
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, RoundPlan
+from swiftbatch.worker.drafters.self_speculation.round_planner import Planner
+from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
+from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from swiftbatch.worker.target.target import RowOutputs, TargetModel
+from swiftbatch.worker.forward.target_model import RowOutputs, TargetModel
+from swiftbatch.worker.kv import sparse_cache
+from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.kv_capacity import KVRoomError
+from swiftbatch.worker.kv.sparse_cache import Entries
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sampler import create_batch_sampler
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests import ROOT
-from tests.worker.caches.cache_parts import everything_of
 from tests.worker.drafters.drafter_parts import check_resumed, check_same_entries, free_rows, proposed, run_to_ends
 from tests.worker.kernels.kernel_parts import needs_kernels
+from tests.worker.kv.cache_parts import everything_of
 
 PROMPT = "The lighthouse keeper counted the ships each evening, and on the ninth of November there was one too many. "
 SAMPLERS = {
@@ -61,8 +61,8 @@ def run(target: TargetModel, drafter: Drafter, *sequences: Sequence) -> Engine:
 @pytest.fixture(autouse=True)
 def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten periods, so that a short text is summarised more than once."""
-    monkeypatch.setattr(summary_cache, "NUM_RECENT", 48)
-    monkeypatch.setattr(summary_cache, "PERIOD", 32)
+    monkeypatch.setattr(sparse_cache, "NUM_RECENT", 48)
+    monkeypatch.setattr(sparse_cache, "PERIOD", 32)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_a_sequence_without_room_for_a_partial_cache_drafts_without_rounds(
 
 def always(
     target: TargetModel, chain_length: int, cache: str, num_nodes: int | None = None, **changes: int
-) -> TwoLevelDrafter:
+) -> SelfSpeculationDrafter:
     """A drafter that always drafts chains of one length, and below them up to `num_nodes` in all."""
     options = TokenSwiftOptions(cache=PARTIAL_CACHES[cache], draft_rounds=1, **changes)  # type: ignore[arg-type]
     drafter = tokenswift(target, free_rows, None, options)
@@ -259,7 +259,7 @@ def test_a_batch_drafts_what_each_sequence_drafts_alone(target: TargetModel) -> 
 
 def test_a_chain_ends_where_nothing_can_be_drawn(target: TargetModel) -> None:
     sequence = new_sequence(target, "T=1, min-p 0.1, penalty", 60)
-    drawing = create_drawing(target.vocab_size, target.device)
+    drawing = create_batch_sampler(target.vocab_size, target.device)
     cache = everything_of(target.cache_shape, target.new_cache(10))
     chain = Chain(sequence, drawing.sampler(sequence), cache, None, RoundPlan(9, 9, 9, 9), 31, 20)
     rows, tree = torch.zeros(3, target.vocab_size), DraftTree.chain([5, 6])
@@ -274,15 +274,15 @@ def test_a_chain_ends_where_nothing_can_be_drawn(target: TargetModel) -> None:
 
 ENGINES_RUN = """
 import sys
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
 from swiftbatch.worker.caches import summary_cache
-from swiftbatch.worker.papers.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
-from swiftbatch.worker.papers.triforce.triforce import TriForceOptions, triforce
+from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.forward.target_model import TargetModel
 
 summary_cache.NUM_RECENT, summary_cache.PERIOD = 48, 32
 target = TargetModel.load(locate_model("embedded"), "bfloat16", "cpu")

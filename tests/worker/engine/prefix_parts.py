@@ -9,12 +9,12 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from bench.variants import create_bench_drafter
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.engine.shared_prefixes import MEMORY_SHARE, KeptPrefixes, Sharing
+from swiftbatch.worker.engine.prefix_cache import MEMORY_SHARE, KeptPrefixes, PrefixSharing
 from swiftbatch.worker.engine.slot import Slot
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.drafter_parts import free_rows
 
 
@@ -30,7 +30,7 @@ def sequence(target: TargetModel, name: str, prompt: Items[int], num_tokens: int
 def new_engine(target: TargetModel, engine_name: str = "autoregressive", room: float = math.inf) -> Engine:
     """Return an engine that keeps so many bytes of prefixes as `room` says."""
     kept = KeptPrefixes(target.cache_shape.bytes_per_position(), lambda: room / MEMORY_SHARE - kept.num_bytes)
-    return Engine(target, create_bench_drafter(engine_name, target, free_rows), sharing=Sharing(kept))
+    return Engine(target, create_bench_drafter(engine_name, target, free_rows), sharing=PrefixSharing(kept))
 
 
 def to_the_end(engine: Engine, sequences: Iterable[Sequence]) -> None:

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.drafters.catalogue import ENGINES, check_parts, create_drafter
+from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, HEADS_FILE, PARTS_FOLDER, locate_model
-from swiftbatch.worker.papers.tokenswift.heads import save_heads
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 
 

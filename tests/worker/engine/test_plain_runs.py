@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.metrics.worker_counters import EngineCounters
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.metrics.counters import EngineCounters
+from swiftbatch.worker.drafters.auto.auto import auto
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
-from swiftbatch.worker.drafters.two_level.auto import auto
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.engine.plain_runs import FEW_STEPS, MOST_STEPS, PlainRuns
+from swiftbatch.worker.engine.engine import FEW_STEPS, MOST_STEPS, Engine, PlainRuns
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.model.kind_parts import native_target
@@ -45,7 +44,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.fixture(autouse=True)
 def _quick_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long steps take here: runs are as long as can be."""
-    monkeypatch.setattr("swiftbatch.worker.engine.plain_runs.MOST_SECONDS", 1e9)
+    monkeypatch.setattr("swiftbatch.worker.engine.engine.MOST_SECONDS", 1e9)
 
 
 def begun(target: TargetModel, fields: dict[str, object], engine: Engine | None = None) -> Engine:
@@ -160,7 +159,7 @@ def test_auto_looks_soon_again_where_a_text_repeats_itself(target: TargetModel) 
 def test_runs_go_by_what_the_newest_steps_took_however_many_short_ones_came_before(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftbatch.worker.engine.plain_runs.MOST_SECONDS", 0.1)
+    monkeypatch.setattr("swiftbatch.worker.engine.engine.MOST_SECONDS", 0.1)
     slots, counters = [*begun(target, {"temperature": 1.0})._slots.values()], EngineCounters()
     runs, sizes = PlainRuns(target, counters), []
     for num_steps, seconds in ((0, 0.0), (10_000, 0.001), (32, 0.05), (2, 0.2), (1, 0.01), (10, 0.001)):
@@ -173,8 +172,8 @@ def test_runs_go_by_what_the_newest_steps_took_however_many_short_ones_came_befo
 def test_runs_are_shorter_where_more_rows_come_or_longer_texts(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftbatch.worker.engine.plain_runs.MOST_SECONDS", 0.1)
-    monkeypatch.setattr("swiftbatch.worker.engine.plain_runs.FEW_POSITIONS", 20)
+    monkeypatch.setattr("swiftbatch.worker.engine.engine.MOST_SECONDS", 0.1)
+    monkeypatch.setattr("swiftbatch.worker.engine.engine.FEW_POSITIONS", 20)
     first, second = begun(target, {"temperature": 1.0})._slots.values()
     first.cache.advance(20)
     second.cache.advance(25)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from swiftbatch.worker.caches.cache_room import KVRoomError
-from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.engine.shared_prefixes import MEMORY_SHARE, SHORTEST, KeptPrefixes
+from swiftbatch.worker.engine.prefix_cache import MEMORY_SHARE, SHORTEST, KeptPrefixes
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.engine.prefix_parts import decode, new_engine, rows_of, sequence, text
 
 LENGTH = 200  # of every prompt

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from bench.variants import BENCH_ENGINES, VARIANTS
 from swiftbatch.jobs.shared_prompts import prompt_keys, shared_prompts
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.engine.shared_prefixes import SHORTEST
+from swiftbatch.worker.engine.prefix_cache import SHORTEST
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.engine.prefix_parts import decode, new_engine, rows_of, sequence, text, to_the_end
 from tests.worker.model.kind_parts import native_target, tiny_target
 
@@ -68,7 +68,7 @@ def tiny(tiny_model: Path) -> TargetModel:
 
 
 def test_others_wait_for_the_first_and_decode_meanwhile(tiny: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftbatch.worker.engine.prefill.READ_SECONDS", 1e-4)
+    monkeypatch.setattr("swiftbatch.worker.engine.prefill.PREFILL_SECONDS", 1e-4)
     book, engine = text(1, 600, tiny.vocab_size), new_engine(tiny)
     other = sequence(tiny, "other", text(9, 5, tiny.vocab_size), 50)
     first, second = sequence(tiny, "a", book), sequence(tiny, "bb", book)
@@ -89,7 +89,7 @@ def test_choices_of_one_prompt_read_it_once(tiny: TargetModel) -> None:
 
 
 def test_who_waits_for_one_that_leaves_goes_on_where_it_was(tiny: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftbatch.worker.engine.prefill.READ_SECONDS", 1e-4)
+    monkeypatch.setattr("swiftbatch.worker.engine.prefill.PREFILL_SECONDS", 1e-4)
     book, engine = text(1, 600, tiny.vocab_size), new_engine(tiny)
     first, *others = (sequence(tiny, name, book) for name in ("a", "bb", "ccc"))
     slot = engine.start(first, None, 600)
@@ -119,7 +119,7 @@ def test_one_that_comes_back_with_more_gives_it_to_those_before(tiny: TargetMode
 
 
 def test_a_rewound_sequence_gives_others_what_it_still_has(tiny: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftbatch.worker.engine.prefill.READ_SECONDS", 1e-4)
+    monkeypatch.setattr("swiftbatch.worker.engine.prefill.PREFILL_SECONDS", 1e-4)
     book, engine = text(1, 300, tiny.vocab_size), new_engine(tiny)
     first = sequence(tiny, "a", book, 30)
     engine.start(first, None, 256)

@@ -8,12 +8,12 @@ import pytest
 
 from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
 from swiftbatch.jobs.checkpoints.token_log import Rewind
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import may_rewind, rewound
-from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.engine.test_repetition import ends_in_a_loop
 from tests.worker.test_exactness import PROMPTS, decode

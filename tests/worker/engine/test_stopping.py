@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import StopRule, text_of
-from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.texts.output_text import LibraryText
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.text.output_text import LibraryText
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.drafters.drafter_parts import free_rows
 
 

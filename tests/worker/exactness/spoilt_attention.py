@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from swiftbatch.worker.target.transformers_attention import ATTENTION_NAME, attend_in_groups
+from swiftbatch.worker.forward.transformers_attention import ATTENTION_NAME, attend_in_groups
 
 INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swiftbatch.worker.exactness.row_exactness import probe_rows, random_tree
+from swiftbatch.worker.exactness.batch_invariance import probe_rows, random_tree
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import SequenceRows
 from swiftbatch.worker.kernels.kernel_sizes import MIN_ROWS
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.tiles import SequenceRows
 from tests.worker.exactness.spoilt_attention import rows_that_depend_on_neighbours
 
 pytestmark = pytest.mark.long

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from swiftbatch.worker.kernels.decoder_weights import Linear
-from swiftbatch.worker.kernels.expert_weights import ExpertWeights
-from swiftbatch.worker.kernels.layer_forms import Routing, Score
+from swiftbatch.worker.kernels.decoder_weights import ExpertWeights, Linear
+from swiftbatch.worker.kernels.layer_specs import Routing, Score
 
 Normal = Callable[..., Tensor]
 

@@ -14,22 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
-from swiftbatch.worker.caches.scan_cache import ScannedKeys
-from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
+from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.worker.drafters.griffin.native_griffin import GriffinWeights
+from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
+from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, LayerWeights, Linear
 from swiftbatch.worker.kernels.instruction_sets import runnable_variants
-from swiftbatch.worker.kernels.kernel_sizes import LatentSizes
-from swiftbatch.worker.kernels.layer_forms import Activation, NormForm
+from swiftbatch.worker.kernels.kernel_sizes import MLASizes
+from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
-from swiftbatch.worker.kernels.rotary_frequencies import QueryGrowth, Rotary, default_frequencies
+from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary, default_frequencies
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
-from swiftbatch.worker.papers.griffin.native_griffin import GriffinWeights
-from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
-from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
-from tests.worker.caches.cache_parts import everything_of
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.scan_cache import ScannedKeys
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES, LATENT, UNGATED, ExpertShape, random_experts
+from tests.worker.kv.cache_parts import everything_of
 
 VARIANTS = runnable_variants()
 F32_VARIANTS = [name for name in VARIANTS if not name.endswith("bf16")]
@@ -49,7 +49,7 @@ class Shape:
     intermediate: int = 80
     vocab: int = 100  # no multiple of 16
     has_bias: bool = False
-    has_head_norm: bool = False
+    has_qk_norm: bool = False
     is_tied: bool = True
     dtype: torch.dtype = BF16
     is_scaled: bool = False  # embeddings, what layers add, logits; and its second layer turns no heads
@@ -60,20 +60,20 @@ class Shape:
     activation: Activation = Activation.SILU
     has_gates: bool = True
     joins_heads: bool = False
-    norms_turned: bool = False
+    norms_after_rope: bool = False
     is_parallel: bool = False
     rounds_angles: bool = True
-    head_norms_differ: bool = False
+    qk_norms_differ: bool = False
     caps: tuple[float, float] = (0.0, 0.0)  # of scores and of logits
     growth: QueryGrowth | None = None
     experts: ExpertShape | None = None  # in its second layer alone, whose heads then have sinks, too
-    latent: LatentSizes | None = None  # then the heads of a cache are one, and `group` are those of queries
+    latent: MLASizes | None = None  # then the heads of a cache are one, and `group` are those of queries
 
 
 BEHIND = ("output_norm", "down_norm")
 JOINED = Shape(
     num_kv_heads=2,
-    has_head_norm=True,
+    has_qk_norm=True,
     joins_heads=True,
     norms=BEHIND,
     norm_form=NormForm.ONCE,
@@ -93,25 +93,25 @@ DIFFERING = Shape(
     norms=("input_norm",),
     norm_form=NormForm.CENTRED,
     is_parallel=True,
-    has_head_norm=True,
-    head_norms_differ=True,
+    has_qk_norm=True,
+    qk_norms_differ=True,
 )
 SHIFTED = Shape(
     norm_form=NormForm.SHIFTED, activation=Activation.GELU_TANH, has_gates=False, has_bias=True, dtype=FLOAT32
 )
-BENT = Shape(activation=Activation.XIELU, has_gates=False, has_head_norm=True, dtype=FLOAT32)
+BENT = Shape(activation=Activation.XIELU, has_gates=False, has_qk_norm=True, dtype=FLOAT32)
 GROWING = Shape(growth=QueryGrowth(0.1, 50))
 OTHER_FORMS = {  # by what has them
     "glm4": Shape(norms=("input_norm", "mlp_norm", *BEHIND)),
     "olmo2": JOINED,
     "olmo2 in float32": dataclasses.replace(JOINED, dtype=FLOAT32),
-    "exaone4": Shape(has_head_norm=True, norms=BEHIND, dtype=FLOAT32),
+    "exaone4": Shape(has_qk_norm=True, norms=BEHIND, dtype=FLOAT32),
     "gemma": SCALED_BY_WIDTH,
     "gemma in float32": dataclasses.replace(SCALED_BY_WIDTH, dtype=FLOAT32),
     "cohere": Shape(norms=("input_norm",), norm_form=NormForm.CENTRED, is_parallel=True),
     "cohere in float32": Shape(norms=("input_norm",), norm_form=NormForm.CENTRED, is_parallel=True, dtype=FLOAT32),
-    "hunyuan": Shape(head_dim=80, group=3, has_head_norm=True, norms_turned=True),
-    "hunyuan in float32": Shape(has_head_norm=True, norms_turned=True, dtype=FLOAT32),
+    "hunyuan": Shape(head_dim=80, group=3, has_qk_norm=True, norms_after_rope=True),
+    "hunyuan in float32": Shape(has_qk_norm=True, norms_after_rope=True, dtype=FLOAT32),
     "gemma2": CAPPED,
     "gemma2 in float32": dataclasses.replace(CAPPED, dtype=FLOAT32),
     "cohere with norms of heads": DIFFERING,
@@ -132,11 +132,11 @@ WITH_EXPERTS |= {
 SHAPES = (
     Shape(),
     Shape(num_kv_heads=2, group=1, has_bias=True, is_tied=False, dtype=FLOAT32),
-    Shape(head_dim=96, group=3, has_head_norm=True, dtype=FLOAT32),
+    Shape(head_dim=96, group=3, has_qk_norm=True, dtype=FLOAT32),
     Shape(head_dim=128, num_kv_heads=2, group=4, hidden=64, vocab=64, is_tied=False),
-    Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True),
+    Shape(head_dim=80, group=8, has_bias=True, has_qk_norm=True),
     Shape(is_scaled=True),
-    Shape(num_kv_heads=2, is_scaled=True, has_head_norm=True, dtype=FLOAT32),
+    Shape(num_kv_heads=2, is_scaled=True, has_qk_norm=True, dtype=FLOAT32),
     *OTHER_FORMS.values(),
     Shape(windows=(40, None), has_other_angles=True),
     Shape(num_kv_heads=2, group=3, dtype=FLOAT32, windows=(300, 2100)),
@@ -144,8 +144,8 @@ SHAPES = (
 )
 
 LATENTS = (  # of heads that share a vector some more than are taken together, and widths that fill no products of bf16
-    Shape(head_dim=64, group=20, latent=LatentSizes(48, 0, 32, 16, 16)),
-    Shape(head_dim=112, group=3, latent=LatentSizes(80, 48, 16, 32, 48), dtype=FLOAT32),
+    Shape(head_dim=64, group=20, latent=MLASizes(48, 0, 32, 16, 16)),
+    Shape(head_dim=112, group=3, latent=MLASizes(80, 48, 16, 32, 48), dtype=FLOAT32),
 )
 
 
@@ -168,14 +168,14 @@ def _random_weights(shape: Shape) -> DecoderWeights:
     num_heads = shape.num_kv_heads * shape.group
     counts = (2, shape.hidden, num_heads, shape.num_kv_heads, shape.head_dim, shape.intermediate, shape.vocab)
     scales = (12.0, 0.22, 1 / 16) if shape.is_scaled else (1.0, 1.0, 1.0)
-    forms = (shape.norm_form, shape.activation, shape.has_gates, shape.joins_heads, shape.norms_turned)
+    forms = (shape.norm_form, shape.activation, shape.has_gates, shape.joins_heads, shape.norms_after_rope)
     forms = (*forms, shape.is_parallel)
-    forms = (*forms, shape.head_norms_differ, *shape.caps)
+    forms = (*forms, shape.qk_norms_differ, *shape.caps)
     sizes = DecoderSizes(*counts, 1e-5, shape.head_dim**-0.5, shape.dtype, *scales, *forms, latent=shape.latent)
     embedding = normal(shape.vocab, shape.hidden)
     head = Linear(embedding if shape.is_tied else normal(shape.vocab, shape.hidden))
-    turned_dim = shape.head_dim if shape.latent is None else shape.latent.turned_dim
-    frequencies = default_frequencies(10000.0, turned_dim)
+    rope_dim = shape.head_dim if shape.latent is None else shape.latent.rope_dim
+    frequencies = default_frequencies(10000.0, rope_dim)
     rotary = Rotary(frequencies, is_rounded=shape.rounds_angles, growth=shape.growth)
     layers = [_random_layer(shape, number, normal, linear) for number in range(2)]
     return DecoderWeights(sizes, embedding, layers, normal(sizes.norm_width), head, rotary)
@@ -196,9 +196,9 @@ def _random_layer(
         width = shape.hidden * (2 if shape.norm_form == NormForm.SHIFTED else 1)
         return normal(width) if name in shape.norms else None
 
-    def head_norm(width: int) -> Tensor | None:
-        has_all = shape.joins_heads or shape.head_norms_differ
-        return normal(width if has_all else shape.head_dim) if shape.has_head_norm else None
+    def qk_norm(width: int) -> Tensor | None:
+        has_all = shape.joins_heads or shape.qk_norms_differ
+        return normal(width if has_all else shape.head_dim) if shape.has_qk_norm else None
 
     experts = None if number == 0 else shape.experts
     width = shape.intermediate if experts is None else experts.shared_intermediate
@@ -209,11 +209,11 @@ def _random_layer(
         widths = {"query": (query, shape.hidden), "key": (key, shape.hidden), "value": (key, shape.hidden)}
         return {role: linear(*each) for role, each in (widths | {"output": (shape.hidden, query)}).items()}
 
-    def head_norms() -> dict[str, Tensor | None]:
+    def qk_norms() -> dict[str, Tensor | None]:
         if shape.latent is not None:
             of_queries = normal(shape.latent.query_rank) if shape.latent.query_rank else None
             return {"query_norm": of_queries, "key_norm": normal(shape.latent.rank)}
-        return {"query_norm": head_norm(query), "key_norm": head_norm(key)}
+        return {"query_norm": qk_norm(query), "key_norm": qk_norm(key)}
 
     return LayerWeights(
         input_norm=norm("input_norm"),
@@ -222,10 +222,10 @@ def _random_layer(
         gate=linear(width, shape.hidden) if shape.has_gates and width else None,
         up=linear(width, shape.hidden) if width else None,
         down=linear(shape.hidden, width) if width else None,
-        **head_norms(),
+        **qk_norms(),
         output_norm=norm("output_norm"),
         down_norm=norm("down_norm"),
-        is_still=shape.is_scaled and number == 1,
+        is_nope=shape.is_scaled and number == 1,
         window=shape.windows[number],
         curve=torch.tensor([0.9, 1.2, 0.5, -1e-6]) if shape.activation == Activation.XIELU else None,
         rotary=other_rotation(shape.head_dim) if shape.has_other_angles and number == 0 else None,
@@ -235,7 +235,7 @@ def _random_layer(
 
 
 def _latent_attention(
-    latent: LatentSizes, shape: Shape, normal: Callable[..., Tensor], linear: Callable[[int, int], Linear]
+    latent: MLASizes, shape: Shape, normal: Callable[..., Tensor], linear: Callable[[int, int], Linear]
 ) -> dict[str, Any]:
     has_vectors = latent.query_rank > 0
     return {
@@ -243,7 +243,7 @@ def _latent_attention(
         "query": linear(shape.group * latent.query_dim, latent.query_rank or shape.hidden),
         "key": linear(latent.entry_dim, shape.hidden),
         "value": None,
-        "key_up": linear(shape.group * latent.rank, latent.still_dim),
+        "key_up": linear(shape.group * latent.rank, latent.nope_dim),
         "value_up": linear(shape.group * latent.value_dim, latent.rank),
         "output": linear(shape.hidden, shape.group * latent.value_dim),
     }
@@ -372,7 +372,7 @@ def scanned_noise(shape: Shape, num_chunks: int, num_best: int, first: int = 16)
     return keys
 
 
-def random_partial_rows(numbers: random.Random, shape: Shape, num_entries: int, num_nodes: int) -> PartialRows:
+def random_partial_rows(numbers: random.Random, shape: Shape, num_entries: int, num_nodes: int) -> SparseRows:
     """Rows behind so many entries, of which some first ones may have biases, at a position of their own."""
     bias = np.array([numbers.uniform(-2, 4) for _ in range(numbers.randrange(num_entries + 1))], dtype=np.float32)
     cache = everything_of(cache_shape(shape), random_cache(shape, num_entries), bias if len(bias) else None)

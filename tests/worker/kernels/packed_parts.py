@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderWeights, linear_from, plain_linear
-from swiftbatch.worker.kernels.packed_weights import CODE_BITS, Code, PackedMatrix
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix
 from tests.worker.kernels.kernel_parts import Shape, random_weights
 
 PRODUCTS = ("query", "key", "value", "output", "gate", "up", "down")

@@ -7,14 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from swiftbatch.worker.kernels.decoder_weights import (
-    DecoderWeights,
-    LayerWeights,
-    Linear,
-    PackedLinear,
-    plain_linear,
-)
-from swiftbatch.worker.kernels.packed_weights import CODE_BITS, SIGNIFICANT_BITS, Code, PackedMatrix
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear, PackedLinear, plain_linear
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, SIGNIFICANT_BITS, Code, PackedMatrix
 from tests.worker.kernels.kernel_parts import Shape, random_weights
 
 LINEARS = ("query", "key", "value", "output", "gate", "up", "down")

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
-from swiftbatch.worker.kernels.layer_forms import SEES_ALL, Activation, AttentionView, NormForm
-from swiftbatch.worker.kernels.rotary_angles import angles, query_scales
+from swiftbatch.worker.kernels.layer_specs import SEES_ALL, Activation, AttentionView, NormForm
+from swiftbatch.worker.kernels.rope_cos_sin import angles, query_scales
 from swiftbatch.worker.kernels.row_tables import Rows
 from tests.worker.kernels.reference_experts import reference_experts
 from tests.worker.kernels.reference_latent import latent_heads, latent_values
@@ -63,14 +63,14 @@ class ReferenceDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[num_rows, hidden]` to `[num_rows, vocab] float32`."""
-        logits, cap = _product(hidden.float(), self._weights.head) * self.sizes.logit_scale, self.sizes.logit_cap
+        logits, cap = _product(hidden.float(), self._weights.head) * self.sizes.logit_scale, self.sizes.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def _layer(self, number: int, groups: Sequence[Rows], state: Tensor) -> None:
         weights = self._weights.layers[number]
         normed = self._norm(state, weights.input_norm)
         query, key, value = self._heads(normed, weights, groups)
-        view = AttentionView(weights.window, self.sizes.score_cap or None, weights.sinks)
+        view = AttentionView(weights.window, self.sizes.score_softcap or None, weights.sinks)
         mixed = reference_attention(groups, number, query, key, value, self.sizes.scale, view)
         is_latent = self.sizes.latent is not None
         found = latent_values(mixed, weights, self.sizes, self._rounded) if is_latent else mixed.flatten(1).float()
@@ -104,7 +104,7 @@ class ReferenceDecoder:
         """Queries, keys and values of the model's dtype, `[num_rows, heads, head_dim]`, turned by their positions."""
         positions = np.array([position for group in groups for position in group.positions])
         rotary = weights.rotary or self._weights.rotary
-        table = angles(rotary, positions * (not weights.is_still), self.sizes.dtype).to(normed.device)
+        table = angles(rotary, positions * (not weights.is_nope), self.sizes.dtype).to(normed.device)
         turns = [half.repeat(1, 2)[:, None] for half in table.chunk(2, dim=1)]
         if self.sizes.latent is not None:
             query, entry = latent_heads(
@@ -124,9 +124,9 @@ class ReferenceDecoder:
         sizes = self.sizes
         rows = self._norm(rows, norm) if sizes.joins_heads else rows
         heads = rows.unflatten(1, (-1, sizes.head_dim))
-        heads = heads if sizes.joins_heads or sizes.norms_turned else self._norm(heads, norm)
+        heads = heads if sizes.joins_heads or sizes.norms_after_rope else self._norm(heads, norm)
         heads = self._rounded(_turned(heads, *turns))
-        return self._norm(heads, norm) if sizes.norms_turned else heads
+        return self._norm(heads, norm) if sizes.norms_after_rope else heads
 
     def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
@@ -139,7 +139,7 @@ class ReferenceDecoder:
         if self.sizes.norm_form == NormForm.SHIFTED:
             weight, shift = weight.float().chunk(2)
             return self._rounded(scaled * weight + shift)
-        if self.sizes.head_norms_differ and rows.ndim == 3:
+        if self.sizes.qk_norms_differ and rows.ndim == 3:
             weight = weight.unflatten(0, rows.shape[1:])
         return self._rounded(scaled * (weight.float() + (self.sizes.norm_form == NormForm.ONE_MORE)))
 

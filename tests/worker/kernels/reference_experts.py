@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from swiftbatch.worker.kernels.decoder_weights import AnyLinear, plain_linear
-from swiftbatch.worker.kernels.expert_weights import ExpertWeights
-from swiftbatch.worker.kernels.layer_forms import Routing, Score
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear, ExpertWeights, plain_linear
+from swiftbatch.worker.kernels.layer_specs import Routing, Score
 
 Rounded = Callable[[Tensor], Tensor]
 

@@ -11,7 +11,7 @@ from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights
 
 EPSILON = 1e-6  # of the norms of latent vectors, whatever that of the others is
 Rounding = Callable[[Tensor], Tensor]
-Turning = Callable[[Tensor], Tensor]  # of heads `[num_rows, num_heads, turned_dim]` by their positions
+Turning = Callable[[Tensor], Tensor]  # of heads `[num_rows, num_heads, rope_dim]` by their positions
 
 
 def latent_heads(
@@ -24,11 +24,11 @@ def latent_heads(
     if latent.query_rank:
         rows = _norm(_product(normed, weights, "query_down", rounded), weights.query_norm, rounded)
     query = _product(rows, weights, "query", rounded).unflatten(1, (sizes.num_heads, -1))
-    still, spun = query.split([latent.still_dim, latent.turned_dim], dim=2)
-    ups = _matrix(weights, "key_up").unflatten(0, (sizes.num_heads, -1))  # [num_heads, rank, still_dim]
+    still, spun = query.split([latent.nope_dim, latent.rope_dim], dim=2)
+    ups = _matrix(weights, "key_up").unflatten(0, (sizes.num_heads, -1))  # [num_heads, rank, nope_dim]
     absorbed = rounded(torch.einsum("nhd,hrd->nhr", still, ups))
     key = _product(normed, weights, "key", rounded)
-    vector, shared = key.split([latent.rank, latent.turned_dim], dim=1)
+    vector, shared = key.split([latent.rank, latent.rope_dim], dim=1)
     entry = torch.cat((_norm(vector, weights.key_norm, rounded)[:, None], rounded(turned(shared[:, None]))), dim=2)
     return torch.cat((absorbed, rounded(turned(spun))), dim=2).to(sizes.dtype), entry.to(sizes.dtype)
 

@@ -22,30 +22,30 @@ from typing import get_args
 import numpy as np
 import torch
 
-from swiftbatch.jobs.run.option_values import LogprobsMode
-from swiftbatch.jobs.sampling import MAX_TOP_LOGPROBS
-from swiftbatch.worker.caches import scan_cache
-from swiftbatch.worker.caches.full_cache import MAX_TREE_NODES
+from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.jobs.sampling_params import MAX_TOP_LOGPROBS
+from swiftbatch.worker.drafters.griffin.native_griffin import NativeGriffin
 from swiftbatch.worker.drafters.ranking import ranking_rule
 from swiftbatch.worker.drafters.recycling import native_recycler
 from swiftbatch.worker.drafters.recycling.native_recycler import MOST_NODES, NativeRecycling, TextCandidates
-from swiftbatch.worker.drafters.recycling.recycling_tables import NEW_SHARE, PAIR_SHARE, RecyclingTables
-from swiftbatch.worker.drawing import native_calls as sampling_calls
-from swiftbatch.worker.drawing import native_drawing as sampling
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import TOP_K
+from swiftbatch.worker.drafters.recycling.token_recycling import NEW_SHARE, PAIR_SHARE, RecyclingTables
+from swiftbatch.worker.forward import tile_packing
+from swiftbatch.worker.forward.forward_interface import SparseRows
+from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
 from swiftbatch.worker.kernels import causal_attention, native_decoder
 from swiftbatch.worker.kernels.compute_threads import Team
-from swiftbatch.worker.kernels.cuda import native_row_table
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
+from swiftbatch.worker.kernels.cuda import cuda_row_table
+from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.instruction_sets import open_library
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder, native_attention
-from swiftbatch.worker.papers.griffin.native_griffin import NativeGriffin
-from swiftbatch.worker.target import tiles
-from swiftbatch.worker.target.partial_rows import PartialRows
-from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
-from tests.worker.drawing.native.sampling_parts import any_params, any_row, cases, penalised_counts
+from swiftbatch.worker.kv import scan_cache
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
+from swiftbatch.worker.sampling import native_sampler as sampling
+from swiftbatch.worker.sampling import native_sampler as sampling_calls
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import TOP_K
 from tests.worker.kernels.kernel_parts import (
     LATENTS,
     SHAPES,
@@ -59,6 +59,7 @@ from tests.worker.kernels.kernel_parts import (
     scanned_noise,
 )
 from tests.worker.kernels.quantized_parts import packed_weights
+from tests.worker.sampling.native.sampling_parts import any_params, any_row, cases, penalised_counts
 
 LENGTHS: tuple[int, ...] = (0, 1, 63, 64, 65, 250, 256, 300, 2047, 2049, 4100)
 CAUSAL_LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700)
@@ -74,7 +75,7 @@ def sanitized() -> ctypes.CDLL:
     return open_library(Path(sys.argv[1]))
 
 
-def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | PartialRows:
+def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | SparseRows:
     length = numbers.choice(LENGTHS)
     if numbers.random() < 0.4:
         is_scanned = numbers.random() < 0.5 and shape.latent is None
@@ -90,7 +91,7 @@ def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | PartialR
     return tree_rows(cache, numbers.randrange(shape.vocab), tree)
 
 
-def spoil(numbers: random.Random, rows: SequenceRows | PartialRows) -> SequenceRows | PartialRows:
+def spoil(numbers: random.Random, rows: SequenceRows | SparseRows) -> SequenceRows | SparseRows:
     """The same with one number of its table changed."""
     value = numbers.choice(SPOILED)
     name = numbers.choice([field.name for field in dataclasses.fields(rows) if field.name not in ("cache", "scanned")])
@@ -123,7 +124,7 @@ def fuzz(shape: Shape, weights: DecoderWeights, numbers: random.Random, num_roun
     native_attention(Team(sanitized(), 2), [rows], 1, *tensors, 0.1)
 
 
-def fill_tables(numbers: random.Random, shape: Shape, groups: list[SequenceRows | PartialRows]) -> None:
+def fill_tables(numbers: random.Random, shape: Shape, groups: list[SequenceRows | SparseRows]) -> None:
     """The rows in a table as a GPU reads it, which is no larger than they need."""
     page, has_windows = numbers.choice(((None, False), (BLOCK, False), (2 * BLOCK, True)))
     groups = [dataclasses.replace(each, boundary=each.first_entry) if each.is_partial else each for each in groups]
@@ -138,7 +139,7 @@ def fill_tables(numbers: random.Random, shape: Shape, groups: list[SequenceRows 
     tree = random_tree(numbers, 70, 0, shape.vocab)
     tree.parents[numbers.randrange(len(tree))] = numbers.choice(SPOILED)
     with suppress(ValueError):
-        tiles.tails([64], [64 + numbers.randrange(64)], [tree])
+        tile_packing.tails([64], [64 + numbers.randrange(64)], [tree])
 
 
 def fuzz_recycling(vocab: int, numbers: random.Random, num_rounds: int) -> None:
@@ -216,7 +217,7 @@ if __name__ == "__main__":
     rounds = int(sys.argv[2])
     if rounds == 1:  # long texts, and rows that look at all of their keys, take most of the time
         LENGTHS, MOST_SCANNING, MOST_CHUNKS = LENGTHS[:8], 12, 2
-    native_row_table.chosen_library = tiles.chosen_library = sanitized  # type: ignore[attr-defined]
+    cuda_row_table.chosen_library = tile_packing.chosen_library = sanitized  # type: ignore[attr-defined]
     native_recycler.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
     scan_cache.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
     causal_attention.load_library = native_decoder.load_library = sampling_calls.load_library = lambda _: sanitized()  # type: ignore[assignment]

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.caches.partial_cache import PartialCache
-from swiftbatch.worker.drafters.two_level.chain import Chain, RoundPlan
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.drawing import Drawing
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, RoundPlan
+from swiftbatch.worker.forward import multi_step_decode
+from swiftbatch.worker.forward.native_forwards import NativeForwards
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.sparse_cache import SparseCache
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target import chains
-from swiftbatch.worker.target.native_forwards import NativeForwards
-from swiftbatch.worker.target.target import TargetModel
-from tests.worker.caches.cache_parts import everything_of
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sampler import BatchSampler
+from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.kernels.kernel_parts import needs_kernels
+from tests.worker.kv.cache_parts import everything_of
 
 pytestmark = needs_kernels
 NUM_ROUNDS, LENGTHS = 12, (100, 37)
@@ -53,8 +53,8 @@ def opened(target: TargetModel, fields: dict[str, object], lengths: tuple[int, .
     return made
 
 
-def drawing_of(target: TargetModel) -> Drawing:
-    return target.forwards.new_drawing()
+def drawing_of(target: TargetModel) -> BatchSampler:
+    return target.forwards.new_batch_sampler()
 
 
 def draw(target: TargetModel, together: list[Chain], num_rounds: int = NUM_ROUNDS) -> None:
@@ -96,7 +96,7 @@ def test_it_draws_what_rounds_one_by_one_draw(target: TargetModel, sampler: str)
 
 def test_where_nothing_can_be_drawn_for_one_sequence_all_end_there(target: TargetModel) -> None:
     first, second = opened(target, SAMPLERS["T=0"])
-    entries: PartialCache = second._cache  # type: ignore[assignment]
+    entries: SparseCache = second._cache  # type: ignore[assignment]
     for layer in range(target.cache_shape.num_layers):
         entries.layer(layer)[1].fill_(torch.nan)
     draw(target, [first, second])
@@ -116,9 +116,9 @@ def test_what_would_reach_beyond_a_cache_or_a_sequence_is_refused(target: Target
     sampler = chain.sampler
     for rows, num_rounds, message in (
         (row, 0, "expected from 1"),
-        (row, chains.MOST_ROUNDS + 1, "expected from 1"),
+        (row, multi_step_decode.MOST_ROUNDS + 1, "expected from 1"),
         (row, 31, "30 tokens left"),
-        (replace(row, tail_entries=np.full((1, chains.BLOCK), row.first_entry)), 5, "no room for 5 rows"),
+        (replace(row, tail_entries=np.full((1, multi_step_decode.BLOCK), row.first_entry)), 5, "no room for 5 rows"),
         (replace(row, first_entry=row.first_entry + 300), 5, "found"),
     ):
         with pytest.raises(ValueError, match=message):

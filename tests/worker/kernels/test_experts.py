@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.drawing.draft_tree import DraftTree
+from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
-from swiftbatch.worker.kernels.layer_forms import Routing, Score
+from swiftbatch.worker.kernels.layer_specs import Routing, Score
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
-from swiftbatch.worker.target.tiles import tree_rows
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape
 from tests.worker.kernels.kernel_parts import (
     BF16,

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.caches.memory.memory_plan import SlotsWanted
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.kernels import kernel_choice
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.forward.cuda import cuda_loading
+from swiftbatch.worker.forward.forward_backend import load_forwards
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kernels import gpu_kernel_choice
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.target.cuda import cuda_loading as cuda_loading
-from swiftbatch.worker.target.forwards_choice import load_forwards
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.cuda import flash_stub
 
 FLASH = CudaKernels(attention="flash")
@@ -44,7 +44,7 @@ def test_without_triton_verdicts_are_those_of_none(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_flash_attn_it_cannot_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_choice, "flash_version", lambda: None)
+    monkeypatch.setattr(gpu_kernel_choice, "flash_version", lambda: None)
     with pytest.raises(ModelError, match=r"^--attention flash: flash-attn is not installed here; "):
         FLASH.refuse_absent()
     CudaKernels().refuse_absent()

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.instruction_sets import load_library
-from swiftbatch.worker.kernels.kv_codes import CODES, coded, numbers_of
+from swiftbatch.worker.kernels.kv_quantization import CODES, coded, numbers_of
 from swiftbatch.worker.kernels.native_decoder import native_attention
-from tests.worker.caches.scan_parts import Text, queries
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from tests.worker.kernels.kernel_parts import (
     BF16,
     FLOAT32,
@@ -28,6 +27,7 @@ from tests.worker.kernels.kernel_parts import (
     needs_kernels,
     whole,
 )
+from tests.worker.kv.scan_parts import Text, queries
 
 KV_DTYPES: tuple[KVDtype, ...] = ("int8", "fp8")
 KINDS = [(kv_dtype, dtype) for kv_dtype in KV_DTYPES for dtype in (BF16, FLOAT32)]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
-from swiftbatch.worker.caches.recurrent_cache import RecurrentCache, new_cache_of
-from swiftbatch.worker.exactness.row_exactness import random_tree
+from swiftbatch.worker.exactness.batch_invariance import random_tree
+from swiftbatch.worker.forward.tile_packing import known_rows, tree_rows
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, Linear, PackedLinear
-from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes, MixerWeights
+from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentSizes, RecurrentWeights
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
-from swiftbatch.worker.target.tiles import known_rows, tree_rows
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.recurrent_cache import RecurrentCache, new_cache_of
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, Shape, needs_kernels, random_weights
 from tests.worker.kernels.quantized_parts import random_packed
 
@@ -23,14 +23,14 @@ pytestmark = needs_kernels
 
 HIDDEN = 48
 SIZES = {
-    "delta net": MixerSizes(MixerForm.DELTA_NET, 6, 3, 32, 16, 288, 4, norm_width=16, epsilon=1e-6),
-    "Mamba-2": MixerSizes(
-        MixerForm.STATE_SPACE, 4, 2, 16, 48, 256, 4, norm_width=96, epsilon=1e-5, least_step=0.05, most_step=0.8
+    "delta net": RecurrentSizes(RecurrentForm.DELTA_NET, 6, 3, 32, 16, 288, 4, norm_width=16, epsilon=1e-6),
+    "Mamba-2": RecurrentSizes(
+        RecurrentForm.STATE_SPACE, 4, 2, 16, 48, 256, 4, norm_width=96, epsilon=1e-5, least_step=0.05, most_step=0.8
     ),
-    "Mamba-2 without norm beside attention": MixerSizes(
-        MixerForm.STATE_SPACE, 20, 1, 16, 16, 352, 2, most_step=float("inf"), in_scale=0.7, out_scale=1.3
+    "Mamba-2 without norm beside attention": RecurrentSizes(
+        RecurrentForm.STATE_SPACE, 20, 1, 16, 16, 352, 2, most_step=float("inf"), in_scale=0.7, out_scale=1.3
     ),
-    "convolution": MixerSizes(MixerForm.CONVOLUTION, 0, 0, 0, 0, 48, 3),
+    "convolution": RecurrentSizes(RecurrentForm.CONVOLUTION, 0, 0, 0, 0, 48, 3),
 }
 SCALES = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")
 ABSENT = dict.fromkeys(("query", "key", "value", "output"))
@@ -55,7 +55,7 @@ def weights(name: str, dtype: torch.dtype = FLOAT32, packs: bool = False, unpack
     assert second.query is not None
     attends = "beside attention" in name
     own = {"head_gate": first.query} if attends else ABSENT
-    mixing = dataclasses.replace(first, **own, mixer=MixerWeights(sizes, linears, numbers))  # type: ignore[arg-type]
+    mixing = dataclasses.replace(first, **own, mixer=RecurrentWeights(sizes, linears, numbers))  # type: ignore[arg-type]
     gated = dataclasses.replace(second, head_gate=second.query)
     scales = {each: 0.5 + 0.3 * number for number, each in enumerate(SCALES)} if attends else {}
     whole = dataclasses.replace(plain.sizes, gates_heads=True, **scales)  # type: ignore[arg-type]

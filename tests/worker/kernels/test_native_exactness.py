@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftbatch.worker.drawing.draft_tree import ROOT
-from swiftbatch.worker.target.tiles import tree_rows
+from swiftbatch.worker.forward.tile_packing import tree_rows
+from swiftbatch.worker.sampling.draft_tree import ROOT
 from tests.worker.kernels.kernel_parts import (
     BF16,
     F32_VARIANTS,

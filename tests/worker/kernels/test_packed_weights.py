@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swiftbatch.worker.kernels.packed_weights import CODE_BITS, SIGNIFICANT_BITS, TABLES, Code, PackedMatrix, stacked
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, SIGNIFICANT_BITS, TABLES, Code, PackedMatrix, stacked
 
 CODES = sorted(TABLES)
 COLUMNS, DEPTH, GROUP = 5, 64, 16

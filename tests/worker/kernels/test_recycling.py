@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.recycling import token_recycling
 from swiftbatch.worker.drafters.recycling.native_recycler import MOST_NODES, NativeRecycling, TextCandidates
-from swiftbatch.worker.drafters.recycling.recycling_tables import RecyclingTables
 from swiftbatch.worker.drafters.recycling.token_recycling import (
     NativeRecycler,
     PythonRecycler,
     Recycler,
+    RecyclingTables,
     create_recycler,
 )
-from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import TOP_K
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import TOP_K
 from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 
 pytestmark = needs_kernels

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.kernels.decoder_weights import decoder_weights
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
-from swiftbatch.worker.kernels.rotary_frequencies import default_frequencies, rotary_of
-from swiftbatch.worker.target.native_forwards import NativeForwards
+from swiftbatch.worker.kernels.rope_scaling import default_frequencies, rotary_of
 
 LLAMA31: dict[str, Any] = {
     "rope_type": "llama3",

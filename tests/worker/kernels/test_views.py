@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.drawing.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
 from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.instruction_sets import load_library
-from swiftbatch.worker.kernels.layer_forms import AttentionView
+from swiftbatch.worker.kernels.layer_specs import AttentionView
 from swiftbatch.worker.kernels.native_decoder import native_attention
-from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from tests.worker.kernels.kernel_parts import (
     BF16,
     F32_VARIANTS,

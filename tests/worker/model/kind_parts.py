@@ -11,19 +11,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from swiftbatch.worker.exactness.transformers_agreement import Agreement, compare
+from swiftbatch.worker.forward import transformers_attention
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
+from swiftbatch.worker.model.architectures.dense_models import DECODER_ARCHITECTURES as DENSE_KINDS
+from swiftbatch.worker.model.architectures.hybrid_models import HYBRID_ARCHITECTURES
 from swiftbatch.worker.model.attention_masks import FULL
 from swiftbatch.worker.model.compute_path import path_on
-from swiftbatch.worker.model.dense_kinds import KINDS as DENSE_KINDS
 from swiftbatch.worker.model.digests import Digests
-from swiftbatch.worker.model.gguf.architectures import ARCHITECTURES
-from swiftbatch.worker.model.gguf.tensor_types import READABLE
-from swiftbatch.worker.model.hybrid_kinds import HYBRID_KINDS
+from swiftbatch.worker.model.gguf.gguf_architectures import ARCHITECTURES
+from swiftbatch.worker.model.gguf.header import READABLE
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.model.model_kinds import RECURRENT_KINDS, SUPPORTED_KINDS
+from swiftbatch.worker.model.supported_models import RECURRENT_ARCHITECTURES, SUPPORTED_ARCHITECTURES
 from swiftbatch.worker.model.text_config import NESTING, SAME_AS, text_view
-from swiftbatch.worker.target import transformers_attention
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 
 VOCAB_SIZE = 97
 NUM_POSITIONS = 1024
@@ -31,7 +31,7 @@ LATER = (  # kinds whose parts others have as well: what a test asks of every ki
     *("afmoe", "cohere2_moe", "exaone_moe", "flex_olmo", "granite_swa", "granitemoe_swa", "granitemoeshared"),
     *("hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder", "jais2", "laguna", "mellum", "solar_open", "vaultgemma"),
 )
-EACH_KIND = [pytest.param(kind, marks=pytest.mark.slow) if kind in LATER else kind for kind in SUPPORTED_KINDS]
+EACH_KIND = [pytest.param(kind, marks=pytest.mark.slow) if kind in LATER else kind for kind in SUPPORTED_ARCHITECTURES]
 SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -136,7 +136,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "smollm3": FOUR | {"sliding_window": None},
     "qwen2": LAST_WINDOWED,
     "qwen3": LAST_WINDOWED,
-    **{kind: RECURRENT for kind, form in RECURRENT_KINDS.items() if form == "gated delta nets"},
+    **{kind: RECURRENT for kind, form in RECURRENT_ARCHITECTURES.items() if form == "gated delta nets"},
     "bamba": {**MAMBA, **THREE, "attn_layer_indices": [2]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 192, "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7]},
     "granitemoehybrid": {
@@ -228,7 +228,7 @@ def asks_for(target: TargetModel) -> str:
     if hasattr(config, "qk_nope_head_dim"):
         words.append("latent keys and values")
     if target.cache_shape.recurrent is not None:
-        words.append(RECURRENT_KINDS[config.model_type])
+        words.append(RECURRENT_ARCHITECTURES[config.model_type])
     if any("Experts" in type(module).__name__ for module in target.model.modules()):
         words.append("experts")
     return ", ".join(dict.fromkeys(filter(None, words))) or "-"
@@ -236,7 +236,7 @@ def asks_for(target: TargetModel) -> str:
 
 def where_it_runs(kind: str) -> tuple[str, str]:
     """The code that computes a kind as it is published, on a CPU and on a GPU."""
-    if kind in HYBRID_KINDS or (kind in DENSE_KINDS and kind not in RECURRENT_KINDS):
+    if kind in HYBRID_ARCHITECTURES or (kind in DENSE_KINDS and kind not in RECURRENT_ARCHITECTURES):
         return "kernels", "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
     return path_on("cpu", config).name, path_on("cuda", config).name
@@ -245,7 +245,7 @@ def where_it_runs(kind: str) -> tuple[str, str]:
 def table() -> str:
     """The page of kinds: `docs/models.md`."""
     rows = []
-    for kind in SUPPORTED_KINDS:
+    for kind in SUPPORTED_ARCHITECTURES:
         target = tiny_target(kind)
         rows.append(_row(kind, asks_for(target), compare(target)))
     nested = ", ".join(f"`{kind}`" for kind in NESTING)

@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel
+from swiftbatch.worker.drafters.griffin.griffin_weights import save_griffin
+from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
 from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.forward.native_forwards import NativeForwards
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
-from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
-from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
-from swiftbatch.worker.papers.tokenswift.heads import save_heads
-from swiftbatch.worker.target.native_forwards import NativeForwards
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.model.dense_configs import PUBLISHED
 from tests.worker.model.test_dense_loading import saved
 from tests.worker.model.test_kinds_engines import decode

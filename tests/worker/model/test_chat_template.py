@@ -9,7 +9,7 @@ import pytest
 
 from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"

@@ -14,15 +14,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2CLS
 
-from swiftbatch.worker.caches.cache_room import bytes_per_position
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model
+from swiftbatch.worker.kv.kv_capacity import bytes_per_position
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.config_conflicts import LATENT_KINDS, OF_ATTENTION, OF_LATENT
 from swiftbatch.worker.model.config_value_rules import KNOWN_ACTIVATIONS
 from swiftbatch.worker.model.model_files import locate_model, what_refuses
-from swiftbatch.worker.model.model_kinds import SUPPORTED_KINDS
+from swiftbatch.worker.model.supported_models import SUPPORTED_ARCHITECTURES
 from swiftbatch.worker.model.text_config import text_view
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.dense_configs import PUBLISHED as DENSE
 from tests.worker.model.expert_configs import WITH_EXPERTS
 from tests.worker.model.kind_parts import tiny_config, tiny_model
@@ -146,7 +146,7 @@ def test_kimi_linear_s_layers_are_each_numbered_once(numbers: Any) -> None:
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("kind", SUPPORTED_KINDS)
+@pytest.mark.parametrize("kind", SUPPORTED_ARCHITECTURES)
 def test_no_key_has_to_be_there_for_a_config_to_be_told_in_a_line(kind: str) -> None:
     config = tiny_config(kind).to_dict()
     for key in config:
@@ -186,7 +186,7 @@ def dies(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SUPPORTED_KINDS)
+@pytest.mark.parametrize("kind", SUPPORTED_ARCHITECTURES)
 def test_what_inspect_calls_runnable_is_loaded_whatever_its_numbers_are(kind: str, tmp_path: Path) -> None:
     tiny_model(tiny_config(kind, has_wide_heads=True)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from swiftbatch.worker.exactness.row_exactness import probe_rows
+from swiftbatch.worker.exactness.batch_invariance import probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import _our_logits
-from swiftbatch.worker.kernels.layer_forms import Activation
-from swiftbatch.worker.kernels.rotary_angles import angles
+from swiftbatch.worker.kernels.layer_specs import Activation
+from swiftbatch.worker.kernels.rope_cos_sin import angles
 from swiftbatch.worker.model.causal_lm import load_causal_lm
-from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import locate_model
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.kernels.reference import ACTIVATIONS, ReferenceDecoder
@@ -94,9 +94,9 @@ def test_what_is_computed_number_by_number_is_rounded_to_bf16_where_transformers
         assert torch.equal(reference._rounded(ACTIVATIONS[sizes.activation](wide.float())), activate(wide).float())
     by_type = {"layer_type": "full_attention"} if kind == "olmo3" else {}
     cosines, _ = theirs.rotary_emb(rows[None], token_ids[None], **by_type)
-    num_turned = cosines.shape[-1] // 2
-    found = angles(weights.rotary, token_ids.numpy(), torch.bfloat16)[:, :num_turned]
-    theirs = cosines[0, :, ::2] if "cohere" in kind else cosines[0, :, :num_turned]  # there neighbours are turned
+    num_rotary_dims = cosines.shape[-1] // 2
+    found = angles(weights.rotary, token_ids.numpy(), torch.bfloat16)[:, :num_rotary_dims]
+    theirs = cosines[0, :, ::2] if "cohere" in kind else cosines[0, :, :num_rotary_dims]  # there neighbours are turned
     assert (found - theirs.float()).abs().max() <= 1e-6
 
 

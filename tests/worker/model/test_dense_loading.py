@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, Linear, decoder_weights
-from swiftbatch.worker.model import weight_reading
+from swiftbatch.worker.model import weight_files
 from swiftbatch.worker.model.causal_lm import load_causal_lm
-from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.digests import digests_of
 from swiftbatch.worker.model.model_files import ModelFiles
 from tests import ROOT
@@ -84,7 +84,7 @@ def tensors_of(weights: DecoderWeights) -> dict[str, torch.Tensor | None]:
     for number, layer in enumerate(weights.layers):
         for field in fields(layer):
             part = getattr(layer, field.name)
-            if field.name in ("is_still", "window"):
+            if field.name in ("is_nope", "window"):
                 assert not part
                 continue
             pair = (part.weight, part.bias) if isinstance(part, Linear) else (part, None)
@@ -186,7 +186,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         alive.add(tensor := empty(*args, **options))
         return tensor
 
-    monkeypatch.setattr(weight_reading.torch, "empty", noted)
+    monkeypatch.setattr(weight_files.torch, "empty", noted)
     return notes
 
 
@@ -218,7 +218,7 @@ def test_a_worker_with_the_embedded_model_needs_no_models_of_transformers() -> N
     """A worker therefore starts seconds sooner."""
     program = (
         "import sys; from swiftbatch.worker.model.model_files import locate_model\n"
-        "from swiftbatch.worker.target.target import TargetModel; import swiftbatch.worker.session.session\n"
+        "from swiftbatch.worker.forward.target_model import TargetModel; import swiftbatch.worker.session.session\n"
         "target = TargetModel.load(locate_model('embedded'), 'bfloat16', 'cpu'); "
         "print('native' in target.forwards.numerics, 'transformers.modeling_utils' in sys.modules)"
     )

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.model_files import eos_token_ids_of, locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
 
 

@@ -8,18 +8,18 @@ import pytest
 from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.run.option_values import KVDtype
-from swiftbatch.worker.caches.cache_room import bytes_per_position
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.exactness.row_exactness import probe_rows
+from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.worker.exactness.batch_invariance import probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.forward.step_costs import measure_step_costs
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import tree_rows
+from swiftbatch.worker.kv.kv_capacity import bytes_per_position
 from swiftbatch.worker.model.compute_path import path_on
-from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
+from swiftbatch.worker.model.decoder_config import OtherDecoderError, read_decoder_config
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.text_config import text_view
-from swiftbatch.worker.target.step_costs import measure_step_costs
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.tiles import tree_rows
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.model.expert_configs import WITH_EXPERTS, write_experts
 from tests.worker.model.kind_promises import (
@@ -166,4 +166,4 @@ def test_experts_of_another_form_are_left_to_transformers_with_a_reason(
     name: str, said: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(OtherDecoderError, match=reason):
-        read_dense(text_view(CONFIGS[name] | said))
+        read_decoder_config(text_view(CONFIGS[name] | said))

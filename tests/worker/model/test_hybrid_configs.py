@@ -15,17 +15,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from swiftbatch.worker.exactness.row_exactness import probe_rows
+from swiftbatch.worker.exactness.batch_invariance import probe_rows
+from swiftbatch.worker.forward.native_forwards import NativeForwards
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.decoder_weights import PackedLinear
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.causal_lm import load_causal_lm
-from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
-from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.decoder_config import OtherDecoderError, read_decoder_config
+from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.model.text_config import text_view
-from swiftbatch.worker.target.native_forwards import NativeForwards
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.formats.examples import EXAMPLES
 from tests.worker.model.formats.twins import logits_of, make_twins
 from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_model
@@ -392,4 +392,4 @@ def test_what_the_kernels_do_not_have_is_left_to_the_layers_of_transformers(
     name: str, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(OtherDecoderError, match=re.escape(words)):
-        read_dense(text_view(PUBLISHED[name] | changes))
+        read_decoder_config(text_view(PUBLISHED[name] | changes))

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from bench.variants import BENCH_ENGINES, VARIANTS, create_bench_drafter
-from swiftbatch.jobs.sampling import SamplingParams
-from swiftbatch.worker.drafters.two_level.auto import round_costs
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.auto.auto import round_costs
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel
+from swiftbatch.worker.drafters.griffin.griffin_weights import save_griffin
+from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.exactness.row_exactness import probe_rows
+from swiftbatch.worker.exactness.batch_invariance import probe_rows
+from swiftbatch.worker.forward.native_forwards import NativeForwards
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
-from swiftbatch.worker.papers.griffin.griffin_weights import save_griffin
-from swiftbatch.worker.papers.griffin.model import GriffinConfig, GriffinModel
-from swiftbatch.worker.papers.tokenswift.heads import save_heads
-from swiftbatch.worker.target.native_forwards import NativeForwards
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.model.kind_parts import VOCAB_SIZE, tiny_config, tiny_model
 

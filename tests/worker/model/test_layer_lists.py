@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.worker.model.layer_windows import (
+from swiftbatch.worker.model.architectures.attention_layers import (
     TypesOrPattern,
-    WindowForm,
+    WindowSpec,
     by_layer_types_if_said,
+    by_no_rope_layers,
+    by_thetas,
     where_switched_on,
 )
-from swiftbatch.worker.model.layers_without_rotary import by_no_rope_layers, by_thetas
 
 SIZES = {"num_hidden_layers": 5, "sliding_window": 16, "use_sliding_window": True}
 
@@ -27,7 +28,7 @@ SIZES = {"num_hidden_layers": 5, "sliding_window": 16, "use_sliding_window": Tru
     ],
 )
 def test_windows_are_those_of_their_layers(
-    form: WindowForm, said: dict[str, Any], expected: tuple[int | None, ...]
+    form: WindowSpec, said: dict[str, Any], expected: tuple[int | None, ...]
 ) -> None:
     assert form(SIZES | said) == expected
 

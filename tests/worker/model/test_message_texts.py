@@ -19,10 +19,10 @@ import pytest
 from pydantic import ValidationError
 
 from swiftbatch.jobs.chat import Message, TemplateOptions
-from swiftbatch.worker.model import message_texts
-from swiftbatch.worker.model.chat_template import ChatTemplate
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text import chat_template
+from swiftbatch.worker.text.chat_template import ChatTemplate
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.scheduler.commands.submit_parts import submit_file
 
 GOES_ON = TemplateOptions(add_generation_prompt=False, continue_final_message=True)
@@ -211,7 +211,7 @@ def test_white_space_that_a_continued_message_loses_at_its_end_is_told(chat_of: 
 def test_chats_of_one_shape_cost_one_rendering_each_and_shapes_do_not_pile_up(
     chat_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(message_texts, "MOST_SHAPES", 4)
+    monkeypatch.setattr(chat_template, "MOST_SHAPES", 4)
     chat, texts = chat_of(THREE), []
     rendered = chat._texts._rendered
     chat._texts._rendered = lambda given, options: texts.append(given) or rendered(given, options)

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.attention_needs import observe_layers
-from swiftbatch.worker.model.folder_faults import INDEX_FILE
+from swiftbatch.worker.model.file_checks import INDEX_FILE
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests.worker.model.kind_parts import tiny_config, tiny_model, tiny_target
 
 WEIGHTS = "model.safetensors"

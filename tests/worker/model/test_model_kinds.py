@@ -13,19 +13,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.caches.memory.model_sizes import read_sizes
 from swiftbatch.worker.exactness import transformers_agreement as agreement
-from swiftbatch.worker.exactness.row_exactness import probe_rows
+from swiftbatch.worker.exactness.batch_invariance import probe_rows
 from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
+from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model import attention_needs
 from swiftbatch.worker.model.attention_masks import FULL, Span
 from swiftbatch.worker.model.digests import Digests
+from swiftbatch.worker.model.layer_types import recurrent_shape
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.model.model_kinds import NEEDS, SUPPORTED_KINDS, what_it_lacks
-from swiftbatch.worker.model.recurrent_sizes import recurrent_shape
+from swiftbatch.worker.model.supported_models import NEEDS, SUPPORTED_ARCHITECTURES, what_it_lacks
 from swiftbatch.worker.model.text_config import text_view
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.transformers_forwards import TransformersForwards
 from tests import ROOT
 from tests.worker.model.kind_parts import (
     LATER,
@@ -51,7 +51,7 @@ def _quiet_transformers(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", SUPPORTED_KINDS)
+@pytest.mark.parametrize("kind", SUPPORTED_ARCHITECTURES)
 def test_every_kind_says_row_by_row_what_transformers_says(kind: str) -> None:
     target = tiny_target(kind)
     found = compare(target)
@@ -92,7 +92,7 @@ def test_kimi_linear_is_read_by_the_keys_and_names_that_it_is_published_with(tmp
 
 def test_the_page_of_models_has_the_kinds_that_run_and_no_others() -> None:
     rows = [line.split("`")[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    assert rows == sorted(SUPPORTED_KINDS)
+    assert rows == sorted(SUPPORTED_ARCHITECTURES)
 
 
 def test_the_page_of_models_has_what_is_read_of_gguf_files() -> None:
@@ -193,8 +193,8 @@ def test_a_model_that_needs_more_is_refused_in_a_line_before_anything_is_loaded(
 
 
 def test_kinds_are_refused_for_a_need_or_run_never_both() -> None:
-    assert not set(NEEDS) & set(SUPPORTED_KINDS)
-    assert all(what_it_lacks({"model_type": kind}) is None for kind in SUPPORTED_KINDS)
+    assert not set(NEEDS) & set(SUPPORTED_ARCHITECTURES)
+    assert all(what_it_lacks({"model_type": kind}) is None for kind in SUPPORTED_ARCHITECTURES)
 
 
 @pytest.mark.parametrize(

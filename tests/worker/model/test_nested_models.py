@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.caches.memory.model_sizes import read_sizes
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import tree_rows
+from swiftbatch.worker.kv.model_sizes import read_sizes
+from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.model.text_config import LEFT_OUT, TURNED_EXPERTS, text_name, text_view
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.target.tiles import tree_rows
+from swiftbatch.worker.model.text_config import LEFT_OUT, TRANSPOSED_EXPERTS, text_name, text_view
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.model.kind_parts import NUM_POSITIONS, SIZES
 
 NUM_TOKENS = 40
@@ -176,7 +176,9 @@ def publish(model: Any, kind: str, folder: Path) -> ModelFiles:
         is_body = known is not None and known.startswith("model.")
         head = "lm_head.weight" if prefix.startswith("model.") else "language_model.lm_head.weight"
         tensors[prefix + known.removeprefix("model.") if is_body and known else head if known else name] = tensor
-    turned = {name: each.transpose(1, 2).contiguous() for name, each in tensors.items() if TURNED_EXPERTS.search(name)}
+    turned = {
+        name: each.transpose(1, 2).contiguous() for name, each in tensors.items() if TRANSPOSED_EXPERTS.search(name)
+    }
     tensors |= turned if kind == "qwen3_vl_moe" else {}
     assert any(name.startswith(prefix) for name in tensors)
     assert any(text_name(name, text_view(config)) is None for name in tensors), "there is a tower for images"
@@ -247,6 +249,8 @@ def test_experts_are_taken_as_published_and_as_newer_versions_write_them(tmp_pat
     files = publish(model, "qwen3_vl_moe", tmp_path)
     published = logits_of(files, token_ids)
     tensors = load_file(tmp_path / "model.safetensors")
-    newer = {n: each.transpose(1, 2).contiguous() if TURNED_EXPERTS.search(n) else each for n, each in tensors.items()}
+    newer = {
+        n: each.transpose(1, 2).contiguous() if TRANSPOSED_EXPERTS.search(n) else each for n, each in tensors.items()
+    }
     save_file(newer, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(logits_of(locate_model(str(tmp_path)), token_ids), published)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.model.causal_lm import load_causal_lm
-from swiftbatch.worker.model.dense_config import OtherDecoderError, read_dense
-from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.decoder_config import OtherDecoderError, read_decoder_config
+from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.text_config import text_view
 from tests.worker.kernels.kernel_parts import chain
 from tests.worker.kernels.reference import ReferenceDecoder
@@ -80,15 +80,15 @@ def test_a_window_that_hides_nothing_of_the_longest_text_is_none() -> None:
     """Ministral 8B is published so; drafts may scan its keys without a window."""
     config = OTHER_FORMS["Mistral 7B v0.1"]
     longest = config["max_position_embeddings"]
-    assert read_dense(config | {"sliding_window": longest}).windows == (None, None)
-    assert read_dense(config | {"sliding_window": longest - 1}).windows == (longest - 1,) * 2
+    assert read_decoder_config(config | {"sliding_window": longest}).windows == (None, None)
+    assert read_decoder_config(config | {"sliding_window": longest - 1}).windows == (longest - 1,) * 2
 
 
 def test_a_window_that_is_left_to_a_default_is_named() -> None:
     for name, key in (("Mistral 7B v0.1", "sliding_window"), ("Qwen3 with windows", "max_window_layers")):
         config = {each: value for each, value in OTHER_FORMS[name].items() if each != key}
         with pytest.raises(OtherDecoderError, match=f"{key} is left to a default"):
-            read_dense(config)
+            read_decoder_config(config)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,6 @@ def test_a_window_that_is_left_to_a_default_is_named() -> None:
     ],
 )
 def test_what_the_kernels_do_not_take_is_named(name: str, change: dict[str, Any], words: str) -> None:
-    read_dense(text_view(OTHER_FORMS[name]))
+    read_decoder_config(text_view(OTHER_FORMS[name]))
     with pytest.raises(OtherDecoderError, match=re.escape(words)):
-        read_dense(text_view(OTHER_FORMS[name] | change))
+        read_decoder_config(text_view(OTHER_FORMS[name] | change))

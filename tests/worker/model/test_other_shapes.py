@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.expert_configs import write_experts
 from tests.worker.model.formats.twins import logits_of
 from tests.worker.model.kind_parts import tiny_model

@@ -15,16 +15,16 @@ import torch
 from transformers import AutoConfig
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
-from swiftbatch.worker.caches.memory.model_sizes import read_sizes
+from swiftbatch.worker.forward.native_forwards import NativeForwards
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, decoder_weights
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.causal_lm import load_causal_lm
-from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.model.text_config import text_view
-from swiftbatch.worker.target.native_forwards import NativeForwards
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import chain
 from tests.worker.kernels.reference import ReferenceDecoder
 from tests.worker.model.dense_configs import LLAMA3, PUBLISHED, YARN

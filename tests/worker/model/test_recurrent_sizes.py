@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.worker.caches.cache_room import MEMORY, NUM_STEPS, KVRoom, KVRoomError, bytes_per_position, state_bytes
-from swiftbatch.worker.caches.recurrent_cache import RecurrentCache
-from swiftbatch.worker.model.model_kinds import RECURRENT_KINDS
-from swiftbatch.worker.model.recurrent_sizes import layer_types, num_attending_layers, recurrent_shape
+from swiftbatch.worker.kv.kv_capacity import MEMORY, NUM_STEPS, KVRoom, KVRoomError, bytes_per_position, state_bytes
+from swiftbatch.worker.kv.recurrent_cache import RecurrentCache
+from swiftbatch.worker.model.layer_types import layer_types, num_attending_layers, recurrent_shape
+from swiftbatch.worker.model.supported_models import RECURRENT_ARCHITECTURES
 from tests.worker.model.kind_parts import tiny_target
 
 QWEN35 = {  # Qwen3.5-27B as published
@@ -28,7 +28,7 @@ QWEN35 = {  # Qwen3.5-27B as published
 }
 
 
-@pytest.mark.parametrize("kind", RECURRENT_KINDS)
+@pytest.mark.parametrize("kind", RECURRENT_ARCHITECTURES)
 def test_a_config_tells_the_sizes_that_a_model_has(kind: str) -> None:
     target = tiny_target(kind)
     config = target.model.config.to_dict()

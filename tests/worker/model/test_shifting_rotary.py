@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import what_refuses
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.folders import saved_as
 
 ALPHA = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}

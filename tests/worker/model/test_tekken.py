@@ -15,11 +15,11 @@ import pytest
 from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import Job
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.digests import TEKKEN_FILE, digests_of
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 
 MERGES = ("th", "the", " q", " qu", " qui", " quic", " quick")
 NUM_SPECIAL = 22

@@ -12,9 +12,9 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.worker.model import template_renderer
-from swiftbatch.worker.model.template_process import environment
-from swiftbatch.worker.model.template_renderer import TemplateLimitError, TemplateRenderer, _Process
+from swiftbatch.worker.text import template_renderer
+from swiftbatch.worker.text.template_process import environment
+from swiftbatch.worker.text.template_renderer import TemplateLimitError, TemplateRenderer, _Process
 
 CLOCK = "2026-11-28T23:30:00+14:00"
 HI = {"messages": [{"role": "user", "content": "hi"}], "tools": None, "add_generation_prompt": True}

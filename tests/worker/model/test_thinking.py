@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 from swiftbatch.jobs.chat import Message, TemplateOptions
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import Job
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.grammar import Grammar
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
-from swiftbatch.worker.drawing.token_rules import ConstraintError
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.sampling.token_masks import ConstraintError
+from swiftbatch.worker.text.tokenizer import TextCodec
 
 MESSAGES = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
 OPENING = MESSAGES + (

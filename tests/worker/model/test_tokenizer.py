@@ -22,11 +22,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import Job, packed
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.model.token_length import max_chars_per_token
-from swiftbatch.worker.model.tokenizer import Chat, EncodedPrompt, TextCodec
+from swiftbatch.worker.text.tokenizer import Chat, EncodedPrompt, TextCodec, max_chars_per_token
 from tests import ROOT
 from tests.scheduler.commands.submit_parts import submit_file
 
@@ -77,7 +76,7 @@ def test_the_text_of_the_embedded_model_needs_no_torch() -> None:
     """The driver, `tail` and `status` therefore start seconds sooner."""
     program = (
         "import sys; from swiftbatch.worker.model.model_files import locate_model\n"
-        "from swiftbatch.worker.model.tokenizer import TextCodec\n"
+        "from swiftbatch.worker.text.tokenizer import TextCodec\n"
         "print(TextCodec(locate_model('embedded')).encode('a') != [], 'torch' in sys.modules)"
     )
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -14,11 +14,11 @@ from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.model.digests import weight_files
+from swiftbatch.worker.model.file_checks import BLOCK, zero_tail_fault
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.zero_tails import BLOCK, zero_tail_fault
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.formats.examples import EXAMPLES
 from tests.worker.model.formats.twins import LLAMA, llama_tensors, load, make_packed, write_mxfp4, written
 from tests.worker.model.gguf.tiny_gguf import MIXED, write_tiny

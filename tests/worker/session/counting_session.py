@@ -17,15 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import AttemptStart, CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_files import AttemptStart
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.output_line import success_line
+from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SealedResult
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.model_files import OtherModelError
-from swiftbatch.worker.session.reserve import CacheRoom, Reserve
+from swiftbatch.worker.session.backlog import Backlog, CacheRoom
 from swiftbatch.worker.session.result_writer import Sealing, SealingRule
 from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders, WorkReport
 
@@ -65,13 +66,13 @@ class CountingSession:
         rule = SealingRule(config.checkpoint_seconds, config.checkpoint_tokens)
         self._sealing = Sealing(self._run, worker_id, rule)
         self._running: dict[str, CountingJob] = {}
-        self._reserve = Reserve()
+        self._backlog = Backlog()
         self._must_drain = False
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         for job_id in orders.cancelled:
             self._running.pop(job_id, None)
-        unbegun = self._reserve.follow(orders)
+        unbegun = self._backlog.follow(orders)
         released = self._release(orders.released)
         if self._must_drain:
             return self._drained(released, unbegun)
@@ -87,11 +88,11 @@ class CountingSession:
         self._sealing.seal_due()
         if self._must_drain:
             released += self._release(list(self._running))
-            unbegun += self._reserve.give_up()
+            unbegun += self._backlog.give_up()
         refused = tuple(
             self._refuse(job) for job in list(self._running.values()) if job.custom_id.startswith("refused")
         )
-        is_last = self._must_drain or (orders.seals and not self._running and not self._reserve)
+        is_last = self._must_drain or (orders.seals and not self._running and not self._backlog)
         return WorkReport(
             progress=tuple(job.progress for job in self._running.values()),
             finished=tuple(self._sealing.flush() if is_last else self._sealing.sealed()),
@@ -115,13 +116,13 @@ class CountingSession:
 
     def _drained(self, released: list[JobProgress], unbegun: list[str]) -> WorkReport:
         released = [*released, *self._release(list(self._running))]
-        unbegun = [*unbegun, *self._reserve.give_up()]
+        unbegun = [*unbegun, *self._backlog.give_up()]
         ended = {"finished": tuple(self._sealing.flush()), "released": tuple(released), "unbegun": tuple(unbegun)}
         return WorkReport(**ended, is_draining=True)
 
     def _next(self) -> Assignment | None:
         jobs: Any = self._running.values()
-        return self._reserve.next(jobs, CacheRoom(None))
+        return self._backlog.next(jobs, CacheRoom(None))
 
     def _take_in(self, assignment: Assignment) -> tuple[str, str] | None:
         record = assignment.record

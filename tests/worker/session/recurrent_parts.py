@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from swiftbatch.worker.training.target.training import train_tokenizer
+from swiftbatch.worker.training.train_target import train_tokenizer
 from tests.worker.model.kind_parts import save_tiny, tiny_config
 
 

@@ -15,14 +15,14 @@ import pytest
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import Job, JobRecord, SentJob, packed
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
-from swiftbatch.scheduler.runs.fixed_settings import with_model
+from swiftbatch.scheduler.runs.run_manifest import with_model
 from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.forward.step_costs import StepCosts
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work_messages import Assignment, Orders, WorkReport
-from swiftbatch.worker.target.step_costs import StepCosts
 from tests.jobs.run.run_parts import MANIFEST
 
 NUM_TOKENS = 240

@@ -11,9 +11,9 @@ import pytest
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.session.session_parts import body, claimed, make_run, preempted, record, session, to_the_end
-from tests.worker.texts.text_parts import KINDS
+from tests.worker.text.text_parts import KINDS
 
 LLAMA = KINDS["byte fallback, a space in front"]
 NUM_TOKENS = 64

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftbatch.worker.session.diversity import distinct, distinct_n
+from swiftbatch.worker.session.running_job import distinct, distinct_n
 from tests.work_counts import num_lines
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
 

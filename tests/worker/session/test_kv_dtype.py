@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.jobs.run.option_values import KVDtype
+from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.test_drafter_contract import PARAMS, PROMPT, Generation
 from tests.worker.session.session_parts import (

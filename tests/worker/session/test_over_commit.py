@@ -11,8 +11,8 @@ import pytest
 
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.worker.caches.memory import page_counts
 from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.kv import kv_capacity
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
@@ -43,7 +43,7 @@ class Overcommitted:
         self._waiting = list(JOBS)
         self._running: dict[str, JobRecord] = {}
         self._seniorities = {job.job_id: number for number, job in enumerate(JOBS)}
-        self.num_outgrown = self.num_released = 0
+        self.num_evicted = self.num_released = 0
 
     def run_all(self) -> None:
         while self._waiting or self._running:
@@ -54,8 +54,8 @@ class Overcommitted:
             for progress in report.finished:
                 del self._running[progress.job_id]
             stayed = [self._seniorities[progress.job_id] for progress in report.progress]
-            assert all(self._seniorities[left.job_id] > min(stayed, default=-1) for left in report.outgrown)
-            self.num_outgrown += self._put_back(report.outgrown)
+            assert all(self._seniorities[left.job_id] > min(stayed, default=-1) for left in report.evicted)
+            self.num_evicted += self._put_back(report.evicted)
             self.num_released += self._put_back(report.released)
 
     def _taken(self) -> tuple[Assignment, ...]:
@@ -79,11 +79,11 @@ def test_jobs_that_outgrow_the_memory_have_the_tokens_of_plain_decoding(
     tmp_path: Path, tiny_model: Path, alone: dict[str, str], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time
-    monkeypatch.setattr(page_counts, "PAGE", 2)
-    monkeypatch.setattr(page_counts, "ROOM_BEHIND", 0)
+    monkeypatch.setattr(kv_capacity, "PAGE", 2)
+    monkeypatch.setattr(kv_capacity, "ROOM_BEHIND", 0)
     run = make_run(tmp_path)
-    num_pages = NUM_FITTING * page_counts.pages_of(LONGEST + 10)
+    num_pages = NUM_FITTING * kv_capacity.pages_of(LONGEST + 10)
     jobs = Overcommitted(run, session(run, tiny_model, engine=engine), num_pages)
     jobs.run_all()
     assert {job.job_id: digest(run, job) for job in JOBS} == alone
-    assert jobs.num_outgrown > 0
+    assert jobs.num_evicted > 0

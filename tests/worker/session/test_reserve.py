@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.worker.caches.memory.page_counts import Growth, most_pages
-from swiftbatch.worker.session.reserve import CacheRoom, Reserve
+from swiftbatch.worker.kv.kv_capacity import Growth, most_pages
+from swiftbatch.worker.session.backlog import Backlog, CacheRoom
 from swiftbatch.worker.session.work_messages import Assignment, Orders
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, undisturbed_digest
 
@@ -29,20 +29,20 @@ def running(num_tokens: int, num_expected: int) -> Any:
     )
 
 
-def next_of(reserve: Reserve, jobs: list[Any], room: CacheRoom = NO_ROOM_MATTERS) -> str | None:
+def next_of(reserve: Backlog, jobs: list[Any], room: CacheRoom = NO_ROOM_MATTERS) -> str | None:
     found = reserve.next(jobs, room)
     return found.job_id if found else None
 
 
 def test_jobs_begin_in_order_and_never_more_than_there_are_slots() -> None:
-    reserve = Reserve()
+    reserve = Backlog()
     reserve.follow(Orders(reserve=(assignment("a"), assignment("b")), num_slots=2))
     assert next_of(reserve, [running(0, 9), running(0, 9)]) is None
     assert [next_of(reserve, [running(0, 9)]) for _ in range(3)] == ["a", "b", None]
 
 
 def test_what_is_recalled_is_handed_back_unless_it_has_begun_and_what_is_cancelled_is_dropped() -> None:
-    reserve = Reserve()
+    reserve = Backlog()
     reserve.follow(Orders(reserve=tuple(assignment(name) for name in "abcd")))
     assert next_of(reserve, []) == "a"
     assert reserve.follow(Orders(recalled=("a", "b"), cancelled=("c",))) == ["b"]
@@ -51,7 +51,7 @@ def test_what_is_recalled_is_handed_back_unless_it_has_begun_and_what_is_cancell
 
 
 def test_where_the_first_has_no_room_a_shorter_one_begins_and_alone_every_job_does() -> None:
-    reserve, half_done = Reserve(), running(500, 1000)
+    reserve, half_done = Backlog(), running(500, 1000)
     reserve.follow(Orders(reserve=(assignment("long", 2000), assignment("short", 10))))
     room = CacheRoom(most_pages([Growth(505, 1005), Growth(5, 15)]))
     assert next_of(reserve, [half_done], room) == "short"
@@ -60,7 +60,7 @@ def test_where_the_first_has_no_room_a_shorter_one_begins_and_alone_every_job_do
 
 
 def test_none_begins_where_memory_has_run_out_until_one_of_the_others_has_left() -> None:
-    reserve = Reserve()
+    reserve = Backlog()
     reserve.follow(Orders(reserve=(assignment("a"),), num_slots=9))
     reserve.keep_to(1)
     assert next_of(reserve, [running(0, 9)]) is None

@@ -9,8 +9,8 @@ import pytest
 from tenacity import wait_random_exponential
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.run.result_files import SEGMENTS, SealedResult
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.run.segment_format import SEGMENTS, SealedResult
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.worker.session import result_writer
@@ -80,7 +80,9 @@ def test_two_lives_of_a_worker_never_give_segments_the_same_name(run: Run) -> No
 def test_on_a_store_with_faults_every_result_is_there_once_and_no_checkpoint_is_left(
     s3_store: Store, s3_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftbatch.jobs.storage.retries.PAUSE", wait_random_exponential(multiplier=0.01, max=0.1))
+    monkeypatch.setattr(
+        "swiftbatch.jobs.storage.retries.STORE_BACKOFF", wait_random_exponential(multiplier=0.01, max=0.1)
+    )
     run = Run.create_or_open(s3_store.uri, MANIFEST, Retries(120))
     checkpoints, results = CheckpointStore.of(run), Sealing(run, "w1", NEVER)
     s3_proxy.chances = {"unavailable": 0.05, "refused": 0.03, "lost": 0.03, "cut": 0.03}

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, StateManifest
+from swiftbatch.jobs.checkpoints.checkpoint_files import StateManifest
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.forward import step_costs
+from swiftbatch.worker.forward.forward_backend import DTYPES
+from swiftbatch.worker.forward.step_costs import StepCosts
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.session.work_messages import Orders
-from swiftbatch.worker.target import step_costs
-from swiftbatch.worker.target.step_costs import StepCosts
-from swiftbatch.worker.target.target import DTYPES, TargetModel
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (
     NUM_TOKENS,

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore, SegmentEntry, StateManifest, TokenLog
+from swiftbatch.jobs.checkpoints.checkpoint_files import SegmentEntry, StateManifest
+from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
+from swiftbatch.jobs.checkpoints.checkpoint_writer import PendingCheckpoint
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
-from swiftbatch.jobs.checkpoints.pending_writes import PendingCheckpoint
-from swiftbatch.jobs.checkpoints.token_log import Rewind
+from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenLog
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
-from swiftbatch.worker.drawing.sequence import Sequence
+from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.session.checkpointing import Checkpointing
 from swiftbatch.worker.session.resume import _still_valid
 from swiftbatch.worker.session.running_job import RunningJob

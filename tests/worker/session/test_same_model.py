@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.worker.model import weight_reading
+from swiftbatch.worker.model import weight_files
 from swiftbatch.worker.model.digests import digests_of
 from swiftbatch.worker.model.model_files import OtherModelError
 from swiftbatch.worker.session import same_model
@@ -135,7 +135,7 @@ def test_a_model_as_it_was_is_taken_again(run: Run, model: Path) -> None:
 
 def test_the_bytes_that_are_hashed_are_those_that_are_computed_with(model: Path) -> None:
     files = same_model.locate_model(str(model))
-    read = weight_reading.read_tensors(files, torch.bfloat16, lambda weight: weight)
+    read = weight_files.read_tensors(files, torch.bfloat16, lambda weight: weight)
     stored = load_file(model / WEIGHTS)
     assert set(read) == set(stored)
     assert all(torch.equal(read[name], stored[name]) and read[name].dtype == stored[name].dtype for name in stored)
@@ -146,19 +146,19 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_refused(
     cut: int, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = same_model.locate_model(str(model))
-    layout = weight_reading.stored_layout(str(model), model)
-    monkeypatch.setattr(weight_reading, "stored_layout", lambda *_: layout)  # that a whole file had a moment ago
+    layout = weight_files.stored_layout(str(model), model)
+    monkeypatch.setattr(weight_files, "stored_layout", lambda *_: layout)  # that a whole file had a moment ago
     data = (model / WEIGHTS).read_bytes()
     (model / WEIGHTS).write_bytes(data[:cut])
     with pytest.raises(ModelError, match="can't be read as safetensors"):
-        weight_reading.read_tensors(files, torch.bfloat16, lambda weight: weight)
+        weight_files.read_tensors(files, torch.bfloat16, lambda weight: weight)
 
 
 def test_a_file_with_something_behind_its_tensors_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = same_model.locate_model(str(model))
-    layout = weight_reading.stored_layout(str(model), model)
-    monkeypatch.setattr(weight_reading, "stored_layout", lambda *_: layout)
+    layout = weight_files.stored_layout(str(model), model)
+    monkeypatch.setattr(weight_files, "stored_layout", lambda *_: layout)
     with (model / WEIGHTS).open("ab") as file:
         file.write(b"more")
     with pytest.raises(ModelError, match="can't be read as safetensors"):
-        weight_reading.read_tensors(files, torch.bfloat16, lambda weight: weight)
+        weight_files.read_tensors(files, torch.bfloat16, lambda weight: weight)

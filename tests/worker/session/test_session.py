@@ -15,18 +15,18 @@ import pytest
 
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.checkpoints.packed_logs import PackedLogs
+from swiftbatch.jobs.checkpoints.token_log import PackedLogs
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import JobRecord, SentJob, packed
 from swiftbatch.jobs.run.output import METRIC_COLUMNS
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.jobs.storage.store import Store, StoreError
-from swiftbatch.worker.model.chat_template import ChatTemplate
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
 from swiftbatch.worker.session import checkpointing
 from swiftbatch.worker.session.work_messages import Assignment, Orders
+from swiftbatch.worker.text.chat_template import ChatTemplate
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.jobs.checkpoints.checkpoint_parts import claim
 from tests.worker.session.session_parts import (
     NUM_TOKENS,

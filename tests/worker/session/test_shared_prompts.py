@@ -90,7 +90,7 @@ def alone(folder: Path, tiny_model: Path, jobs: Sequence[JobRecord]) -> list[str
 def test_workers_that_are_lost_while_a_shared_prompt_is_read_cost_no_bit(
     run: Run, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, loads: bool
 ) -> None:
-    monkeypatch.setattr("swiftbatch.worker.engine.prefill.READ_SECONDS", 1e-4)
+    monkeypatch.setattr("swiftbatch.worker.engine.prefill.PREFILL_SECONDS", 1e-4)
     have_caches_loaded(monkeypatch, loads)
     jobs = jobs_of(4, "number ")
     first = session(run, tiny_model, checkpoint="state")

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from swiftbatch.jobs.checkpoints.kept_logs import KeptLogs
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.worker.engine.plain_runs import FEW_STEPS
+from swiftbatch.worker.engine.engine import FEW_STEPS
 from swiftbatch.worker.model.model_files import eos_token_ids_of, locate_model
 from tests.worker.session.session_parts import body, claimed, digest, make_run, record, session, to_the_end, until
 from tests.worker.session.test_rewind_resume import REWINDING

@@ -12,7 +12,7 @@ from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end, until
 
 MARKERS = (" the", " lazy dog over it")  # the latter of several tokens

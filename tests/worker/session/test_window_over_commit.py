@@ -17,13 +17,20 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.caches.cache_room import NUM_ASKED, HeldPositions, PagesError
-from swiftbatch.worker.caches.full_cache import CacheShape, FullKVCache
-from swiftbatch.worker.caches.memory.page_counts import PoolSize, WindowPages, has_window_pages, pages_of
-from swiftbatch.worker.caches.window_arena import WindowArena
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.session.reserve import JobSizes, without_room
-from tests.worker.caches.window_parts import spoil_free_pages
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.kv_capacity import (
+    NUM_ASKED,
+    HeldPositions,
+    PagesError,
+    PoolSize,
+    WindowPages,
+    has_window_pages,
+    pages_of,
+)
+from swiftbatch.worker.kv.sliding_window_arena import WindowArena
+from swiftbatch.worker.session.backlog import JobSizes, without_room
+from tests.worker.kv.window_parts import spoil_free_pages
 
 NUM_JOBS, NUM_FITTING, LONGEST, PAGE, WINDOW, VOCAB = 40, 6, 320, 64, 40, 8
 SEGMENT = 32  # positions

@@ -14,14 +14,13 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.worker.caches.cache_room import HeldPositions
-from swiftbatch.worker.caches.memory.page_counts import pages_of
-from swiftbatch.worker.caches.windowed_cache import WindowedKVCache
+from swiftbatch.worker.drafters.auto.repeated_text import RepeatingDrafter
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.drafters.two_level.repeating import RepeatingDrafter
-from swiftbatch.worker.session.reserve import JobSizes
+from swiftbatch.worker.kv.kv_capacity import HeldPositions, pages_of
+from swiftbatch.worker.kv.sliding_window_cache import WindowedKVCache
+from swiftbatch.worker.session.backlog import JobSizes
 from swiftbatch.worker.session.session import _held
-from tests.worker.caches.window_parts import spoil_what_is_forgotten
+from tests.worker.kv.window_parts import spoil_what_is_forgotten
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (
     LOOPS_OF_80,

@@ -16,24 +16,16 @@ from safetensors.torch import load_file
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.job import Job
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training import defaults
-from swiftbatch.worker.training.corpus import CorpusError, read_books
-from swiftbatch.worker.training.target import evaluate, training_stages
-from swiftbatch.worker.training.target import training as target
-from swiftbatch.worker.training.target.recipe import (
-    KINDS,
-    TargetRecipe,
-    WindowKind,
-    embedded_recipe,
-    long_text_recipe,
-)
-from swiftbatch.worker.training.target.training_windows import WindowSource
+from swiftbatch.worker.text.tokenizer import TextCodec
+from swiftbatch.worker.training import defaults, target_evaluation, target_stages
+from swiftbatch.worker.training import train_target as target
+from swiftbatch.worker.training.target_recipe import KINDS, TargetRecipe, WindowKind, embedded_recipe, long_text_recipe
+from swiftbatch.worker.training.target_stages import WindowSource
 from swiftbatch.worker.training.training_loop import Recipe
-from swiftbatch.worker.training.training_texts import load_target
+from swiftbatch.worker.training.training_texts import CorpusError, load_target, read_books
 from tests.worker.training.small_target import score_short_texts, train_small_targets
 
 pytestmark = pytest.mark.long
@@ -108,8 +100,8 @@ def test_training_writes_a_model_that_loads_and_a_card(
     assert "| 2 | 2 | 384 | to their ends | 4 times | where it gave more | 3 |" in card
     assert "| 3 | 2 | 384 | in pieces of 64 to 200 | 4 times | where it gave more | 4 |" in card
     assert "bits per byte" in said[-1]
-    monkeypatch.setattr(evaluate, "NEAR", 100)
-    evaluation = evaluate.evaluate_target(output, data / "test.jsonl", 1)
+    monkeypatch.setattr(target_evaluation, "NEAR", 100)
+    evaluation = target_evaluation.evaluate_target(output, data / "test.jsonl", 1)
     whole, near = evaluation.loss_by_position, evaluation.near_loss_by_position
     assert near["0-100"] == pytest.approx(whole["0-100"], abs=0.04)  # nothing is further back there
     assert near["100-500"] != whole["100-500"]
@@ -155,9 +147,9 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
 ) -> None:
     (data / "test.jsonl").unlink()
     recipe = dataclasses.replace(SHORT_RECIPE, num_steps=6)
-    monkeypatch.setattr(training_stages, "NUM_STATE_STEPS", 2)
+    monkeypatch.setattr(target_stages, "NUM_STATE_STEPS", 2)
     target.train_target(data, tmp_path / "whole", recipe, lambda line: None, kind)
-    num_done, original = 0, training_stages.add_batch_gradients
+    num_done, original = 0, target_stages.add_batch_gradients
 
     def stopping(*args: object) -> float:
         nonlocal num_done
@@ -166,7 +158,7 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
             raise KeyboardInterrupt
         return original(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(training_stages, "add_batch_gradients", stopping)
+    monkeypatch.setattr(target_stages, "add_batch_gradients", stopping)
     if stopped_at == recipe.all_steps:
         monkeypatch.setattr(target, "save_target", lambda *args: stopping())  # killed when all steps are done
     with pytest.raises(KeyboardInterrupt):
@@ -188,15 +180,15 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
 def test_losses_without_the_far_text_read_the_newest_tokens_alone(
     length: int, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate, "NEAR", 64)
+    monkeypatch.setattr(target_evaluation, "NEAR", 64)
     model = load_target(locate_model(str(tiny_model))).model.float()
     stretch = torch.from_numpy(np.random.default_rng(length).integers(model.config.vocab_size, size=length + 1))
-    losses = evaluate.near_position_losses(model, stretch)
+    losses = target_evaluation.near_position_losses(model, stretch)
     assert len(losses) == length
     for position in range(0, length, 9):
         first = max(1, position // 64 * 64 - 63)
         read = torch.cat([stretch[:1], stretch[first : position + 2]])
-        alone = evaluate.position_losses(model, read)[-1]
+        alone = target_evaluation.position_losses(model, read)[-1]
         torch.testing.assert_close(losses[position], alone)
 
 

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from swiftbatch.worker.drafters.drafter_interface import WantedTree
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.drawing.sequence import Sequence
-from swiftbatch.worker.drawing.verification import TOP_K
-from swiftbatch.worker.kernels.addresses import address_of
 from swiftbatch.worker.kernels.instruction_sets import load_library
+from swiftbatch.worker.kernels.row_tables import address_of
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import TOP_K
 
 MOST_NODES = 127  # as source/recycling.h has it, and the next as well
 MOST_CANDIDATES = 16

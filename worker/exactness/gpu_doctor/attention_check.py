@@ -9,16 +9,16 @@ import random
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.slot_arena import ArenaKVCache
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+from swiftbatch.worker.exactness.batch_invariance import random_tree
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
-from swiftbatch.worker.exactness.row_exactness import random_tree
-from swiftbatch.worker.kernels.cuda.cuda_attention_choice import ATTENTION_KERNELS, new_attention, shape_of
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
-from swiftbatch.worker.kernels.cuda.upload import Upload
-from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.target.tiles import SequenceRows, max_tree_depth, tree_rows
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows
+from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS, new_attention, shape_of
+from swiftbatch.worker.kernels.cuda.cuda_graph import Upload
+from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
+from swiftbatch.worker.kv.paged_arena import ArenaKVCache
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-5}  # of the greatest number of a row
 TIMED_ROWS = (1, 4, 16)  # of each slot

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swiftbatch.jobs.frozen_records import Frozen
-from swiftbatch.jobs.run.option_values import LinearName
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.run.compute_options import LinearName
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+    from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 
 Row = dict[str, int | float | str]
 

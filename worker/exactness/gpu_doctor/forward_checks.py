@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from swiftbatch.jobs.child_processes import environment_of_code, module_command
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import ArenaTarget, Parts
+from swiftbatch.jobs.python_processes import environment_of_code, module_command
+from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, num_caches, probe_rows, random_tree
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
-from swiftbatch.worker.exactness.row_exactness import MAX_LENGTH, num_caches, probe_rows, random_tree
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
 from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.forward.tile_packing import max_tree_depth, tree_rows
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.tiles import max_tree_depth, tree_rows
 
 NUM_STEPS = 3
 MOST_NODES = 12  # of each tree

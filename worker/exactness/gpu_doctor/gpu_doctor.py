@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from swiftbatch.jobs.frozen_records import Frozen
-from swiftbatch.jobs.run.option_values import AttentionName, LinearName
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.run.compute_options import AttentionName, LinearName
 from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.doctor_verdicts import keep_verdict, verdict_key
+from swiftbatch.worker.exactness.doctor import keep_verdict, verdict_key
 from swiftbatch.worker.exactness.gpu_doctor.attention_check import check_attention, check_attention_speed
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
 from swiftbatch.worker.exactness.gpu_doctor.findings import Check, Result
 from swiftbatch.worker.exactness.gpu_doctor.forward_checks import (
     check_replay,
@@ -22,18 +21,18 @@ from swiftbatch.worker.exactness.gpu_doctor.forward_checks import (
     check_second_process,
     check_transformers,
 )
+from swiftbatch.worker.exactness.gpu_doctor.gemm_checks import check_gemms, check_packed_gemms
 from swiftbatch.worker.exactness.gpu_doctor.machine_checks import check_machine, check_noise, device_facts
-from swiftbatch.worker.exactness.gpu_doctor.packed_product_check import check_packed_products
-from swiftbatch.worker.exactness.gpu_doctor.product_check import check_products
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.forward.hardware import hardware_of, resolve_device
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.hardware import hardware_of, resolve_device
 
 CHECKS = (
     Check("machine", "what everything below was found on", check_machine),
-    Check("products", "a row's products do not depend on its place or its neighbours", check_products),
-    Check("packed products", "weights in 8 or 4 bits give the bits of the dequantized ones", check_packed_products),
+    Check("products", "a row's products do not depend on its place or its neighbours", check_gemms),
+    Check("packed products", "weights in 8 or 4 bits give the bits of the dequantized ones", check_packed_gemms),
     Check("attention", "a row's attention is its own, and right, at every length", check_attention),
     Check("attention speed", "the cache is read at the speed of the memory", check_attention_speed),
     Check("noise", "a draw takes the noise that every other device takes", check_noise),

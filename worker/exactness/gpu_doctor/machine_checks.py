@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.drawing.cuda.cuda_noise import gumbel, noise_words
-from swiftbatch.worker.drawing.noise import BLOCK, gumbel_block, philox4x32
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
-from swiftbatch.worker.target.hardware import cpu_capability, cublas_version, driver_version
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.forward.hardware import cpu_capability, cublas_version, driver_version
+from swiftbatch.worker.sampling.cuda.logits_kernels import gumbel, noise_words
+from swiftbatch.worker.sampling.noise import BLOCK, gumbel_block, philox4x32
 
 LEAST_CAPABILITY = (8, 0)  # tensor cores that take bf16
 

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.layer_kernels import is_padding
-from swiftbatch.worker.kernels.cuda.prefix_attention import LOG2_E
-from swiftbatch.worker.kernels.cuda.rounding import rounded
-from swiftbatch.worker.kernels.layer_forms import Activation
+from swiftbatch.worker.kernels.cuda.norm_rope_kernels import is_padding
+from swiftbatch.worker.kernels.cuda.tree_attention import LOG2_E
+from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
+from swiftbatch.worker.kernels.layer_specs import Activation
 
 ACTIVE_COLUMNS = 1024  # of a program
 GELU_TANH, RELU2 = tl.constexpr(int(Activation.GELU_TANH)), tl.constexpr(int(Activation.RELU2))
@@ -113,22 +113,22 @@ def activate(
     )  # fmt: skip
 
 
-CAPPED_COLUMNS = 1024  # of a program
+SOFTCAP_COLUMNS = 1024  # of a program
 
 
 @triton.jit
-def cap_row(logits_ptr, VOCAB: tl.constexpr, COLUMNS: tl.constexpr, CAP: tl.constexpr):
+def softcap_row(logits_ptr, VOCAB: tl.constexpr, COLUMNS: tl.constexpr, CAP: tl.constexpr):
     """Program (row, columns): cap * tanh(logit / cap)."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     logits_ptr += tl.program_id(0).to(tl.int64) * VOCAB + columns
     logits = tl.load(logits_ptr, mask=columns < VOCAB, other=0.0)
     power = tl.exp2(tl.abs(logits) * (-2 * LOG2_E / CAP))
-    capped = CAP * (1 - power) / (1 + power)
-    tl.store(logits_ptr, tl.where(logits < 0, -capped, capped), mask=columns < VOCAB)
+    softcapped = CAP * (1 - power) / (1 + power)
+    tl.store(logits_ptr, tl.where(logits < 0, -softcapped, softcapped), mask=columns < VOCAB)
 
 
-def cap_logits(logits: Tensor, cap: float) -> None:
+def softcap_logits(logits: Tensor, cap: float) -> None:
     """Cap `[num_rows, vocab] float32`."""
     num_rows, vocab = logits.shape
-    grid = (num_rows, triton.cdiv(vocab, CAPPED_COLUMNS))
-    cap_row[grid](logits, VOCAB=vocab, COLUMNS=CAPPED_COLUMNS, CAP=cap)
+    grid = (num_rows, triton.cdiv(vocab, SOFTCAP_COLUMNS))
+    softcap_row[grid](logits, VOCAB=vocab, COLUMNS=SOFTCAP_COLUMNS, CAP=cap)

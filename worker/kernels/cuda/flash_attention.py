@@ -15,14 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
-from swiftbatch.worker.kernels.cuda.kv_buffers import load_rows
-from swiftbatch.worker.kernels.cuda.layer_kernels import packed_head
-from swiftbatch.worker.kernels.cuda.prefix_attention import LOG2_E
-from swiftbatch.worker.kernels.cuda.rounding import rounded
-from swiftbatch.worker.kernels.cuda.tail_attention import attend_tail, merge_part
-from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
-from swiftbatch.worker.kernels.kernel_choice import flash_version
-from swiftbatch.worker.kernels.layer_forms import SEES_ALL, AttentionView
+from swiftbatch.worker.kernels.cuda.kv_kernels import load_rows
+from swiftbatch.worker.kernels.cuda.norm_rope_kernels import packed_head
+from swiftbatch.worker.kernels.cuda.tree_attention import LOG2_E, AttentionShape, attend_tail, merge_part
+from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
+from swiftbatch.worker.kernels.gpu_kernel_choice import flash_version
+from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 
 MOST_SPLITS = 128  # that flash-attn takes
 

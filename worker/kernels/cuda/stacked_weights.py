@@ -1,7 +1,4 @@
-"""A decoder's weights as its CUDA kernels read them: what shares its rows lies one below the other, in one product.
-
-Packed weights stay packed where all parts of a product have one form that the kernel takes. Others are dequantized.
-"""
+"""A decoder's weights as its GPU kernels read them: fused QKV, fused gate and up, stacked experts."""
 
 from __future__ import annotations
 
@@ -11,24 +8,117 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.packed_linear import is_multiplied_packed
-from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts, stacked_experts
-from swiftbatch.worker.kernels.cuda.states.state_layers import StackedMixer, stacked_mixer
+from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import StackedRecurrentLayer, stacked_recurrent_layer
+from swiftbatch.worker.kernels.cuda.gemm import is_multiplied_packed
 from swiftbatch.worker.kernels.decoder_weights import (
     AnyLinear,
     DecoderSizes,
     DecoderWeights,
+    ExpertWeights,
     LayerWeights,
     Linear,
+    MayBeLatent,
     linear_from,
     plain_linear,
 )
-from swiftbatch.worker.kernels.packed_weights import PackedMatrix, Weight, plain, stacked
-from swiftbatch.worker.kernels.rotary_frequencies import Rotary
+from swiftbatch.worker.kernels.layer_specs import Routing
+from swiftbatch.worker.kernels.quantized_weights import PackedMatrix, Weight, plain, stacked
+from swiftbatch.worker.kernels.rope_scaling import Rotary
 
 
 @dataclass(frozen=True)
-class StackedLatent:
+class StackedExperts(MayBeLatent):
+    """Experts of a layer; `gate_up` has a row of gates and a row of ups in turns, or ups alone.
+
+    With `latent` they read what its first product makes of a row, and its second one makes a row of their sum.
+    `router [num_experts, hidden] float32` has one row more with the gate of the part that all rows meet.
+    """
+
+    routing: Routing
+    router: Tensor
+    gate_up: AnyLinear  # [num_experts * 2 * intermediate, hidden], or half as many rows
+    down: AnyLinear  # [num_experts * hidden, intermediate]
+    router_bias: Tensor | None = None  # [num_experts] float32
+    choice_bias: Tensor | None = None  # as that
+    gate_limit: float = 0.0
+    gate_slope: float = 0.0
+    has_gates: bool = True
+    latent: tuple[AnyLinear, AnyLinear] | None = None
+
+    @property
+    def intermediate(self) -> int:
+        """Columns of an expert."""
+        return self.down.weight.shape[1]
+
+    @property
+    def has_share(self) -> bool:
+        """True where the part that all rows meet has a gate."""
+        return len(self.router) > self.routing.num_experts
+
+
+def stacked_experts(experts: ExpertWeights, device: torch.device) -> StackedExperts:
+    """Copies on the device. Raises ValueError where only some experts have a bias."""
+    router = [each for each in (experts.router.weight, experts.shared_gate) if each is not None]
+    biases = (None if each is None else each.to(device) for each in (experts.router.bias, experts.choice_bias))
+    router_bias, choice_bias = biases
+    in_front = [part for part in (experts.gates, experts.ups) if part]
+    latent = None if experts.latent is None else [_in_turns(([each],), device) for each in experts.latent]
+    return StackedExperts(
+        experts.routing,
+        torch.cat([each.detach().to(device) for each in router]),
+        _in_turns(in_front, device),
+        _in_turns((experts.downs,), device),
+        router_bias,
+        choice_bias,
+        experts.gate_limit,
+        experts.gate_slope,
+        bool(experts.gates),
+        None if latent is None else (latent[0], latent[1]),
+    )
+
+
+def _in_turns(parts: Sequence[Sequence[AnyLinear]], device: torch.device) -> AnyLinear:
+    """Expert after expert; of each, a row of each part in turns."""
+    biases = [[linear.bias for linear in part if linear.bias is not None] for part in parts]
+    found, whole = sum(map(len, biases)), sum(map(len, parts))
+    if found not in (0, whole):
+        raise ValueError(f"found {found} biases of experts, expected {whole} or none")
+    weight = _weights_in_turns([[linear.weight for linear in part] for part in parts], device)
+    return linear_from(weight, _tensor_in_turns(biases, device) if found else None)
+
+
+def _weights_in_turns(parts: list[list[Weight]], device: torch.device) -> Weight:
+    packed = [[each for each in part if isinstance(each, PackedMatrix)] for part in parts]
+    all_packed = [each for part in packed for each in part]
+    is_packed = len(all_packed) == sum(map(len, parts)) and len({each.form for each in all_packed}) == 1
+    if not is_packed or not all(map(is_multiplied_packed, all_packed)):
+        return _tensor_in_turns([[plain(each) for each in part] for part in parts], device)
+    offsets = [[each.offsets for each in part if each.offsets is not None] for part in packed]
+    return PackedMatrix(
+        all_packed[0].code,
+        _tensor_in_turns([[each.codes for each in part] for part in packed], device),
+        _tensor_in_turns([[each.scales for each in part] for part in packed], device),
+        all_packed[0].dtype,
+        _tensor_in_turns(offsets, device) if offsets[0] else None,
+    )
+
+
+def _tensor_in_turns(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+    """Copied once each, to where it stays: all experts of a layer may be gigabytes."""
+    first = parts[0][0]
+    size = (len(parts[0]), len(first), len(parts), *first.shape[1:])
+    whole = torch.empty(size, dtype=first.dtype, device=device)
+    for number, part in enumerate(parts):
+        for expert, tensor in enumerate(part):
+            whole[expert, :, number] = tensor.detach()
+    return whole.flatten(0, 2)
+
+
+# A decoder's weights as its CUDA kernels read them: what shares its rows lies one below the other, in one product.
+
+
+@dataclass(frozen=True)
+class StackedMLA:
     """The products within latent attention, and the norms of its vectors. Those of each head are plain.
 
     `query` where queries are made of a vector, `query_norm [query_rank]` with it.
@@ -37,17 +127,17 @@ class StackedLatent:
     query: AnyLinear | None
     query_norm: Tensor | None
     key_norm: Tensor  # [rank]
-    key_up: Tensor  # [num_heads * rank, still_dim]
+    key_up: Tensor  # [num_heads * rank, nope_dim]
     value_up: Tensor  # [num_heads * value_dim, rank]
 
 
-def stacked_latent(layer: LayerWeights, query: AnyLinear | None, device: torch.device) -> StackedLatent | None:
+def stacked_latent(layer: LayerWeights, query: AnyLinear | None, device: torch.device) -> StackedMLA | None:
     """Copies on the device, with the `query` that is there already; None for a layer without latent attention."""
     if layer.key_up is None or layer.value_up is None or layer.key_norm is None:
         return None
     ups = (plain_linear(each).weight.detach().to(device).contiguous() for each in (layer.key_up, layer.value_up))
     query_norm = None if layer.query_norm is None else layer.query_norm.detach().to(device)
-    return StackedLatent(query, query_norm, layer.key_norm.detach().to(device), *ups)
+    return StackedMLA(query, query_norm, layer.key_norm.detach().to(device), *ups)
 
 
 @dataclass(frozen=True)
@@ -67,16 +157,16 @@ class StackedLayer:
     output_norm: Tensor | None
     mlp_norm: Tensor | None
     down_norm: Tensor | None
-    head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys: [head_dim], or of each head its own
+    qk_norms: tuple[Tensor, Tensor] | None  # of queries and of keys: [head_dim], or of each head its own
     joint_norms: Tensor | None  # of all queries of a row, behind them of all its keys
-    is_still: bool = False
+    is_nope: bool = False
     rotary: Rotary | None = None
     window: int | None = None
     curve: Tensor | None = None
     sinks: Tensor | None = None
     experts: StackedExperts | None = None
-    latent: StackedLatent | None = None
-    mixer: StackedMixer | None = None
+    latent: StackedMLA | None = None
+    mixer: StackedRecurrentLayer | None = None
 
     @property
     def attention(self) -> tuple[AnyLinear, AnyLinear] | None:
@@ -86,7 +176,7 @@ class StackedLayer:
     @property
     def last_norm(self) -> Tensor | None:
         """The norm behind the last part of the layer, whichever that is."""
-        return self.output_norm if self.own_products is None and self.experts is None else self.down_norm
+        return self.output_norm if self.dense_mlp is None and self.experts is None else self.down_norm
 
     @property
     def products(self) -> list[AnyLinear]:
@@ -94,10 +184,10 @@ class StackedLayer:
         within = [] if self.latent is None or self.latent.query is None else [self.latent.query]
         within += [] if self.mixer is None else self.mixer.products
         around_experts = () if self.experts is None else self.experts.latent or ()
-        return [*(self.attention or ()), *within, *around_experts, *(self.own_products or ())]
+        return [*(self.attention or ()), *within, *around_experts, *(self.dense_mlp or ())]
 
     @property
-    def own_products(self) -> tuple[AnyLinear, AnyLinear] | None:
+    def dense_mlp(self) -> tuple[AnyLinear, AnyLinear] | None:
         """The products behind attention that all rows meet."""
         return None if self.gate_up is None or self.down is None else (self.gate_up, self.down)
 
@@ -177,8 +267,8 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
     """Copies of what is stacked. Raises ValueError where only some parts of a product have a bias."""
     of_vectors = None if layer.query_down is None or layer.query is None else _stacked([layer.query], device)
     latent = stacked_latent(layer, of_vectors, device)
-    head_norms = () if latent is not None else (layer.query_norm, layer.key_norm)
-    norms = [_moved(norm, device) for norm in head_norms if norm is not None]
+    qk_norms = () if latent is not None else (layer.query_norm, layer.key_norm)
+    norms = [_moved(norm, device) for norm in qk_norms if norm is not None]
     whole = (layer.input_norm, layer.output_norm, layer.mlp_norm, layer.down_norm)
     input_norm, output_norm, mlp_norm, down_norm = (None if norm is None else _moved(norm, device) for norm in whole)
     gate_up = [each for each in (layer.gate, layer.up) if each is not None]
@@ -190,15 +280,15 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
         output_norm=output_norm,
         mlp_norm=mlp_norm,
         down_norm=down_norm,
-        head_norms=(norms[0], norms[1]) if norms and not joins_heads else None,
+        qk_norms=(norms[0], norms[1]) if norms and not joins_heads else None,
         joint_norms=torch.cat(norms) if joins_heads else None,
-        is_still=layer.is_still,
+        is_nope=layer.is_nope,
         rotary=layer.rotary,
         window=layer.window,
         curve=None if layer.curve is None else _moved(layer.curve, device),
         sinks=None if layer.sinks is None else _moved(layer.sinks, device),
         experts=None if layer.experts is None else stacked_experts(layer.experts, device),
-        mixer=None if layer.mixer is None else stacked_mixer(layer.mixer, device, _stacked),
+        mixer=None if layer.mixer is None else stacked_recurrent_layer(layer.mixer, device, _stacked),
         latent=latent,
     )
 

@@ -1,11 +1,4 @@
-"""Attention of draft-tree rows over long caches: two launches a layer for all sequences, each row's bits its own.
-
-A row sees the prefix of its sequence, positions below its boundary, and a tail: the keys from there on, gathered in
-position order. `prefix_split` cuts a prefix into splits by its own length alone; `tail_merge` attends to the tail and
-folds the splits in, in order. Rows of a tile never meet: every reduction runs along keys or a head's dimensions.
-With a window, a prefix begins at the first block that a row at its boundary sees; `prefix_attention.py` and
-`tail_attention.py` leave out the keys that a row does not see.
-"""
+"""Triton attention of draft trees: cached prefix in splits, then the tree's tail and the merge."""
 
 from __future__ import annotations
 
@@ -15,15 +8,292 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, PageTable
-from swiftbatch.worker.kernels.cuda.prefix_attention import prefix_split
-from swiftbatch.worker.kernels.cuda.tail_attention import tail_merge
-from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, least_blocks
-from swiftbatch.worker.kernels.layer_forms import SEES_ALL, AttentionView
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable
+from swiftbatch.worker.kernels.cuda.kv_kernels import load_kept, load_rows
+from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, least_blocks
+from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 
-LOG2_E = math.log2(math.e)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def softcapped(scores, SOFTCAP_LOG2: tl.constexpr):
+    """Scores of base 2 with a soft cap, likewise of base 2: 0 for none."""
+    if SOFTCAP_LOG2 > 0.0:
+        power = tl.exp2(tl.minimum(scores * (2 * LOG2_E / SOFTCAP_LOG2), 126.0))
+        return SOFTCAP_LOG2 - 2 * SOFTCAP_LOG2 / (power + 1)
+    return scores
+
+
+@triton.jit
+def first_block_of(boundary, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """The first block of a prefix that a row at its boundary sees: of those behind it, none sees an earlier one."""
+    if WINDOW:
+        return tl.maximum(boundary - WINDOW + 1, 0) // BLOCK
+    return 0
+
+
+@triton.jit
+def split_blocks(num_blocks, NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr):
+    """The blocks of each split of a prefix: a function of the rows' own boundary."""
+    blocks = tl.cdiv(num_blocks, NUM_SPLITS)
+    if LEAST_BLOCKS > 1:
+        blocks = tl.maximum(blocks, LEAST_BLOCKS)
+    return blocks
+
+
+@triton.jit
+def attend_block(
+    query, key_ptr, value_ptr, places, bias, unseen, scale_log2, highest, total, acc_first, acc_second,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP_LOG2: tl.constexpr,
+):  # fmt: skip
+    """One step of online softmax; keys and values lie at `places [keys, 1]` behind their pointers.
+
+    With a window each row does not see `unseen [rows]` first keys.
+    """
+    whole = tl.arange(0, 2 * HALF)
+    first = tl.arange(0, HALF)
+    second = HALF + first
+    padded: tl.constexpr = HEAD_DIM < 2 * HALF
+    seen = bias > float("-inf")  # nothing is said of what lies in the other entries
+    keys = load_kept(key_ptr + places, seen, whole, HEAD_DIM, HAS_BIAS or padded, query.dtype)
+    scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * scale_log2
+    scores = softcapped(scores, SOFTCAP_LOG2)
+    if HAS_BIAS:
+        scores += (bias * LOG2_E)[None, :]
+    if WINDOW:
+        scores = tl.where(tl.arange(0, keys.shape[0])[None, :] >= unseen[:, None], scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    known = new_highest
+    if WINDOW:
+        known = tl.where(new_highest > float("-inf"), new_highest, 0.0)  # of a row that has seen nothing yet
+    probabilities = tl.exp2(scores - known[:, None])
+    decay = tl.exp2(highest - known)
+    total = total * decay + tl.sum(probabilities, 1)
+    values_first = load_kept(value_ptr + places, seen, first, HEAD_DIM, HAS_BIAS, query.dtype)
+    values_second = load_kept(value_ptr + places, seen, second, HEAD_DIM, HAS_BIAS or padded, query.dtype)
+    probabilities = rounded(probabilities, values_first.dtype).to(values_first.dtype)
+    acc_first = dot(probabilities, values_first, acc_first * decay[:, None])
+    acc_second = dot(probabilities, values_second, acc_second * decay[:, None])
+    return new_highest, total, acc_first, acc_second
+
+
+@triton.jit
+def places_of(block, slot, pages_ptr, stride_pages, BLOCK: tl.constexpr, PAGE: tl.constexpr):
+    """Places of a block's entries; with pages of `PAGE` entries, where the slot's row `pages_ptr` tells."""
+    entries = block * BLOCK + tl.arange(0, BLOCK)
+    kept = entries
+    if PAGE:
+        page = tl.load(pages_ptr + slot * stride_pages + block * BLOCK // PAGE)
+        kept = page * PAGE + entries % PAGE
+    return entries, kept.to(tl.int64)
+
+
+@triton.jit
+def store_split(
+    output_ptr, lse_ptr, row_head, is_real, highest, total, acc_first, acc_second,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Normalised output and LSE of rows, at their places `row_head` of a split."""
+    first = tl.arange(0, HALF)
+    output_ptr += row_head[:, None] * HEAD_DIM + first[None, :]
+    tl.store(output_ptr, acc_first / total[:, None], mask=is_real[:, None])
+    is_place = is_real[:, None] & (HALF + first < HEAD_DIM)[None, :]
+    tl.store(output_ptr + HALF, acc_second / total[:, None], mask=is_place)
+    tl.store(lse_ptr + row_head, highest + tl.log2(total), mask=is_real)
+
+
+@triton.jit
+def attend_blocks(
+    query, key_ptr, value_ptr, bias_ptr, pages_ptr, cache, slot, start, end, boundary, first_seen,
+    scale_log2, stride_entry, stride_bias, stride_pages,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP_LOG2: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the blocks from `start` to `end`: highest score, total, and both halves of the sum."""
+    highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    # Two accumulators, none wider than high: for sm_80 Triton lays the warps along the longer side of a chained dot,
+    # and along the keys every block's probabilities would pass through shared memory.
+    acc_first = tl.zeros([TILE_ROWS, HALF], tl.float32)
+    acc_second = tl.zeros([TILE_ROWS, HALF], tl.float32)
+    for block in range(start, end):
+        entries, kept = places_of(block, slot, pages_ptr, stride_pages, BLOCK, PAGE)
+        places = cache + kept[:, None] * stride_entry
+        bias = tl.zeros([BLOCK], tl.float32)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + slot * stride_bias + entries, mask=entries < boundary, other=float("-inf"))
+        highest, total, acc_first, acc_second = attend_block(
+            query, key_ptr, value_ptr, places, bias, first_seen - block * BLOCK, scale_log2, highest, total,
+            acc_first, acc_second, HEAD_DIM, HALF, HAS_BIAS, WINDOW, SOFTCAP_LOG2,
+        )  # fmt: skip
+    if WINDOW:
+        total = tl.where(total > 0.0, total, 1.0)  # of a row that sees nothing here: its LSE is -inf, its output 0
+    return highest, total, acc_first, acc_second
+
+
+@triton.jit
+def blocks_of_split(
+    boundary, split, NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr
+):
+    """First block of a split of a prefix, and the one behind its last."""
+    num_blocks = tl.cdiv(boundary, BLOCK)  # a prefix with biases may end within a block
+    first_block = first_block_of(boundary, WINDOW, BLOCK)
+    blocks_per_split = split_blocks(num_blocks - first_block, NUM_SPLITS, LEAST_BLOCKS)
+    start = first_block + split * blocks_per_split
+    return start, tl.minimum(start + blocks_per_split, num_blocks)
+
+
+@triton.jit
+def rows_of_group(
+    first_row, num_rows, kv_head, num_heads: tl.constexpr, HEADS_PER_KV: tl.constexpr, TILE_ROWS: tl.constexpr
+):
+    """Rows of a group's tile, each with one head: their numbers there, which are real, and where their heads lie."""
+    index = tl.arange(0, TILE_ROWS)
+    is_real = index // HEADS_PER_KV < num_rows
+    row_head = (first_row + index // HEADS_PER_KV) * num_heads + kv_head * HEADS_PER_KV + index % HEADS_PER_KV
+    return index, is_real, row_head
+
+
+@triton.jit
+def prefix_split(
+    query_ptr, key_ptr, value_ptr, bias_ptr, pages_ptr, output_ptr, lse_ptr, groups_ptr, rows_ptr,
+    scale_log2, stride_slot, stride_head, stride_entry, stride_bias, stride_pages,
+    NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Program (group and KV head, split): softmax over the split's blocks of keys; normalised output and LSE.
+
+    With pages of `PAGE` entries, whole blocks, a block lies in the page that the slot's row `pages_ptr` tells.
+    """
+    group_ptr = groups_ptr + tl.program_id(0) // NUM_KV_HEADS * 4
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    split = tl.program_id(1)
+    slot = tl.load(group_ptr).to(tl.int64)
+    first_row = tl.load(group_ptr + 1)
+    num_rows = tl.load(group_ptr + 2)
+    boundary = tl.load(group_ptr + 3)
+    start, end = blocks_of_split(boundary, split, NUM_SPLITS, LEAST_BLOCKS, WINDOW, BLOCK)
+    if (start >= end) | (num_rows == 0):
+        return
+
+    num_heads: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
+    index, is_real, row_head = rows_of_group(first_row, num_rows, kv_head, num_heads, HEADS_PER_KV, TILE_ROWS)
+    columns = tl.arange(0, 2 * HALF)
+    query = load_rows(query_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
+    cache = slot * stride_slot + kv_head.to(tl.int64) * stride_head
+    first_seen = index
+    if WINDOW:
+        tail_lengths = tl.load(rows_ptr + (first_row + index // HEADS_PER_KV) * 5 + 2, mask=is_real, other=WINDOW)
+        first_seen = boundary + tail_lengths - WINDOW
+    highest, total, acc_first, acc_second = attend_blocks(
+        query, key_ptr, value_ptr, bias_ptr, pages_ptr, cache, slot, start, end, boundary, first_seen,
+        scale_log2, stride_entry, stride_bias, stride_pages,
+        HEAD_DIM, HALF, HAS_BIAS, WINDOW, SOFTCAP_LOG2, TILE_ROWS, BLOCK, PAGE,
+    )  # fmt: skip
+    row_head += split * (NUM_ROWS * num_heads)
+    store_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc_first, acc_second, HEAD_DIM, HALF)
+
+
+# Attention to the tails of rows, and the merge with their prefixes' splits: the second of attention's two launches.
+
+
+MERGE_STAGES = tl.constexpr(4)  # splits on their way while one is folded in: copies wait for each other otherwise
+
+
+@triton.jit
+def merge_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc, columns, HEAD_DIM: tl.constexpr):
+    """Fold in the output and LSE of one split, at the places of the row's heads."""
+    part = load_rows(output_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
+    lse = tl.load(lse_ptr + row_head, mask=is_real, other=0.0)
+    return merge_part(part, lse, highest, total, acc)
+
+
+@triton.jit
+def merge_part(part, lse, highest, total, acc):
+    """Fold in a normalised output `[rows, columns]` and its LSE `[rows]`, base 2."""
+    new_highest = tl.maximum(highest, lse)
+    weight = tl.exp2(lse - new_highest)
+    decay = tl.exp2(highest - new_highest)
+    return new_highest, total * decay + weight, acc * decay[:, None] + part * weight[:, None]
+
+
+@triton.jit
+def attend_tail(
+    query, key_ptr, value_ptr, tail_slots_ptr, tail_length, columns, scale_log2, stride_entry,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr = 0, SOFTCAP_LOG2: tl.constexpr = 0.0,
+):  # fmt: skip
+    """Softmax over the tail of a row's heads: their highest scores, totals, and mixed values, not yet divided."""
+    n = tl.arange(0, BLOCK)
+    seen = n < tail_length  # of the values too: 0 times the NaN of an unused entry is NaN
+    if WINDOW:
+        seen = seen & (n >= tail_length - WINDOW)
+    places = tl.load(tail_slots_ptr + n).to(tl.int64)[:, None] * stride_entry
+    keys = load_kept(key_ptr + places, seen, columns, HEAD_DIM, True, query.dtype)
+    scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], BLOCK], tl.float32)) * scale_log2
+    scores = tl.where(seen[None, :], softcapped(scores, SOFTCAP_LOG2), float("-inf"))
+    highest = tl.max(scores, 1)
+    probabilities = tl.exp2(scores - highest[:, None])
+    total = tl.sum(probabilities, 1)
+    values = load_kept(value_ptr + places, seen, columns, HEAD_DIM, True, query.dtype)
+    probabilities = rounded(probabilities, values.dtype).to(values.dtype)
+    return highest, total, dot(probabilities, values, tl.zeros([query.shape[0], columns.shape[0]], tl.float32))
+
+
+@triton.jit
+def tail_merge(
+    query_ptr, key_ptr, value_ptr, output_ptr, lse_ptr, mixed_ptr, rows_ptr, tail_slots_ptr, sinks_ptr,
+    scale_log2, stride_slot, stride_head, stride_entry,
+    NUM_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Program (row, KV head): the row's tail, then a sink, and behind them the splits of its prefix in order."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    slot = tl.load(rows_ptr + row * 5).to(tl.int64)
+    boundary = tl.load(rows_ptr + row * 5 + 1)
+    num_blocks = tl.cdiv(boundary, BLOCK) - first_block_of(boundary, WINDOW, BLOCK)
+    tail_length = tl.load(rows_ptr + row * 5 + 2)
+    if tail_length == 0:
+        return
+
+    num_heads: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
+    index = tl.arange(0, TILE_ROWS)
+    is_real = index < HEADS_PER_KV
+    row_head = row * num_heads + kv_head * HEADS_PER_KV + index
+    columns = tl.arange(0, WIDTH)
+    offsets = row_head[:, None] * HEAD_DIM + columns[None, :]
+    query = load_rows(query_ptr + offsets, is_real, columns, HEAD_DIM, True)
+    cache = slot * stride_slot + kv_head.to(tl.int64) * stride_head
+    highest, total, acc = attend_tail(
+        query, key_ptr + cache, value_ptr + cache, tail_slots_ptr + row * BLOCK, tail_length, columns, scale_log2,
+        stride_entry, HEAD_DIM, BLOCK, WINDOW, SOFTCAP_LOG2,
+    )  # fmt: skip
+    if HAS_SINKS:
+        sinks = tl.load(sinks_ptr + kv_head * HEADS_PER_KV + index, mask=is_real, other=0.0) * LOG2_E
+        new_highest = tl.maximum(highest, sinks)
+        decay = tl.exp2(highest - new_highest)
+        highest, total, acc = new_highest, total * decay + tl.exp2(sinks - new_highest), acc * decay[:, None]
+
+    blocks_per_split = split_blocks(num_blocks, NUM_SPLITS, LEAST_BLOCKS)
+    for split in tl.range(0, tl.cdiv(num_blocks, tl.maximum(blocks_per_split, 1)), num_stages=MERGE_STAGES):
+        place = split * (NUM_ROWS * num_heads) + row_head
+        highest, total, acc = merge_split(output_ptr, lse_ptr, place, is_real, highest, total, acc, columns, HEAD_DIM)
+    is_place = is_real[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(mixed_ptr + offsets, rounded(acc / total[:, None], mixed_ptr.dtype.element_ty), mask=is_place)
+
+
+# Attention of draft-tree rows over long caches: two launches a layer for all sequences, each row's bits its own.
+
+
+SCALE_TO_LOG2 = math.log2(math.e)
 TAIL_TILE_ROWS = 16  # query heads of a KV head, at most; tensor cores take no fewer
 WIDEST_FOR_FOUR_WARPS = 128  # a head's width whose accumulators fit their registers
 
@@ -106,7 +376,7 @@ class AttentionShape:
 
 
 def _seen(view: AttentionView) -> dict[str, Any]:
-    return {"WINDOW": view.window or 0, "SOFTCAP_LOG2": (view.softcap or 0.0) * LOG2_E}
+    return {"WINDOW": view.window or 0, "SOFTCAP_LOG2": (view.softcap or 0.0) * SCALE_TO_LOG2}
 
 
 def attend(
@@ -125,7 +395,7 @@ def attend(
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, num_splits = keys.shape[1], len(scratch.lse)
     shape = AttentionShape(num_kv_heads, num_heads // num_kv_heads, head_dim, num_splits, query.dtype, num_rows)
-    scale_log2 = scale * LOG2_E
+    scale_log2 = scale * SCALE_TO_LOG2
     strides = keys.stride()[:3]
     prefix_split[(len(table.groups) * num_kv_heads, num_splits)](
         query, keys, values, bias, None if pages is None else pages.numbers, scratch.output, scratch.lse,

@@ -1,4 +1,4 @@
-// The filters of worker/drawing/filters over what is left of one row, as in `transformers`: all that C has of them.
+// The filters of worker/sampling/filters over what is left of one row, as in `transformers`: all that C has of them.
 #pragma once
 #include <math.h>
 

@@ -1,4 +1,4 @@
-// The noise of worker/drawing/noise.py: Philox4x32-10 (Salmon et al. 2011) keyed by seed and prompt, on (position, token), and Gumbel's law.
+// The noise of worker/sampling/noise.py: Philox4x32-10 (Salmon et al. 2011) keyed by seed and prompt, on (position, token), and Gumbel's law.
 #pragma once
 #include "elementary.h"
 

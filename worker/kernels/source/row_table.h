@@ -1,4 +1,4 @@
-// The rows of draft trees, and the table of them that a GPU's forward reads. The definitions are worker/target/tiles.py
+// The rows of draft trees, and the table of them that a GPU's forward reads. The definitions are worker/forward/tile_packing.py
 // and worker/kernels/cuda/cuda_row_table.py, which also say what is wrong where these functions refuse.
 #pragma once
 #include "api.h"

@@ -3,7 +3,7 @@
 #include "api.h"
 #include "filters.h"
 
-// How the tokens of one sequence are drawn, in the terms of worker/drawing/sampling.py.
+// How the tokens of one sequence are drawn, in the terms of worker/sampling/gumbel_max.py.
 typedef struct {
     uint64_t noise_key;
     float temperature;  // 0: the best token
@@ -19,7 +19,7 @@ typedef struct {
     int64_t num_counted;  // tokens of the sequence, from its first, that went through the window
 } penalty_window;
 
-// What changes one sequence's logits in front of the temperature, beside the repetition penalty (worker/drawing/adjustments.py).
+// What changes one sequence's logits in front of the temperature, beside the repetition penalty (worker/sampling/logits_processors.py).
 typedef struct {
     const int64_t *bias_ids;  // [num_biased]
     const float *bias;
@@ -72,7 +72,7 @@ EXPORT void sampling_logprobs(
     float *top_logprobs, void *scratch
 );
 
-// Draw from one row, [vocab], at one position; whatever is not finite is drawn as worker/drawing/sampling.py draws it. `counts`
+// Draw from one row, [vocab], at one position; whatever is not finite is drawn as worker/sampling/gumbel_max.py draws it. `counts`
 // of the penalty window and `adjusted` may be NULL.
 EXPORT int64_t sampling_draw(
     const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts,

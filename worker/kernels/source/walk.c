@@ -1,4 +1,4 @@
-// The walk along the draws through a draft tree (worker/drawing/verification.py),
+// The walk along the draws through a draft tree (worker/sampling/verification.py),
 // and the tokens that are penalised on the way.
 #include "draw.h"
 

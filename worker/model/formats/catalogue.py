@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from swiftbatch.worker.model.formats.awq import read_awq
 from swiftbatch.worker.model.formats.compressed_tensors import read_compressed_tensors
 from swiftbatch.worker.model.formats.contract import Format, FormatError
 from swiftbatch.worker.model.formats.fp8 import read_fp8
-from swiftbatch.worker.model.formats.gptq import read_gptq
+from swiftbatch.worker.model.formats.gptq_awq import read_awq, read_gptq
 from swiftbatch.worker.model.formats.modelopt import read_modelopt
 from swiftbatch.worker.model.formats.mxfp4 import read_mxfp4
 

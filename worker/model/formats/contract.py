@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftbatch.worker.model.config_value_rules import shown
-from swiftbatch.worker.model.gguf.tensor_types import BITS, PackedKind
+from swiftbatch.worker.model.gguf.header import BITS, PackedKind
 
 if TYPE_CHECKING:
     import torch
 
-    from swiftbatch.worker.kernels.packed_weights import Weight
+    from swiftbatch.worker.kernels.quantized_weights import Weight
 
 # scales of inputs, outputs, keys and values: they change no weight, and nothing but weights is quantized here
 UNUSED = re.compile(r"\.(?:input|output|q|k|v)_(?:scale|zero_point|global_scale)$")

@@ -16,12 +16,12 @@ from swiftbatch.worker.model.formats.contract import (
     only,
     part,
 )
-from swiftbatch.worker.model.gguf.tensor_types import PackedKind
+from swiftbatch.worker.model.gguf.header import PackedKind
 
 if TYPE_CHECKING:
     import torch
 
-    from swiftbatch.worker.kernels.packed_weights import Weight
+    from swiftbatch.worker.kernels.quantized_weights import Weight
 
 E4M3 = "F8_E4M3"
 SCALES = ("F32", "BF16", "F16", "F8_E8M0")
@@ -52,7 +52,7 @@ class FloatScheme:
         return form_of("e4m3", 8, shape[1], self.block and self.block[1]) if len(shape) == 2 else None
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.values.minifloats import grid_weight
+        from swiftbatch.worker.model.formats.dequantization import grid_weight
 
         return grid_weight(parts[WHOLE], parts[self.scale], self.block, dtype)
 
@@ -89,7 +89,7 @@ class NVFP4Scheme:
         return form_of("e2m1", 4, self.shape(heads)[1], NVFP4_GROUP)
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.values.minifloats import nvfp4_weight
+        from swiftbatch.worker.model.formats.dequantization import nvfp4_weight
 
         return nvfp4_weight(parts[self.codes], parts["scale"], parts[self.whole], self.is_divided, dtype)
 
@@ -110,7 +110,7 @@ class MXFP4Scheme:
         return form_of("e2m1", 4, self.shape(heads)[1], MXFP4_GROUP)
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.values.minifloats import mxfp4_weight
+        from swiftbatch.worker.model.formats.dequantization import mxfp4_weight
 
         return mxfp4_weight(parts["packed"], parts["scale"], dtype)
 

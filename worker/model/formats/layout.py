@@ -14,10 +14,8 @@ from swiftbatch.worker.model.config_value_rules import line_of, shown
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import UNUSED, Format, FormatError, Scheme, StoredTensor
-from swiftbatch.worker.model.gguf.gguf_model import forms_in_gguf
-from swiftbatch.worker.model.gguf.header import GGUFError
-from swiftbatch.worker.model.gguf.links import SUFFIX
-from swiftbatch.worker.model.gguf.tensor_types import BITS
+from swiftbatch.worker.model.gguf.gguf_model import SUFFIX, forms_in_gguf
+from swiftbatch.worker.model.gguf.header import BITS, GGUFError
 from swiftbatch.worker.model.text_config import text_name, text_view
 
 FLOATS = ("BF16", "F16", "F32", "F64")

@@ -18,12 +18,12 @@ from swiftbatch.worker.model.formats.contract import (
     refuse_unknown,
 )
 from swiftbatch.worker.model.formats.float_rows import BYTES, MXFP4_GROUP
-from swiftbatch.worker.model.gguf.tensor_types import PackedKind
+from swiftbatch.worker.model.gguf.header import PackedKind
 
 if TYPE_CHECKING:
     import torch
 
-    from swiftbatch.worker.kernels.packed_weights import Weight
+    from swiftbatch.worker.kernels.quantized_weights import Weight
 
 SUFFIXES = {"_blocks": "blocks", "_scales": "scales"}
 KNOWN = ("quant_method", "modules_to_not_convert", "dequantize")
@@ -47,7 +47,7 @@ class ExpertScheme:
         return form_of("e2m1", 4, self.shape(heads)[1], MXFP4_GROUP)
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        from swiftbatch.worker.model.formats.values.minifloats import expert_weight
+        from swiftbatch.worker.model.formats.dequantization import expert_weight
 
         return expert_weight(parts["blocks"], parts["scales"], dtype)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.packed_weights import CODE_BITS, Code, PackedMatrix
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix
 
 MOST_AT_ONCE = 1 << 20  # bytes of blocks that are unpacked in one go: what comes of them stays in a core's cache
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from swiftbatch.worker.model.config_value_rules import MOST_REAL
-from swiftbatch.worker.model.gguf.architectures import SIZES, Config
+from swiftbatch.worker.model.gguf.gguf_architectures import SIZES, Config
 from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, GGUFModel
 from swiftbatch.worker.model.gguf.gguf_tokenizer import SPECIAL, token_of
 from swiftbatch.worker.model.gguf.header import GGUFError
@@ -93,7 +93,7 @@ NO_CHANGE = ("rope.scaling.finetuned", "tensor_data_layout")
 UNUSED = (None, 0, False)  # values of keys that are not understood with which they change nothing
 GEMMA_WINDOWS = 6  # one of so many layers has no window
 LAYERS_OF_LARGEST = {"gemma2": 46, "gemma3": 62}  # whose scores are scaled by the width of a head that it has not
-STILL = 4  # one of so many layers of a SmolLM3 turns no heads
+NOPE = 4  # one of so many layers of a SmolLM3 turns no heads
 
 
 def config_of(model: GGUFModel) -> Config:
@@ -200,8 +200,8 @@ def _phi3(config: Config, said: Mapping[str, Any]) -> Config:
 
 
 def _smollm3(config: Config, said: Mapping[str, Any]) -> Config:
-    turned = [int(number % STILL != 0) for number in range(1, config["num_hidden_layers"] + 1)]
-    return {"no_rope_layers": turned, "no_rope_layer_interval": STILL}
+    turned = [int(number % NOPE != 0) for number in range(1, config["num_hidden_layers"] + 1)]
+    return {"no_rope_layers": turned, "no_rope_layer_interval": NOPE}
 
 
 COMPLETED: dict[str, Callable[[Config, Mapping[str, Any]], Config]] = {

@@ -20,7 +20,15 @@ from typing import Any
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.config_value_rules import line_of
 from swiftbatch.worker.model.gguf.gguf_config import config_of
-from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, GGUFModel, read_gguf, transformers_name
+from swiftbatch.worker.model.gguf.gguf_model import (
+    FREQUENCIES,
+    INDEX_FILE,
+    GGUFModel,
+    link_name,
+    read_gguf,
+    transformers_name,
+    write_index,
+)
 from swiftbatch.worker.model.gguf.gguf_tokenizer import (
     TOKENIZER_FILES,
     generation_of,
@@ -28,7 +36,6 @@ from swiftbatch.worker.model.gguf.gguf_tokenizer import (
     save_tokenizer,
 )
 from swiftbatch.worker.model.gguf.header import GGUFError
-from swiftbatch.worker.model.gguf.links import INDEX_FILE, link_name, write_index
 
 FORM = 2  # of the derived files: another one where they are derived in another way
 NAME_LENGTH = 32

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftbatch.worker.model.gguf.architectures import Config
+from swiftbatch.worker.model.gguf.gguf_architectures import Config
 from swiftbatch.worker.model.gguf.gguf_model import GGUFModel
 from swiftbatch.worker.model.gguf.header import GGUFError
 

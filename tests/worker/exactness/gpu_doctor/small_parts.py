@@ -7,10 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.option_values import LinearName
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Extent, Parts
+from swiftbatch.jobs.run.compute_options import LinearName
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Extent, Parts
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_weights
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles
 from tests.worker.kernels.kernel_parts import FLOAT32, Shape, random_weights
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from swiftbatch.worker.exactness.gpu_doctor.attention_check import TIMED_ROWS, check_attention, check_attention_speed
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
-from swiftbatch.worker.kernels.cuda.cuda_attention_choice import TritonAttention
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.kernels.cuda.attention_backends import TritonAttention
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles
 from tests.worker.exactness.gpu_doctor.small_parts import SMALL, one_layer, small_parts
 from tests.worker.kernels.cuda import flash_stub

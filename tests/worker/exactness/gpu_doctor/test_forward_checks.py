@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.exactness.gpu_doctor import forward_checks
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
 from swiftbatch.worker.exactness.gpu_doctor.forward_checks import (
     check_replay,
     check_rows,
     check_second_process,
     check_transformers,
 )
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.kernels.cuda.cuda_graph import Repeated, Work
-from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from tests.worker.exactness.gpu_doctor.small_parts import SMALL, row_by_row, small_parts
 

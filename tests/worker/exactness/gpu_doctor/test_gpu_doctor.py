@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from swiftbatch.worker.exactness.gpu_doctor import forward_checks, machine_checks
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Extent, Parts
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
 from swiftbatch.worker.exactness.gpu_doctor.gpu_doctor import CHECKS, NEVER_PROVED, FirstRun, run_checks, verdicts
 from swiftbatch.worker.exactness.gpu_doctor.machine_checks import check_machine, read_bandwidth
-from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Extent, Parts
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from tests.worker.exactness.gpu_doctor.small_parts import SMALL, by_place, row_by_row, small_parts
 

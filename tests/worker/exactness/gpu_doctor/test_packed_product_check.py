@@ -11,21 +11,20 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.doctor_verdicts import known_verdict, verdict_key
-from swiftbatch.worker.exactness.gpu_doctor import gpu_doctor, packed_product_check
-from swiftbatch.worker.exactness.gpu_doctor.check_parts import Parts
+from swiftbatch.worker.exactness.doctor import known_verdict, verdict_key
+from swiftbatch.worker.exactness.gpu_doctor import gemm_checks, gpu_doctor
 from swiftbatch.worker.exactness.gpu_doctor.findings import Check, Finding
+from swiftbatch.worker.exactness.gpu_doctor.gemm_checks import FORMS, check_gemms, check_packed_gemms
 from swiftbatch.worker.exactness.gpu_doctor.gpu_doctor import FirstRun, run_checks
-from swiftbatch.worker.exactness.gpu_doctor.packed_product_check import FORMS, check_packed_products
-from swiftbatch.worker.exactness.gpu_doctor.product_check import check_products
-from swiftbatch.worker.kernels.cuda.packed_linear import packed_linear
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.forward.hardware import hardware_of
+from swiftbatch.worker.kernels.cuda.gemm import packed_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
-from swiftbatch.worker.kernels.kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.kernels.packed_weights import TABLES, PackedMatrix
+from swiftbatch.worker.kernels.quantized_weights import TABLES, PackedMatrix
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.target.hardware import hardware_of
 from tests.worker.exactness.gpu_doctor.small_parts import CPU, SMALL, small_parts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape
 from tests.worker.kernels.packed_parts import packed_weights
@@ -47,13 +46,13 @@ def one_unit_off(rows: Tensor, weight: PackedMatrix, bias: Tensor | None, out: T
 
 
 def test_packed_weights_of_the_model_are_tried(embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = check_packed_products(packed_parts(embedded_files))
+    finding = check_packed_gemms(packed_parts(embedded_files))
     assert (finding.passed, finding.words[:13]) == (True, "0 of 256 rows")
     names = ["q, k, v, uint4", "output, uint4", "gate, up, uint4", "down, uint4"]
     assert [row["weights"] for row in finding.rows] == names
     assert all(float(row["GB/s"]) > 0 for row in finding.rows)
-    monkeypatch.setattr(packed_product_check, "packed_linear", one_unit_off)
-    finding = check_packed_products(packed_parts(embedded_files))
+    monkeypatch.setattr(gemm_checks, "packed_linear", one_unit_off)
+    finding = check_packed_gemms(packed_parts(embedded_files))
     assert (finding.passed, finding.words[:13]) == (False, "4 of 256 rows")
 
 
@@ -62,21 +61,21 @@ def test_a_model_without_packed_weights_lends_its_shapes_and_fails_no_check(
 ) -> None:
     parts = small_parts(embedded_files, BF16)
     parts.extent = dataclasses.replace(SMALL, read_bytes=1)
-    finding = check_packed_products(parts)
+    finding = check_packed_gemms(parts)
     assert (finding.passed, finding.unproved) == (True, None)
     fitting = [(depth, code) for depth in (48, 80, 128) for code, group, _ in FORMS if depth % (group or depth) == 0]
     assert {(row["depth"], row["weights"]) for row in finding.rows} == {(d, f"random {code}") for d, code in fitting}
     assert {code for code, _, _ in FORMS} == set(TABLES)
     assert sum(int(row["differing"]) for row in finding.rows) == 0
     assert {row["tried"] for row in finding.rows} == {NUM_ROWS}
-    monkeypatch.setattr(packed_product_check, "packed_linear", one_unit_off)
-    monkeypatch.setattr(packed_product_check, "FORMS", FORMS[:1])
-    finding = check_packed_products(parts)
+    monkeypatch.setattr(gemm_checks, "packed_linear", one_unit_off)
+    monkeypatch.setattr(gemm_checks, "FORMS", FORMS[:1])
+    finding = check_packed_gemms(parts)
     assert (finding.passed, finding.unproved) == (True, "products with packed weights, which differ here")
 
 
 def test_nothing_is_tried_in_float32(embedded_files: ModelFiles) -> None:
-    finding = check_packed_products(small_parts(embedded_files, FLOAT32))
+    finding = check_packed_gemms(small_parts(embedded_files, FLOAT32))
     assert (finding.passed, finding.rows) == (True, [])
     assert finding.words.startswith("not tried: packed weights are multiplied in bfloat16")
 
@@ -108,6 +107,6 @@ def test_a_packed_model_is_exact_with_the_kernels_that_were_asked_for(
 
 @pytest.mark.long
 def test_all_products_of_a_packed_model_are_by_one_kernel(embedded_files: ModelFiles) -> None:
-    finding = check_products(packed_parts(embedded_files))
+    finding = check_gemms(packed_parts(embedded_files))
     assert (finding.passed, finding.linear, finding.words) == (True, "triton", "products by triton")
     assert {row["kernel"] for row in finding.rows} == {"triton"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swiftbatch.worker.exactness.gpu_doctor.product_check import check_products
-from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS
+from swiftbatch.worker.exactness.gpu_doctor.gemm_checks import check_gemms
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.model.model_files import ModelFiles
 from tests.worker.exactness.gpu_doctor.small_parts import a_little_off, by_place, row_by_row, small_parts
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.long
 
 def test_every_shape_is_tried_with_every_kernel(embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LINEAR_KERNELS, "cublas", row_by_row)
-    finding = check_products(small_parts(embedded_files, linear="cublas"))
+    finding = check_gemms(small_parts(embedded_files, linear="cublas"))
     assert (finding.passed, finding.linear, finding.words) == (True, "cublas", "products by cublas")
     names = ["q, k, v", "output", "gate, up", "down", "head"]
     assert [(row["kernel"], row["weights"]) for row in finding.rows] == [
@@ -30,7 +30,7 @@ def test_a_kernel_whose_bits_depend_on_the_place_is_left_out(
 ) -> None:
     monkeypatch.setitem(LINEAR_KERNELS, "cublas", by_place)
     monkeypatch.setitem(LINEAR_KERNELS, "triton", row_by_row)
-    finding = check_products(small_parts(embedded_files))
+    finding = check_gemms(small_parts(embedded_files))
     assert (finding.passed, finding.linear) == (True, "triton")
     assert "not by cublas" in finding.words
     assert {row["differing"] for row in finding.rows if row["kernel"] == "cublas"} == {NUM_ROWS // 2}
@@ -41,14 +41,14 @@ def test_the_kernel_that_was_asked_for_is_taken_where_both_are_good(
 ) -> None:
     monkeypatch.setitem(LINEAR_KERNELS, "cublas", row_by_row)
     monkeypatch.setitem(LINEAR_KERNELS, "triton", row_by_row)
-    assert check_products(small_parts(embedded_files, linear="triton")).linear == "triton"
-    assert check_products(small_parts(embedded_files, linear="cublas")).linear == "cublas"
+    assert check_gemms(small_parts(embedded_files, linear="triton")).linear == "triton"
+    assert check_gemms(small_parts(embedded_files, linear="cublas")).linear == "cublas"
 
 
 def test_where_no_kernel_is_left_the_check_fails(embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LINEAR_KERNELS, "cublas", by_place)
     monkeypatch.setitem(LINEAR_KERNELS, "triton", a_little_off)
-    finding = check_products(small_parts(embedded_files))
+    finding = check_gemms(small_parts(embedded_files))
     assert (finding.passed, finding.linear) == (False, None)
     off = [row for row in finding.rows if row["kernel"] == "triton"]
     assert all(row["differing"] == 0 for row in off)

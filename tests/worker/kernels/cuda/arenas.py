@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.full_cache import FullKVCache
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, PageTable, TableLayout
+from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
-from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.target.tiles import SequenceRows, tree_rows
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.kernel_parts import Shape, cache_shape, noise, random_tree
 
 CAPACITY = 1024

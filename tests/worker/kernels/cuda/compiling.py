@@ -18,9 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.worker.drawing.cuda.compile_parts import compiled as compile_launch
-from tests.worker.drawing.cuda.compile_parts import drawing_launches
 from tests.worker.kernels.cuda.kernel_constants import KEPT, kernels
+from tests.worker.sampling.cuda.compile_parts import compiled as compile_launch
+from tests.worker.sampling.cuda.compile_parts import drawing_launches
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 NUMBERS = {"scale_log2": "fp32", "epsilon": "fp32", "scale": "fp32"}

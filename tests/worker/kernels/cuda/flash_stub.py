@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels import kernel_choice
+from swiftbatch.worker.kernels import gpu_kernel_choice
 from tests.worker.library_calls import LibraryCall, Returned
 
 VERSION = "2.8.3"
@@ -21,7 +21,7 @@ def install(patches: pytest.MonkeyPatch) -> None:
     module = ModuleType("flash_attn")
     module.flash_attn_with_kvcache = LibraryCall(flash_attn_with_kvcache)  # type: ignore[attr-defined]
     patches.setitem(sys.modules, "flash_attn", module)
-    patches.setattr(kernel_choice, "flash_version", lambda: VERSION)
+    patches.setattr(gpu_kernel_choice, "flash_version", lambda: VERSION)
     patches.setattr("swiftbatch.worker.kernels.cuda.flash_attention.flash_version", lambda: VERSION)
 
 

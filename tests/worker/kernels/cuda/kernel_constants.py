@@ -7,32 +7,39 @@ from typing import Any
 
 import torch
 
-from swiftbatch.worker.caches.memory.page_counts import GPU_PAGE
+from swiftbatch.worker.drafters.griffin import draft_layer_kernels as griffin
 from swiftbatch.worker.exactness.gpu_doctor import machine_checks
 from swiftbatch.worker.kernels.cuda import (
     activations,
+    cuda_recurrence,
+    cuda_recurrent_layers,
     flash_attention,
-    latent_attention,
-    latent_products,
-    linear,
-    packed_linear,
-    prefix_attention,
-    router,
-    tail_attention,
+    gemm,
+    mla_kernels,
+    moe_router,
+    scan_attention,
+    tree_attention,
 )
-from swiftbatch.worker.kernels.cuda import layer_kernels as layers
-from swiftbatch.worker.kernels.cuda.scan import clouds, scan
-from swiftbatch.worker.kernels.cuda.scan import scan_choice as choice
-from swiftbatch.worker.kernels.cuda.scan.scanned_texts import TextSizes, scan_constants
-from swiftbatch.worker.kernels.cuda.states import state_inputs, state_walk
-from swiftbatch.worker.kernels.cuda.states.state_buffers import MOVE_WARPS, MOVED_WORDS, move_step_words
-from swiftbatch.worker.kernels.cuda.states.state_layers import finish_constants, finish_group
-from swiftbatch.worker.kernels.cuda.states.step_layout import StepLayout
+from swiftbatch.worker.kernels.cuda import gemm as packed_linear
+from swiftbatch.worker.kernels.cuda import mla_kernels as latent_products
+from swiftbatch.worker.kernels.cuda import norm_rope_kernels as layers
+from swiftbatch.worker.kernels.cuda import scan_attention as scan
+from swiftbatch.worker.kernels.cuda import scan_top_keys as choice
+from swiftbatch.worker.kernels.cuda import tree_attention as tail_attention
+from swiftbatch.worker.kernels.cuda.cuda_recurrence import MOVE_WARPS, MOVED_WORDS, move_step_words
+from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import finish_constants, finish_group
+from swiftbatch.worker.kernels.cuda.scan_buffers import TextSizes, scan_constants
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
-from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES, LatentSizes
-from swiftbatch.worker.kernels.layer_forms import Activation, AttentionView, NormForm
-from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
-from swiftbatch.worker.papers.griffin import draft_layer_kernels as griffin
+from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES, MLASizes
+from swiftbatch.worker.kernels.layer_specs import (
+    Activation,
+    AttentionView,
+    NormForm,
+    RecurrentForm,
+    RecurrentSizes,
+    StepLayout,
+)
+from swiftbatch.worker.kv.kv_capacity import GPU_PAGE
 from tests.worker.kernels.cuda.product_constants import (
     DTYPES,
     HIDDEN,
@@ -60,18 +67,18 @@ def kernels(dtype: str) -> dict[str, Made]:
         constants = dataclasses.replace(attention, head_dim=width)
         name = "" if width == HEAD_DIM else f" of heads of {width}"
         plain = without(constants.prefix_constants(), "HAS_BIAS", "bias_ptr") | NO_PAGES
-        found[f"prefix{name}"] = prefix_attention.prefix_split, plain
+        found[f"prefix{name}"] = tree_attention.prefix_split, plain
         found[f"tail{name}"] = tail_attention.tail_merge, without(constants.tail_constants(), "HAS_SINKS", "sinks_ptr")
         found[f"packed tail{name}"] = flash_attention.tail_merge_packed, flash_attention.packed_constants(constants)
     paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
-    found["prefix in pages"] = prefix_attention.prefix_split, paged
+    found["prefix in pages"] = tree_attention.prefix_split, paged
     found["prefix with biases"] = (
-        prefix_attention.prefix_split,
+        tree_attention.prefix_split,
         attention.prefix_constants() | {"HAS_BIAS": True} | NO_PAGES,
     )
     view = AttentionView(4096, 50.0)
     windowed = without(attention.prefix_constants(view), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
-    found["prefix with a window"] = prefix_attention.prefix_split, windowed
+    found["prefix with a window"] = tree_attention.prefix_split, windowed
     found["tail with a window"] = tail_attention.tail_merge, attention.tail_constants(view) | {"HAS_SINKS": True}
     return (
         found
@@ -86,32 +93,37 @@ def kernels(dtype: str) -> dict[str, Made]:
     )
 
 
-MIXERS = {  # of models that are published
-    "Qwen3.5 27B": MixerSizes(MixerForm.DELTA_NET, 48, 16, 128, 128, 10240, 4, norm_width=128, epsilon=1e-6),
-    "Nemotron-H 8B": MixerSizes(MixerForm.STATE_SPACE, 128, 8, 128, 64, 10240, 4, norm_width=1024, epsilon=1e-5),
-    "LFM2 1.2B": MixerSizes(MixerForm.CONVOLUTION, 0, 0, 0, 0, 2048, 3),
+RECURRENT_LAYERS = {  # of models that are published
+    "Qwen3.5 27B": RecurrentSizes(RecurrentForm.DELTA_NET, 48, 16, 128, 128, 10240, 4, norm_width=128, epsilon=1e-6),
+    "Nemotron-H 8B": RecurrentSizes(
+        RecurrentForm.STATE_SPACE, 128, 8, 128, 64, 10240, 4, norm_width=1024, epsilon=1e-5
+    ),
+    "LFM2 1.2B": RecurrentSizes(RecurrentForm.CONVOLUTION, 0, 0, 0, 0, 2048, 3),
 }
 
 
 def state_kernels(dtype: str) -> dict[str, Made]:
     """The kernels of layers that have a state or a convolution."""
     found: dict[str, Made] = {}
-    for model, sizes in MIXERS.items():
-        layout, has_bias = StepLayout.of(sizes, DTYPES[dtype].itemsize, 128), sizes.form == MixerForm.STATE_SPACE
+    for model, sizes in RECURRENT_LAYERS.items():
+        layout, has_bias = StepLayout.of(sizes, DTYPES[dtype].itemsize, 128), sizes.form == RecurrentForm.STATE_SPACE
         absent = {} if has_bias else {"tap_bias_ptr": None}
         if not sizes.num_heads:
             found[f"states: convolution of {model}"] = (
-                state_inputs.gate_convolution,
-                state_inputs.gate_constants(sizes, layout, has_bias) | absent,
+                cuda_recurrent_layers.gate_convolution,
+                cuda_recurrent_layers.gate_constants(sizes, layout, has_bias) | absent,
             )
             continue
-        unused = ("own_ptr", "skip_ptr") if sizes.form == MixerForm.DELTA_NET else ()
+        unused = ("own_ptr", "skip_ptr") if sizes.form == RecurrentForm.DELTA_NET else ()
         found[f"states: heads of {model}"] = (
-            state_inputs.ready_head,
-            state_inputs.ready_constants(sizes, layout, has_bias) | absent,
+            cuda_recurrent_layers.ready_head,
+            cuda_recurrent_layers.ready_constants(sizes, layout, has_bias) | absent,
         )
-        found[f"states: weights of {model}"] = state_walk.weigh_path, state_walk.weight_constants(sizes, layout)
-        found[f"states: walk of {model}"] = state_walk.walk_rows, state_walk.walk_constants(sizes, layout)
+        found[f"states: weights of {model}"] = (
+            cuda_recurrence.weigh_path,
+            cuda_recurrence.weight_constants(sizes, layout),
+        )
+        found[f"states: walk of {model}"] = cuda_recurrence.walk_rows, cuda_recurrence.walk_constants(sizes, layout)
         finished = finish_constants(sizes) | dict.fromkeys(unused)
         found[f"states: norm of {model}"] = finish_group, finished
         moved = {"RING": layout.ring, "WORDS": layout.words, "WIDTH": MOVED_WORDS, "num_warps": MOVE_WARPS}
@@ -125,32 +137,34 @@ def gates_of_heads() -> dict[str, Any]:
 
 def latent_kernels(dtype: str) -> dict[str, Made]:
     """The sizes of GLM 4.7 Flash; DeepSeek V3 has more heads, which fill several tiles."""
-    sizes, num_heads, paged = LatentSizes(512, 768, 192, 64, 256), 20, {"PAGE": GPU_PAGE}
-    attention = latent_attention.LatentShape(num_heads, sizes, 132, DTYPES[dtype])
+    sizes, num_heads, paged = MLASizes(512, 768, 192, 64, 256), 20, {"PAGE": GPU_PAGE}
+    attention = mla_kernels.MLAShape(num_heads, sizes, 132, DTYPES[dtype])
     many = dataclasses.replace(attention, num_heads=128, num_splits=16, num_rows=MOST_ROWS)
     plain = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged
     keep = latent_products.keep_constants(sizes, sizes.query_rank + sizes.entry_dim, NormForm.TWICE)
     ups = {
-        "absorbed queries": (sizes.rank, sizes.still_dim, sizes.query_dim, sizes.turned_dim),
+        "absorbed queries": (sizes.rank, sizes.nope_dim, sizes.query_dim, sizes.rope_dim),
         "values of heads": (sizes.value_dim, sizes.rank, sizes.rank, 0),
     }
     found: dict[str, Made] = {
-        "latent prefix": (latent_attention.latent_prefix_split, plain),
+        "latent prefix": (mla_kernels.latent_prefix_split, plain),
         "latent prefix of many heads": (
-            latent_attention.latent_prefix_split,
+            mla_kernels.latent_prefix_split,
             without(many.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged,
         ),
         "latent prefix with biases": (
-            latent_attention.latent_prefix_split,
+            mla_kernels.latent_prefix_split,
             attention.prefix_constants() | {"HAS_BIAS": True} | NO_PAGES,
         ),
-        "latent tail": (latent_attention.latent_tail_merge, attention.tail_constants()),
+        "latent tail": (mla_kernels.latent_tail_merge, attention.tail_constants()),
         "kept latents": (latent_products.keep_latent_row, keep),
     }
-    for name, (columns, depth, width, num_turned) in ups.items():
+    for name, (columns, depth, width, num_rotary_dims) in ups.items():
         weight = torch.empty(num_heads * columns, depth, dtype=DTYPES[dtype], device="meta")
-        constants: dict[str, Any] = latent_products.head_constants(num_heads, weight, num_heads * width, num_turned)
-        found[name] = latent_products.multiply_heads, constants | ({} if num_turned else {"angles_ptr": None})
+        constants: dict[str, Any] = latent_products.head_constants(
+            num_heads, weight, num_heads * width, num_rotary_dims
+        )
+        found[name] = latent_products.multiply_heads, constants | ({} if num_rotary_dims else {"angles_ptr": None})
     return found
 
 
@@ -160,7 +174,7 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
     paged = {"PAGE": GPU_PAGE}
     plain = {
         "prefix": (
-            prefix_attention.prefix_split,
+            tree_attention.prefix_split,
             without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | paged,
         ),
         "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
@@ -175,19 +189,19 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, 16, DTYPES[dtype], MOST_ROWS)
     paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
     packed = packed_zeros("uint4", HIDDEN, 128, has_offsets=True)
-    tile = linear.tile_rows(torch.zeros(MOST_ROWS, 1, dtype=DTYPES[dtype]))
-    product = linear.multiply_constants(HIDDEN, False, tile)
-    choice_of = router.choice_constants(QWEN3, 2048, DTYPES[dtype], False, False, False, MOST_ROWS)
+    tile = gemm.tile_rows(torch.zeros(MOST_ROWS, 1, dtype=DTYPES[dtype]))
+    product = gemm.multiply_constants(HIDDEN, False, tile)
+    choice_of = moe_router.choice_constants(QWEN3, 2048, DTYPES[dtype], False, False, False, MOST_ROWS)
     found: dict[str, Made] = {
-        "prefix in pages": (prefix_attention.prefix_split, paged),
+        "prefix in pages": (tree_attention.prefix_split, paged),
         "tail": (tail_attention.tail_merge, without(attention.tail_constants(), "HAS_SINKS", "sinks_ptr")),
-        "linear": (linear.multiply_columns, without(product, "HAS_BIAS", "bias_ptr")),
-        "experts' router": (router.multiply_router, router.router_constants(2880, 128, MOST_ROWS)),
-        "choice of Qwen3": (router.choose_row, choice_of | dict.fromkeys(("router_bias_ptr", "choice_bias_ptr"))),
-        "sort of choices": (router.sort_choices, router.sort_constants(QWEN3, MOST_ROWS)),
+        "linear": (gemm.multiply_columns, without(product, "HAS_BIAS", "bias_ptr")),
+        "experts' router": (moe_router.multiply_router, moe_router.router_constants(2880, 128, MOST_ROWS)),
+        "choice of Qwen3": (moe_router.choose_row, choice_of | dict.fromkeys(("router_bias_ptr", "choice_bias_ptr"))),
+        "sort of choices": (moe_router.sort_choices, moe_router.sort_constants(QWEN3, MOST_ROWS)),
     }
     constants = scan_constants(attention, TextSizes(32, 4, KV_HEADS, HEAD_DIM, 97, 256, 16))
-    found["look at clouds"] = clouds.look_at_clouds, constants["look_at_clouds"]
+    found["look at clouds"] = scan_attention.attend_to_clusters, constants["attend_to_clusters"]
     if dtype == "bf16":
         constants = without(packed_linear.packed_constants(packed, False, tile), "HAS_BIAS", "bias_ptr")
         found["packed uint4 with offsets"] = packed_linear.multiply_packed_columns, constants
@@ -199,12 +213,12 @@ def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, head_dim, NUM_SPLITS, DTYPES[dtype])
     constants = scan_constants(attention, TextSizes(32, 4, KV_HEADS, head_dim, 97, 256, 16))
     made = {
-        "look at clouds": clouds.look_at_clouds,
+        "look at clouds": scan_attention.attend_to_clusters,
         "sample": choice.sample_scores,
         "threshold": choice.find_threshold,
         "choose": choice.choose_keys,
         "attend to the best": scan.attend_best,
-        "merge all": clouds.scan_merge,
+        "merge all": scan_attention.scan_merge,
     }
     found: dict[str, Made] = {name: (kernel, dict(constants[kernel.__name__])) for name, kernel in made.items()}
     reads = found["attend to the best"][1]
@@ -232,7 +246,7 @@ def kernels_besides_attention() -> dict[str, Made]:
     bent = active | {"HAS_GATES": False, "ACTIVATION": int(Activation.XIELU)}
     active |= {"curve_ptr": None}
     embed = {"HIDDEN": HIDDEN, "WIDTH": HIDDEN, "SCALE": 1.0}
-    plain_linear = without(linear.multiply_constants(HIDDEN, False), "HAS_BIAS", "bias_ptr")
+    plain_linear = without(gemm.multiply_constants(HIDDEN, False), "HAS_BIAS", "bias_ptr")
     return {
         "rope": (layers.rope_store_heads, without(rope | in_order, "HAS_NORM", "query_norm_ptr", "key_norm_ptr")),
         "rope with norms": (layers.rope_store_heads, rope | in_order | {"HAS_NORM": True}),
@@ -256,12 +270,12 @@ def kernels_besides_attention() -> dict[str, Made]:
         "relu2": (activations.activate_row, active | {"HAS_GATES": False, "ACTIVATION": int(Activation.RELU2)}),
         "xielu": (activations.activate_row, bent),
         "soft cap of logits": (
-            activations.cap_row,
-            {"VOCAB": 32000, "COLUMNS": activations.CAPPED_COLUMNS, "CAP": 30.0},
+            activations.softcap_row,
+            {"VOCAB": 32000, "COLUMNS": activations.SOFTCAP_COLUMNS, "CAP": 30.0},
         ),
-        "linear": (linear.multiply_columns, plain_linear),
-        "linear with bias": (linear.multiply_columns, linear.multiply_constants(HIDDEN, True)),
-        "head": (linear.multiply_columns, plain_linear),
+        "linear": (gemm.multiply_columns, plain_linear),
+        "linear with bias": (gemm.multiply_columns, gemm.multiply_constants(HIDDEN, True)),
+        "head": (gemm.multiply_columns, plain_linear),
         **griffin_kernels(),
         "read": (machine_checks.read_numbers, machine_checks.READ_CONSTANTS),
         "noise": (machine_checks.store_noise, {"BLOCK": machine_checks.NOISE_BLOCK}),

@@ -6,15 +6,11 @@ from typing import Any
 
 import torch
 
-from swiftbatch.worker.kernels.cuda import (
-    expert_products,
-    packed_linear,
-    router,
-)
-from swiftbatch.worker.kernels.cuda.stacked_experts import StackedExperts
+from swiftbatch.worker.kernels.cuda import gemm, moe_gemm, moe_router
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
 from swiftbatch.worker.kernels.decoder_weights import linear_from
-from swiftbatch.worker.kernels.layer_forms import Activation, Routing, Score
-from swiftbatch.worker.kernels.packed_weights import CODE_BITS, TABLES, Code, PackedMatrix, Weight
+from swiftbatch.worker.kernels.layer_specs import Activation, Routing, Score
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, TABLES, Code, PackedMatrix, Weight
 
 HIDDEN = 4096  # of Llama 3.1 8B
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -28,12 +24,12 @@ def without(constants: dict[str, int], has: str, *pointers: str) -> dict[str, An
 
 def packed_kernels() -> dict[str, Made]:
     """Products with every code; groups of 16, 32, 128 and all of a depth, of which one is not whole blocks; offsets."""
-    found = {f"packed {code}": packed_product(code, 128) for code in TABLES}
+    found = {f"packed {code}": packed_gemm(code, 128) for code in TABLES}
     return found | {
-        "packed e2m1 in blocks of 16": packed_product("e2m1", 16),
-        "packed int8 over the depth": packed_product("int8", HIDDEN),
-        "packed uint4 with offsets": packed_product("uint4", 32, has_offsets=True),
-        "packed e4m3 of another depth": packed_product("e4m3", 32, depth=HIDDEN + 32),
+        "packed e2m1 in blocks of 16": packed_gemm("e2m1", 16),
+        "packed int8 over the depth": packed_gemm("int8", HIDDEN),
+        "packed uint4 with offsets": packed_gemm("uint4", 32, has_offsets=True),
+        "packed e4m3 of another depth": packed_gemm("e4m3", 32, depth=HIDDEN + 32),
     }
 
 
@@ -47,22 +43,22 @@ def expert_kernels(dtype: str) -> dict[str, Made]:
     """The kernels of experts in the sizes of models that are published, their weights packed and in the dtype."""
     plain, number = torch.zeros(1, 2048, dtype=DTYPES[dtype]), DTYPES[dtype]
     found: dict[str, Made] = {
-        "experts' router": (router.multiply_router, router.router_constants(2880, 128)),
+        "experts' router": (moe_router.multiply_router, moe_router.router_constants(2880, 128)),
         "choice of Qwen3": chosen_by(QWEN3, 2048, number, False, False, False),
         "choice of Qwen2, with a share": chosen_by(Routing(60, 4, Score.SOFTMAX), 2048, number, False, False, True),
         "choice of gpt-oss": chosen_by(GPT_OSS, 2880, number, True, False, False),
         "choice of Phi-3.5": chosen_by(MIXED, 4096, number, False, False, False),
         "choice of DeepSeek": chosen_by(DEEPSEEK, 7168, number, False, True, False),
-        "sort of choices": (router.sort_choices, router.sort_constants(QWEN3)),
+        "sort of choices": (moe_router.sort_choices, moe_router.sort_constants(QWEN3)),
         "sort of choices among 512 experts": (
-            router.sort_choices,
-            router.sort_constants(Routing(512, 10, Score.SOFTMAX)),
+            moe_router.sort_choices,
+            moe_router.sort_constants(Routing(512, 10, Score.SOFTMAX)),
         ),
         "experts' gates and ups": expert_product(QWEN3, plain, is_gated=True),
         "experts' ups alone": expert_product(QWEN3, plain, is_gated=True, has_gates=False),
         "experts' downs": expert_product(QWEN3, plain, is_gated=False),
-        "sum of choices": (expert_products.sum_choices, summed(False)),
-        "sum of choices with a share": (expert_products.sum_choices, summed(True)),
+        "sum of choices": (moe_gemm.sum_choices, summed(False)),
+        "sum of choices with a share": (moe_gemm.sum_choices, summed(True)),
     }
     return found | (packed_experts() if number == torch.bfloat16 else {})
 
@@ -80,9 +76,9 @@ def packed_experts() -> dict[str, Made]:
 def chosen_by(
     routing: Routing, hidden: int, dtype: torch.dtype, has_bias: bool, has_choice_bias: bool, has_share: bool
 ) -> Made:
-    constants = router.choice_constants(routing, hidden, dtype, has_bias, has_choice_bias, has_share)
+    constants = moe_router.choice_constants(routing, hidden, dtype, has_bias, has_choice_bias, has_share)
     constants |= {} if has_bias else {"router_bias_ptr": None}
-    return router.choose_row, constants | ({} if has_choice_bias else {"choice_bias_ptr": None})
+    return moe_router.choose_row, constants | ({} if has_choice_bias else {"choice_bias_ptr": None})
 
 
 def expert_product(
@@ -92,17 +88,17 @@ def expert_product(
     gates = StackedExperts(
         routing, torch.zeros(1, 1), linear_of_all, linear_of_all, None, None, limit, 1.702, has_gates
     )
-    constants = expert_products.tile_constants(routing, linear_of_all, gates if is_gated else None, Activation.SILU)
+    constants = moe_gemm.tile_constants(routing, linear_of_all, gates if is_gated else None, Activation.SILU)
     unused = ["bias_ptr"] * (not limit)
     if isinstance(weight, PackedMatrix):
         unused += ["weight_ptr", *["offsets_ptr"] * (weight.offsets is None)]
     else:
         unused += ["codes_ptr", "scales_ptr", "offsets_ptr"]
-    return expert_products.multiply_tile, constants | dict.fromkeys(unused)
+    return moe_gemm.multiply_tile, constants | dict.fromkeys(unused)
 
 
 def summed(has_share: bool) -> dict[str, Any]:
-    constants = {"HIDDEN": 2048, "NUM_CHOSEN": 8, "COLUMNS": expert_products.SUMMED_COLUMNS}
+    constants = {"HIDDEN": 2048, "NUM_CHOSEN": 8, "COLUMNS": moe_gemm.SUMMED_COLUMNS}
     return constants | {"HAS_SHARED": has_share, "HAS_SHARE": has_share}
 
 
@@ -112,9 +108,9 @@ def packed_zeros(code: Code, depth: int, group: int, *, has_offsets: bool = Fals
     return PackedMatrix(code, codes, scales, torch.bfloat16, scales if has_offsets else None)
 
 
-def packed_product(code: Code, group: int, *, has_offsets: bool = False, depth: int = HIDDEN) -> Made:
+def packed_gemm(code: Code, group: int, *, has_offsets: bool = False, depth: int = HIDDEN) -> Made:
     matrix = packed_zeros(code, depth, group, has_offsets=has_offsets)
-    constants = without(packed_linear.packed_constants(matrix, False), "HAS_BIAS", "bias_ptr")
+    constants = without(gemm.packed_constants(matrix, False), "HAS_BIAS", "bias_ptr")
     if not has_offsets:
         constants = without(constants, "HAS_OFFSETS", "offsets_ptr")
-    return packed_linear.multiply_packed_columns, constants
+    return gemm.multiply_packed_columns, constants

@@ -9,23 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK
+from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.flash_attention import FlashAttention
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch, attend
-from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.kernels.layer_forms import SEES_ALL, AttentionView
-from swiftbatch.worker.target.tiles import tree_rows
-from tests.worker.kernels.cuda.arenas import (
-    CAPACITY,
-    NAN,
-    NUM_SPLITS,
-    Arena,
-    Placed,
-    padded,
-    random_arena,
-    random_rows,
-)
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from tests.worker.kernels.cuda.arenas import CAPACITY, NAN, NUM_SPLITS, Arena, Placed, padded, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, noise
 
 pytestmark = pytest.mark.long

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests import ROOT
-from tests.worker.drawing.cuda.compile_parts import MOST_SHARED, drawing_launches
 from tests.worker.kernels.cuda.kernel_constants import (
     OTHER_WIDTHS,
     coded_kernels,
@@ -25,6 +24,7 @@ from tests.worker.kernels.cuda.kernel_constants import (
     wide_kernels,
 )
 from tests.worker.kernels.cuda.product_constants import DTYPES, expert_kernels, packed_kernels
+from tests.worker.sampling.cuda.compile_parts import MOST_SHARED, drawing_launches
 
 pytestmark = pytest.mark.long
 

@@ -12,20 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
-from swiftbatch.worker.kernels.cuda.linear import LinearKernel, cublas_linear, triton_linear
+from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
+from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, cublas_linear, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import Linear
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from tests.worker.kernels.cuda.arenas import (
-    CAPACITY,
-    NAN,
-    NUM_SPLITS,
-    Arena,
-    arena_of,
-    random_arena,
-    random_rows,
-)
+from tests.worker.kernels.cuda.arenas import CAPACITY, NAN, NUM_SPLITS, Arena, arena_of, random_arena, random_rows
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.kernel_parts import (
     BF16,
@@ -52,13 +44,13 @@ SIZES = (3, 2, 6, 1)  # of trees
 LLAMA = Shape(dtype=FLOAT32)
 KINDS = {
     "qwen2, float32": (Shape(num_kv_heads=2, group=1, has_bias=True, is_tied=False, dtype=FLOAT32), triton_linear),
-    "qwen3, float32": (Shape(head_dim=96, group=3, has_head_norm=True, dtype=FLOAT32), cublas_linear),
+    "qwen3, float32": (Shape(head_dim=96, group=3, has_qk_norm=True, dtype=FLOAT32), cublas_linear),
     "llama, bfloat16": (Shape(group=4, is_tied=False), triton_linear),
     "granite, bfloat16": (Shape(is_scaled=True), triton_linear),
     "granite, float32": (Shape(is_scaled=True, dtype=FLOAT32), triton_linear),
     "mistral, float32": (Shape(dtype=FLOAT32, windows=(40, 130), has_other_angles=True), triton_linear),
     "mistral, bfloat16": (Shape(group=4, windows=(70, None)), triton_linear),
-    "all at once, bfloat16": (Shape(head_dim=80, group=8, has_bias=True, has_head_norm=True), triton_linear),
+    "all at once, bfloat16": (Shape(head_dim=80, group=8, has_bias=True, has_qk_norm=True), triton_linear),
     **{name: (shape, triton_linear) for name, shape in OTHER_FORMS.items()},
     # experts without gates are in hybrids alone, whose mixers have no kernels on a GPU
     **{name: (shape, triton_linear) for name, shape in WITH_EXPERTS.items() if shape.has_gates},
@@ -241,7 +233,7 @@ def test_latent_attention_is_two_launches_more_and_one_for_the_vector_of_queries
 
 
 def test_a_soft_cap_of_logits_is_a_launch_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["embed_row", *LAYER, *LAYER, "add_norm_row", "aten.mm.out", "cap_row"]
+    names = ["embed_row", *LAYER, *LAYER, "add_norm_row", "aten.mm.out", "softcap_row"]
     assert launches_of(OTHER_FORMS["gemma2 in float32"], monkeypatch) == names
 
 

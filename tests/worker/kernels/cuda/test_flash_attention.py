@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.jobs.run.option_values import AttentionName, LinearName
-from swiftbatch.worker.caches.memory.memory_plan import PADDED_ROWS
-from swiftbatch.worker.kernels.cuda.cuda_attention_choice import ATTENTION_KERNELS
-from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
+from swiftbatch.jobs.run.compute_options import AttentionName, LinearName
+from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS
+from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.flash_attention import MOST_SPLITS, FlashAttention
-from swiftbatch.worker.kernels.cuda.linear import LINEAR_KERNELS, triton_linear
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
+from swiftbatch.worker.kv.gpu_memory_plan import PADDED_ROWS
 from tests.worker.kernels.cuda import flash_stub
 from tests.worker.kernels.cuda.arenas import CAPACITY, NUM_SPLITS, Arena, Placed, padded, random_rows
 from tests.worker.kernels.cuda.launches import launched
@@ -159,7 +159,7 @@ def decoder_of(arena: Arena) -> CudaDecoder:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("shape", [SHAPES[1], Shape(head_dim=96, group=3, has_head_norm=True)], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[1], Shape(head_dim=96, group=3, has_qk_norm=True)], ids=str)
 def test_a_whole_decoder_is_as_the_reference_and_shows_the_same_queries(shape: Shape) -> None:
     arena, _ = written(shape, (5, 64, 300), (), seed=8)
     other, sizes = arena.copy(), (3, 25, 1)

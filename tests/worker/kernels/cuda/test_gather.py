@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftbatch.worker.kernels.cuda.move_rows import gather_entries, gather_range
+from swiftbatch.worker.kernels.cuda.kv_kernels import gather_entries, gather_range
 from tests.worker.kernels.cuda.arena_parts import (
     CAPACITY,
     HEAD_DIM,

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from swiftbatch.worker.kernels.cuda.activations import activate
-from swiftbatch.worker.kernels.cuda.layer_kernels import add_norm, embed, norm_heads, rope_store
+from swiftbatch.worker.kernels.cuda.norm_rope_kernels import add_norm, embed, norm_heads, rope_store
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.kernels.layer_forms import Activation, NormForm
-from swiftbatch.worker.kernels.rotary_angles import angles
+from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
+from swiftbatch.worker.kernels.rope_cos_sin import angles
 from tests.worker.kernels.cuda.arenas import CAPACITY, Arena, padded, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, Shape, random_weights
 from tests.worker.kernels.reference import ACTIVATIONS, ReferenceDecoder, xielu
@@ -142,9 +142,9 @@ def test_the_gate_rounds_as_the_reference_does(intermediate: int, dtype: torch.d
 
 ROPES = (
     Shape(),
-    Shape(head_dim=80, group=3, num_kv_heads=2, has_head_norm=True),
+    Shape(head_dim=80, group=3, num_kv_heads=2, has_qk_norm=True),
     Shape(head_dim=96, group=1, num_kv_heads=2, dtype=FLOAT32),
-    Shape(head_dim=128, group=4, has_head_norm=True, dtype=FLOAT32),
+    Shape(head_dim=128, group=4, has_qk_norm=True, dtype=FLOAT32),
 )
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda import linear
-from swiftbatch.worker.kernels.cuda.linear import LinearKernel, cublas_linear, triton_linear
+from swiftbatch.worker.kernels.cuda import gemm
+from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, cublas_linear, triton_linear
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
 
@@ -69,5 +69,5 @@ def test_a_row_has_the_same_bits_in_all_places_among_any_neighbours(dtype: torch
 def test_another_block_of_the_depth_gives_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, weight = normal(NUM_ROWS, 400, dtype=FLOAT32), normal(48, 400, dtype=FLOAT32, seed=1)
     found = product(triton_linear, rows, weight, None, FLOAT32)
-    monkeypatch.setattr(linear, "BLOCK_DEPTH", 64)
+    monkeypatch.setattr(gemm, "BLOCK_DEPTH", 64)
     assert not torch.equal(product(triton_linear, rows, weight, None, FLOAT32), found)

@@ -1,4 +1,4 @@
-"""Accepted rows move next to their roots as worker/caches/full_cache.py moves them, and no other row changes."""
+"""Accepted rows move next to their roots as worker/kv/full_cache.py moves them, and no other row changes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from swiftbatch.worker.caches.full_cache import keep_path
-from swiftbatch.worker.kernels.cuda.move_rows import PADDING, move_rows, moves_of
+from swiftbatch.worker.kernels.cuda.kv_kernels import PADDING, move_rows, moves_of
+from swiftbatch.worker.kv.full_cache import keep_path
 from tests.worker.kernels.cuda.arena_parts import CAPACITY, NUM_SLOTS, any_arena, same_bits
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.linear import triton_linear
-from swiftbatch.worker.kernels.cuda.packed_linear import is_multiplied_packed, packed_linear
+from swiftbatch.worker.kernels.cuda.gemm import is_multiplied_packed, packed_linear, triton_linear
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.kernels.packed_weights import TABLES, Code, PackedMatrix
+from swiftbatch.worker.kernels.quantized_weights import TABLES, Code, PackedMatrix
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32
 from tests.worker.kernels.packed_parts import random_packed
 

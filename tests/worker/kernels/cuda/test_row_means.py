@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftbatch.worker.kernels.cuda.row_means import average_chunks
+from swiftbatch.worker.kernels.cuda.kv_kernels import average_chunks
 from tests.worker.kernels.cuda.arena_parts import HEAD_DIM, NUM_HEADS, NUM_LAYERS, in_pages
 
 CAPACITY = 90

@@ -10,18 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.states.state_buffers import StateBuffers, move_steps, number_of_state
-from swiftbatch.worker.kernels.cuda.states.state_table import StateLayout, StateRows
-from swiftbatch.worker.kernels.cuda.states.state_walk import walk, weigh_paths
+from swiftbatch.worker.forward.tile_packing import known_rows
+from swiftbatch.worker.kernels.cuda.cuda_recurrence import (
+    StateBuffers,
+    StateLayout,
+    StateRows,
+    move_steps,
+    number_of_state,
+    walk,
+    weigh_paths,
+)
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
-from swiftbatch.worker.kernels.mixer_sizes import MixerForm, MixerSizes
-from swiftbatch.worker.target.tiles import known_rows
+from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentSizes
 
 pytestmark = pytest.mark.long
 
 SIZES = {
-    "delta net": MixerSizes(MixerForm.DELTA_NET, 4, 2, 16, 48, 256, 4, norm_width=48, epsilon=1e-6),
-    "Mamba-2": MixerSizes(MixerForm.STATE_SPACE, 6, 1, 32, 16, 160, 4, most_step=1.0),
+    "delta net": RecurrentSizes(RecurrentForm.DELTA_NET, 4, 2, 16, 48, 256, 4, norm_width=48, epsilon=1e-6),
+    "Mamba-2": RecurrentSizes(RecurrentForm.STATE_SPACE, 6, 1, 32, 16, 160, 4, most_step=1.0),
 }
 LENGTH, SLOT = BLOCK + 6, 1
 PARTS = (BLOCK - 5, LENGTH)  # ends of forwards: the second passes the boundary
@@ -30,7 +36,7 @@ PARTS = (BLOCK - 5, LENGTH)  # ends of forwards: the second passes the boundary
 class Steps:
     """Random steps of all rows, in float32."""
 
-    def __init__(self, sizes: MixerSizes) -> None:
+    def __init__(self, sizes: RecurrentSizes) -> None:
         generator = torch.Generator().manual_seed(3)
 
         def rows(*shape: int) -> Tensor:
@@ -51,7 +57,7 @@ class Steps:
                 kept = state
             key, query = (each[row].double().repeat_interleave(group, 0) for each in (self.keys, self.queries))
             state, update = state * self.logs[row].double().exp()[:, None, None], self.values[row].double()
-            if self.sizes.form == MixerForm.DELTA_NET:
+            if self.sizes.form == RecurrentForm.DELTA_NET:
                 update = self.shares[row].double()[:, None] * (update - torch.einsum("hkv,hk->hv", state, key))
             state = state + key[:, :, None] * update[:, None]
             found.append(torch.einsum("hkv,hk->hv", state, query))

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.kernels.cuda import native_row_table
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, TableLayout
+from swiftbatch.worker.forward.tile_packing import SequenceRows
+from swiftbatch.worker.kernels.cuda import cuda_row_table
+from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
-from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
-from swiftbatch.worker.target.tiles import SequenceRows
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from tests.worker.kernels.cuda.arenas import CAPACITY, Placed, random_arena, random_rows
 from tests.worker.kernels.kernel_parts import Shape, needs_kernels
 
@@ -167,7 +167,7 @@ def test_a_table_that_c_fills_is_that_of_numpy(seed: int, monkeypatch: pytest.Mo
     own = [[each[slot] for _, slot in placed] for each in pages]
     in_c, in_numpy = (np.full(layout.size, -1, dtype=np.int32) for _ in range(2))
     assert layout._native.fill(in_c, placed, own[0] if own else (), own[1] if len(own) > 1 else ())
-    monkeypatch.setattr(native_row_table, "chosen_library", lambda: None)
+    monkeypatch.setattr(cuda_row_table, "chosen_library", lambda: None)
     layout.fill(in_numpy, placed, *own)
     is_written = np.ones(layout.size, dtype=bool)
     if layout.has_window_pages:

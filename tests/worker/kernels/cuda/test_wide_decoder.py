@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.cuda.decoder import CudaDecoder
-from swiftbatch.worker.kernels.cuda.linear import triton_linear
+from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
+from swiftbatch.worker.kernels.cuda.gemm import triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES

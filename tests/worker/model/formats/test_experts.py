@@ -12,15 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.worker.model.formats.examples import (
-    EXAMPLES,
-    Example,
-    e4m3,
-    fp8,
-    numbers_of,
-    random_e4m3,
-    random_scales,
-)
+from tests.worker.model.formats.examples import EXAMPLES, Example, e4m3, fp8, numbers_of, random_e4m3, random_scales
 from tests.worker.model.formats.twins import load, logits_of, make_twins, write_mxfp4, written
 from tests.worker.model.kind_parts import tiny_config, tiny_model
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.jobs.sampling import SamplingParams
+from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.catalogue import create_drafter
-from swiftbatch.worker.drawing.sequence import Sequence
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.kernels.packed_weights import PackedMatrix, plain
+from swiftbatch.worker.kernels.quantized_weights import PackedMatrix, plain
 from swiftbatch.worker.model.model_files import locate_model, stored_layout
-from swiftbatch.worker.model.weight_reading import read_tensors
+from swiftbatch.worker.model.weight_files import read_tensors
+from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.model.formats.examples import EXAMPLES, fp8
 from tests.worker.model.formats.twins import LINEARS, TEXT, load, logits_of, make_twins

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from swiftbatch.worker.forward.native_forwards import NativeForwards
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.decoder_weights import PackedLinear
-from swiftbatch.worker.model.dense_loading import dense_weights
+from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.native_forwards import NativeForwards
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.model.expert_configs import WITH_EXPERTS
 from tests.worker.model.formats.examples import EXAMPLES, Example, fp8
@@ -83,8 +83,10 @@ def test_experts_of_gpt_oss_in_one_tensor_of_mxfp4(tmp_path: Path) -> None:
         assert torch.equal(logits_of(native(packed, dtype), OWN_TEXT), logits_of(native(dense, dtype), OWN_TEXT))
 
 
-@pytest.mark.parametrize("is_turned", [True, False], ids=["as published", "as newer versions write it"])
-def test_experts_of_qwen3_vl_in_one_tensor_are_those_in_matrices_of_their_own(is_turned: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_transposed", [True, False], ids=["as published", "as newer versions write it"])
+def test_experts_of_qwen3_vl_in_one_tensor_are_those_in_matrices_of_their_own(
+    is_transposed: bool, tmp_path: Path
+) -> None:
     config, tensors = stored("Qwen3 30B A3B", tmp_path / "plain")
     fused = {name: each for name, each in tensors.items() if ".experts." not in name}
     for layer in range(2):
@@ -95,7 +97,7 @@ def test_experts_of_qwen3_vl_in_one_tensor_are_those_in_matrices_of_their_own(is
         )
         both = {"gate_up": torch.cat((gates, ups), dim=1), "down": downs}
         fused |= {
-            f"{prefix}{part}_proj": (each.transpose(1, 2) if is_turned else each).contiguous()
+            f"{prefix}{part}_proj": (each.transpose(1, 2) if is_transposed else each).contiguous()
             for part, each in both.items()
         }
     written(tmp_path / "fused", config, fused)

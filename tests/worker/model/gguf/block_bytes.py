@@ -5,7 +5,7 @@ from __future__ import annotations
 import gguf
 import numpy as np
 
-from swiftbatch.worker.model.gguf.tensor_types import READABLE
+from swiftbatch.worker.model.gguf.header import READABLE
 
 HALVES = {  # where blocks have numbers of two bytes
     "Q4_0": (0,),

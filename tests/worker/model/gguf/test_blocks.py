@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.model.gguf.blocks import MOST_AT_ONCE, UNPACKED, packed_from
-from swiftbatch.worker.model.gguf.tensor_types import READABLE
+from swiftbatch.worker.model.gguf.header import READABLE
 from tests.worker.model.gguf.block_bytes import HALVES, random_blocks
 
 

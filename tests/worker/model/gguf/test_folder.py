@@ -17,10 +17,11 @@ from transformers import AutoTokenizer
 
 from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model
-from swiftbatch.worker.kernels.packed_weights import PackedMatrix
-from swiftbatch.worker.model.dense_loading import dense_weights
-from swiftbatch.worker.model.gguf.links import link_names
+from swiftbatch.worker.kernels.quantized_weights import PackedMatrix
+from swiftbatch.worker.model.decoder_loading import dense_weights
+from swiftbatch.worker.model.gguf.gguf_model import link_names
 from swiftbatch.worker.model.model_files import (
     CONFIG_FILES,
     OtherModelError,
@@ -28,9 +29,8 @@ from swiftbatch.worker.model.model_files import (
     locate_model,
     model_folder,
 )
-from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.model.weight_reading import read_tensors
-from swiftbatch.worker.target.target import TargetModel
+from swiftbatch.worker.model.weight_files import read_tensors
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.model.gguf.tiny_gguf import TOKENS, finish, write_tiny
 
 BF16 = torch.bfloat16

@@ -17,8 +17,8 @@ from swiftbatch.worker.model.gguf.gguf_model import read_gguf
 from swiftbatch.worker.model.gguf.gguf_tokenizer import SPLITS, refuse_unknown_split, save_tokenizer
 from swiftbatch.worker.model.gguf.header import GGUFError
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.tokenizer import TextCodec
-from swiftbatch.worker.texts.token_bytes import TokenBytes, steps_of
+from swiftbatch.worker.text.token_bytes import TokenBytes, steps_of
+from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.model.gguf.tiny_gguf import finish, write_tiny
 
 BYTES = sorted(ByteLevel.alphabet())

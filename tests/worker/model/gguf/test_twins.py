@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import locate_model, read_config
-from swiftbatch.worker.target.target import TargetModel
 from tests.worker.model.gguf.tiny_gguf import TINY, TOKENS, write_tiny
 
 pytestmark = pytest.mark.long

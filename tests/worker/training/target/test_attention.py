@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from swiftbatch.worker.training.target import training_attention as attention
-from swiftbatch.worker.training.target.training_attention import ATTENTION_NAME
+from swiftbatch.worker.training import training_layers as attention
+from swiftbatch.worker.training.training_layers import ATTENTION_NAME
 
 SIZES = {
     "vocab_size": 100,

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM
 
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training.target import delta_nets
-from swiftbatch.worker.training.target.delta_nets import sparing, use_chunks
-from swiftbatch.worker.training.target.evaluate import logits_of_last
-from swiftbatch.worker.training.target.training_attention import ATTENTION_NAME, EarlierSegments
-from swiftbatch.worker.training.target.training_stages import states_of
+from swiftbatch.worker.training import training_layers
+from swiftbatch.worker.training.target_evaluation import logits_of_last
+from swiftbatch.worker.training.target_stages import states_of
+from swiftbatch.worker.training.training_layers import ATTENTION_NAME, EarlierSegments, sparing, use_chunks
 from tests.worker.training.small_target import small_hybrid_config
 
 VOCAB_SIZE = 300
@@ -56,7 +55,7 @@ def test_layers_that_run_once_more_for_their_gradients_learn_the_same_bits(monke
     model, ids = small_model(), token_ids(2, 70)
     use_chunks(model)
     expected = learned(model, ids)
-    monkeypatch.setattr(delta_nets, "MOST_KEPT", 139)
+    monkeypatch.setattr(training_layers, "MOST_KEPT", 139)
     with sparing(model, ids.numel()):
         assert model.model.layers[0].gradient_checkpointing
         found = learned(model, ids)

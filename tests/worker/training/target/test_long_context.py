@@ -11,10 +11,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.target.target import TargetModel
-from swiftbatch.worker.training.target import evaluate
-from swiftbatch.worker.training.target.evaluate import logits_of_last, measure_long_context
+from swiftbatch.worker.training import target_evaluation
+from swiftbatch.worker.training.target_evaluation import logits_of_last, measure_long_context
 
 FIRST = 0
 
@@ -45,8 +45,8 @@ def test_losses_are_those_with_the_newest_tokens_and_the_first_one_in_front(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"WINDOWS": (20, 300), "SCORED_FROM": 300, "NUM_SCORED": 10, "NUM_PLACES": 3}.items():
-        monkeypatch.setattr(evaluate, name, value)
-    monkeypatch.setattr(evaluate, "DISTANCES", ())
+        monkeypatch.setattr(target_evaluation, name, value)
+    monkeypatch.setattr(target_evaluation, "DISTANCES", ())
     texts = books(target.vocab_size)
     found = measure_long_context(target, texts, FIRST).loss_by_window
     random, model, passages = np.random.default_rng(0), whole(target), []
@@ -66,17 +66,17 @@ def test_losses_are_those_with_the_newest_tokens_and_the_first_one_in_front(
 def test_a_passage_that_comes_back_counts_by_the_tokens_that_are_the_likeliest(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate, "WINDOWS", ())
-    monkeypatch.setattr(evaluate, "SCORED_FROM", 300)
-    monkeypatch.setattr(evaluate, "DISTANCES", (100,))
+    monkeypatch.setattr(target_evaluation, "WINDOWS", ())
+    monkeypatch.setattr(target_evaluation, "SCORED_FROM", 300)
+    monkeypatch.setattr(target_evaluation, "DISTANCES", (100,))
     texts = books(target.vocab_size)
     assert measure_long_context(target, texts, FIRST).continued_by_distance["100"] < 0.2  # a random model
 
     def one_that_remembers(_: TargetModel, token_ids: list[int], num_rows: int) -> torch.Tensor:
-        passage = token_ids[1 : 1 + evaluate.NEEDLE]
+        passage = token_ids[1 : 1 + target_evaluation.NEEDLE]
         assert token_ids[-num_rows:] == passage[-num_rows - 1 : -1]
-        assert len(token_ids) == 1 + 100 + evaluate.NEEDLE - 1
+        assert len(token_ids) == 1 + 100 + target_evaluation.NEEDLE - 1
         return torch.nn.functional.one_hot(torch.tensor(passage[-num_rows:]), 400).float()
 
-    monkeypatch.setattr(evaluate, "logits_of_last", one_that_remembers)
+    monkeypatch.setattr(target_evaluation, "logits_of_last", one_that_remembers)
     assert measure_long_context(target, texts, FIRST).continued_by_distance["100"] == 1.0

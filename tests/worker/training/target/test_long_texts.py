@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import DynamicCache, Qwen3ForCausalLM
 
-from swiftbatch.worker.training.target import training_stages
-from swiftbatch.worker.training.target.recipe import LongTextRecipe, WindowKind, long_text_recipe
-from swiftbatch.worker.training.target.training_attention import ATTENTION_NAME, EarlierSegments
-from swiftbatch.worker.training.target.training_stages import LongTexts, states_of
-from swiftbatch.worker.training.target.training_windows import WindowSource
+from swiftbatch.worker.training import target_stages
+from swiftbatch.worker.training.target_recipe import LongTextRecipe, WindowKind, long_text_recipe
+from swiftbatch.worker.training.target_stages import LongTexts, WindowSource, states_of
+from swiftbatch.worker.training.training_layers import ATTENTION_NAME, EarlierSegments
 from tests.worker.training.small_target import small_config
 
 FIRST, LENGTH, SEGMENT, NEAR = 7, 384, 128, 64
@@ -55,7 +54,7 @@ def segment_gradients(
     monkeypatch: pytest.MonkeyPatch, recipe: LongTextRecipe
 ) -> tuple[Qwen3ForCausalLM, Tensor, list[float]]:
     """A model with the gradients of a text's last segment, the text, and the losses of all segments."""
-    monkeypatch.setattr(training_stages, "add_batch_gradients", lambda *args: 0.0)
+    monkeypatch.setattr(target_stages, "add_batch_gradients", lambda *args: 0.0)
     model = small_model()
     texts = LongTexts(model, source_of(recipe), recipe, lambda line: None)
     losses = []
@@ -114,7 +113,7 @@ def test_segments_are_read_as_the_whole_text_is() -> None:
 def test_every_text_begins_anew_and_counts_its_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[Tensor] = []
     monkeypatch.setattr(
-        training_stages, "add_batch_gradients", lambda model, batch: batches.append(batch.token_ids) or 0.0
+        target_stages, "add_batch_gradients", lambda model, batch: batches.append(batch.token_ids) or 0.0
     )
     said: list[str] = []
     model = small_model()

@@ -10,21 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.caches.full_cache import CacheShape
-from swiftbatch.worker.caches.memory.page_counts import PoolSize, pages_of
-from swiftbatch.worker.caches.paged_arena import PagedArena
-from swiftbatch.worker.caches.partial_cache import PartialCache
-from swiftbatch.worker.caches.scan_slots import SlotKeys
-from swiftbatch.worker.caches.slot_arena import ArenaKVCache, KVArena
-from swiftbatch.worker.drawing.draft_tree import DraftTree
-from swiftbatch.worker.kernels.cuda.cuda_row_table import BLOCK, CudaRowTable, TableLayout
-from swiftbatch.worker.kernels.cuda.scan.scan import Scan, scan_attend
-from swiftbatch.worker.kernels.cuda.scan.scanned_texts import TILE_ROWS, ScannedTexts, ScanScratch, TextSizes
+from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, TableLayout
+from swiftbatch.worker.kernels.cuda.scan_attention import Scan, scan_attend
+from swiftbatch.worker.kernels.cuda.scan_buffers import TILE_ROWS, ScannedTexts, ScanScratch, TextSizes
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch
-from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kernels.scan_coding import MOMENT_STRIDE, SCAN_CHUNK
-from swiftbatch.worker.target.partial_rows import PartialRows, partial_rows
-from tests.worker.caches.cache_parts import everything_of
+from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.kv_capacity import PoolSize, pages_of
+from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena, PagedArena
+from swiftbatch.worker.kv.scan_arena import SlotKeys
+from swiftbatch.worker.kv.sparse_cache import SparseCache
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from tests.worker.kv.cache_parts import everything_of
 
 CPU, NAN = torch.device("cpu"), float("nan")
 NUM_SPLITS, FIRST, ENTRIES = 2, 16, 128  # of the entries' caches
@@ -67,7 +66,7 @@ class Texts:
             tensor.fill_(NAN if tensor.is_floating_point() else -1)
         generator = torch.Generator().manual_seed(head_dim)
         self.caches: list[ArenaKVCache] = [arena.new_cache(longest) for _ in sequences][::-1]
-        self.partial: list[PartialCache] = []
+        self.partial: list[SparseCache] = []
         for slot, rows in enumerate(sequences):
             cache = self.caches[slot]
             self._write(cache, FIRST + rows.num_chunks * SCAN_CHUNK + ENTRIES, generator)
@@ -108,7 +107,7 @@ class Texts:
         table.tail_slots[torch.arange(BLOCK) >= table.rows[:, 2, None]] = ENTRIES - 1
         return table
 
-    def chain(self, slot: int) -> PartialRows:
+    def chain(self, slot: int) -> SparseRows:
         """Rows behind a sequence's entries."""
         num_rows = self.sequences[slot].num_rows
         return partial_rows(self.partial[slot], 0, self.caches[slot].length, DraftTree.chain([0] * (num_rows - 1)))

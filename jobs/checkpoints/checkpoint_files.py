@@ -1,0 +1,290 @@
+"""The JSON files of a checkpoint, and readers that name and skip damaged files or those of another job."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from swiftbatch.jobs.checkpoints.timeline import Moment, Timeline
+from swiftbatch.jobs.file_owner import DamagedFileError, Identity, refuse_other
+from swiftbatch.jobs.input.validation_errors import reasons, shown
+from swiftbatch.jobs.json_records import Strict, sealed, unsealed
+from swiftbatch.jobs.storage.store import Store
+
+NUMBERS_PER_EPOCH: Final = 1_000_000  # of attempts, for each driver
+
+
+class OwnedFile(Strict):
+    """The part that all files share. `dump_file` fills it in."""
+
+    identity: Identity | None = None
+
+
+class SegmentEntry(Strict):
+    """A KV segment with the positions `[start, end)`; `file` is relative to the job's folder, `size` in bytes."""
+
+    file: str = Field(pattern=r"^[0-9]{4,}/kv-[0-9]+-[0-9]+\.arrow$")
+    start: int = Field(ge=0)
+    end: int = Field(gt=0)
+    size: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+    @model_validator(mode="after")
+    def _is_named_after_its_positions(self) -> Self:
+        _check_name(self.file, segment_name(self.start, self.end))
+        return self
+
+    @property
+    def attempt(self) -> int:
+        """The attempt that wrote it."""
+        return int(self.file.partition("/")[0])
+
+
+class DrafterEntry(Strict):
+    """The state of `engine`'s drafter after `num_positions` positions; `file` and `size` as in a `SegmentEntry`."""
+
+    file: str = Field(pattern=r"^[0-9]{4,}/drafter-[0-9]+\.arrow$")
+    num_positions: int = Field(ge=0)
+    engine: str
+    size: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+    @model_validator(mode="after")
+    def _is_named_after_its_positions(self) -> Self:
+        _check_name(self.file, drafter_name(self.num_positions))
+        return self
+
+
+class LayerStatesEntry(Strict):
+    """States of layers behind the first `num_positions` positions; `file` and `size` as in a `SegmentEntry`."""
+
+    file: str = Field(pattern=r"^[0-9]{4,}/states-[0-9]+\.arrow$")
+    num_positions: int = Field(gt=0)
+    size: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+    @model_validator(mode="after")
+    def _is_named_after_its_positions(self) -> Self:
+        _check_name(self.file, states_name(self.num_positions))
+        return self
+
+    @property
+    def attempt(self) -> int:
+        """The attempt that wrote it."""
+        return int(self.file.partition("/")[0])
+
+
+class StateManifest(OwnedFile):
+    """`manifest.json`: the segments of a sequence from position 0 on, without a gap, and the newest drafter state.
+
+    They are of the tokens that stood there after `num_rewinds` rewinds. A model with layers that have states has the
+    newest of these beside its segments; other models' manifests do not name any.
+    """
+
+    num_rewinds: int = Field(default=0, ge=0)
+    segments: tuple[SegmentEntry, ...] = ()
+    drafter: DrafterEntry | None = None
+    states: LayerStatesEntry | None = None
+
+    @property
+    def num_positions(self) -> int:
+        return self.segments[-1].end if self.segments else 0
+
+    @model_validator(mode="after")
+    def _has_no_gap(self) -> Self:
+        expected = 0
+        for segment in self.segments:
+            if segment.start != expected or segment.end <= expected:
+                raise ValueError(f"found the segment {segment.file}, expected one that starts at {expected}")
+            expected = segment.end
+        return self
+
+
+class ResumeRecord(Strict):
+    """The beginning of an attempt: what it took over, what it had to compute again, and how long that took.
+
+    `num_recomputed_tokens` were generated once more, `num_loaded_positions` came from KV segments; `resumed` is the
+    time (seconds since the epoch) when the job went on.
+    """
+
+    kind: Literal["kv", "replay"]
+    num_recovered_tokens: int = Field(ge=0)
+    num_recomputed_tokens: int = Field(ge=0)
+    num_loaded_positions: int = Field(ge=0)
+    seconds: float = Field(ge=0)
+    resumed: Moment
+
+
+class AttemptStart(Strict):
+    """The maker of an attempt, since when, with which numerics, and which of its job's attempts it is: 1, 2, ..."""
+
+    worker_id: str
+    claimed: Moment
+    numerics: str  # names what makes KV the same bits; attempts that differ in it don't share segments
+    attempt: int = Field(ge=1)
+
+
+class AttemptRecord(Strict):
+    """One attempt of a job; `worker_id` and `numerics` are empty and `claimed` is 0 where its start is damaged.
+
+    `attempt` counts from 1, `number` is that of its folder.
+    """
+
+    attempt: int
+    worker_id: str = ""
+    claimed: Moment = 0.0
+    numerics: str = ""
+    resume: ResumeRecord | None = None
+    timeline: Timeline | None = None  # None where it never drew a token
+    number: int
+
+
+class ClaimFile(AttemptStart, OwnedFile):
+    """`claim.json`, written with the attempt's first other file."""
+
+
+class ResumeFile(ResumeRecord, OwnedFile):
+    """`resume.json`"""
+
+
+class TimelineFile(Timeline, OwnedFile):
+    """`timeline.json`"""
+
+
+FileModel = TypeVar("FileModel", bound=OwnedFile)
+
+
+def dump_file(content: OwnedFile, identity: Identity) -> bytes:
+    """One line of JSON that says whose it is, and ends with a checksum of itself."""
+    owned = content.model_copy(update={"identity": identity})
+    return sealed(owned.model_dump_json().encode())
+
+
+def parse_file(data: bytes, model: type[FileModel], identity: Identity) -> FileModel:
+    """The content of a job's JSON file. Raises `DamagedFileError` for a damaged one or one of another job."""
+    try:
+        text = unsealed(data)
+    except ValueError as error:
+        raise DamagedFileError(str(error)) from None
+    if text is None:
+        raise DamagedFileError("found no checksum")
+    try:
+        found = model.model_validate_json(text)
+    except ValidationError as error:
+        raise DamagedFileError(reasons(error, model)) from None
+    if found.identity is None:
+        raise DamagedFileError("found no job's name")
+    refuse_other(found.identity, identity)
+    return found.model_copy(update={"identity": None})  # as it was given to `dump_file`
+
+
+def segment_name(start: int, end: int) -> str:
+    return f"kv-{start}-{end}.arrow"
+
+
+def drafter_name(num_positions: int) -> str:
+    return f"drafter-{num_positions}.arrow"
+
+
+def states_name(num_positions: int) -> str:
+    return f"states-{num_positions}.arrow"
+
+
+def _check_name(file: str, expected: str) -> None:
+    if file.partition("/")[2] != expected:
+        raise ValueError(f"found the file name {shown(file)}, expected it to end in {expected}")
+
+
+# Reads files that may be damaged, or another job's: what can't be used is named in the log, once, and skipped.
+
+
+Content = TypeVar("Content")
+Decode: TypeAlias = Callable[[bytes], Content]
+
+logger = logging.getLogger(__name__)
+
+
+def digest(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+class Known(NamedTuple):
+    """A file's size in bytes and its checksum, as the manifest has them."""
+
+    size: int
+    sha256: str
+
+
+class CheckedFiles:
+    """Files of a store, decoded. The `decode` functions raise `DamagedFileError`; methods raise `StoreError` only."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._named: set[tuple[str, str]] = set()
+
+    def read_verified(
+        self, path: str, known: Known, identity: Identity, whose: Decode[Identity | None], decode: Decode[Content]
+    ) -> Content | None:
+        """Decode a file that the job should have, as `decoded` does; `whose` reads its identity, without a check.
+
+        Another job's file would fail its checksum: the identity is compared first, so that the log can name that job.
+        """
+        size, sha256 = known
+
+        def verified(data: bytes) -> Content:
+            if (owner := whose(data)) is not None:  # else the file is damaged
+                refuse_other(owner, identity)
+            if len(data) != size:
+                raise DamagedFileError(f"found {len(data)} bytes, expected {size}")
+            if digest(data) != sha256:
+                raise DamagedFileError("found content that does not match its checksum")
+            return decode(data)
+
+        return self.decoded(path, self._store.read(path), verified)
+
+    def decoded(self, path: str, data: bytes | None, decode: Decode[Content]) -> Content | None:
+        """Decode `data`, which was read from `path`; None where that is absent, damaged or another job's."""
+        try:
+            if data is None:
+                raise DamagedFileError("found no file")
+            return decode(data)
+        except DamagedFileError as error:
+            self.name(path, str(error))
+            return None
+
+    def name(self, path: str, problem: str) -> None:
+        """Say once what is wrong with a file."""
+        if (path, problem) not in self._named:
+            self._named.add((path, problem))
+            where = self._store.shown_uri
+            logger.warning("skipped %s in %s: %s; the job goes on from what is left", path, where, problem)
+
+
+def read_attempt(
+    store: Store, files: CheckedFiles, folder: str, numbers: Sequence[int], index: int, identity: Identity
+) -> AttemptRecord:
+    """Read what is known of one of a job's attempts, all of which have `numbers`, from its `folder`.
+
+    `files` names what is due and missing, or can't be used.
+    """
+
+    def read(name: str, model: type[FileModel], is_due: bool) -> dict[str, Any] | None:
+        path = f"{folder}/{name}"
+        data = store.read(path)
+        if data is None and not is_due:
+            return None
+        found = files.decoded(path, data, lambda data: parse_file(data, model, identity))
+        return found.model_dump(exclude={"identity"}) if found else None
+
+    number, is_newest = numbers[index], index == len(numbers) - 1
+    start = read("claim.json", ClaimFile, is_due=True) or {}
+    # the first attempt has none, and the newest may have just begun
+    resume = read("resume.json", ResumeFile, is_due=index > 0 and not is_newest)
+    # none where it drew no token
+    timeline = read("timeline.json", TimelineFile, is_due=False)
+    known = {"attempt": index + 1} | start | {"number": number, "resume": resume, "timeline": timeline}
+    return AttemptRecord.model_validate(known)

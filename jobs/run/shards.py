@@ -1,0 +1,434 @@
+"""The shards of a run: settings, plans, and files of rows (Parquet or JSON lines) written while it runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Self, get_args
+
+from pydantic import Field, ValidationError
+
+from swiftbatch.jobs.job import JobRecord
+from swiftbatch.jobs.json_records import Frozen, dump_line
+from swiftbatch.jobs.run.job_table import newest_with
+from swiftbatch.jobs.run.output import row_groups, temporary_file
+from swiftbatch.jobs.run.output_line_parsing import plain, texts_of
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import NUM_READERS, RunError, pretty, read_model
+from swiftbatch.jobs.storage.store import Store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SETTINGS_FILE = "shards.json"
+MAX_ROWS = 1_000_000
+
+ShardFormat = Literal["parquet", "jsonl"]
+
+
+class ShardSettings(Frozen):
+    """The format stays over all of a run; the number of rows holds for the shards that are yet to be written."""
+
+    format: ShardFormat
+    rows_per_shard: int = Field(default=1000, ge=1, le=MAX_ROWS)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse what a user says, such as "parquet" or "jsonl:500". Raises ValueError."""
+        kind, has_rows, rows = text.partition(":")
+        try:
+            return cls.model_validate({"format": kind} | ({"rows_per_shard": rows} if has_rows else {}))
+        except ValidationError:
+            formats = " or ".join(get_args(ShardFormat))
+            expected = f"expected {formats}, and behind a colon 1 to {MAX_ROWS:,} rows, as in parquet:500"
+            raise ValueError(f"found {text!a}, {expected}") from None
+
+
+def shard_settings(store: Store) -> ShardSettings | None:
+    """The shards that the run was asked for; None if it writes none. Raises RunError for a damaged file."""
+    return read_model(store, SETTINGS_FILE, ShardSettings)
+
+
+def ask_for_shards(store: Store, settings: ShardSettings) -> None:
+    """Have the run write shards from now on; those who hold it may say so. Raises RunError for another format."""
+    before = shard_settings(store)
+    if before is not None and before.format != settings.format:
+        raise RunError(
+            f"the run at {store.shown_uri} has shards of format {before.format}, found {settings.format}: "
+            f"use --output-shards {before.format}, leave the option away, or use another run folder"
+        )
+    if before != settings:
+        store.write(SETTINGS_FILE, pretty(settings))
+
+
+PLANS_FOLDER = "shard-plans"
+NAME = re.compile(r"([0-9]{5,})-([0-9]{4,})\.json")
+
+LineKey = tuple[tuple[str, str | None], ...]
+MAX_SHARD_BYTES = 256 * 2**20
+
+
+class Failure(Frozen):
+    """The reason why a job has no result. The plan keeps it, since a job that is tried again loses its error."""
+
+    code: str
+    message: str
+
+
+class PlannedLine(Frozen):
+    """An input line as it ended: the job behind each choice, and what failed of them.
+
+    `revision` is 0 when the line first ended, and one more each time it ended anew, after `extend` or `resume
+    --retry-failed`.
+    """
+
+    custom_id: str
+    revision: int = Field(default=0, ge=0)
+    jobs: tuple[str, ...]
+    failures: dict[str, Failure] = Field(default={})
+
+    @property
+    def key(self) -> LineKey:
+        """The end of the line: each job, with the code of its error if it has no result."""
+        codes = {job_id: failure.code for job_id, failure in self.failures.items()}
+        return tuple((job_id, codes.get(job_id)) for job_id in self.jobs)
+
+
+class Plan(Frozen):
+    """The lines of one shard, in its order."""
+
+    lines: tuple[PlannedLine, ...]
+
+
+class Plans:
+    """The plans of a run, as the driver of an epoch sees and writes them."""
+
+    def __init__(self, store: Store, epoch: int) -> None:
+        self._store = store
+        self._epoch = epoch
+
+    def read(self) -> dict[int, Plan]:
+        """The plan of each number. Raises RunError for a damaged one, StoreError."""
+        newest: dict[int, tuple[int, str]] = {}
+        for name in self._store.list(PLANS_FOLDER):
+            if (found := NAME.fullmatch(name)) and int(found[2]) <= self._epoch:
+                newest[int(found[1])] = max(newest.get(int(found[1]), (0, "")), (int(found[2]), name))
+        with ThreadPoolExecutor(NUM_READERS) as pool:
+            plans = pool.map(lambda each: read_model(self._store, f"{PLANS_FOLDER}/{each[1]}", Plan), newest.values())
+            return {number: plan for number, plan in sorted(zip(newest, plans, strict=True)) if plan is not None}
+
+    def write(self, number: int, plan: Plan) -> None:
+        """Write a plan in this driver's name, or repeat it there. Raises StoreError."""
+        path = f"{PLANS_FOLDER}/{number:05d}-{self._epoch:04d}.json"
+        self._store.write_new(path, plan.model_dump_json().encode() + b"\n")
+
+
+class SizedLine(NamedTuple):
+    """A line with the bytes of its results and prompts."""
+
+    line: PlannedLine
+    num_bytes: int
+
+
+def packed(
+    lines: Iterable[SizedLine], max_rows: int, takes_all: bool, max_bytes: int = MAX_SHARD_BYTES
+) -> tuple[list[list[PlannedLine]], int]:
+    """The lines of each shard that is full, in order, and the number of rows that wait for more.
+
+    A line is never divided: one that is larger than a shard has one of its own. With `takes_all` nothing waits.
+    """
+    full: list[list[PlannedLine]] = []
+    shard: list[PlannedLine] = []
+    num_rows = num_bytes = 0
+    for line, size in lines:
+        if shard and (num_rows + len(line.jobs) > max_rows or num_bytes + size > max_bytes):
+            full.append(shard)
+            shard, num_rows, num_bytes = [], 0, 0
+        shard.append(line)
+        num_rows += len(line.jobs)
+        num_bytes += size
+    if shard and (takes_all or num_rows >= max_rows or num_bytes >= max_bytes):
+        full.append(shard)
+        num_rows = 0
+    return full, num_rows
+
+
+# A shard as a file: Parquet with zstd, or JSON lines, written row by row in bounded memory; and the card of all.
+
+
+Row = dict[str, Any]
+
+MESSAGE = ("role", "content", "name")
+COLUMNS: dict[str, str] = {  # with their types, by names that Arrow and `datasets` share
+    "custom_id": "string",
+    "choice_index": "int64",
+    "revision": "int64",
+    "status": "string",
+    "prompt": "string",
+    "prompt_ids": "list of int64",
+    "messages": "list of messages",
+    "text": "string",
+    "reasoning_content": "string",
+    "finish_reason": "string",
+    "error_code": "string",
+    "error_message": "string",
+    "prompt_tokens": "int64",
+    "completion_tokens": "int64",
+    "seed": "int64",
+    "max_tokens": "int64",
+    "temperature": "float64",
+    "sampling": "string",
+    "token_ids_sha256": "string",
+    "logprobs": "string",
+    "job_id": "string",
+}
+ROWS_PER_GROUP = 1000
+CARD_TEXT = """\
+# Texts of a swiftbatch run
+
+Each file in `data` is whole and final: the run adds files and never changes one. A row is one choice of one line. Of
+rows with the same `custom_id`, those with the highest `revision` are the newest.
+"""
+
+
+def finished_row(record: JobRecord, revision: int, line: dict[str, Any]) -> Row:
+    """The row of a job with a result; `line` is its own output line."""
+    body = line["response"]["body"]
+    choice = body["choices"][0]
+    return _asked(record, revision) | {
+        "status": "finished",
+        **texts_of(choice),
+        "error_code": None,
+        "error_message": None,
+        "completion_tokens": body["usage"]["completion_tokens"],
+        "token_ids_sha256": choice.get("token_ids_sha256"),
+    }
+
+
+def failed_row(record: JobRecord, revision: int, failure: Failure) -> Row:
+    """The row of a job without a result."""
+    return _asked(record, revision) | {
+        "status": "cancelled" if failure.code == "cancelled" else "failed",
+        "text": None,
+        "reasoning_content": None,
+        "finish_reason": None,
+        "logprobs": None,
+        "error_code": failure.code,
+        "error_message": failure.message,
+        "completion_tokens": None,
+        "token_ids_sha256": None,
+    }
+
+
+def _asked(record: JobRecord, revision: int) -> Row:
+    """The columns of a row that say what the line asked for."""
+    job = record.job
+    messages = job.messages and [{name: getattr(message, name) for name in MESSAGE} for message in job.messages]
+    return {
+        "custom_id": job.custom_id,
+        "choice_index": job.choice_index,
+        "revision": revision,
+        "prompt": job.prompt,
+        "prompt_ids": None if job.prompt_ids is None else list(job.prompt_ids),
+        "messages": messages,
+        "prompt_tokens": record.num_prompt_tokens,
+        "seed": _as_int64(job.sampling.seed),
+        "max_tokens": job.sampling.max_tokens,
+        "temperature": job.sampling.temperature,
+        "sampling": json.dumps(job.sampling.identity(), sort_keys=True),
+        "job_id": record.job_id,
+    }
+
+
+def _as_int64(seed: int | None) -> int | None:
+    """Return a seed where the column can hold it; a larger one stands in `sampling` alone."""
+    return seed if seed is not None and seed < 2**63 else None
+
+
+def write_shard(target: BinaryIO, kind: ShardFormat, rows: Iterable[Row]) -> None:
+    """Write all rows. The same rows make the same bytes."""
+    if kind == "parquet":
+        _write_parquet(target, rows)
+        return
+    for row in rows:
+        target.write(dump_line({name: row[name] for name in COLUMNS}))
+
+
+def arrow_schema() -> pa.Schema:
+    """The columns, all of which may be null."""
+    import pyarrow as pa
+
+    kinds = {
+        "string": pa.string(),
+        "int64": pa.int64(),
+        "float64": pa.float64(),
+        "list of int64": pa.list_(pa.int64()),
+        "list of messages": pa.list_(pa.struct([(name, pa.string()) for name in MESSAGE])),
+    }
+    return pa.schema([(name, kinds[kind]) for name, kind in COLUMNS.items()])
+
+
+def _write_parquet(target: BinaryIO, rows: Iterable[Row]) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    schema = arrow_schema()
+    with parquet.ParquetWriter(target, schema, compression="zstd") as writer:
+        for group in row_groups(rows, ROWS_PER_GROUP):
+            writer.write_table(pa.Table.from_pylist(group, schema=schema), row_group_size=len(group))
+
+
+def card(kind: ShardFormat) -> str:
+    """The card for shards of a format."""
+    features = "".join(_feature(name, column) for name, column in COLUMNS.items())
+    return (
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
+        f"    path: data/*.{kind}\ndataset_info:\n  features:\n{features}---\n\n{CARD_TEXT}"
+    )
+
+
+def _feature(name: str, kind: str) -> str:
+    if kind == "list of messages":
+        fields = "".join(f"    - name: {field}\n      dtype: string\n" for field in MESSAGE)
+        return f"  - name: {name}\n    list:\n{fields}"
+    if kind.startswith("list of "):
+        return f"  - name: {name}\n    list: {kind.removeprefix('list of ')}\n"
+    return f"  - name: {name}\n    dtype: {kind}\n"
+
+
+# The shards of a run: files of rows that are written while the run goes on, and never change.
+
+
+SHARDS_FOLDER = "shards"
+DATA = f"{SHARDS_FOLDER}/data"
+
+
+class WrittenShard(NamedTuple):
+    path: str
+    num_rows: int
+
+
+class Shards:
+    """Writes the shards of a run, for the driver that holds it."""
+
+    def __init__(self, run: Run, settings: ShardSettings, epoch: int, check: Callable[[], None]) -> None:
+        """`check` raises where the driver of that epoch no longer holds the run. Raises RunError, StoreError."""
+        self._run, self._settings, self._check = run, settings, check
+        self._records = run.all_jobs()
+        self._lines: dict[str, list[list[str]]] = defaultdict(list)  # by custom_id: the forms of each choice's job
+        for lineage in run.lineages():
+            self._lines[self._records[lineage[-1]].job.custom_id].append(lineage)
+        self._plans = Plans(run.store, epoch)
+        plans = self._plans.read()
+        self._next_number = max(plans, default=-1) + 1
+        self._newest = {line.custom_id: line for plan in plans.values() for line in plan.lines}
+        there = set(run.store.list(DATA))
+        self._missing = {number: plan for number, plan in plans.items() if self._name(number) not in there}
+
+    @classmethod
+    def of(cls, run: Run, epoch: int, check: Callable[[], None]) -> Self | None:
+        """The shards of a run; None if it was not asked for any."""
+        settings = shard_settings(run.store)
+        return None if settings is None else cls(run, settings, epoch, check)
+
+    def catch_up(self, is_end: bool, max_bytes: int = MAX_SHARD_BYTES) -> tuple[list[WrittenShard], int]:
+        """Write what is planned and missing, then what can be filled; also the number of rows that wait.
+
+        At the end of a run nothing waits: lines of jobs that have failed come, and the last shard may be smaller.
+        Raises StoreError, RunError, and what `check` raises.
+        """
+        written = [shard for number in list(self._missing) if (shard := self._completed(number)) is not None]
+        full, num_waiting = packed(self._due(is_end), self._settings.rows_per_shard, is_end, max_bytes)
+        return written + [shard for lines in full if (shard := self._added(lines)) is not None], num_waiting
+
+    def _due(self, is_end: bool) -> Iterator[SizedLine]:
+        """Lines that have ended otherwise than they are planned, in input order."""
+        sizes, failed = self._run.ended_sizes()
+        failures = self._failures(failed) if is_end else {}
+        for custom_id, choices in self._lines.items():
+            jobs = []
+            for lineage in choices:
+                if lineage[-1] in sizes or lineage[-1] in failures:
+                    jobs.append(newest_with(lineage, sizes) or lineage[-1])
+            line = self._planned(custom_id, jobs, failures) if len(jobs) == len(choices) else None
+            if line is not None:
+                num_bytes = (sizes.get(job_id, 0) + len(self._records[job_id].job.prompt or "") for job_id in jobs)
+                yield SizedLine(line, sum(num_bytes))
+
+    def _failures(self, failed: set[str]) -> dict[str, Failure]:
+        """The reasons why jobs failed, for those whose errors can be read."""
+        job_ids = sorted(failed)
+        lines = zip(job_ids, self._run.error_lines(job_ids), strict=True)
+        return {
+            job_id: Failure(code=plain(line["error"]["code"]), message=plain(line["error"]["message"]))
+            for job_id, line in lines
+            if line is not None
+        }
+
+    def _planned(self, custom_id: str, jobs: Sequence[str], failures: dict[str, Failure]) -> PlannedLine | None:
+        """The line as it has ended now; None where it is in a shard so."""
+        before = self._newest.get(custom_id)
+        own = {job_id: failures[job_id] for job_id in jobs if job_id in failures}
+        revision = 0 if before is None else before.revision + 1
+        line = PlannedLine(custom_id=custom_id, revision=revision, jobs=tuple(jobs), failures=own)
+        return None if before is not None and before.key == line.key else line
+
+    def _completed(self, number: int) -> WrittenShard | None:
+        """Write a shard that was planned, as it was; None while one of its results is damaged: its job runs again."""
+        plan = self._missing[number]
+        with temporary_file() as file:
+            return self._published(number, file) if self._fill(file, plan.lines) == plan.lines else None
+
+    def _added(self, lines: Sequence[PlannedLine]) -> WrittenShard | None:
+        """Plan and write a new shard of those lines whose results can be read; None where none can."""
+        with temporary_file() as file:
+            if not (readable := self._fill(file, lines)):
+                return None
+            number, self._next_number = self._next_number, self._next_number + 1
+            self._missing[number] = Plan(lines=readable)
+            self._newest |= {line.custom_id: line for line in readable}
+            return self._published(number, file)
+
+    def _published(self, number: int, file: BinaryIO) -> WrittenShard:
+        plan, path, store = self._missing[number], f"{DATA}/{self._name(number)}", self._run.store
+        self._plans.write(number, plan)
+        self._check()
+        store.write_new(f"{SHARDS_FOLDER}/README.md", card(self._settings.format).encode())
+        store.write_new_from(path, file)
+        del self._missing[number]
+        return WrittenShard(path, sum(len(line.jobs) for line in plan.lines))
+
+    def _fill(self, file: BinaryIO, lines: Sequence[PlannedLine]) -> tuple[PlannedLine, ...]:
+        """Write the rows of those lines whose results can be read, and go back to the first; returns the lines."""
+        readable = []
+
+        def rows() -> Iterator[Row]:
+            for line, found in self._rows(lines):
+                if found is not None:
+                    readable.append(line)
+                    yield from found
+
+        write_shard(file, self._settings.format, rows())
+        file.seek(0)
+        return tuple(readable)
+
+    def _rows(self, lines: Sequence[PlannedLine]) -> Iterator[tuple[PlannedLine, list[Row] | None]]:
+        """Each line with its rows; None where one of its results can't be read."""
+        results = self._run.result_lines(
+            [job_id for line in lines for job_id in line.jobs if job_id not in line.failures]
+        )
+        for line in lines:
+            rows: list[Row] = []
+            for job_id in line.jobs:
+                record = self._records[job_id]
+                if (failure := line.failures.get(job_id)) is not None:
+                    rows.append(failed_row(record, line.revision, failure))
+                elif (result := next(results)) is not None:
+                    rows.append(finished_row(record, line.revision, result))
+            yield line, rows if len(rows) == len(line.jobs) else None
+
+    def _name(self, number: int) -> str:
+        return f"train-{number:05d}.{self._settings.format}"

@@ -1,0 +1,237 @@
+"""Sampling parameters of one job: the fields a user may set, their bounds, and the seed of a job that gives none."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
+
+from swiftbatch.jobs.input.validation_errors import FieldError, list_of, shown
+from swiftbatch.jobs.json_records import Strict, of_checked, whole
+from swiftbatch.jobs.repetition_detection import RepetitionDetection
+from swiftbatch.jobs.structured_output import Structure, structure_of
+
+TOP_P = 1.0
+ETA = 0.0
+REPETITION_PENALTY = 1.0
+PENALTY_WINDOW = 1024  # tokens
+
+MAX_BIASED = 10_000  # tokens
+MAX_BIAS = 100.0
+TOKEN = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+
+LogitBias = tuple[tuple[int, float], ...]
+"""Token ids, ascending, each with the number that is added to its logit."""
+MAX_COUNT = 2**31 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # of signed and unsigned 64-bit numbers, which other servers take
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 64
+MAX_BAD_WORDS = 128
+MAX_TOP_LOGPROBS = 20  # of OpenAI's chats
+MAX_OUTPUT_PENALTY = 2.0  # OpenAI's bound of the two penalties that count output tokens
+MIN_TEMPERATURE = 1e-30  # below, quotients of ordinary logits leave float32
+MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
+
+NO_LOGPROBS = "with logprobs, expected no such field: a marker that is put into the text has none"
+
+ThinkingEnd = Literal["stop", "close"]
+
+# Fields that came after runs had been made: at their default they are no part of a job's identity.
+LATER_FIELDS = (
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "min_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "bad_words",
+    "repetition_detection",
+    "logprobs",
+    "structured_outputs",
+    "thinking_token_budget",
+    "thinking_end",
+    "stop_in_reasoning",
+)
+
+WRITTEN_OTHERWISE = {"logit_bias", "repetition_detection", "structured_outputs"}  # in JSON; the others are as they are
+
+StopString = Annotated[str, Field(min_length=1)]
+BadWord = Annotated[str, Field(min_length=1, pattern=r"\S")]
+BadWords = Annotated[tuple[BadWord, ...], BeforeValidator(list_of(f"a list of up to {MAX_BAD_WORDS} strings"))]
+TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT), BeforeValidator(whole)]
+StopTokens = Annotated[tuple[TokenId, ...], BeforeValidator(list_of(f"a list of up to {MAX_STOP_TOKENS} token ids"))]
+OutputPenalty = Annotated[float, Field(ge=-MAX_OUTPUT_PENALTY, le=MAX_OUTPUT_PENALTY)]
+
+
+def bias_pairs(value: object) -> object:
+    """The pairs of an object whose names are token ids, written as strings or whole numbers.
+
+    Raises FieldError for anything that is no token id or no bias, with a text for the user. Pairs come out as they are.
+    """
+    if isinstance(value, tuple):
+        return value
+    if not isinstance(value, Mapping):
+        expected = 'an object of token ids and numbers, such as {"50256": -100}'
+        raise FieldError("", f"found {shown(value)}, expected {expected}")
+    if len(value) > MAX_BIASED:
+        raise FieldError("", f"found {len(value)} tokens, expected at most {MAX_BIASED}")
+    pairs = {_token_id(name): _bias(name, bias) for name, bias in value.items()}
+    return tuple(sorted(pairs.items()))
+
+
+def bias_object(pairs: LogitBias) -> dict[str, float]:
+    """The object that a job file would have."""
+    return {str(token_id): bias for token_id, bias in pairs}
+
+
+def _token_id(name: object) -> int:
+    if isinstance(name, str) and TOKEN.fullmatch(name):
+        return int(name)
+    if isinstance(name, int) and not isinstance(name, bool) and name >= 0:
+        return name
+    raise FieldError("", f'found {shown(name)} as a token, expected its number, such as "50256"')
+
+
+def _bias(name: object, bias: object) -> float:
+    if isinstance(bias, int | float) and not isinstance(bias, bool) and -MAX_BIAS <= bias <= MAX_BIAS:
+        return float(bias)
+    expected = f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+    raise FieldError(str(name), f"found {shown(bias)}, expected {expected}")
+
+
+class SamplingParams(Strict):
+    """The parameters that decide how a job's tokens are drawn. Raises `pydantic.ValidationError` for one out of bounds.
+
+    `max_tokens` and `penalty_window` count tokens; `temperature` 0 is greedy; `top_k`, `min_p` and `eta` are off at 0,
+    `top_p` and `repetition_penalty` at 1. The penalty looks at the last `penalty_window` tokens, prompt included.
+
+    What the others mean, and the order of all, are vLLM's: the last token of each of `bad_words` is masked where the
+    output ends with those in front of it (with and without a space before the word); end-of-sequence tokens and
+    `stop_token_ids` are masked up to `min_tokens` output tokens (also where `ignore_eos` is set), and stop strings
+    count behind those alone; `logit_bias` is added; then the repetition penalty; then `frequency_penalty` times a
+    token's count in the output and, where that is not 0, `presence_penalty` are taken off; then temperature, top-k,
+    top-p, min-p, eta. `repetition_detection` ends an output that has become a loop, from `min_tokens` on. `logprobs`
+    asks for the log-probability of each token, and of so many of the likeliest at its place; None for nothing of it.
+    A thought that has `thinking_token_budget` tokens is closed, and a structure begins behind it. With `thinking_end`
+    "close", which vLLM does not have, a thought is closed where the text would end within it. Stop strings count in the
+    answer alone, unless `stop_in_reasoning` lets them end a thought.
+    """
+
+    max_tokens: int = Field(ge=1, le=MAX_COUNT)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    top_k: int = Field(default=0, ge=0, le=MAX_COUNT)
+    top_p: float = Field(default=TOP_P, gt=0.0, le=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    eta: float = Field(default=ETA, ge=0.0, lt=1.0)
+    repetition_penalty: float = Field(default=REPETITION_PENALTY, ge=MIN_PENALTY, le=MAX_PENALTY)
+    penalty_window: int = Field(default=PENALTY_WINDOW, ge=1, le=MAX_COUNT)
+    seed: int | None = Field(default=None, ge=MIN_SEED, le=MAX_SEED)
+    stop: tuple[StopString, ...] = Field(default=(), max_length=MAX_STOP_STRINGS)
+    ignore_eos: bool = False
+    frequency_penalty: OutputPenalty = 0.0
+    presence_penalty: OutputPenalty = 0.0
+    logit_bias: LogitBias = ()
+    min_tokens: int = Field(default=0, ge=0, le=MAX_COUNT)
+    stop_token_ids: StopTokens = Field(default=(), max_length=MAX_STOP_TOKENS)
+    include_stop_str_in_output: bool = False
+    bad_words: BadWords = Field(default=(), max_length=MAX_BAD_WORDS)
+    repetition_detection: RepetitionDetection | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    structured_outputs: Structure | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0, le=MAX_COUNT)
+    thinking_end: ThinkingEnd | None = None
+    stop_in_reasoning: bool = False
+
+    @field_validator(
+        *("max_tokens", "top_k", "penalty_window", "seed", "min_tokens", "logprobs", "thinking_token_budget"),
+        mode="before",
+    )
+    @classmethod
+    def _whole(cls, value: Any) -> Any:
+        return whole(value)
+
+    @field_validator("temperature")
+    @classmethod
+    def _zero_or_large_enough(cls, value: float) -> float:
+        if 0.0 < value < MIN_TEMPERATURE:
+            raise FieldError("", f"found {value:g}, expected 0 (greedy) or a value of at least {MIN_TEMPERATURE:g}")
+        return value
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_many_stop_strings(cls, value: object) -> object:
+        if value is None:
+            return ()
+        expected = f"a string, or a list of up to {MAX_STOP_STRINGS} strings"
+        return (value,) if isinstance(value, str) else list_of(expected)(value)
+
+    @field_validator("stop_token_ids")
+    @classmethod
+    def _each_token_once(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(set(value)))
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _tokens_with_bias(cls, value: object) -> object:
+        return bias_pairs(value)
+
+    @field_validator("structured_outputs", mode="before")
+    @classmethod
+    def _structure(cls, value: object) -> object:
+        return structure_of(value)
+
+    @field_serializer("logit_bias")
+    def _as_object(self, value: LogitBias) -> dict[str, float]:
+        return bias_object(value)
+
+    @field_serializer("structured_outputs")
+    def _as_said(self, value: Structure | None) -> dict[str, Any] | None:
+        return None if value is None else value.as_said()
+
+    @model_validator(mode="after")
+    def _may_end(self) -> Self:
+        most: int | None = self.max_tokens  # a line may leave it open
+        if most is not None and self.min_tokens > most:
+            raise FieldError("min_tokens", f"found {self.min_tokens}, expected at most max_tokens, {most}")
+        if self.structured_outputs is not None:
+            self._ends_where_its_structure_does()
+        if self.logprobs is not None and self.thinking_end == "close":
+            raise FieldError("thinking_end", f"found 'close' {NO_LOGPROBS}")
+        if self.logprobs is not None and self.repetition_detection and self.repetition_detection.action == "close":
+            raise FieldError("repetition_detection.action", f"found 'close' {NO_LOGPROBS}")
+        return self
+
+    def _ends_where_its_structure_does(self) -> None:
+        for name, value in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
+            if value:
+                found = "true" if value is True else value
+                expected = "expected no such field: its end is its own"
+                raise FieldError(name, f"found {found} with a structured output, {expected}")
+
+    def with_own(self, max_tokens: int, seed: int) -> Self:
+        """The same parameters for another job, with a limit and a seed that were checked."""
+        return of_checked(type(self), {**self.__dict__, "max_tokens": max_tokens, "seed": seed})
+
+    def identity(self) -> dict[str, Any]:
+        """The parameters that tell a job from another, as JSON: the same as before later fields were known."""
+        later = _later_defaults()
+        said = {name: value for name, value in self.__dict__.items() if name not in later or value != later[name]}
+        if not said.keys() & WRITTEN_OTHERWISE:
+            return said
+        return self.model_dump(mode="json", include=set(said))
+
+
+@functools.cache
+def _later_defaults() -> dict[str, Any]:
+    fields = SamplingParams.model_fields  # looking one up costs more than a comparison
+    return {name: fields[name].default for name in LATER_FIELDS}
+
+
+def derive_seed(run_seed: int, custom_id: str) -> int:
+    """The seed (0 .. 2**63-1) of a job that gives none: it follows from the run's seed and `custom_id`."""
+    digest = hashlib.sha256(f"{run_seed}:{custom_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

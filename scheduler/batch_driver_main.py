@@ -1,0 +1,24 @@
+"""The command `swiftbatch` as a child of a server: it is killed with the server, and tells a bad input file apart."""
+
+from __future__ import annotations
+
+import sys
+
+from swiftbatch.jobs.input.job_files import InputFileError
+from swiftbatch.scheduler.__main__ import main as command
+from swiftbatch.scheduler.process.signals import BAD_INPUT, die_with
+
+
+def main(server_pid: int) -> None:
+    """Run the command that the process's further arguments name."""
+    die_with(server_pid)
+    try:
+        command()
+    except SystemExit as end:
+        if isinstance(end.__context__, InputFileError):
+            sys.exit(BAD_INPUT)
+        raise
+
+
+if __name__ == "__main__":
+    main(int(sys.argv.pop(1)))

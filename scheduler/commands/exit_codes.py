@@ -1,0 +1,60 @@
+"""Steps that commands which run jobs share: they run what is unfinished, and say how the run stands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from swiftbatch.scheduler.process.signals import INTERRUPTED
+
+if TYPE_CHECKING:
+    from swiftbatch.jobs.run.run import Run
+    from swiftbatch.scheduler.display.display import Display
+    from swiftbatch.scheduler.driver.run_lease import RunLease
+    from swiftbatch.scheduler.runs.launch import Outcome
+    from swiftbatch.scheduler.runs.run_settings import Settings
+
+SOME_FAILED = 1
+LIMIT_REACHED = 3  # 2 is the exit code of a command that can't go on
+
+
+def launch_shown(hold: RunLease, num_jobs: int, settings: Settings, display: Display) -> Outcome:
+    """Show that the run is open, then launch it."""
+    from swiftbatch.scheduler.display.events import RunOpened
+    from swiftbatch.scheduler.runs.launch import launch
+
+    run = hold.epoch.run
+    display.note(RunOpened(run.store.shown_uri, run.manifest.run_id, num_jobs))
+    return launch(hold, settings, display)
+
+
+def end(run: Run, outcome: Outcome, num_rejects: int, display: Display) -> None:
+    """Tell how the run stands, and exit with what that means."""
+    from swiftbatch.scheduler.display.events import RunEnded
+
+    place = run.store.shown_uri
+    outputs = (f"{place}/output.jsonl", f"{place}/output.parquet")
+    code = _exit_code(outcome, num_rejects)
+    display.note(RunEnded(place, outcome.state, outcome.jobs, outputs, outcome.reached_limit, code, outcome.num_tokens))
+    if code:
+        click.get_current_context().exit(code)
+
+
+def tell_of_damage(run: Run) -> None:
+    """Name on stderr the files that were met and can't be used; where there are any, exit with what that means."""
+    from swiftbatch.scheduler.display.progress_line import damage_lines
+
+    damage = damage_lines(run)
+    for problem in damage:
+        click.echo(problem, err=True)
+    if damage:
+        click.get_current_context().exit(SOME_FAILED)
+
+
+def _exit_code(outcome: Outcome, num_rejects: int) -> int:
+    if outcome.reached_limit is not None:
+        return LIMIT_REACHED
+    if outcome.state == "interrupted":
+        return INTERRUPTED
+    return SOME_FAILED if outcome.num_without_result or num_rejects else 0

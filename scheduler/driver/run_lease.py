@@ -1,0 +1,302 @@
+"""Decides which driver holds a run: claims of epochs, takeover, and the lease a command keeps alive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import DriverClaim, Progress, RunError, RunState, pretty, read_model
+from swiftbatch.jobs.storage.store import StoreError
+from swiftbatch.metrics.report.page_text import date
+from swiftbatch.scheduler.driver.driver_heartbeat import (
+    AT_REST,
+    LONGEST_BEAT_SECONDS,
+    Liveness,
+    beat_seconds,
+    liveness,
+    process_liveness,
+    stopped,
+)
+from swiftbatch.scheduler.driver.queue_loading import count_jobs
+from swiftbatch.scheduler.driver.throughput import monotonic
+from swiftbatch.scheduler.process.process_id import own_key
+from swiftbatch.scheduler.process.signals import unheard
+
+CLAIMS_FOLDER = "drivers"
+MAX_BIDS = 20
+LONGEST_PAUSE_SECONDS = 1.0  # between two bids, drawn anew for each
+
+
+class RunTakenError(RunError):
+    """Another driver holds this run."""
+
+
+class LeaseEpoch:
+    """One driver's hold on a run, until a later driver claims the next epoch."""
+
+    def __init__(self, run: Run, number: int, claim: DriverClaim) -> None:
+        self.run = run
+        self.number = number
+        self.claim = claim
+
+    @classmethod
+    def begin(cls, run: Run, may_take_over: bool = False) -> LeaseEpoch:
+        """Claim the next epoch of a run that nobody holds, see `refuse_if_taken`. Of several at once, one gets it.
+
+        The run need not be there yet. Raises RunTakenError, StoreError.
+        """
+        claim = DriverClaim(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            process=own_key(),
+            driver_id=secrets.token_hex(8),
+            started=time.time(),
+        )
+        for _ in range(MAX_BIDS):
+            number = _newest(run) + 1
+            refuse_if_taken(run, may_take_over)
+            if _claim(run, number, claim):
+                epoch = cls(run, number, claim)
+                epoch.check()
+                return epoch
+            time.sleep(random.uniform(0, LONGEST_PAUSE_SECONDS))
+        raise RunTakenError(f"the run at {run.store.shown_uri} is wanted by several commands at once; try again")
+
+    def through(self, run: Run) -> LeaseEpoch:
+        """The same hold with another way to the run's store."""
+        return LeaseEpoch(run, self.number, self.claim)
+
+    def check(self) -> None:
+        """Raise RunTakenError if another driver has taken the run since, or its folder has gone."""
+        newest = _newest(self.run)
+        if newest < self.number:  # a write from now on would make another folder
+            raise RunTakenError(
+                f"the run at {self.run.store.shown_uri} is no longer there: {_path(self.number)} has gone with its "
+                "folder; this driver stops; where the folder was moved, go on with `swiftbatch resume` there"
+            )
+        holder = _read_claim(self.run, newest)
+        if holder is None and newest == self.number:
+            return
+        if holder is not None and holder.driver_id == self.claim.driver_id:
+            return
+        who = "another driver" if holder is None else f"process {holder.pid} on {holder.host}"
+        since = "" if holder is None else f" at {date(holder.started)}"
+        raise RunTakenError(
+            f"the run at {self.run.store.shown_uri} was taken over by {who}{since}; "
+            "this driver stops and leaves the run to it"
+        )
+
+
+def claims(run: Run) -> list[DriverClaim]:
+    """The claims of all drivers that have held the run, oldest first."""
+    found = (_read_claim(run, number) for number in range(1, _newest(run) + 1))
+    return [claim for claim in found if claim is not None]
+
+
+def refuse_if_taken(run: Run, may_take_over: bool = False) -> None:
+    """Raise RunTakenError while another driver may be at work; with `may_take_over` only while it surely is."""
+    state, who = _holder(run)
+    if state == "gone" or (state == "silent" and may_take_over):
+        return
+    if state == "alive":
+        hint = "wait for it, or stop it with `swiftbatch cancel`"
+    else:
+        hint = "if that driver is surely dead or cut off, add --takeover; should it come back, it will stop by itself"
+    raise RunTakenError(f"the run at {run.store.shown_uri} is held by another driver, {who}; {hint}")
+
+
+def has_begun(run: Run) -> bool:
+    """Return whether the newest driver has written a beat: from then on it takes requests to cancel."""
+    progress = run.progress()
+    return progress is not None and progress.epoch >= _newest(run)
+
+
+def _holder(run: Run) -> tuple[Liveness, str]:
+    """The newest driver's liveness, and who it is; one that has just claimed the run has no beat yet."""
+    newest, progress = _newest(run), run.progress()
+    if progress is not None and progress.epoch >= newest:
+        return liveness(run, progress), _who(progress.driver_host, progress.driver_pid, progress)
+    if newest == 0:
+        return "gone", ""
+    claim = _read_claim(run, newest)
+    if claim is None:
+        return "silent", f"of whom nothing is known but the damaged {_path(newest)}"
+    state = process_liveness(run.store, claim.host, claim.pid, claim.process, claim.started)
+    return state, _who(claim.host, claim.pid, claim)
+
+
+def _who(host: str, pid: int, sign: Progress | DriverClaim) -> str:
+    age = time.time() - (sign.updated if isinstance(sign, Progress) else sign.started)
+    heard = f"last heard of {age:.0f} s ago" if age >= 0 else "whose clock is ahead of ours"
+    return f"process {pid} on {host}, since {date(sign.started)}, {heard}"
+
+
+def _claim(run: Run, number: int, claim: DriverClaim) -> bool:
+    """Write the claim to an epoch; False where another's is there, or may be about to be.
+
+    An object store has no write that excludes others, but it lists what is there: of two who bid and then look, at most
+    one is alone.
+    """
+    if run.store.is_local:
+        return run.store.write_new(_path(number), pretty(claim))
+    bid = f"{number:04d}.{claim.driver_id}.bid"
+    run.store.write(f"{CLAIMS_FOLDER}/{bid}", pretty(claim.model_copy(update={"started": time.time()})))
+    try:
+        others = [name for name in run.store.list(CLAIMS_FOLDER) if name.startswith(f"{number:04d}.") and name != bid]
+        if not all(_is_stale_bid(run, f"{CLAIMS_FOLDER}/{name}") for name in others):
+            return False
+        return run.store.write_new(_path(number), pretty(claim))
+    finally:
+        run.store.delete(f"{CLAIMS_FOLDER}/{bid}")
+
+
+def _is_stale_bid(run: Run, path: str) -> bool:
+    """Return whether a bid was left by a driver that was killed; if so, delete it."""
+    if not path.endswith(".bid"):
+        return False
+    bid = _read(run, path)
+    if bid is not None and process_liveness(run.store, bid.host, bid.pid, bid.process, bid.started) == "alive":
+        return False
+    run.store.delete(path)
+    return True
+
+
+def _read_claim(run: Run, number: int) -> DriverClaim | None:
+    return _read(run, _path(number))
+
+
+def _read(run: Run, path: str) -> DriverClaim | None:
+    """A claim; None where it is absent or damaged: its number alone still counts."""
+    try:
+        return read_model(run.store, path, DriverClaim)
+    except RunError:
+        return None
+
+
+def _newest(run: Run) -> int:
+    numbers = (name.removesuffix(".json") for name in run.store.list(CLAIMS_FOLDER))
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+def _path(epoch: int) -> str:
+    return f"{CLAIMS_FOLDER}/{epoch:04d}.json"
+
+
+# A command's hold on a run: from before the first change that it makes there to after the last.
+
+
+KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds")  # fields of the last driver's beat
+
+
+class RunLease:
+    """The hold on one run, until its block ends."""
+
+    def __init__(
+        self,
+        run: Run,
+        may_take_over: bool = False,
+        forgets_cancel: bool = False,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """Claim the run as `Epoch.begin` does; with `forgets_cancel`, jobs cancelled before may run.
+
+        The run need not be there yet. Raises RunTakenError, StoreError.
+        """
+        self._clock = clock
+        self._run = run  # for the thread: a command that ends does not wait for a driver's long retries
+        self.epoch = LeaseEpoch.begin(run, may_take_over)
+        run.delete_leftovers()
+        if forgets_cancel:
+            run.clear_cancel()  # before others see who is to be asked
+        self.before = run.progress()  # nothing is counted yet; what the last driver knew stays known
+        known = {} if self.before is None else {name: getattr(self.before, name) for name in KNOWN}
+        self.beat(state="running", jobs={}, **{"num_generated_tokens": 0} | known, **AT_REST)
+        self._begin_beating()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        self.stop_beating()
+        if self._newest.state == "running":
+            with contextlib.suppress(StoreError, RunError):  # the error that brought us here matters more
+                self.end("interrupted")
+
+    def go_on_through(self, run: Run) -> None:
+        """Take another way to the run's store from now on."""
+        self.epoch = self.epoch.through(run)
+
+    def is_due(self, now: float, news_seconds: float = 0.0) -> bool:
+        """Return whether a beat's time has passed since the last one (`now` on the hold's clock).
+
+        Where there is news every `news_seconds` alone, beats come no more often, but for those that others wait for.
+        """
+        seconds = max(beat_seconds(self.epoch.run.store), min(news_seconds, LONGEST_BEAT_SECONDS))
+        return now >= self._last_beat + seconds
+
+    def beat(self, **figures: Any) -> Progress:
+        """Write a beat with these figures, by the names of `Progress`, and return it. Raises StoreError."""
+        claim, run = self.epoch.claim, self.epoch.run
+        self._last_beat = self._clock()
+        beat = Progress(
+            updated=time.time(),
+            started=claim.started,
+            driver_host=claim.host,
+            driver_pid=claim.pid,
+            driver_process=claim.process,
+            epoch=self.epoch.number,
+            **figures,
+        )
+        run.write_progress(beat)
+        self._newest = beat
+        return beat
+
+    def end(self, state: RunState, num_tokens: int | None = None, reached_limit: str | None = None) -> None:
+        """Say that nobody is at work any more, and how the run stands. Raises RunTakenError, StoreError.
+
+        `num_tokens` are those of all jobs, where they were counted.
+        """
+        self.stop_beating()
+        self.epoch.check()
+        run = self.epoch.run
+        changes: dict[str, Any] = {"num_rejects": len(run.rejects()), "reached_limit": reached_limit}
+        changes |= {"updated": time.time()} | ({} if num_tokens is None else {"num_generated_tokens": num_tokens})
+        newest = stopped(self._newest.model_copy(update=changes), state, count_jobs(run))
+        run.write_progress(newest)
+        self._newest = newest
+
+    def stop_beating(self) -> None:
+        """Leave the heartbeat to the driver's loop."""
+        self._ended.set()
+        self._thread.join()
+
+    @contextlib.contextmanager
+    def beating(self) -> Iterator[None]:
+        """Keep the heartbeat young within the block."""
+        self._begin_beating()
+        try:
+            yield
+        finally:
+            self.stop_beating()
+
+    def _begin_beating(self) -> None:
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep_young, name="run-hold", daemon=True)
+        with unheard():
+            self._thread.start()
+
+    def _keep_young(self) -> None:
+        epoch = self.epoch.through(self._run)
+        while not self._ended.wait(beat_seconds(self._run.store)):
+            with contextlib.suppress(StoreError, RunError):  # the next beat comes soon; who goes on checks the epoch
+                epoch.check()
+                self._run.write_progress(self._newest.model_copy(update={"updated": time.time()}))

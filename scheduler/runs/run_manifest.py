@@ -1,0 +1,192 @@
+"""The settings of a run that stay the same over all its attempts: model, engine, numerics, seed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import secrets
+import time
+from dataclasses import asdict, fields, replace
+from datetime import datetime
+from pathlib import Path
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.run.job_index import JobIndex
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import RunError, RunManifest
+from swiftbatch.jobs.storage.object_store import shown_uri
+from swiftbatch.scheduler.runs.run_settings import Settings
+from swiftbatch.worker.config import Computation
+from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE, engine_entry
+from swiftbatch.worker.exactness.doctor import known_verdict, verdict_key
+from swiftbatch.worker.forward.hardware import cpu_capability, gpu_here, hardware_of, has_cuda
+from swiftbatch.worker.forward.rows_per_forward import RunLoad, most_rows, rows_that_pay
+from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels, refuse_kv_dtype
+from swiftbatch.worker.kernels.instruction_sets import chosen_numerics
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, splits_of
+from swiftbatch.worker.kv.kv_capacity import NUM_UNWRITTEN, held_in_windows
+from swiftbatch.worker.kv.model_sizes import read_sizes
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.text.tokenizer import TextCodec
+
+FOLDERS = ("draft_model", "kv_offload")
+
+
+def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
+    """The manifest of the run there, checked against the settings; a new one, yet without fingerprint, for a new run.
+
+    Raises RunError if the settings differ from the run's, but for folders.
+    """
+    try:
+        manifest = Run.open(run_uri, settings.start_retries).manifest
+    except RunError:  # no run there, or one that can't be read: `Run.create_or_open` tells them apart
+        return _new_manifest(settings)
+    for name, value in settings.said.items():
+        found = _place(value) if name == "model" else value
+        if name not in FOLDERS and found != getattr(manifest, name):
+            kept = getattr(manifest, name)
+            shown = f"without {name}" if kept in (None, ()) else f"with {name} {kept}"
+            place = shown_uri(run_uri)
+            resume = f"; `swiftbatch resume {place} --engine {found}` goes on with it" if name == "engine" else ""
+            raise RunError(
+                f"the run at {place} was made {shown}, found {found}; "
+                f"leave the option away, or use another run folder{resume}"
+            )
+    return manifest
+
+
+def computation_of(manifest: RunManifest, settings: Settings) -> Computation:
+    """The computation of the run; engine and folders may be others than those it was made with."""
+    computation = Computation(**{field.name: getattr(manifest, field.name) for field in fields(Computation)})
+    return replace(computation, **{name: settings.said[name] for name in ("engine", *FOLDERS) if name in settings.said})
+
+
+def with_absolute_folders(computation: Computation) -> Computation:
+    """Make folders absolute, since workers run in other folders."""
+    folders = {name: folder for name in FOLDERS if (folder := getattr(computation, name))}
+    return replace(computation, **{name: os.path.abspath(folder) for name, folder in folders.items()})
+
+
+def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
+    """The manifest with the model's fingerprint, and what `swiftbatch doctor` found for it on this machine."""
+    torch_version, kernels = (
+        manifest.versions["torch"],
+        CudaKernels(manifest.attention, manifest.linear, manifest.num_rows),
+    )
+    key = verdict_key(
+        files.fingerprint,
+        manifest.dtype,
+        manifest.device,
+        manifest.num_threads,
+        hardware_of(manifest.device),
+        torch_version,
+        chosen_numerics(manifest.device, manifest.dtype, kernels, manifest.kv_dtype),
+    )
+    return manifest.model_copy(
+        update={
+            "model_fingerprint": files.fingerprint,
+            "text_fingerprint": files.text_fingerprint,
+            "model_commit": files.commit,
+            "model_files": {**files.digests.model, **files.digests.text},
+            "exactness": known_verdict(key),
+        }
+    )
+
+
+def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings: Settings) -> RunManifest:
+    """The manifest of a new run with the rows of its forwards, for GPUs: those that were asked for, or that pay.
+
+    A GPU of this machine is known. One of a cluster may be any: 80 GB are assumed.
+    """
+    sizes = None if manifest.device == "cpu" or "num_rows" in settings.said else read_sizes(files, manifest.dtype)
+    if sizes is None or not len(jobs):
+        return manifest
+    is_here = settings.address is None and has_cuda()
+    capability, free_bytes = gpu_here() if is_here else (None, GPU_BYTES - CONTEXT_BYTES)
+    held = jobs.columns["num_prompt_tokens"] + jobs.columns["max_tokens"] / 2  # on average, if it ends at its limit
+    num_jobs = min(settings.num_slots or len(jobs), -(-len(jobs) // settings.num_workers))
+    if not engine_entry(manifest.engine).reads_caches:
+        sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
+    load = RunLoad(num_jobs, float(held.mean()), manifest.engine != PLAIN_ENGINE)
+    most = most_rows(capability, sizes.item_size, bool(sizes.packed) or manifest.linear == "triton")
+    gpu = GPUMemory(free_bytes, splits_of(max(GPUS.values()), sizes))
+    num_rows = rows_that_pay(sizes, gpu, load, most)
+    return with_model(manifest.model_copy(update={"num_rows": num_rows}), files)
+
+
+def with_markers(manifest: RunManifest, codec: TextCodec) -> RunManifest:
+    """The manifest with the markers between which the model thinks, none too: those named, else those that were found.
+
+    Files and fingerprints would not do: another version of swiftbatch may know more pairs, or transformers read a
+    template otherwise, and a text that begins behind a thought would be another one. Whether its chat template reads
+    the clock is noted as well.
+    """
+    manifest = manifest.model_copy(update={"reads_clock": codec.chat.reads_clock})
+    if manifest.thinking_markers is not None:
+        return manifest
+    return manifest.model_copy(update={"thinking_markers": () if codec.markers is None else codec.markers.texts})
+
+
+def refuse_changed_model(run: Run) -> None:
+    """Raise RunError where the model's files here are not those that the run was made with.
+
+    Where there are none, the run may be at its end, or a cluster's workers may have them: those say if they do not.
+    """
+    with contextlib.suppress(ModelError):
+        files = locate_model(run.manifest.stored_model)
+        known = {**files.digests.model, **files.digests.text}
+        run.refuse_other_model(files.fingerprint, files.text_fingerprint, known, files.commit)
+
+
+def refuse_kernels(kernels: CudaKernels, device: str, dtype: str, address: str | None) -> None:
+    """Raise ModelError where the workers would refuse this choice of a GPU's kernels, as far as that is known here."""
+    if device == "cpu":
+        kernels.refuse_unused("the device is a CPU")
+        kernels.refuse_rows("the device is a CPU")
+    kernels.refuse_unfit(dtype)
+    if address is None:
+        kernels.refuse_absent()
+
+
+def _new_manifest(settings: Settings) -> RunManifest:
+    computation = with_absolute_folders(replace(Computation(), **settings.said))
+    has_own_gpu = settings.address is None and has_cuda()
+    detected = "auto" if settings.address is not None else "cuda" if has_own_gpu else "cpu"
+    shared_cores = max(1, len(os.sched_getaffinity(0)) // settings.num_workers)
+    resolved = {
+        "model": _place(computation.model),
+        "device": detected if computation.device == "auto" else computation.device,
+        "num_threads": settings.said.get("num_threads", shared_cores),
+        "clock": computation.clock or datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    refuse_kernels(computation.cuda_kernels, str(resolved["device"]), computation.dtype, settings.address)
+    refuse_kv_dtype(computation.kv_dtype, computation.cuda_kernels.attention)
+    return RunManifest(
+        run_id=f"run-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}",
+        created=time.time(),
+        model_fingerprint="",
+        text_fingerprint="",
+        model_files={},
+        versions=_versions(),
+        exactness="not probed",
+        cpu_capability=cpu_capability(),
+        **asdict(computation) | resolved,
+    )
+
+
+def _place(model: str) -> str:
+    """A folder's absolute path, since workers run in other folders; any other name as it is."""
+    return os.path.abspath(model) if model != "embedded" and Path(model).is_dir() else model
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in ("swiftbatch", "torch", "transformers", "ray", "llguidance"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # run from a checkout
+            continue
+    return versions

@@ -1,0 +1,130 @@
+"""The n-gram table against a brute-force count of the same tokens; its time and memory."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftbatch.worker.drafters.tokenswift.ngram_table import NgramTable
+
+token_lists = st.lists(st.integers(0, 2), max_size=80)
+Ranked = list[tuple[tuple[int, ...], int]]
+
+
+def table_of(tokens: list[int], size: int = 4) -> NgramTable:
+    table = NgramTable(size)
+    table.extend(tokens)
+    return table
+
+
+def num_bytes(table: NgramTable) -> int:
+    """Memory held by arrays and the dict, integer objects of 32 bytes included."""
+    entries = (table._starts, table._counts, table._next, table._previous, table._chain)
+    size = sum(sys.getsizeof(part) for part in (table._tokens, *entries, table._buckets))
+    return size + sys.getsizeof(table._fronts) + 2 * 32 * len(table._fronts)
+
+
+def brute_force(tokens: list[int], size: int, first_token: int) -> Ranked:
+    """Rank what followed `first_token` by falling count, then by the falling place of the last time."""
+    ngrams = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
+    counts = Counter(ngrams)
+    last = {ngram: start for start, ngram in enumerate(ngrams)}
+    ranked = sorted(counts, key=lambda ngram: (counts[ngram], last[ngram]), reverse=True)
+    return [(ngram[1:], counts[ngram]) for ngram in ranked if ngram[0] == first_token]
+
+
+@settings(max_examples=75)
+@given(token_lists, st.integers(2, 5), st.integers(0, 4))
+def test_it_ranks_as_a_count_of_all_ngrams_does(tokens: list[int], size: int, k: int) -> None:
+    table = table_of(tokens, size)
+    for first_token in range(4):
+        expected = brute_force(tokens, size, first_token)
+        assert table.most_frequent(first_token, len(tokens)) == expected
+        assert table.most_frequent(first_token, k) == expected[:k]
+
+
+@settings(max_examples=50)
+@given(st.lists(token_lists, max_size=8))
+def test_pieces_give_the_table_that_all_tokens_at_once_give(pieces: list[list[int]]) -> None:
+    by_pieces = NgramTable()
+    for piece in pieces:
+        by_pieces.extend(np.array(piece, dtype=np.uint32))
+    at_once = table_of([token for piece in pieces for token in piece])
+    assert len(by_pieces) == len(at_once)
+    assert vars(by_pieces) == vars(at_once)
+
+
+def test_it_agrees_with_the_count_far_beyond_the_first_buckets() -> None:
+    rng = random.Random(1)
+    tokens = [min(rng.randrange(40), rng.randrange(40)) for _ in range(4000)]
+    table = table_of(tokens)
+    for first_token in range(40):
+        assert table.most_frequent(first_token, 10_000) == brute_force(tokens, 4, first_token)
+
+
+def test_the_more_frequent_comes_first_and_of_two_the_more_recent() -> None:
+    table = table_of([7, 1, 1, 1, 7, 2, 2, 2, 7, 3, 3, 3, 7, 1, 1, 1])
+    assert table.most_frequent(7, 9) == [((1, 1, 1), 2), ((3, 3, 3), 1), ((2, 2, 2), 1)]
+
+
+def test_a_token_without_ngrams_gives_none() -> None:
+    assert NgramTable().most_frequent(5, 20) == []
+    table = table_of([5, 6, 7])
+    assert len(table) == 3
+    assert table.most_frequent(5, 20) == []
+
+
+def test_a_size_that_leaves_nothing_behind_the_first_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="n-grams of 1 tokens: expected 2 or more"):
+        NgramTable(1)
+
+
+def streams(num_tokens: int) -> dict[str, list[int]]:
+    rng = random.Random(1)
+    return {
+        "constant": [7] * num_tokens,
+        "period": [i % 97 for i in range(num_tokens)],
+        "text-like": [int(rng.paretovariate(0.7)) % 4096 for _ in range(num_tokens)],
+        "random": [rng.randrange(100_000) for _ in range(num_tokens)],
+        "one beginning": [token for _ in range(num_tokens // 2) for token in (0, rng.randrange(50_000))],
+        "same counts": [token for i in range(num_tokens // 4) for token in (0, 1, 2, i % 500)],
+    }
+
+
+STREAMS = pytest.mark.parametrize("name", streams(0))
+
+
+@STREAMS
+def test_memory_stays_within_a_few_integers_per_token(name: str) -> None:
+    table = table_of(streams(20_000)[name])
+    most = 250 if name in ("random", "one beginning") else 40  # where hardly a token comes twice, or as in a text
+    assert num_bytes(table) <= most * len(table)
+
+
+@STREAMS
+def test_a_token_costs_a_bounded_number_of_operations_whatever_was_seen_before(name: str) -> None:
+    num_lines = 0
+
+    def count_lines(frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count_lines
+
+    tokens = streams(5_000)[name]
+    table = NgramTable()
+    tracer = sys.gettrace()
+    sys.settrace(count_lines)
+    try:
+        table.extend(tokens)
+    finally:
+        sys.settrace(tracer)
+    assert num_lines <= 80 * len(tokens)

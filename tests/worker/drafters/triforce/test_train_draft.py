@@ -1,0 +1,204 @@
+"""`train draft` distils a small model from a target: what it writes, what it learns from, how its agreement counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch.nn.functional import cross_entropy
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.scheduler.cli import main
+from swiftbatch.worker.drafters.triforce import NUM_SINKS
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import chain_rows
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.text.tokenizer import TextCodec
+from swiftbatch.worker.training import recipes
+from swiftbatch.worker.training import train_draft as draft
+from swiftbatch.worker.training.recipes import OWN_SAMPLING, DraftRecipe, HeadRecipe, draft_recipe
+from swiftbatch.worker.training.train_draft import SAMPLING, DraftWindows, distil, target_distributions, train_draft
+from swiftbatch.worker.training.training_texts import CorpusError, Text
+from tests.worker.drafters.triforce.draft_parts import untrained
+
+pytestmark = pytest.mark.long
+
+SENTENCE = "the quick brown fox jumps over the lazy dog. "
+TEXTS = HeadRecipe(num_book_tokens=200, num_own_texts=4, num_prompt_tokens=16, num_own_tokens=60)
+FAST = DraftRecipe(25, window_length=64, num_warmup_steps=2, texts=TEXTS)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_fixed_threads: None) -> None:
+    torch.set_num_threads(1)
+
+
+def records(output: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (output / draft.FILES.log).read_text(encoding="utf-8").splitlines()]
+
+
+def command(model: Path, data: Path, output: Path) -> Result:
+    options = ["--model", str(model), "--data", str(data), "--output", str(output), "--steps", "2"]
+    return CliRunner().invoke(main, ["train", "draft", *options])
+
+
+def test_the_command_writes_a_model_that_runs_with_the_targets_tokenizer(
+    tiny_model: Path, books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = HeadRecipe(num_own_texts=2, num_prompt_tokens=510, num_own_tokens=20)
+    monkeypatch.setattr(recipes, "DRAFT_TEXTS", texts)
+    (books / "test.jsonl").unlink()
+    result = command(tiny_model, books, tmp_path / "draft")
+    assert result.exit_code == 0, result.output
+    assert "no *test*.jsonl" in result.output
+    target_files, files = locate_model(str(tiny_model)), locate_model(str(tmp_path / "draft"))
+    model = TargetModel.load(files, "bfloat16", "cpu")
+    token_ids = TextCodec(target_files).encode(SENTENCE)
+    assert TextCodec(files).encode(SENTENCE) == token_ids
+    assert (files.vocab_size, files.max_positions) == (target_files.vocab_size, 1024)
+    assert model.eos_token_ids == TargetModel.load(target_files, "bfloat16", "cpu").eos_token_ids
+    [outputs] = model.verify([chain_rows(model.new_cache(100), token_ids)])
+    assert outputs.logits.shape == (len(token_ids), target_files.vocab_size)
+    assert [record["step"] for record in records(tmp_path / "draft")[1:]] == [1, 2]
+    again = command(tiny_model, books, tmp_path / "draft")
+    assert "holds this training, finished; nothing to do" in again.output
+
+
+@pytest.mark.slow
+def test_training_makes_a_draft_model_that_agrees(tiny_model: Path, books: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    train_draft(str(tiny_model), books, tmp_path / "draft", FAST, said.append)
+    log = records(tmp_path / "draft")
+    losses = [record["loss"] for record in log if "loss" in record]
+    before, after = (
+        {record["texts"]: record["same"] for record in log if record.get("when") == when}
+        for when in ("before", "after")
+    )
+    assert len(losses) == 25
+    assert losses[-1] < losses[0] - 0.3
+    assert set(before) == set(after) == {"test books", *(f"own text, {name}" for name in OWN_SAMPLING)}
+    gains = {name: after["test books"][name] - before["test books"][name] for name in SAMPLING}
+    assert min(gains.values()) > 0.15  # the text says the same sentence again and again, the random target does not
+    assert any(line.startswith("after training, test books: the same token as the target for ") for line in said)
+
+
+@pytest.mark.slow
+def test_training_is_reproducible_and_the_seed_counts(tiny_model: Path, books: Path, tmp_path: Path) -> None:
+    (books / "test.jsonl").unlink()
+    short = dataclasses.replace(FAST, num_steps=3, num_step_windows=2)
+    for name, seed in (("one", 3), ("two", 3), ("other", 4)):
+        recipe = dataclasses.replace(short, seed=seed)
+        train_draft(str(tiny_model), books, tmp_path / name, recipe, lambda line: None)
+    one, two, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two", "other"))
+    assert one == two != other
+
+
+@torch.no_grad()
+def cost(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    return float(cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1)))
+
+
+def test_labels_are_what_the_target_expects_in_each_place(tiny_target: TargetModel) -> None:
+    model = untrained(tiny_target)
+    with torch.no_grad():
+        model.model.norm.weight *= 5  # both sure of what they say, so that labels of another place cost something else
+        tiny_target.model.lm_head.weight *= 5
+    windows = torch.randint(250, (2, 4), generator=torch.Generator().manual_seed(1))
+    expected = tiny_target.model(windows).logits.float().softmax(dim=-1)
+    torch.testing.assert_close(target_distributions(tiny_target, windows), expected, rtol=0.1, atol=0.02)
+    loss = distil(model, tiny_target, windows)
+    logits = model(windows).logits
+    assert loss == pytest.approx(cost(logits, expected), rel=0.003)
+    hard = torch.nn.functional.one_hot(windows.roll(-1, dims=1), expected.shape[-1]).float()
+    for other in (expected.roll(1, dims=1), expected.roll(-1, dims=1), hard):
+        assert abs(loss - cost(logits, other)) > 0.01 * loss
+
+
+def test_a_step_is_the_same_in_parts_and_the_target_stays_frozen(
+    tiny_target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = torch.randint(250, (4, 20), generator=torch.Generator().manual_seed(2))
+    before = {name: parameter.clone() for name, parameter in tiny_target.model.named_parameters()}
+    gradients, losses = [], []
+    for num_logits in (2**21, 1):
+        monkeypatch.setattr(draft, "NUM_LOGITS", num_logits)
+        model = untrained(tiny_target)
+        losses.append(distil(model, tiny_target, windows))
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert (gradients[0] - gradients[1]).norm() < 0.02 * gradients[0].norm()
+    assert all(torch.equal(p, before[name]) for name, p in tiny_target.model.named_parameters())
+
+
+def test_a_share_of_the_windows_is_the_targets_own_text(tiny_target: TargetModel, books: Path) -> None:
+    recipe = dataclasses.replace(FAST, own_share=0.25)
+    batch = draft.window_source(tiny_target, books, recipe)
+    windows = torch.cat([batch(step) for step in range(20)])
+    sentence = TextCodec(tiny_target.files).encode(SENTENCE * 3)
+    from_books = [
+        " ".join(map(str, window[NUM_SINKS:24])) in " ".join(map(str, sentence)) for window in windows.tolist()
+    ]
+    assert windows.shape == (80, 64)
+    assert sum(from_books) == 60
+
+
+def test_windows_lie_in_one_text_and_a_third_of_them_jump() -> None:
+    texts = [Text(list(range(1000))), Text(list(range(5000, 5100))), Text(list(range(7000, 7064)))]
+    windows = DraftWindows(texts).batch(np.random.default_rng(0), 3000, 64).numpy()
+    first = windows[:, 0]
+    assert windows.shape == (3000, 64)
+    assert all((windows // 1000 == first[:, None] // 1000).all(axis=1))
+    steps = np.diff(windows, axis=1)
+    begins = np.isin(first, [0, 5000, 7000]) & (windows[:, NUM_SINKS - 1] == first + NUM_SINKS - 1)
+    assert (np.delete(steps, NUM_SINKS - 1, axis=1) == 1).all()
+    jumped = steps[:, NUM_SINKS - 1] > 1
+    assert begins[jumped].all()
+    long = first < 1000
+    assert 0.28 < jumped[long].mean() < 0.38
+    assert (windows[jumped & long].max(), windows[long].min()) == (999, 0)
+    assert 0.8 < long.mean() < 0.9
+
+
+def test_bad_data_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    result = command(tiny_model, tmp_path, tmp_path / "draft")
+    assert result.exit_code != 0
+    assert "no file matches *train*.jsonl" in result.output
+    assert len(result.output.strip().splitlines()) == 1
+    (tmp_path / "train.jsonl").write_text(json.dumps({"text": SENTENCE}) + "\n", encoding="utf-8")
+    with pytest.raises(CorpusError, match=r"too short, the longest has \d+ tokens; expected 528 or more") as caught:
+        train_draft(str(tiny_model), tmp_path, tmp_path / "draft", draft_recipe(1, 0), lambda line: None)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "draft").exists()
+
+
+@pytest.mark.parametrize("of_own_texts", [False, True])
+def test_a_target_that_gives_nan_behind_some_tokens_is_no_teacher(
+    tiny_target: TargetModel, books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_own_texts: bool
+) -> None:
+    word = TextCodec(tiny_target.files).encode(SENTENCE)[3]
+    tiny_target.model.get_input_embeddings().weight.data[word] = torch.nan
+    spoiled = tmp_path / "spoiled"
+    shutil.copytree(tiny_target.files.path, spoiled)
+    tiny_target.model.save_pretrained(spoiled)
+    if not of_own_texts:
+        monkeypatch.setattr(draft, "learned_texts", lambda target, texts, recipe: texts)
+        monkeypatch.setattr(draft, "held_out_texts", lambda *_: {})
+    words = (
+        "the model's logits for position .* are not finite" if of_own_texts else "the loss of training step 1 is nan"
+    )
+    with pytest.raises(ModelError, match=words):
+        train_draft(str(spoiled), books, tmp_path / "draft", FAST, lambda line: None)
+    assert not (tmp_path / "draft/model.safetensors").exists()
+
+
+def test_the_target_is_never_written_over(tiny_model: Path, books: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()}
+    with pytest.raises(ModelError, match="holds the target model itself; give another folder"):
+        train_draft(str(tiny_model), books, tiny_model / ".." / tiny_model.name, FAST, lambda line: None)
+    assert {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()} == before

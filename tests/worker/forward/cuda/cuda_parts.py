@@ -1,0 +1,168 @@
+"""A target whose forwards and draws are a GPU's, on a CPU: kernels in the interpreter, graphs that are checked."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from swiftbatch.jobs.run.compute_options import AttentionName, KVDtype, LinearName
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards, OffloadedForwards
+from swiftbatch.worker.forward.cuda.cuda_loading import cuda_cache_shape
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import tree_rows
+from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.host_copies import HostStream
+from swiftbatch.worker.kv.kv_capacity import PoolSize, WindowPages, pages_of
+from swiftbatch.worker.kv.kv_offload import OffloadedArena, OffloadedSlotCache, Streams
+from swiftbatch.worker.kv.paged_arena import KVArena, PagedArena, SlotLease
+from swiftbatch.worker.kv.recurrent_arena import StateArena
+from swiftbatch.worker.kv.sliding_window_arena import WindowArena
+from swiftbatch.worker.model.decoder_loading import dense_weights
+from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from tests.worker.forward.cuda.checked_graph import CheckedGraph
+from tests.worker.kernels.kernel_parts import path_to, random_tree
+from tests.worker.kv.lazy_stream import LazyStream
+from tests.worker.kv.window_parts import spoil_free_pages
+from tests.worker.model.test_kinds_engines import decode
+
+CPU = torch.device("cpu")
+NUM_SPLITS = 3
+PAGE = 64  # positions
+
+
+def leave_unwritten(rows: torch.Tensor) -> None:
+    """Fill rows with NaN, those of codes with ones: their scales are then NaN."""
+    if rows.is_floating_point():
+        rows.fill_(torch.nan)
+    else:
+        rows.view(torch.int8).fill_(-1)
+
+
+def arena_of(
+    shape: CacheShape,
+    num_slots: int,
+    longest_job: int,
+    attention: AttentionName,
+    num_pages: int | None,
+    windows: WindowPages | None = None,
+) -> KVArena:
+    """Slots for flash-attn, which has no pages; else small pages in any order, so that jobs have several."""
+    if attention == "flash":
+        return KVArena(shape, num_slots, longest_job)
+    num_pages = num_pages or num_slots * pages_of(longest_job + PAGE, PAGE)
+    if windows is not None:
+        return window_arena_of(shape, num_slots, longest_job, num_pages, windows)
+    paged = PagedArena if shape.recurrent is None else StateArena
+    arena = paged(shape, num_slots, longest_job, PoolSize(num_pages, PAGE))
+    if arena.states is not None:
+        leave_unwritten(arena.states.states)
+        leave_unwritten(arena.states.steps)
+    random.Random(num_pages).shuffle(arena.pool._free)
+    return arena
+
+
+def window_arena_of(
+    shape: CacheShape, num_slots: int, longest_job: int, num_pages: int, windows: WindowPages
+) -> WindowArena:
+    """The same with a pool for layers with a window, where a page that is nobody's is full of NaN."""
+    arena = WindowArena(shape, num_slots, longest_job, PoolSize(num_pages, PAGE, windows))
+    spoil_free_pages(arena)
+    for pool in (arena.pool, arena.windowed.pool):
+        random.Random(num_pages).shuffle(pool._free)
+    return arena
+
+
+def cuda_target(
+    files: ModelFiles,
+    dtype: torch.dtype,
+    num_slots: int = 2,
+    longest_job: int = 200,
+    linear: LinearName = "triton",
+    attention: AttentionName = "triton",
+    kv_dtype: KVDtype | None = None,
+    num_pages: int | None = None,
+    num_rows: int = NUM_ROWS,
+    windows: WindowPages | None = None,
+) -> TargetModel:
+    """Caches are full of NaN where nothing was written. `num_pages` None: as many as all slots may have.
+
+    With `windows` layers that have one forget, in pages of their own.
+    """
+    weights = dense_weights(files, dtype)
+    assert weights is not None
+    shape = cuda_cache_shape(weights, CPU, kv_dtype, windows is not None)
+    arena = arena_of(shape, num_slots, longest_job, attention, num_pages, windows)
+    leave_unwritten(arena.buffer)
+    stacked = stacked_weights(weights, CPU)
+    kernels = CudaKernels(attention, linear, num_rows)
+    forwards = CudaForwards(stacked, arena, frozenset(), NUM_SPLITS, kernels, capture=CheckedGraph)
+    return TargetModel(forwards, files)
+
+
+class UnwrittenRows(OffloadedArena):
+    """Caches are full of NaN where nothing was written, on the host as well."""
+
+    def _cache(self, lease: SlotLease, max_length: int) -> OffloadedSlotCache:
+        cache = super()._cache(lease, max_length)
+        leave_unwritten(cache._rows)
+        return cache
+
+
+def offloaded_target(
+    files: ModelFiles,
+    dtype: torch.dtype,
+    num_slots: int = 2,
+    longest_job: int = 200,
+    linear: LinearName = "triton",
+    attention: AttentionName = "triton",
+    kv_dtype: KVDtype | None = None,
+) -> TargetModel:
+    """Make a `cuda_target` with caches outside the device, whose copies come as late as they may."""
+    weights = dense_weights(files, dtype)
+    assert weights is not None
+    streams = Streams(HostStream(), LazyStream(), LazyStream())
+    arena = UnwrittenRows(cuda_cache_shape(weights, CPU, kv_dtype), num_slots, longest_job, streams)
+    leave_unwritten(arena.buffer)
+    stacked = stacked_weights(weights, CPU)
+    kernels = CudaKernels(attention, linear)
+    forwards = OffloadedForwards(stacked, arena, frozenset(), NUM_SPLITS, kernels, capture=CheckedGraph)
+    return TargetModel(forwards, files)
+
+
+def check_rows_of_two_trees(target: TargetModel, num_nodes: int, *texts: list[int]) -> None:
+    """Rows of trees behind texts, which are read one after the other, have the bits of plain decoding."""
+    forwards, numbers = target.forwards, random.Random(4)
+    caches = [forwards.arena.new_cache(100) for _ in range(2)]  # type: ignore[union-attr]
+    for cache in caches:
+        for text in texts:
+            forwards.read(cache, text)
+    length = caches[1].length
+    trees = [random_tree(numbers, num_nodes, length, 64) for _ in caches]
+    _, logits = forwards.run([tree_rows(*each) for each in zip(caches, (5, 6), trees, strict=True)])
+    logits = logits.clone()
+    for node in range(len(trees[0].parents)):
+        for token_id in (5, *(trees[0].token_ids[each] for each in path_to(trees[0], node))):
+            _, alone = forwards.run([tree_rows(caches[1], token_id, DraftTree())])
+            caches[1].advance(1)
+        assert torch.equal(alone[0], logits[1 + node])
+        caches[1].roll_back(length)
+
+
+def check_drafts_beside_a_resumed_job(target: TargetModel, num_tokens: int) -> None:
+    """Two jobs, one of which goes on behind its first tokens, have the tokens of plain decoding."""
+    params = SamplingParams(max_tokens=num_tokens, seed=3, ignore_eos=True)
+
+    def sequences() -> list[Sequence]:
+        return [Sequence(f"s{each}", [each, 5, 7, 5], params, target.vocab_size) for each in (3, 4)]
+
+    plain = [decode(target, "autoregressive", [text])[0] for text in sequences()]
+    fresh, resumed = sequences()
+    resumed.extend(plain[1][:2])
+    assert decode(target, "token-recycling", [fresh, resumed]) == plain

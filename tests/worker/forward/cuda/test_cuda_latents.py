@@ -1,0 +1,134 @@
+"""Models with latent attention through a GPU's forwards: the texts of transformers, rows whose bits are their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.exactness.transformers_agreement import compare
+from swiftbatch.worker.forward.cuda.cuda_loading import load_cuda_forwards
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS
+from swiftbatch.worker.kernels.quantized_weights import PackedMatrix
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted, splits_of
+from swiftbatch.worker.kv.model_sizes import read_sizes
+from swiftbatch.worker.model.decoder_loading import dense_weights
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.session import session as worker_session
+from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.forward.cuda.cuda_parts import (
+    check_drafts_beside_a_resumed_job,
+    check_rows_of_two_trees,
+    cuda_target,
+    offloaded_target,
+)
+from tests.worker.forward.cuda.test_pages_of_a_gpu import alone_on_a_cpu, check_jobs_that_outgrow_pages
+from tests.worker.kv.memory.test_packed_sizes import loaded_bytes
+from tests.worker.model.expert_configs import write_experts
+from tests.worker.model.formats.examples import fp8
+from tests.worker.model.formats.test_native_experts import stored
+from tests.worker.model.formats.twins import make_twins
+from tests.worker.model.latent_configs import WITH_LATENTS
+from tests.worker.session.recurrent_parts import save_recurrent_model
+
+pytestmark = pytest.mark.long
+
+CPU = torch.device("cpu")
+TRIED = "DeepSeek R1"  # the others differ from it in data, and one in queries that are of no vector
+TEXT = [7 * each % 64 for each in range(70)]
+
+
+def files_of(name: str, folder: Path) -> ModelFiles:
+    write_experts(WITH_LATENTS[name], folder)
+    return locate_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows"), [(TRIED, 40), *(pytest.param(name, 200, marks=pytest.mark.slow) for name in WITH_LATENTS)]
+)
+def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: Path) -> None:
+    target = cuda_target(files_of(name, tmp_path), torch.float32, 1, 250, "cublas")
+    found = compare(target, num_rows)
+    assert found.agrees, found
+    assert found.num_same_choices == found.num_rows == num_rows
+
+
+def read(target: TargetModel, num_left: int = 0) -> torch.Tensor:
+    """The logits behind a text, and the same once its cache was emptied and got so many positions back."""
+    cache, logits = target.new_cache(100), []
+    for start in (0, num_left):
+        left = TEXT[start:]
+        while left:
+            hidden = target.read(cache, left).clone()
+            left = left[len(hidden) :]
+        logits.append(target.logits(hidden[-1:]))
+        kept = cache.kv(0, num_left).copy()
+        cache.clear()
+        cache.roll_back(0)
+        cache.load(kept)
+    assert torch.equal(*logits)
+    return logits[0]
+
+
+# one whose caches lie elsewhere is compared with one whose caches lie there, which goes on as well
+@pytest.mark.parametrize("place", [pytest.param(cuda_target, marks=pytest.mark.slow), offloaded_target])
+def test_a_text_goes_on_from_a_checkpoint_with_the_same_bits(place: Callable[..., TargetModel], tmp_path: Path) -> None:
+    files = files_of("DeepSeek V2 Lite", tmp_path)
+    target = place(files, torch.float32, 1, linear="cublas")
+    assert torch.equal(read(target, 66), read(cuda_target(files, torch.float32, 1, linear="cublas")))
+    assert target.cache_shape.bytes_per_position() == 2 * (64 + 32) * 4
+
+
+@pytest.mark.parametrize("name", [TRIED, pytest.param("DeepSeek V2 Lite", marks=pytest.mark.slow)])
+def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: Path) -> None:
+    check_rows_of_two_trees(cuda_target(files_of(name, tmp_path), torch.bfloat16), 4, TEXT[:64], TEXT[64:68])
+
+
+@pytest.mark.slow  # rows of trees have those bits, as the test above says
+def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(tmp_path: Path) -> None:
+    target = cuda_target(files_of("GLM 4.7 Flash", tmp_path), torch.float32, linear="cublas")
+    check_drafts_beside_a_resumed_job(target, 3)
+
+
+def test_blocks_of_fp8_stay_packed_take_what_the_plan_counts_and_give_their_twin_s_logits(tmp_path: Path) -> None:
+    logits = []
+    for folder in make_twins(fp8([128, 128]), tmp_path, *stored(TRIED, tmp_path / "plain")):
+        files = locate_model(str(folder))
+        weights, sizes = dense_weights(files, torch.bfloat16), read_sizes(files, "bfloat16")
+        assert weights is not None
+        assert sizes is not None
+        stacked = stacked_weights(weights, CPU)
+        assert sizes.weight_bytes == loaded_bytes(stacked)
+        is_packed = [isinstance(each.weight, PackedMatrix) for layer in stacked.layers for each in layer.products]
+        assert all(is_packed) == any(is_packed) == (not logits)
+        target = cuda_target(files, torch.bfloat16, num_slots=1)
+        logits.append(target.logits(target.read(target.new_cache(100), TEXT[:5])))
+    assert torch.equal(*logits)
+
+
+def test_a_plan_counts_one_vector_a_position_and_a_program_of_attention_for_each_multiprocessor(tmp_path: Path) -> None:
+    sizes = read_sizes(files_of(TRIED, tmp_path), "bfloat16")
+    assert sizes is not None
+    assert sizes.bytes_per_position == sizes.kept_bytes_per_position == 2 * (64 + 32) * 2
+    assert splits_of(132, sizes) == 132
+
+
+def test_latent_vectors_have_no_codes_of_8_bits_on_a_gpu_either(tmp_path: Path) -> None:
+    wanted = SlotsWanted(longest_job=100)
+    with pytest.raises(ModelError, match="hold a latent vector per position"):
+        load_cuda_forwards(files_of(TRIED, tmp_path), torch.bfloat16, CPU, wanted, frozenset(), DEFAULT_KERNELS, "int8")
+
+
+@pytest.mark.slow
+def test_jobs_that_outgrow_the_pages_and_come_back_have_the_tokens_of_plain_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_session, "step_costs_of", lambda target: free_rows)
+    model = save_recurrent_model(tmp_path / "model", "glm4_moe_lite")
+    expected = alone_on_a_cpu(tmp_path / "alone", model)
+    check_jobs_that_outgrow_pages(tmp_path / "paged", model, expected, "token-recycling", monkeypatch)

@@ -1,0 +1,108 @@
+"""The state that a GPU's drawing keeps of sequences between steps."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.sampling.cuda import sampling_graphs
+from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
+from swiftbatch.worker.sampling.cuda.sampling_graphs import TopTokensSampling
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sampler import TorchBatchSampler
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.token_masks import allows, mask_of
+from tests.worker.forward.cuda.checked_graph import CheckedGraph
+
+PENALISED = SamplingParams(
+    max_tokens=9, seed=0, temperature=0.0, repetition_penalty=2.0, penalty_window=5, ignore_eos=True
+)
+
+
+def test_forks_of_one_sequence_that_draw_together_all_know_its_newest_tokens() -> None:
+    drawing = CudaBatchSampler(20, torch.device("cpu"), CheckedGraph)
+    sequence = Sequence("a", [1, 2, 3], PENALISED, 20)
+    logits = torch.zeros(1, 20)
+    logits[0, 7], logits[0, 8] = 1.0, 0.9
+    sampler = drawing.sampler(sequence)
+    assert drawing.walks([sampler], [DraftTree()], [logits])[0].drawn == [7]
+    sequence.extend([7])
+    forks = [sampler.fork(sequence.fork()) for _ in range(2)]
+    assert [walk.drawn for walk in drawing.walks(forks, [DraftTree()] * 2, [logits] * 2)] == [[8], [8]]
+
+
+def test_where_nothing_can_be_drawn_a_walk_says_so() -> None:
+    """Drawings elsewhere say so, too: a draft model's NaN is theirs to pass over."""
+    drawing = CudaBatchSampler(20, torch.device("cpu"), CheckedGraph)
+    sampler = drawing.sampler(Sequence("a", [1, 2, 3], PENALISED, 20))
+    [walk] = drawing.walks([sampler], [DraftTree()], [torch.full((1, 20), float("nan"))])
+    assert (walk.drawn, walk.failed_row) == ([], 0)
+
+
+def test_whoever_draws_a_sequence_shares_its_counts_until_nobody_does() -> None:
+    """Engine and drafter both do, from one drawing: a place for each of them would halve the jobs that there may be."""
+    drawing = CudaBatchSampler(20, torch.device("cpu"), CheckedGraph)
+    num_free = len(drawing._free)
+    sequence, other = (Sequence(name, [1, 2, 3], PENALISED, 20) for name in "ab")
+    samplers = [drawing.sampler(sequence), drawing.sampler(sequence), drawing.sampler(other)]
+    assert len({sampler.counts.slot for sampler in samplers}) == 2
+    logits = torch.zeros(1, 20)
+    logits[0, 7], logits[0, 8] = 2.0, 1.5
+    drawn = []
+    for number in (0, 1, 0):
+        [walk] = drawing.walks([samplers[number]], [DraftTree()], [logits])
+        drawn += walk.drawn
+        sequence.extend(walk.drawn)
+    assert drawn == [7, 8, 7]  # what was drawn is penalised, whoever draws next: 2 and 1.5 become 1 and 0.75
+    samplers.pop(0)
+    assert len(drawing._free) == num_free - 2
+    samplers.clear()
+    assert len(drawing._free) == num_free
+
+
+def test_each_row_of_a_tree_is_drawn_from_what_may_come_there() -> None:
+    """A sequence that anything may come in shares the step, and steps follow it."""
+    drawing, chance = CudaBatchSampler(40, torch.device("cpu"), CheckedGraph), random.Random(3)
+    params = SamplingParams(max_tokens=60, seed=5, frequency_penalty=0.5, ignore_eos=True)
+    sequences = [Sequence(name, [1, 2, 3], params, 40) for name in "ab"]
+    samplers = [drawing.sampler(sequence) for sequence in sequences]
+    tree = DraftTree([4, 5, 6, 7], [-1, 0, 0, 2])
+    for _ in range(4):
+        logits = [torch.randn(rows, 40, generator=torch.Generator().manual_seed(rows)) for rows in (5, 1)]
+        words = np.stack([mask_of(tuple({4, 6, 7, *chance.sample(range(40), 3)}), 40) for _ in range(5)])
+        walks = drawing.walks(samplers, [tree, DraftTree()], logits, False, [words, None])
+        plain = TorchBatchSampler(40, torch.device("cpu"))
+        twins = [plain.sampler(sequence) for sequence in sequences]
+        assert walks == plain.walks(twins, [tree, DraftTree()], logits, False, [words, None])
+        rows = [0, *(node + 1 for node in walks[0].path)]
+        assert all(allows(words[row], token_id) for row, token_id in zip(rows, walks[0].drawn, strict=True))
+        for sequence, walk in zip(sequences, walks, strict=True):
+            sequence.extend(walk.drawn)
+
+
+def test_rows_whose_cut_lies_below_the_listed_tokens_are_drawn_by_a_sort_and_counts_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sampling_graphs, "TopTokensSampling", functools.partial(TopTokensSampling, num_listed=16))
+    drawing, plain = (
+        CudaBatchSampler(300, torch.device("cpu"), CheckedGraph),
+        TorchBatchSampler(300, torch.device("cpu")),
+    )
+    filters = ({"top_k": 5}, {"top_k": 90}, {"top_p": 0.999})
+    params = [SamplingParams(max_tokens=9, seed=3, frequency_penalty=0.5, **one) for one in filters]
+    sequences = [Sequence(str(number), [1, 2], each, 300) for number, each in enumerate(params)]
+    samplers, twins = ([one.sampler(each) for each in sequences] for one in (drawing, plain))
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(4):
+        logits = [torch.randn(1, 300, generator=generator) for _ in sequences]
+        walks = drawing.walks(samplers, [DraftTree()] * 3, logits)
+        assert walks == plain.walks(twins, [DraftTree()] * 3, logits)
+        for sequence, walk in zip(sequences, walks, strict=True):
+            sequence.extend(walk.drawn)
+    graphs = (drawing._graphs._quick, drawing._graphs._sorted)
+    assert [graph.num_replays for graph in graphs if isinstance(graph, CheckedGraph)] == [4, 4]

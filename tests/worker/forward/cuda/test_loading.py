@@ -1,0 +1,142 @@
+"""Models that come onto a GPU with kernels of ours."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.sizing import MODELS, WINDOWED
+from swiftbatch.worker.forward.cuda import cuda_loading as loading
+from swiftbatch.worker.forward.cuda.cuda_forwards import OffloadedForwards
+from swiftbatch.worker.forward.cuda.cuda_loading import planned_forwards
+from swiftbatch.worker.forward.forward_backend import load_forwards
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels, triton_version
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, MemoryPlan, SlotsWanted, plan_memory
+from swiftbatch.worker.kv.host_copies import computing_stream
+from swiftbatch.worker.kv.kv_capacity import KVRoom, held_in_windows
+from swiftbatch.worker.kv.kv_offload import Streams
+from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from tests.worker.kernels.cuda import flash_stub
+from tests.worker.kv.lazy_stream import LazyStream
+
+
+@pytest.fixture
+def files(one_layer_model: Path, monkeypatch: pytest.MonkeyPatch) -> ModelFiles:
+    flash_stub.install(monkeypatch)
+    return locate_model(str(one_layer_model))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "words"),
+    [
+        (CudaKernels(linear="triton"), "12 splits, triton"),
+        (CudaKernels("flash", "triton"), "flash 2.8.3 prefixes in splits of 256, triton"),
+    ],
+)
+def test_a_gpu_runs_the_kernels_that_the_run_chose(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch, kernels: CudaKernels, words: str
+) -> None:
+    planned: list[GPUMemory] = []
+
+    def plan(sizes: ModelSizes, gpu: GPUMemory, *_: object) -> MemoryPlan:
+        planned.append(gpu)
+        return plan_memory(sizes, gpu, 64, 1)
+
+    processors = SimpleNamespace(multi_processor_count=6)  # 4 programs each for 2 KV heads: 12 splits
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(loading, "CudaLane", lambda device: None)
+    monkeypatch.setattr(loading, "Staging", lambda *args: None)
+    monkeypatch.setattr(loading, "hold_gemms_steady", lambda: None)
+    monkeypatch.setattr(loading, "PLANS", {"triton": plan, "flash": plan})
+    forwards = load_forwards(files, torch.bfloat16, torch.device("cpu"), SlotsWanted(64), kernels)
+    assert forwards.numerics.endswith(f", triton {triton_version()}, triton kernels 1, {words}")
+    assert ", workspaces :4096:8, " in forwards.numerics
+    assert planned[0].attention == kernels.attention
+
+
+def test_a_model_of_more_heads_than_the_kernels_take_is_left_to_others(one_layer_model: Path, tmp_path: Path) -> None:
+    config = LlamaConfig.from_pretrained(one_layer_model)
+    config.update({"num_attention_heads": 32, "num_key_value_heads": 1})
+    folder = shutil.copytree(one_layer_model, tmp_path / "many-heads")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    files = locate_model(str(folder))
+    sizes = read_sizes(files, "float32")
+    assert sizes is not None
+    plan = plan_memory(sizes, GPUMemory(10**9, 3), 64, 1)
+    assert planned_forwards(files, torch.float32, torch.device("cpu"), plan, 3, frozenset(), None) is None
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_dense_model_has_the_slots_of_its_plan_wherever_its_caches_lie(
+    one_layer_model: Path, is_offloaded: bool
+) -> None:
+    files, device = locate_model(str(one_layer_model)), torch.device("cpu")
+    sizes = read_sizes(files, "float32")
+    assert sizes is not None
+    plan = plan_memory(sizes, GPUMemory(10**9, 3), 64, 3)
+    copies = Streams(computing_stream(device), LazyStream(), LazyStream()) if is_offloaded else None
+    forwards = planned_forwards(files, torch.float32, device, plan, 3, frozenset(), copies)
+    assert isinstance(forwards, OffloadedForwards) == is_offloaded
+    assert forwards is not None
+    assert forwards.arena.num_slots == 3
+    assert forwards.arena.longest_job >= 64
+
+
+@pytest.mark.parametrize(("kv_offload", "host_bytes"), [(None, None), ("/anywhere", 10**9)])
+def test_a_gpu_s_caches_have_the_free_memory_of_the_host_where_they_lie_there(
+    one_layer_model: Path, monkeypatch: pytest.MonkeyPatch, kv_offload: str | None, host_bytes: int | None
+) -> None:
+    class LoadingError(Exception):
+        pass
+
+    def load_forwards(*arguments: object) -> None:
+        raise LoadingError(arguments[3])
+
+    monkeypatch.setattr("swiftbatch.worker.forward.target_model.resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("swiftbatch.worker.forward.target_model.load_forwards", load_forwards)
+    monkeypatch.setattr(KVRoom, "free_bytes", lambda _: 1e9)
+    with pytest.raises(LoadingError) as told:
+        TargetModel.load(locate_model(str(one_layer_model)), "float32", "cuda", kv_offload, SlotsWanted(64))
+    assert told.value.args == (SlotsWanted(64, host_bytes=host_bytes),)
+
+
+@pytest.mark.parametrize(
+    ("free", "found", "seconds"),
+    [([98], 98, 0.0), ([10, 40, 70, 90], 90, 2.3), ([50, 45], 45, 2.0), (range(10, 1000), 310, 30.0)],
+    ids=["an empty GPU", "one whose worker was killed", "one that another worker fills", "one that never settles"],
+)
+def test_memory_is_planned_for_once_a_killed_worker_has_given_it_back(
+    monkeypatch: pytest.MonkeyPatch, free: Iterable[int], found: int, seconds: float
+) -> None:
+    left, now, answer = iter(free), [0.0], [0]
+
+    def mem_get_info(device: object) -> tuple[int, int]:
+        answer[0] = next(left, answer[0])
+        return answer[0], 100 if max(free) <= 100 else 10_000
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(loading.time, "monotonic", lambda: round(now[0], 1))
+    monkeypatch.setattr(loading.time, "sleep", lambda wait: now.__setitem__(0, now[0] + wait))
+    assert loading.settled_free_bytes(torch.device("cuda")) == found
+    assert round(now[0], 1) == seconds
+
+
+def test_layers_with_a_window_forget_where_nobody_reads_what_they_forget_and_caches_lie_in_pages() -> None:
+    sizes, kernels = WINDOWED["gpt-oss-20b"], CudaKernels()
+    wanted = SlotsWanted(1000, num_unwritten=512)
+    assert loading._held(sizes, wanted, kernels) == held_in_windows(sizes.windows, 512) is not None
+    for other in (SlotsWanted(1000), replace(wanted, partial_budget=64), replace(wanted, host_bytes=10**9)):
+        assert loading._held(sizes, other, kernels) is None
+    assert loading._held(sizes, wanted, CudaKernels("flash")) is None
+    assert loading._held(MODELS["Llama 3.1 8B"], wanted, kernels) is None

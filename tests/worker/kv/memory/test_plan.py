@@ -1,0 +1,225 @@
+"""A GPU is shared out before anything is allocated: what fits is told, what does not is refused with the numbers."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.sizing import MODELS, gpu_memory
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS
+from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
+from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, MOST_SLOTS, NUM_ROWS
+from swiftbatch.worker.kernels.quantized_weights import Code
+from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.gpu_memory_plan import (
+    DraftMemory,
+    GPUMemory,
+    draft_model_memory,
+    one_slot,
+    plan_memory,
+    slot_capacity,
+)
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
+from swiftbatch.worker.kv.model_sizes import ModelSizes, PackedPart, read_sizes, sizes_of
+from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.sparse_cache import SummaryKVCache, summary_positions
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.sampling.sequence import Sequence
+from tests import ROOT
+from tests.worker.kernels.kernel_parts import Shape
+from tests.worker.kernels.packed_parts import packed_weights
+
+LLAMA, QWEN = MODELS["Llama 3.1 8B"], MODELS["Qwen2.5 32B"]
+A100 = gpu_memory(GPUS["A100 80 GB"], GPU_BYTES - CONTEXT_BYTES)
+H100 = gpu_memory(GPUS["H100 80 GB"], GPU_BYTES - CONTEXT_BYTES)
+LONGEST = 102_400 - MAX_TREE_NODES  # a capacity of 102,400
+BUDGET = 2048  # of the summary cache
+
+
+def parameters(
+    layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int, has_bias: bool
+) -> int:
+    """Count the parameters of an untied decoder with heads of 128, by hand."""
+    query, key = heads * 128, kv_heads * 128
+    attention = 2 * query * hidden + 2 * key * hidden + (query + 2 * key if has_bias else 0)
+    return layers * (attention + 3 * hidden * intermediate + 2 * hidden) + hidden + 2 * vocab * hidden
+
+
+def test_the_two_models_have_the_sizes_that_follow_from_their_configs() -> None:
+    assert LLAMA.num_parameters == parameters(32, 4096, 32, 8, 14336, 128_256, has_bias=False)
+    assert QWEN.num_parameters == parameters(64, 5120, 40, 8, 27648, 152_064, has_bias=True)
+    assert LLAMA.bytes_per_position == 2 * 32 * 8 * 128 * 2
+    assert QWEN.bytes_per_position == 2 * 64 * 8 * 128 * 2
+    assert (LLAMA.hidden, LLAMA.intermediate, QWEN.hidden, QWEN.intermediate) == (4096, 14336, 5120, 27648)
+
+
+def test_four_slots_of_100k_take_what_they_take_by_hand() -> None:
+    """Weights 16.1, keys and values 4 x 102,400 x 131,072 bytes = 53.7, drafts 4.7, the rest 1.0: 75.4 of 83.4 GB."""
+    drafts = DraftMemory(slot_bytes=summary_positions(BUDGET, LONGEST) * LLAMA.bytes_per_position)
+    plan = plan_memory(LLAMA, A100, LONGEST, 4, drafts)
+    assert plan.capacity == 102_400
+    rows = {name: num_bytes / 1e9 for name, num_bytes in plan.rows()}
+    assert rows["weights"] == pytest.approx(16.06, abs=0.01)
+    assert rows["keys and values, 4 x 102,400 positions"] == pytest.approx(53.69, abs=0.01)
+    assert rows["drafts"] == pytest.approx(4.7, abs=0.1)
+    assert plan.scratch_bytes == 54 * 64 * 32 * 129 * 4
+    assert rows["scratch of attention"] == pytest.approx(0.057, abs=0.001)
+    assert rows["activations and logits"] == pytest.approx(64 * 128_256 * 60 / 1e9 + 0.009, abs=0.001)
+    assert rows["in all"] == pytest.approx(75.4, abs=0.1)
+    assert rows["in all"] == pytest.approx(sum(list(rows.values())[:6]))
+    assert plan_memory(LLAMA, A100, LONGEST, None, drafts).num_slots == 4
+
+
+@pytest.mark.parametrize("num_slots", [1, 4, 32])
+@pytest.mark.parametrize("heads_per_kv", [1, 3, 4, 16])
+def test_flash_attn_s_partial_results_have_room_for_every_group_s_whole_tile(num_slots: int, heads_per_kv: int) -> None:
+    sizes = replace(LLAMA, num_kv_heads=2, num_heads=2 * heads_per_kv)
+    plan = plan_memory(sizes, replace(A100, attention="flash"), 1000, num_slots)
+    layout = TableLayout(num_slots, plan.capacity, NUM_ROWS // heads_per_kv, 1000, 9)
+    num_places = layout.num_groups * layout.rows_per_group
+    planned = dict(plan.rows())["scratch of attention"]
+    assert planned >= 54 * num_places * sizes.num_heads * (128 + 1) * 4
+    plain = plan_memory(sizes, A100, 1000, num_slots)
+    assert plan.used_bytes - plain.used_bytes == planned - plain.scratch_bytes < 2 * num_slots * 54 * 64 * 2 * 129 * 4
+
+
+def test_as_many_slots_as_fit_are_used_and_not_one_more() -> None:
+    for sizes, gpu, length in ((LLAMA, A100, 100_000), (LLAMA, H100, 32_768), (QWEN, A100, 32_768)):
+        plan = plan_memory(sizes, gpu, length)
+        assert plan.used_bytes <= plan.free_bytes < plan.used_bytes + plan.slot_bytes
+        assert plan.num_slots == plan.num_fitting
+
+
+def test_however_short_the_jobs_there_are_no_more_slots_than_gain() -> None:
+    plan = plan_memory(LLAMA, A100, 1000)
+    assert plan.num_slots == MOST_SLOTS < plan.num_fitting
+
+
+def test_a_job_that_has_no_room_is_refused_with_the_numbers_and_what_to_do() -> None:
+    with pytest.raises(KVRoomError) as caught:
+        plan_memory(QWEN, A100, 100_000)
+    assert str(caught.value) == (
+        "the longest job, 100,000 positions, has no room on the GPU: weights 65.5, its keys and values 26.3, its "
+        "drafts 0.0 and work space 1.1 need 92.9 GB, 83.4 GB are free; use fewer max_tokens, --kv-offload with a "
+        "folder, or a GPU with more memory"
+    )
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
+    with pytest.raises(KVRoomError, match=r"weights 65\.5, .* 24\.0 GB are free"):
+        plan_memory(QWEN, replace(A100, free_bytes=24 * 10**9), 1000)
+
+
+def test_trained_parts_come_once_and_what_drafts_keep_with_every_slot() -> None:
+    plain, parts, kept = (
+        plan_memory(LLAMA, A100, 100_000, 3, drafts)
+        for drafts in (DraftMemory(), DraftMemory(part_bytes=10**9), DraftMemory(slot_bytes=10**9))
+    )
+    assert parts.used_bytes - plain.used_bytes == 10**9
+    assert kept.used_bytes - plain.used_bytes == 3 * 10**9
+    large = DraftMemory(part_bytes=4 * plain.slot_bytes)
+    assert plan_memory(LLAMA, A100, 100_000, None, large).num_slots == plain.num_fitting - 4
+    with pytest.raises(KVRoomError, match=r"its drafts 70\.0 and work space"):
+        plan_memory(LLAMA, A100, 100_000, None, DraftMemory(part_bytes=7 * 10**10))
+
+
+def test_a_draft_model_comes_once_and_its_slots_with_every_slot_and_one_more() -> None:
+    small = replace(LLAMA, num_parameters=10**8, bytes_per_position=24_576, num_heads=12, num_kv_heads=12, head_dim=64)
+    small = replace(small, hidden=768, intermediate=2048)
+    drafts = draft_model_memory(small, 592)
+    assert drafts.slot_bytes == slot_capacity(592) * 24_576
+    scratch, rows = 12 * 64 * 12 * 65 * 4, 64 * ((4 * 768 + 5 * 768 + 3 * 2048) * 2 + 128_256 * 4)
+    assert drafts.part_bytes == 2 * 10**8 + scratch + rows + drafts.slot_bytes
+
+
+def test_slots_that_do_not_all_fit_are_refused_with_the_number_that_does() -> None:
+    with pytest.raises(
+        KVRoomError, match=r"^--slots 8: with jobs of 100,000 positions that needs .* use --slots 5, or"
+    ):
+        plan_memory(LLAMA, A100, 100_000, 8)
+    assert plan_memory(LLAMA, A100, 100_000, 5).num_slots == 5
+
+
+@pytest.mark.parametrize("max_length", [1, 64, 65, 1000, 100_000])
+def test_a_slot_has_room_for_a_job_and_its_tree_in_whole_blocks(max_length: int) -> None:
+    capacity = slot_capacity(max_length)
+    assert capacity % BLOCK == 0
+    assert 0 <= capacity - max_length - MAX_TREE_NODES < BLOCK
+
+
+def test_an_arena_takes_what_the_plan_says() -> None:
+    shape = CacheShape(4, 2, 32, torch.bfloat16, torch.device("meta"))
+    sizes = ModelSizes(0, shape.bytes_per_position(), 4, 2, 32, 64, 128, 100, 2)
+    plan = plan_memory(sizes, GPUMemory(10**9, 8), 1000, 3)
+    arena = KVArena(shape, plan.num_slots, plan.longest_job)
+    assert arena.buffer.nbytes == plan.num_slots * plan.slot_bytes
+    assert arena.capacity == plan.capacity
+
+
+@pytest.mark.parametrize("max_length", [1000, 4000, 20_000, 100_000])
+def test_a_summary_cache_takes_what_the_plan_counts_for_it(max_length: int) -> None:
+    shape = CacheShape(2, 2, 64, torch.bfloat16, torch.device("meta"))
+    sequence = Sequence("a", [0], SamplingParams(max_tokens=max_length - 1), 1)
+    cache = SummaryKVCache(shape, BUDGET, sequence)
+    buffers = (cache._buffer, cache._mean_keys._means, cache._mean_values._means)
+    expected = summary_positions(BUDGET, sequence.max_length) * shape.bytes_per_position()
+    assert sum(buffer.nbytes for buffer in buffers) == expected
+
+
+def test_what_is_read_from_a_folder_is_what_is_loaded(tiny_model: Path) -> None:
+    for model in ("embedded", str(tiny_model)):
+        files = locate_model(model)
+        target = TargetModel.load(files, "float32", "cpu")
+        sizes = read_sizes(files, "float32")
+        assert sizes is not None
+        parts = {each.data_ptr(): each.nbytes for each in target.model.parameters()}  # a tied head once
+        assert sizes.weight_bytes == sum(parts.values())
+        assert sizes.bytes_per_position == target.cache_shape.bytes_per_position()
+        assert (sizes.hidden, sizes.vocab, sizes.item_size) == (target.hidden_size, target.vocab_size, 4)
+        assert (sizes.num_kv_heads, sizes.head_dim) == (target.cache_shape.num_kv_heads, target.cache_shape.head_dim)
+
+
+@pytest.mark.parametrize(("code", "bits", "has_offsets"), [("uint4", 4, True), ("e2m1", 4, False), ("e4m3", 8, False)])
+def test_packed_weights_take_what_the_plan_counts_for_them(code: Code, bits: int, has_offsets: bool) -> None:
+    shape, config = Shape(is_tied=False), {"num_attention_heads": 2, "hidden_size": 48, "intermediate_size": 80}
+    config |= {"num_hidden_layers": 2, "head_dim": 64, "num_key_value_heads": 1, "vocab_size": 100}
+    weights = stacked_weights(packed_weights(shape, code, 16, has_offsets=has_offsets), torch.device("cpu"))
+    packed = sum(math.prod(product.weight.shape) for product in weights.products)
+    others = weights.embedding.numel() + 5 * shape.hidden
+    part = PackedPart(packed, bits, 16, has_offsets)
+    sizes = sizes_of(config, packed + others, "bfloat16", (part,))
+    assert sizes is not None
+    assert sizes.weight_bytes == sum(product.weight.nbytes for product in weights.products) + 2 * others
+    assert one_slot(sizes, A100, 1000).weight_bytes == sizes.weight_bytes
+    dequantized = sizes_of(config, packed + others, "float32", (part,))
+    assert dequantized is not None
+    assert dequantized.weight_bytes == 4 * (packed + others)
+
+
+def test_the_plan_is_made_without_torch() -> None:
+    program = (
+        "import sys, swiftbatch.worker.kv.gpu_memory_plan, swiftbatch.worker.kv.model_sizes\n"
+        "print('torch' in sys.modules)"
+    )
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout == "False\n"
+
+
+def test_what_rows_take_grows_with_what_a_row_holds() -> None:
+    """Logits as decoded, drawn from and sorted with their tokens; activations in the model's dtype."""
+
+    def row_bytes(sizes: ModelSizes) -> float:
+        return one_slot(sizes, A100, 1000).row_bytes / NUM_ROWS
+
+    more_vocab, more_hidden = replace(LLAMA, vocab=LLAMA.vocab + 1), replace(LLAMA, hidden=LLAMA.hidden + 1)
+    assert math.isclose(row_bytes(more_vocab) - row_bytes(LLAMA), 4 + 4 + 8 + 8 + 8 + 28)
+    assert math.isclose(row_bytes(more_hidden) - row_bytes(LLAMA), 4 * 2)

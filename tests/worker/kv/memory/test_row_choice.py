@@ -1,0 +1,57 @@
+"""The rows of a run's forwards: as many as its jobs use on a GPU that has them for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swiftbatch.worker.forward.rows_per_forward import RunLoad, most_rows, most_together, rows_that_pay
+from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, ROW_CHOICES, most_slots
+from swiftbatch.worker.kv.gpu_memory_plan import one_slot, plan_pages
+from swiftbatch.worker.kv.model_sizes import ModelSizes
+from tests.worker.kv.memory.test_plan import A100, H100, LLAMA
+
+HOPPER, AMPERE = 9, 8
+
+
+def chosen(num_jobs: int, mean_length: float, *, has_drafts: bool = True, most: int = 256) -> int:
+    return rows_that_pay(LLAMA, H100, RunLoad(num_jobs, mean_length, has_drafts), most)
+
+
+def test_few_jobs_have_the_fewest_rows_and_many_short_ones_the_most() -> None:
+    assert [chosen(number, 5000) for number in (1, 5, 16, 17, 32, 33, 200)] == [64, 64, 64, 128, 128, 256, 256]
+    assert [chosen(number, 5000, has_drafts=False) for number in (1, 32, 33, 129)] == [64, 64, 128, 128]
+    assert chosen(200, 2000, has_drafts=False) == 256
+
+
+def test_jobs_that_have_no_room_beside_others_have_no_rows() -> None:
+    """Five jobs of 100,000 positions run at a time, however many wait."""
+    assert chosen(200, 100_000) == 64
+
+
+def test_no_run_has_more_rows_than_its_gpu_takes_for_nothing() -> None:
+    assert chosen(200, 2000, most=128) == 128
+    assert chosen(200, 2000, most=64) == 64
+    assert [most_rows(capability, 2, False) for capability in (HOPPER, 10, AMPERE, None)] == [256, 256, 128, 128]
+    assert most_rows(HOPPER, 2, True) == 128  # codes become numbers once for all rows of a tile
+    assert most_rows(HOPPER, 4, False) == 64  # float32 has no tensor cores
+
+
+@pytest.mark.parametrize("sizes", [LLAMA, replace(LLAMA, vocab=32_000)])
+def test_a_plan_counts_the_buffers_of_all_rows_and_what_draws_keep_of_more_jobs(sizes: ModelSizes) -> None:
+    plans = [one_slot(sizes, A100.with_rows(num_rows), 1000) for num_rows in ROW_CHOICES]
+    assert [plan.row_bytes - plans[0].row_bytes * num // 64 for plan, num in zip(plans, ROW_CHOICES, strict=True)] == [
+        (most_slots(num) - MOST_SLOTS) * sizes.vocab * 12 for num in ROW_CHOICES
+    ]
+    assert len({plan.scratch_bytes // 10**6 for plan in plans}) <= 2  # half as many splits for twice as many rows
+
+
+def test_more_rows_have_pages_for_more_jobs_at_a_time() -> None:
+    plans = [plan_pages(LLAMA, H100.with_rows(num_rows), 8192) for num_rows in ROW_CHOICES]
+    assert [plan.num_slots for plan in plans] == [MOST_SLOTS, 128, 256]
+    assert all(plan.used_bytes <= plan.free_bytes for plan in plans)
+    assert most_together(LLAMA, H100, 8192) == max(
+        min(most_slots(num_rows), one_slot(LLAMA, H100.with_rows(num_rows), 8192).num_fitting)
+        for num_rows in ROW_CHOICES
+    )

@@ -1,0 +1,89 @@
+"""One layer of random keys and values that are scanned, and what attention to them should give, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
+from swiftbatch.worker.kernels.compute_threads import Team
+from swiftbatch.worker.kernels.instruction_sets import load_library
+from swiftbatch.worker.kernels.native_decoder import native_attention
+from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.scan_cache import ScannedKeys
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from tests.worker.kv.cache_parts import everything_of
+
+NUM_CHUNKS = 3
+LENGTH = NUM_CHUNKS * SCAN_CHUNK
+NUM_ENTRIES = 64  # that rows see beside the scanned keys
+
+
+class Text:
+    """A cache of one layer, jointly normal but for what a test puts into it."""
+
+    def __init__(self, head_dim: int = 64, dtype: torch.dtype = torch.float32, num_kv_heads: int = 2) -> None:
+        self.shape = CacheShape(1, num_kv_heads, head_dim, dtype, torch.device("cpu"))
+        generator = torch.Generator().manual_seed(head_dim)
+        self.full = FullKVCache(self.shape, LENGTH)
+        keys, values = self.full.layer(0)
+        mixed = torch.randn(head_dim, head_dim, generator=generator) / head_dim**0.5
+        noise = torch.randn(2, *keys.shape, generator=generator)
+        keys.copy_(0.3 + noise[0] @ (torch.eye(head_dim) + 0.5 * mixed))
+        values.copy_(0.5 * noise[0] @ mixed + noise[1])
+        self.full.advance(LENGTH)
+        self.entries = everything_of(self.shape, self.full.prefix(NUM_ENTRIES))
+
+    def keep(self, kept: CacheShape) -> None:
+        """Keep the text's rows as a cache of this shape does."""
+        full = FullKVCache(kept, LENGTH)
+        full._buffer[:] = kept.kept(self.full._buffer)
+        full.advance(LENGTH)
+        self.full, self.entries = full, everything_of(kept, full.prefix(NUM_ENTRIES))
+
+    def scanned(self, num_best: int, first: int = 0, lengths: tuple[int, ...] = (LENGTH,)) -> ScannedKeys:
+        """All keys from `first` on, taken in by as many calls as there are lengths."""
+        keys = ScannedKeys([self.full.stored(0)], first, LENGTH, num_best, self.shape.dtype)
+        for length in lengths:
+            keys.extend(length)
+        return keys
+
+    def rows(self, num_rows: int, scanned: ScannedKeys | None) -> SparseRows:
+        """A chain of rows behind the entries."""
+        self.entries.scanned = scanned
+        return partial_rows(self.entries, 0, LENGTH, DraftTree.chain([0] * (num_rows - 1)))
+
+    def attend(self, query: Tensor, num_best: int, variant: str, num_threads: int = 1, first: int = 0) -> Tensor:
+        """Return the attention of rows `[num_rows, num_heads, head_dim]` to all keys; the rows' own are zero."""
+        own = torch.zeros(len(query), self.shape.num_kv_heads, self.shape.head_dim, dtype=self.shape.dtype)
+        rows = self.rows(len(query), self.scanned(num_best, first))
+        team = Team(load_library(variant), num_threads)
+        return native_attention(team, [rows], 0, query, own, own, self.shape.head_dim**-0.5)
+
+    def expected(self, query: Tensor, first: int = 0) -> Tensor:
+        """Return the exact attention of the same rows to the entries, all keys from `first` on and their own."""
+        num_rows, num_heads, head_dim = query.shape
+        keys, values = (part[:, :LENGTH].double() for part in self.full.layer(0))
+        seen = torch.cat([torch.arange(NUM_ENTRIES), torch.arange(first, LENGTH)])
+        group, output = num_heads // len(keys), torch.empty(query.shape, dtype=torch.float64)
+        for head in range(num_heads):
+            scores = query[:, head].double() @ keys[head // group, seen].T / math.sqrt(head_dim)
+            for row in range(num_rows):
+                weights = torch.softmax(torch.cat([scores[row], torch.zeros(row + 1)]), dim=0)
+                output[row, head] = weights[: len(seen)] @ values[head // group, seen]
+        return output
+
+
+def queries(text: Text, num_rows: int = 3, group: int = 2, deviation: float = 2.0) -> Tensor:
+    """Return queries whose scores deviate by about so much."""
+    generator = torch.Generator().manual_seed(7)
+    size = (num_rows, text.shape.num_kv_heads * group, text.shape.head_dim)
+    return (deviation * torch.randn(size, generator=generator)).to(text.shape.dtype)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Root mean square, beside that of what is expected."""
+    return float(((found.double() - expected).square().mean() / expected.square().mean()).sqrt())

@@ -1,0 +1,62 @@
+"""Roll-backs of caches with states into pages of several, where no page is free: states and positions stay together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kv.kv_capacity import PoolSize
+from swiftbatch.worker.kv.recurrent_arena import StateArena, StateSlotCache, _in_ring
+from swiftbatch.worker.model.layer_types import RecurrentShape
+from tests.worker.kv.cache_parts import shape, write
+
+LENGTH, PAGE = 500, 4 * BLOCK
+
+
+@pytest.fixture
+def arena() -> StateArena:
+    states = RecurrentShape(
+        num_layers=1, num_heads=0, num_key_heads=0, key_dim=0, value_dim=0, num_channels=64, conv_width=3
+    )
+    return StateArena(replace(shape(1), recurrent=states), 2, LENGTH, PoolSize(6, PAGE))
+
+
+def read_to(cache: StateSlotCache, end: int) -> None:
+    """Have positions up to `end`, as forwards of a block each leave them."""
+    while cache.length < end:
+        num_rows = min(BLOCK, end - cache.length)
+        cache.fold_to(cache.length // BLOCK * BLOCK)
+        write(cache, cache.shape, num_rows)
+        cache.advance(num_rows)
+
+
+@pytest.mark.parametrize("kept", [0, PAGE])
+def test_who_finds_no_page_to_go_back_into_has_no_state_behind_its_positions(arena: StateArena, kept: int) -> None:
+    cache = arena.new_cache(LENGTH)
+    assert isinstance(cache, StateSlotCache)
+    cache.expect_copies(kept)
+    read_to(cache, 2 * PAGE)
+    arena.pool.share(cache.pages)  # another has these as well
+    arena.pool.take(arena.pool.num_free)
+    cache.roll_back(2 * PAGE - BLOCK + 5)
+    assert (cache.length, cache.boundary) == (kept, kept)
+
+
+def test_entries_on_both_sides_of_a_ring_s_end_are_two_parts() -> None:
+    """No text that tests read is long enough for inputs in front of a boundary to lie so."""
+    ahead, behind = (slice(0, 1), slice(258, 259)), (slice(1, 3), slice(0, 2))
+    assert list(_in_ring(2 * 259 - 1, 2 * 259 + 2, 259)) == [ahead, behind]
+    assert list(_in_ring(259, 262, 259)) == [(slice(0, 3), slice(0, 3))]
+
+
+def test_who_copied_a_state_has_none_before_it(arena: StateArena) -> None:
+    source, cache = (arena.new_cache(LENGTH) for _ in range(2))
+    assert isinstance(source, StateSlotCache)
+    read_to(source, 2 * BLOCK + 5)
+    source.fold_to(2 * BLOCK)
+    cache.copy_from(source, 2 * BLOCK)
+    assert cache.length == 2 * BLOCK
+    cache.roll_back(2 * BLOCK - 9)
+    assert cache.length == 0

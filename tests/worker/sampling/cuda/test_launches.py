@@ -1,0 +1,101 @@
+"""A draw is a fixed list of launches over memory that is there, and refuses memory that does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from swiftbatch.worker.sampling.cuda import sampling_graphs
+from swiftbatch.worker.sampling.cuda.sampling_graphs import Draw, FilteredSampling, SamplingBuffers, TopTokensSampling
+from swiftbatch.worker.sampling.cuda.sampling_rows import MAX_VOCAB
+from tests.worker.sampling.cuda.draw_parts import FILTERS, Branch, any_branch, plain, sequence_of, step_of
+
+
+class Recorder:
+    """Stands for a kernel: writes down what it is launched with."""
+
+    def __init__(self, launches: list[tuple[object, ...]]) -> None:
+        self._launches = launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **constants: self._launches.append((grid, *map(address, args), *constants.items()))
+
+
+def address(argument: object) -> object:
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+class Refusal(TorchDispatchMode):
+    """Refuses every operation of torch but a sort into memory that is there, and one that marks tokens in place."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.ops.aten.sort.values_stable, torch.ops.aten.masked_fill_.Scalar):
+            raise AssertionError(f"{func} within a draw")
+        return func(*args, **kwargs)
+
+
+def quick(buffers: SamplingBuffers) -> TopTokensSampling:
+    return TopTokensSampling(FilteredSampling(buffers))
+
+
+@pytest.mark.parametrize(("kind", "num_launches"), [(Draw, 3), (FilteredSampling, 5), (quick, 6)])
+def test_a_draw_allocates_nothing_and_launches_the_same_whatever_the_rows_are(
+    kind: Callable[[SamplingBuffers], Draw | TopTokensSampling], num_launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers, launches = step_of([any_branch(random.Random(1), plain()), None]), []
+    names = ("penalise_blocks", "best_of_blocks", "best_of_rows", "temper_blocks", "find_cuts")
+    for name in (*names, "list_best", "find_cuts_of_best"):
+        monkeypatch.setattr(sampling_graphs, name, Recorder(launches))
+    drawing = kind(buffers)
+    with Refusal():
+        drawing.launch()
+        first = launches.copy()
+        launches.clear()
+    buffers.rows.copy_(step_of([None, any_branch(random.Random(2), plain(**FILTERS))]).rows)
+    with Refusal():
+        drawing.launch()
+    assert launches == first
+    assert len(first) == num_launches
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("logits", torch.zeros(3, 12)),
+        ("logits", torch.zeros(2, 12, dtype=torch.bfloat16)),
+        ("logits", torch.zeros(12, 2).T),
+        ("logits", torch.zeros(2, MAX_VOCAB + 1)),
+        ("rows", torch.zeros(2, 13, dtype=torch.int32)),
+        ("ancestors", torch.zeros(2, 63, dtype=torch.int32)),
+        ("leaving", torch.zeros(1, 64)),
+        ("tokens", torch.zeros(2, dtype=torch.int64)),
+        ("highest", torch.zeros(4)[::2]),
+    ],
+)
+def test_buffers_that_do_not_fit_are_refused(name: str, wrong: torch.Tensor) -> None:
+    branch = Branch(sequence_of([1], plain(), 12), [], torch.zeros(12))
+    buffers = dataclasses.replace(step_of([branch, None]), **{name: wrong})
+    with pytest.raises(ValueError, match=rf"^{name}: found .* expected"):
+        Draw(buffers)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("counts", torch.zeros(1, 11, dtype=torch.int32)),
+        ("output", torch.zeros(1, 12)),
+        ("bias", torch.zeros(2, 12)),
+        ("masked", torch.zeros(1, 12, dtype=torch.int32)),
+    ],
+)
+def test_slots_that_do_not_fit_are_refused(name: str, wrong: torch.Tensor) -> None:
+    buffers = step_of([Branch(sequence_of([1], plain(), 12), [], torch.zeros(12)), None])
+    buffers = dataclasses.replace(buffers, slots=dataclasses.replace(buffers.slots, **{name: wrong}))
+    with pytest.raises(ValueError, match=rf"^{name}: found .* expected"):
+        Draw(buffers)

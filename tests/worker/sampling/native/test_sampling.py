@@ -1,0 +1,134 @@
+"""Kernels draw the tokens that worker/sampling/gumbel_max.py draws, in every instruction set that this machine runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.sampling import native_sampler as sampling
+from swiftbatch.worker.sampling.gumbel_max import draw
+from swiftbatch.worker.sampling.noise import BLOCK, GumbelNoise, gumbel_block
+from tests.worker.kernels.kernel_parts import needs_kernels
+from tests.worker.sampling.native.sampling_parts import INF, Reference, cases, in_every_variant, penalised_counts
+
+pytestmark = needs_kernels
+
+NAN = float("nan")
+NUM_ROWS = {1: 80, 2: 200, 3: 300, 7: 400, 8: 400, 17: 400, 64: 400, 65: 400, 257: 300, 1000: 150, 4096: 20}
+LARGE_VOCAB = 128_256
+
+
+@pytest.mark.parametrize("vocab_size", NUM_ROWS)
+def test_every_variant_draws_what_the_reference_draws(vocab_size: int) -> None:
+    reference = Reference(vocab_size)
+    made = list(cases(random.Random(vocab_size), vocab_size, NUM_ROWS[vocab_size]))
+    expected = [reference.draw(*case) for case in made]
+    for name in in_every_variant():
+        found = [
+            sampling.draw(row, position, params, params.seed or 0, penalised_counts(params, counts))
+            for row, position, params, counts in made
+        ]
+        assert found == expected, name
+
+
+LARGE = {
+    "plain": SamplingParams(max_tokens=1),
+    "greedy": SamplingParams(max_tokens=1, temperature=0.0),
+    "all filters": SamplingParams(max_tokens=1, temperature=1.3, top_k=5000, top_p=0.95, min_p=0.001, eta=1e-4),
+}
+
+
+@pytest.fixture(scope="module")
+def large_noise() -> GumbelNoise:
+    return GumbelNoise(5, LARGE_VOCAB)
+
+
+@pytest.mark.parametrize("params", LARGE.values(), ids=LARGE.keys())
+def test_a_large_vocabulary_is_drawn_from_as_well(params: SamplingParams, large_noise: GumbelNoise) -> None:
+    rows = torch.randn(3, LARGE_VOCAB, generator=torch.Generator().manual_seed(1)) * 2
+    expected = [draw(row, position, params, large_noise) for position, row in enumerate(rows)]
+    for _ in in_every_variant():
+        assert [sampling.draw(row, position, params, 5) for position, row in enumerate(rows)] == expected
+
+
+def test_of_equal_sums_the_first_token_wins() -> None:
+    """Large logits: sums with noise are rounded to even numbers, and many are equal."""
+    params, noise = SamplingParams(max_tokens=1), GumbelNoise(3, 300)
+    rows = torch.randn(2 * BLOCK, 300, generator=torch.Generator().manual_seed(4)) * 4 + 2.0**24
+    expected = [draw(row, position, params, noise) for position, row in enumerate(rows)]
+    assert sum(best < int(row.argmax()) for best, row in zip(expected, rows, strict=True)) > 5
+    for _ in in_every_variant():
+        assert [sampling.draw(row, position, params, 3) for position, row in enumerate(rows)] == expected
+
+
+def test_the_mass_of_the_unlikeliest_counts_in_top_p() -> None:
+    """Together they have nearly half of what is left out, and so the second best token stays."""
+    mass = torch.full((1000,), 4.5e-5)
+    mass[[300, 700]] = torch.tensor([0.07, 1 - 0.07 - 998 * 4.5e-5])
+    params, noise = SamplingParams(max_tokens=1, top_p=0.9), GumbelNoise(3, 1000)
+    expected = [draw(mass.log(), position, params, noise) for position in range(4 * BLOCK)]
+    assert set(expected) == {300, 700}
+    for _ in in_every_variant():
+        assert [sampling.draw(mass.log(), position, params, 3) for position in range(4 * BLOCK)] == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "row",
+    [[0.0, NAN, -1.0, NAN], [0.0, INF, -1.0, INF], [INF, -INF, -NAN], [-INF, -INF]],
+    ids=["nan", "inf", "both", "none"],
+)
+def test_logits_that_are_not_finite_are_drawn_as_the_reference_does(row: list[float], temperature: float) -> None:
+    logits, params = torch.tensor(row), SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9)
+    for _ in in_every_variant():
+        assert sampling.draw(logits, 3, params, 0) == draw(logits, 3, params, GumbelNoise(0, len(row)))
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (2**63 - 1, 2**33 + 5), (11, 100_000)])
+def test_noise_is_that_of_the_reference(seed: int, position: int) -> None:
+    vocab_size = 20_003
+    expected = gumbel_block(seed, position, vocab_size, torch.device("cpu")).numpy()
+    ids = np.array([0, 1, 2, 3, 77, vocab_size - 1])
+    for _ in in_every_variant():
+        rows = np.stack([sampling.noise_row(seed, position + i, vocab_size) for i in range(BLOCK)])
+        assert np.array_equal(rows, expected)
+        assert np.array_equal(sampling.noise(seed, np.full(6, position), ids), expected[0, ids])
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 130, 4097])
+def test_no_skipped_token_could_have_won(vocab_size: int, scale: float) -> None:
+    """Noise is computed for few tokens: the best one is that of all."""
+    rows = torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(2)) * scale
+    params = SamplingParams(max_tokens=1)
+    for position, row in enumerate(rows):
+        expected = int(torch.argmax(row + torch.from_numpy(sampling.noise_row(9, position, vocab_size))))
+        assert sampling.draw(row, position, params, 9) == expected
+
+
+def misshapen() -> Iterator[tuple[str, torch.Tensor]]:
+    yield "two rows", torch.zeros(2, 8)
+    yield "no tokens", torch.zeros(0)
+    yield "bfloat16", torch.zeros(8, dtype=torch.bfloat16)
+    yield "not side by side", torch.zeros(8, 2)[:, 0]
+
+
+@pytest.mark.parametrize("logits", [row for _, row in misshapen()], ids=[name for name, _ in misshapen()])
+def test_rows_that_do_not_fit_are_refused(logits: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        sampling.draw(logits, 0, SamplingParams(max_tokens=1), 0)
+
+
+def test_counts_and_lists_that_do_not_fit_are_refused() -> None:
+    params = SamplingParams(max_tokens=1, repetition_penalty=2.0)
+    for counts in (np.zeros(7, dtype=np.int32), np.zeros(8), np.zeros(16, dtype=np.int32)[::2]):
+        with pytest.raises(ValueError, match="int32 side by side"):
+            sampling.draw(torch.zeros(8), 0, params, 0, counts)
+    for token_ids in ([0, 1], [-1]):
+        with pytest.raises(ValueError, match="expected"):
+            sampling.noise(0, np.array([0]), np.array(token_ids))

@@ -1,0 +1,277 @@
+"""The forwards of a draft model over a worker's sequences, by compiled kernels or by torch."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.griffin.draft_input import (
+    NOTHING,
+    NUM_ENTRIES,
+    NUM_SINKS,
+    WINDOW,
+    Candidates,
+    DraftRows,
+    Room,
+    TorchRoom,
+    entry_of,
+    features_of,
+    keep_and_rank,
+    position_of,
+    regressed_place,
+    wanted_rows,
+    window_start,
+)
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig, GriffinModel
+from swiftbatch.worker.drafters.griffin.griffin_weights import packed_weights
+from swiftbatch.worker.drafters.griffin.native_griffin import NativeGriffin
+from swiftbatch.worker.forward.forward_interface import Forwards
+from swiftbatch.worker.forward.step_costs import seconds_of
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import SequenceRows, Tile, needs_whole_tiles, pack_tiles, tree_rows
+from swiftbatch.worker.forward.transformers_attention import ATTENTION_NAME, BatchInvariantRows, RowGroup
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+
+PROBE_REPEATS = 5
+PROBE_NODES = 8
+PROBE_PARAMS = SamplingParams(max_tokens=1, temperature=1.0, seed=0)
+
+
+@dataclass(frozen=True)
+class Level:
+    """The newest nodes of a tree below what `follow` took in."""
+
+    sequence: Sequence
+    tree: DraftTree
+    first: int  # of the new nodes; their parents were in the level before
+
+
+@dataclass
+class _Context:
+    """One sequence as the draft model knows it."""
+
+    target_cache: FullKVCache
+    room: Room
+    start: int = NUM_SINKS  # position at which the window begins
+
+
+class DraftForwards(Protocol):
+    """A draft model over the target's features, and what it keeps of each sequence."""
+
+    def start(self, sequence: Sequence, target_cache: FullKVCache) -> None:
+        """Make room for a sequence whose target cache this is."""
+
+    def stop(self, sequence_id: str) -> None:
+        """Forget a sequence."""
+
+    def take(self, sequence_id: str, position: int, hidden: torch.Tensor) -> None:
+        """Take the target's features `[num_rows, hidden]` at a position and those behind it."""
+
+    def follow(self, sequences: list[Sequence]) -> list[Candidates]:
+        """Take in what was committed; returns what may follow each sequence's newest token."""
+
+    def expand(self, levels: list[Level]) -> list[list[Candidates]]:
+        """Return the candidates behind each of the new nodes of some trees."""
+
+
+class GriffinForwards:
+    """Draft model, target, and a context for each sequence."""
+
+    def __init__(self, rows: GriffinRows, target: TargetModel) -> None:
+        self._rows = rows
+        self._target = target
+        self._contexts: dict[str, _Context] = {}
+
+    def start(self, sequence: Sequence, target_cache: FullKVCache) -> None:
+        """Make room for a sequence whose target cache this is."""
+        self._contexts[sequence.sequence_id] = _Context(target_cache, self._rows.new_room(sequence))
+
+    def stop(self, sequence_id: str) -> None:
+        del self._contexts[sequence_id]
+
+    def take(self, sequence_id: str, position: int, hidden: torch.Tensor) -> None:
+        """Keep the target's features `[num_rows, hidden]` at a position and those behind it."""
+        self._contexts[sequence_id].room.features.put(position, hidden)
+
+    def follow(self, sequences: list[Sequence]) -> list[Candidates]:
+        """Take in what was committed; returns what may follow each sequence's newest token."""
+        for sequence in sequences:
+            self._open_window(self._contexts[sequence.sequence_id], len(sequence))
+        found: dict[str, Candidates] = {}
+        while waiting := [sequence for sequence in sequences if sequence.sequence_id not in found]:
+            parts = [self._missing_rows(sequence) for sequence in waiting]
+            for sequence, part, candidates in zip(waiting, parts, self._rows.run(parts), strict=True):
+                part.room.cache.advance(part.num_known)  # the newest token's row stays a root, like the target's
+                if candidates:
+                    found[sequence.sequence_id] = candidates[0]
+        return [found[sequence.sequence_id] for sequence in sequences]
+
+    def expand(self, levels: list[Level]) -> list[list[Candidates]]:
+        """Return the candidates behind each of the new nodes of some trees."""
+        return self._rows.run([self._level_rows(level) for level in levels])
+
+    def level_seconds(self) -> float:
+        """Seconds of one level of a few nodes, measured."""
+        room = self._rows.new_room(Sequence("probe", [0], PROBE_PARAMS, self._target.vocab_size, self._target.device))
+        room.cache.clear()
+        room.cache.advance(NUM_SINKS + WINDOW)
+        rows = tree_rows(room.cache, 0, DraftTree([0] * PROBE_NODES, [ROOT] * PROBE_NODES)).part(1, 1 + PROBE_NODES)
+        parts = [DraftRows(room, rows, [NOTHING] * PROBE_NODES, [[0]] * PROBE_NODES, 1)]
+        forward = functools.partial(self._rows.run, parts)
+        return statistics.median(seconds_of(self._target, forward) for _ in range(PROBE_REPEATS))
+
+    def _open_window(self, context: _Context, num_committed: int) -> None:
+        start = window_start(num_committed)
+        if start != context.start:
+            context.start = start
+            context.room.cache.roll_back(min(context.room.cache.length, NUM_SINKS))
+
+    def _missing_rows(self, sequence: Sequence) -> DraftRows:
+        """The next rows that are not in the draft model's cache: at most a block, sinks and window apart."""
+        context = self._contexts[sequence.sequence_id]
+        room, last = context.room, len(sequence) - 1
+        first = position_of(room.cache.length, context.start)
+        end = NUM_SINKS if first < NUM_SINKS else len(sequence)
+        token_ids = sequence.token_ids[first:end][: BLOCK - room.cache.length % BLOCK].tolist()
+        rows = tree_rows(room.cache, token_ids[0], DraftTree.chain(token_ids[1:]))
+        is_last = rows.first_entry + len(rows) == entry_of(last, context.start) + 1
+        return DraftRows(room, rows, self._known_places(sequence, rows), [[]] if is_last else [])
+
+    def _known_places(self, sequence: Sequence, rows: SequenceRows) -> list[int]:
+        """Find the places of the features in front of tokens of the text."""
+        context = self._contexts[sequence.sequence_id]
+        features, position = context.room.features, position_of(rows.first_entry, context.start)
+        start, end = max(0, position - 1), position - 1 + len(rows)
+        if not features.holds(start, end):
+            last = min(NUM_SINKS, len(sequence)) - 1 if position < NUM_SINKS else len(sequence) - 1
+            features.put(start, self._replay(sequence, context.target_cache, start, last))
+        return [NOTHING] * (position == 0) + features.places(start, end)
+
+    def _replay(self, sequence: Sequence, cache: FullKVCache, start: int, end: int) -> torch.Tensor:
+        """The target's final hidden states at positions `[start, end)`: `[end - start, hidden]`."""
+        size, token_ids = self._target.hidden_size, sequence.token_ids
+        hidden = [torch.zeros(0, size, dtype=self._target.dtype, device=self._target.device)]
+        with cache.replayed(start, end - start) as before:
+            while before.length < end:
+                hidden.append(self._target.read(before, token_ids[before.length : end].tolist()))
+        return torch.cat(hidden)
+
+    def _level_rows(self, level: Level) -> DraftRows:
+        room, tree = self._contexts[level.sequence.sequence_id].room, level.tree
+        rows = tree_rows(room.cache, int(level.sequence.token_ids[-1]), tree).part(1 + level.first, 1 + len(tree))
+        places = [regressed_place(1 + parent) for parent in tree.parents[level.first :]]  # ROOT is the row in front
+        return DraftRows(room, rows, places, _paths(tree)[level.first :], 1 + level.first)
+
+
+def _paths(tree: DraftTree) -> list[list[int]]:
+    """Tokens from the root, which is not among them, down to each node."""
+    paths: list[list[int]] = []
+    for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
+        paths.append([*([] if parent == ROOT else paths[parent]), token_id])
+    return paths
+
+
+# Rows of sequences through GRIFFIN's draft model and the target's head: by the kernels, or by torch over tiles.
+
+
+class GriffinRows(Protocol):
+    """A draft model for one target; a row's bits do not depend on what shares its forward."""
+
+    def new_room(self, sequence: Sequence) -> Room:
+        """Make room for one sequence. Raises KVRoomError where more are there than the target has slots for."""
+
+    def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:
+        """Return candidates behind the trees' rows of each part, at most as many for a row as this was made for.
+
+        Keys and values go to the rows' entries. What is regressed at the trees' rows goes to their rooms' features.
+        """
+
+
+def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> GriffinRows:
+    """The kernels where the target runs on them and they take the draft model's sizes, else torch."""
+    try:
+        if target.forwards.team is not None:
+            return NativeRows(model, target.forwards, num_candidates)
+        if target.forwards.arena:
+            from swiftbatch.worker.drafters.griffin.cuda_griffin import cuda_rows
+
+            return cuda_rows(model, target.forwards, num_candidates)
+    except ValueError:
+        pass  # no multiple of what they take at a time
+    return TiledRows(model, target, num_candidates)
+
+
+class NativeRows:
+    """All rows in one forward through the compiled kernels, on the target's threads."""
+
+    def __init__(self, model: GriffinModel, forwards: Forwards, num_candidates: int) -> None:
+        """Raises ValueError for sizes that the kernels do not take."""
+        if forwards.team is None:
+            raise ValueError("found a target that no compiled kernels run")
+        self._native = NativeGriffin(packed_weights(model, forwards.vocab_size), forwards.team)
+        self._forwards = forwards
+        self._num_candidates = num_candidates
+        self._cache_shape = cache_shape_of(model.config, forwards)
+
+    def new_room(self, sequence: Sequence) -> Room:
+        hidden = torch.empty(self._forwards.hidden_size, dtype=self._forwards.dtype)
+        return TorchRoom.of(sequence, FullKVCache(self._cache_shape, NUM_ENTRIES), hidden)
+
+    @torch.inference_mode()
+    def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:
+        embeddings = self._forwards.embed(torch.tensor([token for part in parts for token in part.rows.token_ids]))
+        predicted, regressed = self._native.forward([part.rows for part in parts], features_of(parts), embeddings)
+        wanted = wanted_rows(parts)
+        if not wanted:
+            return [[] for _ in parts]
+        return keep_and_rank(parts, regressed[wanted], self._forwards.logits(predicted[wanted]), self._num_candidates)
+
+
+class TiledRows:
+    """The definition in torch, over the same row-exact tiles as `transformers` targets."""
+
+    def __init__(self, model: GriffinModel, target: TargetModel, num_candidates: int) -> None:
+        model.set_attention(ATTENTION_NAME)
+        self._model = model
+        self._target = target
+        self._num_candidates = num_candidates
+        self._cache_shape = cache_shape_of(model.config, target.forwards)
+
+    def new_room(self, sequence: Sequence) -> Room:
+        hidden = torch.empty(self._target.hidden_size, dtype=self._target.dtype, device=self._target.device)
+        return TorchRoom.of(sequence, FullKVCache(self._cache_shape, NUM_ENTRIES), hidden)
+
+    @torch.inference_mode()
+    def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:
+        features, regressed, logits = features_of(parts), [], []
+        needs_whole = needs_whole_tiles(self._target.device.type, self._target.dtype)
+        for tile in pack_tiles([part.rows for part in parts], needs_whole):
+            predicted, regress = self._tile(tile, features[: tile.num_rows])
+            features = features[tile.num_rows :]
+            logits.append(self._target.logits(predicted)[: tile.num_rows])
+            regressed.append(regress[: tile.num_rows])
+        wanted = wanted_rows(parts)
+        return keep_and_rank(parts, torch.cat(regressed)[wanted], torch.cat(logits)[wanted], self._num_candidates)
+
+    def _tile(self, tile: Tile, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Predict and regress features of a tile's rows, padding included: `[num_padded_rows, hidden]`."""
+        device = self._target.device
+        padded = torch.cat([features, features.new_zeros(tile.num_padded_rows - tile.num_rows, features.shape[1])])
+        groups: list[RowGroup] = [BatchInvariantRows.prepare(part, self._target.dtype, device) for part in tile.parts]
+        embeddings = self._target.forwards.embed(torch.tensor(tile.token_ids(), device=device))
+        positions = torch.tensor([tile.positions()], device=device)
+        predicted, regressed = self._model(padded[None], embeddings[None], positions, row_groups=groups)
+        return predicted[0], regressed[0]
+
+
+def cache_shape_of(config: GriffinConfig, forwards: Forwards) -> CacheShape:
+    """Return the cache shape of the draft model's one layer."""
+    return CacheShape(1, config.num_kv_heads, config.head_dim, forwards.dtype, forwards.device)

@@ -1,0 +1,312 @@
+"""GRIFFIN (Hu et al. 2025), tuned and as published: a trained layer drafts dynamic trees (EAGLE-2)."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from swiftbatch.metrics.counters import timed
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
+from swiftbatch.worker.drafters.griffin.draft_forwards import DraftForwards, GriffinForwards, Level
+from swiftbatch.worker.drafters.griffin.draft_input import Candidates
+from swiftbatch.worker.drafters.tree_budget import LEARNING_RATE, PRIOR_STEPS, ProbeSchedule
+from swiftbatch.worker.forward.step_costs import Costs, StepCosts
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import max_tree_depth
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
+
+PRIOR_MEANS = (2.5, 8.0, 3.0, 1.5)  # tokens, nodes, levels, expected accepted ones of a step, before anything was seen
+MAX_TRUST = 4.0  # most that a probability is multiplied or divided by
+STEP_OVERHEAD = 0.001  # seconds of a step beside its forwards
+PRICED_ROWS = (1, 16)  # the price of a row is the mean between these numbers of rows
+
+
+class GrowingTree:
+    """The tree of one sequence while it grows: candidates of all levels, and those that were expanded."""
+
+    def __init__(self, sequence: Sequence, max_depth: int, num_expanded: int, prices: TreePrices) -> None:
+        """At most `num_expanded` nodes of a level are expanded, down to `max_depth`."""
+        self.num_levels = 0
+        self._sequence = sequence
+        self._max_depth = max_depth
+        self._width = num_expanded
+        self._prices = prices
+        self._candidates = DraftTree()
+        self._scores: list[float] = []  # log-confidence of each candidate's path
+        self._newest: list[int] = []  # candidates of the newest level
+        self._expanded = DraftTree()  # candidates that went through the draft model
+        self._expanded_as: dict[int, int] = {}  # candidate to its node there
+        self._parents: list[int] = []  # candidates that the coming level grows below
+
+    def add_root(self, candidates: Candidates) -> None:
+        """Add the first level: the candidates behind the newest token."""
+        self._parents = [ROOT]
+        self.add_level([candidates])
+
+    def next_level(self) -> Level | None:
+        """Nodes to expand next; None where no further level pays."""
+        if self.num_levels >= self._max_depth:
+            return None
+        best = sorted(self._newest, key=self._scores.__getitem__, reverse=True)[: self._width]
+        self._parents = [node for node in best if self._prices.pays_row(math.exp(self._scores[node]))]
+        if not self._prices.pays_level([math.exp(self._scores[node]) for node in self._parents]):
+            return None
+        first = len(self._expanded)
+        for node in self._parents:
+            above = self._candidates.parents[node]
+            self._expanded_as[node] = len(self._expanded)
+            self._expanded.token_ids.append(self._candidates.token_ids[node])
+            self._expanded.parents.append(ROOT if above == ROOT else self._expanded_as[above])
+        return Level(self._sequence, self._expanded, first)
+
+    def add_level(self, ranked: list[Candidates]) -> None:
+        """Add the candidates behind each of the nodes that `next_level` gave."""
+        self.num_levels += 1
+        self._newest = []
+        for parent, children in zip(self._parents, ranked, strict=True):
+            above = 0.0 if parent == ROOT else self._scores[parent]
+            for score, token_id in children:
+                self._newest.append(len(self._scores))
+                self._scores.append(above + score)
+                self._candidates.token_ids.append(token_id)
+                self._candidates.parents.append(parent)
+
+    def best(self, max_nodes: int) -> tuple[DraftTree, float]:
+        """Return the best candidates that pay, as a tree of at most `max_nodes`, and how many are likely accepted."""
+        order = sorted(range(len(self._scores)), key=lambda node: -self._scores[node])[:max_nodes]
+        paid = [node for node in order if self._prices.pays_row(math.exp(self._scores[node]))]
+        kept = {node: number for number, node in enumerate(paid)}
+        parents = [self._candidates.parents[node] for node in paid]
+        tree = DraftTree(
+            [self._candidates.token_ids[node] for node in paid],
+            [ROOT if parent == ROOT else kept[parent] for parent in parents],
+        )
+        return tree, sum(math.exp(self._scores[node]) for node in paid)
+
+
+@dataclass(frozen=True)
+class TreePrices:
+    """The prices of one step, in tokens, which say what pays."""
+
+    row: float
+    level: float
+    coverage: float  # how often one of a node's children is the token that comes
+    trust: float = 1.0  # factor on the draft model's probabilities
+
+    def pays_row(self, probability: float) -> bool:
+        """Tell whether a node of this probability is worth its row in the verification."""
+        return self.trust * probability > self.row
+
+    def pays_level(self, probabilities: list[float]) -> bool:
+        """Tell whether one more forward below nodes of these probabilities is worth its time."""
+        gains = (self.trust * p * self.coverage - self.row for p in probabilities)
+        return sum(max(0.0, gain) for gain in gains) > self.level
+
+
+EVERYTHING_PAYS = TreePrices(row=-1.0, level=0.0, coverage=1.0)
+"""Rows that cost less than nothing: trees are as large as their limits."""
+
+
+class PricePlanner:
+    """A planner that prices by measured costs and by the running means of what steps bring."""
+
+    def __init__(self, costs: StepCosts, level_seconds: float) -> None:
+        self._costs = costs
+        self._level_seconds = level_seconds
+        self._means = np.array(PRIOR_MEANS)  # tokens, nodes, levels and expected accepted ones of a step
+        self._num_steps = 0
+        self._drafting = 0.0  # seconds that drafting takes here for each sequence; 0 before it was done
+        self._told_drafting = 0.0  # the same on the machine that the state came from; used until this one has drafted
+
+    def pays(self, lengths: list[int], overhead: float) -> bool:
+        """Tell whether trees bring more than plain decoding to sequences that share a forward.
+
+        `lengths`: cached positions of each. `overhead`: seconds that a step takes beside forward and drafts.
+        """
+        if self._num_steps < PRIOR_STEPS:
+            return True
+        tokens, nodes, *_ = self._means.tolist()
+        mean, costs = sum(lengths) // len(lengths), self._costs.as_routed()
+        plain, drafted = (costs.forward_seconds(rows, mean, len(lengths)) for rows in (1, round(nodes) + 1))
+        drafting = self._drafting or self._told_drafting
+        return bool(tokens * (plain + overhead) > drafted + overhead + len(lengths) * drafting)
+
+    def prices(self, length: int, num_sequences: int) -> TreePrices:
+        """Prices for a sequence of `length` cached positions that shares its forwards with others."""
+        tokens, nodes, levels, expected = self._means.tolist()
+        costs = self._costs.as_routed()
+        forward = costs.forward_seconds(round(nodes) + 1, length, num_sequences)
+        level = self._level_seconds / num_sequences  # sequences share the draft model's forwards
+        rate = tokens / (forward / num_sequences + levels * level + STEP_OVERHEAD)
+        few, many = (costs.forward_seconds(rows, length, num_sequences) for rows in PRICED_ROWS)
+        row = (many - few) / (PRICED_ROWS[1] - PRICED_ROWS[0]) / num_sequences
+        trust = min(MAX_TRUST, max(1 / MAX_TRUST, (tokens - 1.0) / max(expected, 1e-3)))
+        return TreePrices(rate * row, rate * level, coverage=1.0 - 1.0 / tokens, trust=trust)
+
+    def observe(
+        self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float, seconds: float = 0.0
+    ) -> None:
+        """Take in a step that committed so many tokens, with a tree of so many nodes from so many draft forwards.
+
+        `num_expected` nodes were to be accepted by their probabilities; drafting took `seconds`.
+        """
+        self._drafting += LEARNING_RATE * (seconds - self._drafting) if self._drafting else seconds
+        self._num_steps += 1
+        weight = max(LEARNING_RATE, 1.0 / (PRIOR_STEPS + self._num_steps))
+        self._means += weight * (np.array([num_tokens, num_nodes, num_levels, num_expected]) - self._means)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return what the plan has learned."""
+        drafting = self._drafting or self._told_drafting
+        return {"griffin_plan": np.array([*self._means, self._level_seconds, drafting, self._num_steps])}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
+        found = state.get("griffin_plan")
+        if found is None or found.shape != (7,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
+            raise ValueError(f"griffin's plan: found {found}, expected means of a step, seconds, steps")
+        # a level's time was measured on this machine and is not learned again
+        self._means, self._told_drafting, self._num_steps = found[:4].copy(), float(found[5]), int(found[6])
+
+
+# GRIFFIN (Hu et al. 2025): a trained draft model over the target's features, with dynamic trees.
+
+
+PROBE_EVERY = 24  # steps, at first: each look takes in all that was not drafted behind
+
+
+@dataclass(frozen=True)
+class GriffinOptions:
+    """Limits of a tree (appendix C.2), and whether they are also its size."""
+
+    max_depth: int = 6
+    max_nodes: int = 60
+    num_expanded: int = 10  # nodes of a level, and candidates below each
+    is_full: bool = False  # False: as many nodes and levels as pay
+
+
+DEFAULTS = GriffinOptions()
+
+
+@dataclass
+class _Tracked:
+    """One sequence, and what was drafted for it last."""
+
+    cache: FullKVCache
+    num_levels: int = 0
+    num_expected: float = 0.0  # nodes that will be accepted, by their probabilities
+    seconds: float = 0.0  # its part of the time that drafting took
+    looks: ProbeSchedule = field(default_factory=lambda: ProbeSchedule(PROBE_EVERY))
+
+
+def griffin(
+    target: TargetModel, costs: Costs, parts_folder: Path | None, options: GriffinOptions = DEFAULTS
+) -> GriffinDrafter:
+    """A `DrafterFactory`. Raises ModelError where there is no draft model for this target."""
+    from swiftbatch.worker.drafters.griffin.draft_forwards import (
+        rows_of,  # needs transformers, whose import takes seconds
+    )
+    from swiftbatch.worker.drafters.griffin.griffin_weights import load_griffin
+
+    rows = rows_of(load_griffin(parts_folder, target), target, options.num_expanded)
+    forwards = GriffinForwards(rows, target)
+    planner = None if options.is_full else PricePlanner(costs(), forwards.level_seconds())
+    return GriffinDrafter(forwards, planner, options)
+
+
+class GriffinDrafter(Drafter):
+    """Draft model, planner and limits; sequences share the draft model's forwards."""
+
+    needs_hidden = True
+    reads_caches = True
+    phases = ("follow", "grow")
+
+    def __init__(self, forwards: DraftForwards, planner: PricePlanner | None, options: GriffinOptions) -> None:
+        """Draft trees that `planner` plans; without one they are as large as their limits (the paper's setting)."""
+        self._forwards = forwards
+        self._planner = planner
+        self._options = options
+        self._tracked: dict[str, _Tracked] = {}
+
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
+        self._forwards.start(sequence, cache)  # first, since it may fail
+        self._tracked[sequence.sequence_id] = _Tracked(cache)
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        wanted = [request for request in requests if request.max_nodes > 0 and request.max_depth > 0]
+        if not wanted or not self._pays(wanted):
+            return [self._close(request, None) for request in requests]
+        started = time.perf_counter()
+        trees = {request.sequence.sequence_id: self._tree(request, len(wanted)) for request in wanted}
+        with timed(self.counters.seconds, "follow"):
+            followed = self._forwards.follow([request.sequence for request in wanted])
+            for tree, candidates in zip(trees.values(), followed, strict=True):
+                tree.add_root(candidates)
+        with timed(self.counters.seconds, "grow"):
+            self._grow(list(trees.values()))
+        for request in wanted:
+            tracked = self._tracked[request.sequence.sequence_id]
+            tracked.seconds = (time.perf_counter() - started) / len(wanted)
+        return [self._close(request, trees.get(request.sequence.sequence_id)) for request in requests]
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        tracked, num_new = self._tracked[sequence.sequence_id], len(verification.committed_ids)
+        if verification.hidden is not None:
+            self._forwards.take(sequence.sequence_id, len(sequence) - num_new - 1, verification.hidden)
+        tracked.looks.observe(tracked.num_levels > 0, len(verification.path))
+        if tracked.num_levels:
+            self.counters.num_levels += tracked.num_levels
+            if self._planner:
+                nodes = verification.num_draft_tokens
+                self._planner.observe(num_new, nodes, tracked.num_levels, tracked.num_expected, tracked.seconds)
+
+    def stop(self, sequence: Sequence) -> None:
+        self._forwards.stop(sequence.sequence_id)
+        del self._tracked[sequence.sequence_id]
+
+    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        """Return what the planner has learned; all else follows from the tokens and is rebuilt from them."""
+        tracked = self._tracked.get(sequence.sequence_id)  # None: it has left, and the next one takes its place
+        looks = tracked.looks if tracked else ProbeSchedule(PROBE_EVERY)
+        return self._planner.state() | {"griffin_looks": looks.state()} if self._planner else {}
+
+    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
+        if self._planner:
+            looks = ProbeSchedule(PROBE_EVERY)
+            looks.restore(state.get("griffin_looks", np.empty(0)))
+            self._planner.restore(state)
+            self._tracked[sequence.sequence_id].looks = looks
+
+    def _pays(self, requests: list[DraftRequest]) -> bool:
+        if self._planner is None or any(self._tracked[r.sequence.sequence_id].looks.is_due for r in requests):
+            return True
+        return self._planner.pays([len(request.sequence) - 1 for request in requests], requests[0].overhead)
+
+    def _tree(self, request: DraftRequest, num_sequences: int) -> GrowingTree:
+        tracked = self._tracked[request.sequence.sequence_id]
+        depth = min(request.max_depth, self._options.max_depth, 1 + max_tree_depth(tracked.cache.length))
+        prices = self._planner.prices(tracked.cache.length, num_sequences) if self._planner else EVERYTHING_PAYS
+        return GrowingTree(request.sequence, depth, self._options.num_expanded, prices)
+
+    def _grow(self, trees: list[GrowingTree]) -> None:
+        """Grow trees level by level, in one forward for all trees that go on."""
+        levels = [(tree, level) for tree in trees if (level := tree.next_level()) is not None]
+        while levels:
+            for (tree, _), ranked in zip(levels, self._forwards.expand([level for _, level in levels]), strict=True):
+                tree.add_level(ranked)
+            levels = [(tree, level) for tree, _ in levels if (level := tree.next_level()) is not None]
+
+    def _close(self, request: DraftRequest, tree: GrowingTree | None) -> DraftTree:
+        tracked = self._tracked[request.sequence.sequence_id]
+        tracked.num_levels = 0 if tree is None else tree.num_levels
+        if tree is None:
+            return DraftTree()
+        best, tracked.num_expected = tree.best(min(request.max_nodes, self._options.max_nodes))
+        return best

@@ -1,0 +1,93 @@
+"""An MTP layer on a GPU: the target's decoder with this one layer, over features that stand in front of its rows.
+
+Its kernels are the target's, whatever the layer has: gated heads, norms of heads, a window, experts, latent vectors.
+In front of them stand two norms side by side, and the product that joins them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.drafters.griffin.cuda_draft_rows import CudaRows
+from swiftbatch.worker.drafters.griffin.draft_layer_kernels import join, keep
+from swiftbatch.worker.drafters.mtp.predictor import NUM_ENTRIES, NUM_PLACES, NUM_SPLITS, PredictorWeights
+from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
+from swiftbatch.worker.forward.forward_interface import Forwards
+from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_layer
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.layer_specs import NormForm
+from swiftbatch.worker.kernels.native_decoder import check_layers
+from swiftbatch.worker.kernels.rope_scaling import Rotary
+from swiftbatch.worker.kv.paged_arena import KVArena
+
+
+def cuda_predictor_rows(weights: PredictorWeights, forwards: Forwards, num_candidates: int) -> CudaRows:
+    """Make rows for a target in a GPU's arena. Raises ValueError or IndexError for weights that do not fit."""
+    on_gpu = cast(CudaForwards, forwards)
+    check_layers(weights.sizes, [weights.layer])
+    sizes, num_slots = weights.sizes, on_gpu.arena.num_slots
+    arena = KVArena(weights.cache_shape(on_gpu.device), num_slots, NUM_ENTRIES)
+    features = torch.zeros(num_slots, NUM_PLACES, sizes.hidden, dtype=sizes.dtype, device=on_gpu.device)
+    return CudaRows(CudaPredictor(weights, on_gpu, arena, features), arena, features, on_gpu, num_candidates)
+
+
+class CudaPredictor(CudaDecoder):
+    """A `CudaDraftModel`: a decoder of one layer that begins with joined rows and keeps what is in front of its head.
+
+    A row's `logits [NUM_ROWS, vocab] float32` follow from its own tokens and features, whatever shares the table.
+    """
+
+    def __init__(self, weights: PredictorWeights, forwards: CudaForwards, arena: KVArena, features: Tensor) -> None:
+        """`features [num_slots, num_places, hidden]`. Raises ValueError for sizes that the kernels do not take."""
+        around, device = forwards.surroundings, forwards.device
+        sizes, (rotary, turns) = replace(weights.sizes, vocab=forwards.vocab_size), around.turns
+        stacked = StackedWeights(
+            sizes,
+            around.embedding,
+            [stacked_layer(weights.layer, device, sizes.joins_heads)],
+            (weights.final_norm - added_by(sizes.norm_form)).to(device, sizes.dtype),
+            around.head,
+            weights.rotary,
+        )
+        super().__init__(
+            stacked, arena.buffer, forwards.arena.capacity, NUM_SPLITS, LINEAR_KERNELS[forwards.kernels.linear],
+            turns=turns if are_alike(rotary, weights.rotary) else None,
+        )  # fmt: skip
+        self._norms = weights.token_norm.to(device), weights.hidden_norm.to(device)
+        self._join = weights.join.to(device, sizes.dtype)
+        self._feeds_normed, self._features = weights.feeds_normed, features.flatten(0, 1)
+        self._pairs = torch.zeros(NUM_ROWS, 2 * sizes.hidden, dtype=sizes.dtype, device=device)
+
+    def read_from(self, rows: Tensor, places: Tensor) -> None:
+        """Take the rows of every forward from a table, and the places of their features, as a `CudaDraftModel`."""
+        self._use_table(rows)
+        self._places = places
+
+    def begin(self) -> None:
+        """Launch what comes before the layer: the joined rows."""
+        table, embedding = self._table, self._weights.embedding
+        sources = self._features, embedding, *self._norms
+        join(table.rows, table.token_ids, self._places, *sources, self.sizes.epsilon, self._pairs)
+        self._linear(self._pairs, self._join, None, self._state)
+
+    def end(self) -> None:
+        """Launch what comes behind the layer: norm, head, and what goes to the rows' own places."""
+        super().end()
+        keep(self._table.rows, self._places, self.hidden if self._feeds_normed else self._state, self._features)
+
+
+def added_by(form: NormForm) -> float:
+    """Return the number that a decoder's norm adds to its weights; a predictor's weights have it in them."""
+    return 1.0 if form == NormForm.ONE_MORE else 0.0
+
+
+def are_alike(one: Rotary, other: Rotary) -> bool:
+    """Tell whether two rotations turn by the same angles."""
+    return all(np.array_equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(Rotary))

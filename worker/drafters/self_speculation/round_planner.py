@@ -1,0 +1,314 @@
+"""Plans how many draft rounds with a partial cache come before a full verification, and how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from swiftbatch.worker.drafters.self_speculation.draft_chain import ChainTree, Round, RoundPlan
+from swiftbatch.worker.drafters.step_clock import together
+from swiftbatch.worker.drafters.tree_budget import EXPLORE_EVERY, LEARNING_RATE, NODE_CHOICES, BudgetChoice, NodeBudget
+from swiftbatch.worker.forward.step_costs import Costs, StepCosts
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
+from swiftbatch.worker.kernels.scan_coding import CLUSTER_CHUNKS, SCAN_CHUNK
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
+from swiftbatch.worker.kv.scan_cache import MOST_ENTRIES
+
+PRIOR_CHAIN_ACCEPTANCE = 0.9 ** np.arange(1, TILE_ROWS + 1)  # of token i, before anything was seen
+PRIOR_ROUND_TOKENS = 1.5
+PRIOR_PROPOSE_SECONDS = 0.001
+NO_ROUNDS = RoundPlan(0, 0, 0, 0)
+WORTH_A_PROBE = 0.7  # of the better way's rate: below it the other way is not tried again
+
+
+class Planner:
+    """Gives all sequences the plan that it holds; others work one out, and hear what became of what was proposed."""
+
+    max_nodes = MAX_TREE_NODES
+
+    def __init__(self, plan: RoundPlan = NO_ROUNDS) -> None:
+        self._plan = plan
+
+    def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
+        """Plan for a sequence of `length` cached positions that shares its forwards with others."""
+        return self._plan
+
+    def observe(self, proposed: ChainTree, path: list[int]) -> None:
+        """Learn from a proposal that was verified in full, and of which the nodes of `path` were accepted."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return what it has learned."""
+        return {}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
+
+
+class MeasuredPlanner(Planner):
+    """Plans as many rounds and nodes as give most tokens per second, by measured costs and the running acceptance."""
+
+    max_nodes = TILE_ROWS - 1
+
+    def __init__(self, costs: StepCosts, budget: int, node_seconds: float = 0.0) -> None:
+        """Plan for `budget` entries in a partial cache; a node takes `node_seconds` beside what is measured."""
+        super().__init__()
+        self._budget = budget
+        self._node_seconds = node_seconds
+        self._trees = NodeBudget(costs)
+        self._chains = NodeBudget(costs, PRIOR_CHAIN_ACCEPTANCE, NODE_CHOICES[1:])
+        self._round_tokens = PRIOR_ROUND_TOKENS
+        self._round_seconds = costs.at(4, budget)
+        self._propose_seconds = PRIOR_PROPOSE_SECONDS
+
+    def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
+        tree = self.tree(length, num_sequences)
+        if length <= self._budget:  # a partial cache that holds everything checks no sooner than the target itself
+            return RoundPlan(0, 0, 0, tree.num_nodes)
+        token_seconds = self._round_seconds / self._round_tokens
+        chain = self._chains.best(length, num_sequences, 0.0, token_seconds, max_depth)
+        is_tree = tree.rate >= chain.rate
+        is_close = min(tree.rate, chain.rate) > WORTH_A_PROBE * max(tree.rate, chain.rate)
+        if is_tree != (is_close and length % EXPLORE_EVERY == 0):
+            return RoundPlan(0, 0, 0, tree.num_nodes)
+        checked = self.tree(min(length, self._budget), num_sequences)
+        return RoundPlan(TILE_ROWS, checked.num_nodes, chain.num_nodes, chain.num_nodes)
+
+    def tree(self, length: int, num_sequences: int, max_nodes: int = TILE_ROWS) -> BudgetChoice:
+        """The proposed tree that pays most where a cache of `length` positions verifies it."""
+        proposing = num_sequences * self._propose_seconds
+        return self._trees.best(length, num_sequences, proposing, self._node_seconds, max_nodes)
+
+    def observe(self, proposed: ChainTree, path: list[int]) -> None:
+        for round_ in proposed.rounds:
+            self._observe_round(round_)
+        if proposed.chain_length:
+            self._chains.observe(proposed.chain_length, [node for node in path if node < proposed.chain_length])
+            return
+        num_nodes = len(proposed.tree)
+        self._trees.observe(num_nodes, path)
+        if num_nodes == 0:
+            return
+        beside_nodes = max(0.0, proposed.propose_seconds - num_nodes * self._node_seconds)
+        self._propose_seconds += LEARNING_RATE * (beside_nodes - self._propose_seconds)
+
+    def _observe_round(self, round_: Round) -> None:
+        """Learn from a round: its tree was checked as well, by the target with a partial cache."""
+        self._trees.observe(round_.num_nodes, round_.path)
+        self._round_tokens += LEARNING_RATE * (len(round_.path) + 1 - self._round_tokens)
+        self._round_seconds += LEARNING_RATE * (round_.seconds - self._round_seconds)
+
+    def state(self) -> dict[str, np.ndarray]:
+        means = np.array([self._round_tokens, self._round_seconds, self._propose_seconds, self._node_seconds])
+        return {"plan_trees": self._trees.state(), "plan_chains": self._chains.state(), "plan_means": means}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        missing = self.state().keys() - state.keys()
+        if missing:
+            raise ValueError(f"draft plan: the state lacks {', '.join(sorted(missing))}")
+        means = state["plan_means"]
+        if means.shape != (4,) or not (np.isfinite(means) & (means >= 0)).all() or means[0] < 1:
+            raise ValueError(f"draft plan: found means {means.tolist()}, expected tokens of a round and three times")
+        trees = self._trees.state()
+        self._trees.restore(state["plan_trees"])
+        try:
+            self._chains.restore(state["plan_chains"])
+        except ValueError:
+            self._trees.restore(trees)
+            raise
+        # the seconds of a node were measured on this machine and are not learned again
+        self._round_tokens, self._round_seconds, self._propose_seconds, _ = means.tolist()
+
+
+def planner_of(plan: RoundPlan | None, costs: Costs, budget: int, node_seconds: float = 0.0) -> Planner:
+    """Make a planner of always one plan, or, with None, a `MeasuredPlanner`."""
+    return MeasuredPlanner(costs(), budget, node_seconds) if plan is None else Planner(plan)
+
+
+# Plans rounds, where they pay, and the length of chains: tokens per second by measured costs and running agreement.
+
+
+CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15, 19, 23, 27, 31)
+FEW_ROWS = np.arange(max(CHAIN_LENGTHS) + 2)  # numbers of a sequence's rows: none to a chain and its root
+ROUND_NODES = (0, 1, 3)  # numbers of nodes of a tree that a round checks: some of `NODE_CHOICES`
+CHAIN_LEARNING_RATE = 0.03
+PRIOR_ROUNDS = 4  # that the prior counts for: the first chain of a place where rounds do not pay is the last one
+STEPS_TO_KNOW = 4  # with rounds, before they are planned for several at once
+MOST_SLOWNESS = 3.0  # of one chain beside earlier ones: a slow moment of the machine tells nothing of the next
+SLOWEST = 100.0  # that is ever kept: a state with more is refused as damaged
+FORGETTING = 0.03  # with every plan that is not for rounds, so that they are tried again
+PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
+PRIOR_ALIKE = 0.95
+KEPT = 0.97  # share of what earlier steps count that stays with every step
+MOST_COUNTED = TILE_ROWS / (1 - KEPT)  # tokens, where every chain is as long as can be
+LAUNCHES_IN_ROWS = 100  # on a GPU, where taking a text in costs launches rather than bytes
+CROSSINGS_IN_ROWS = 3  # where each row brings all keys from the host: taking in brings them once more, with launches
+CROSSING_SHARE = 0.02  # bytes that reach a GPU from the host, of those that it reads of its own memory meanwhile
+HOST_SECONDS = 0.001  # the host's part of a step on a GPU, as docs/gpu.md has it
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """The costs of rounds beside those of forwards."""
+
+    scan_share: float  # time to scan all keys for a row, as a share of the time to attend to them
+    row_share: float  # time of the next row's scan in the same sequence, as a share of the first one's
+    seconds: float  # that a round takes beside its forward
+    tree_seconds: float  # that a round with trees takes beside that
+    row_seconds: float  # that each further row of a sequence takes: it looks for the best keys by itself
+    taking_in_rows: float  # rows whose attention to a text takes as long as to make it ready to be scanned
+
+
+ON_A_CPU = RoundCosts(  # measured
+    scan_share=0.08, row_share=0.33, seconds=0.00002, tree_seconds=0.0003, row_seconds=0.0002, taking_in_rows=10
+)
+
+
+def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
+    """Guess costs by the bytes read of a key, codes and its part of a cloud beside key and value: no GPU measured it.
+
+    Rows of a sequence read them together.
+    """
+    cloud_bytes = 2 * head_dim * (head_dim + 1) * 4
+    scanned = head_dim / 4 + cloud_bytes / (CLUSTER_CHUNKS * SCAN_CHUNK)
+    share = scanned / (2 * head_dim * item_size)
+    return RoundCosts(
+        share, row_share=0.0, seconds=HOST_SECONDS, tree_seconds=0.0, row_seconds=0.0, taking_in_rows=LAUNCHES_IN_ROWS
+    )
+
+
+def costs_beside_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
+    """Guess costs with keys and values on the host: codes and clouds are on the GPU, where to read them is cheap."""
+    here = costs_on_a_gpu(head_dim, item_size)
+    return replace(here, scan_share=CROSSING_SHARE * here.scan_share, taking_in_rows=CROSSINGS_IN_ROWS)
+
+
+@dataclass(frozen=True)
+class RoundsChoice:
+    """One way to go on: rounds that check so many nodes each, until a chain is so long, and what it promises."""
+
+    num_nodes: int
+    chain_length: int
+    rate: float  # tokens per second of all sequences
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The seconds of attention to the texts of a step, all sequences together, for each number of rows."""
+
+    number: int
+    all_keys: list[float]
+    entries: list[float]  # to those that a round reads exactly alone
+    beyond: float  # of one row, to all others
+
+
+class RoundsPlanner(Planner):
+    """Plans the rounds of steps. All sequences of a step have the same plan, since they wait for each other."""
+
+    max_nodes = TILE_ROWS - 1
+
+    def __init__(self, costs: StepCosts, rounds: RoundCosts = ON_A_CPU) -> None:
+        super().__init__()
+        self._probed = self._costs = costs
+        self._rounds = rounds
+        self._expected = 0.0  # seconds of one of the coming rounds, before `_slowness`
+        self._slowness = 1.0  # of rounds beside what they should take: this machine, its neighbours
+        self._num_rounds = self._num_steps = 0
+        self._alike = PRIOR_ALIKE * PRIOR_TRIALS  # tokens of chains that the target drew as well
+        self._compared = PRIOR_TRIALS
+
+    def best(self, lengths: np.ndarray, tree_tokens: np.ndarray, overhead: float) -> RoundsChoice:
+        """Choose the rounds that pay most for sequences of so many cached positions, `[num_sequences]`.
+
+        `tree_tokens [num_sequences, num_choices]` are the tokens that trees of `NODE_CHOICES` nodes bring where they
+        are checked, `overhead` the seconds that a step takes beside forwards and drafts. Forwards cost what their rows
+        do by the experts that real steps met, in rounds as in verifications.
+        """
+        self._costs = self._probed.as_routed()
+        texts = self._texts(lengths)
+        chains = [
+            (chain, len(lengths) * self._tokens(chain), together(self._forward_seconds(texts, chain + 1), overhead))
+            for chain in CHAIN_LENGTHS
+        ]
+        best = RoundsChoice(0, 0, 0.0)
+        for num_nodes in ROUND_NODES:
+            drawn = float(tree_tokens[:, NODE_CHOICES.index(num_nodes)].mean())
+            round_seconds = self._slowness * self._round_seconds(texts, num_nodes)
+            for chain_length, tokens, verifying in chains:
+                rate = tokens / (max(1.0, chain_length / drawn) * round_seconds + verifying)
+                if rate > best.rate:
+                    best = RoundsChoice(num_nodes, chain_length, rate)
+        return best
+
+    def taking_in_seconds(self, lengths: np.ndarray) -> float:
+        """The seconds until keys of texts of so many positions, `[num_sequences]`, can be scanned."""
+        return self._rounds.taking_in_rows * float(self._costs.own_seconds(np.array([1]), lengths).clip(min=0.0).sum())
+
+    def begin(self, rounds: RoundsChoice, lengths: np.ndarray) -> float:
+        """Begin a step that goes this way; return the seconds that its verification should take."""
+        self._num_steps += 1
+        self._plan = RoundPlan(TILE_ROWS, rounds.num_nodes, rounds.chain_length, rounds.chain_length)
+        texts = self._texts(lengths)
+        self._expected = self._round_seconds(texts, rounds.num_nodes) / texts.number
+        return self._forward_seconds(texts, rounds.chain_length + 1)
+
+    @property
+    def is_new(self) -> bool:
+        """True if too few steps with rounds were seen to go by what they took."""
+        return self._num_steps < STEPS_TO_KNOW
+
+    def observe(self, proposed: ChainTree, path: list[int]) -> None:
+        if not proposed.rounds:  # there was no depth for one
+            return
+        num_rounds = len(proposed.rounds)
+        found = median(round_.seconds for round_ in proposed.rounds) / self._expected
+        slowness = min(MOST_SLOWNESS * self._slowness, SLOWEST, found)
+        self._num_rounds += num_rounds
+        rate = num_rounds * max(
+            CHAIN_LEARNING_RATE, 1 / (PRIOR_ROUNDS + self._num_rounds)
+        )  # the first of them tell most
+        self._slowness += min(1.0, rate) * (slowness - self._slowness)
+        num_alike = sum(node < proposed.chain_length for node in path)
+        num_compared = min(num_alike + 1, max(1, proposed.chain_length))  # nothing drawn is nothing alike
+        self._alike, self._compared = KEPT * self._alike + num_alike, KEPT * self._compared + num_compared
+
+    def forget(self) -> None:
+        """Let what is known of rounds count a little less, since they do not pay now."""
+        self._slowness += FORGETTING * (1.0 - self._slowness)
+        self._alike += FORGETTING * (PRIOR_ALIKE * PRIOR_TRIALS - self._alike)
+        self._compared += FORGETTING * (PRIOR_TRIALS - self._compared)
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {"rounds_plan": np.array([self._slowness, self._alike, self._compared])}
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        found = state.get("rounds_plan", np.empty(0))
+        is_number = found.dtype == np.float64 and found.shape == (3,)
+        if not is_number or not ((found >= 0) & (found <= MOST_COUNTED)).all() or found[1] > found[2] or found[2] < 1:
+            raise ValueError(f"plan of rounds: found {found}, expected a factor and two numbers of tokens")
+        if self._num_rounds == 0:  # other texts' rounds on this machine tell more than this text's elsewhere
+            _, self._alike, self._compared = found.tolist()  # another machine's slowness says nothing of this one's
+
+    def _tokens(self, chain_length: int) -> float:
+        """The number of tokens that a step with such a chain brings, the bonus token included."""
+        alike, depths = self._alike / self._compared, chain_length + 1
+        return (1 - alike**depths) / (1 - alike) if alike < 1 else float(depths)
+
+    def _texts(self, lengths: np.ndarray) -> _Texts:
+        near = self._costs.own_seconds(FEW_ROWS, np.minimum(lengths, MOST_ENTRIES))
+        all_keys = self._costs.own_seconds(FEW_ROWS, lengths)
+        beyond = float((all_keys[:, 1] - near[:, 1]).clip(min=0.0).sum())
+        return _Texts(len(lengths), all_keys.sum(axis=0).tolist(), near.sum(axis=0).tolist(), beyond)
+
+    def _forward_seconds(self, texts: _Texts, num_rows: int) -> float:
+        """The seconds of a verification with so many rows for each sequence."""
+        return self._costs.shared_seconds(num_rows * texts.number) + texts.all_keys[num_rows]
+
+    def _round_seconds(self, texts: _Texts, num_nodes: int) -> float:
+        """The seconds of one round for all sequences: some entries are read exactly, all others are scanned."""
+        exact = self._costs.shared_seconds((num_nodes + 1) * texts.number) + texts.entries[num_nodes + 1]
+        share = self._rounds.scan_share * (1 + self._rounds.row_share * num_nodes)
+        beside = self._rounds.seconds + self._rounds.row_seconds * num_nodes * texts.number
+        beside += self._rounds.tree_seconds if num_nodes else 0.0
+        return beside + exact + share * texts.beyond

@@ -1,0 +1,277 @@
+"""TokenSwift (Wu et al. 2025), tuned and as published: heads and reused n-grams propose trees."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.drafter_interface import ReadRows
+from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first
+from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
+from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, Proposer, RoundPlan
+from swiftbatch.worker.drafters.self_speculation.round_planner import planner_of
+from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
+from swiftbatch.worker.drafters.tokenswift.decoding_heads import DecodingHeads
+from swiftbatch.worker.drafters.tokenswift.ngram_table import NgramTable
+from swiftbatch.worker.forward.step_costs import Costs
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
+from swiftbatch.worker.kv.sparse_cache import SparseCacheFactory, SummaryKVCache
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.logits_processors import adjusted
+from swiftbatch.worker.sampling.sampler import penalised
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
+
+Ranked = list[tuple[float, int]]  # (log-confidence, token)
+Recycled = Callable[[tuple[int, ...]], Ranked]  # tokens from the root -> candidates behind them
+Branches = list[dict[int, tuple[float, int]]]  # a prefix tree: per node, token -> (log-confidence, node)
+
+_OUTSIDE = 0  # the node of the prefix tree that has no n-grams below it
+_TOP = 1  # its root
+
+
+class Sources(NamedTuple):
+    """The sources of candidates behind a chain's newest token."""
+
+    levels: list[Ranked]  # [d] those of depth d + 1 under every node of the digits: distinct ones, best first
+    ngrams: list[Ranked]  # each a path from the root
+    recycled: Recycled | None = None
+
+    def others(self, path: tuple[int, ...]) -> dict[int, float]:
+        """Confidence of every recycled token behind a path."""
+        return by_token(self.recycled(path)) if self.recycled else {}
+
+
+class _Context(NamedTuple):
+    """The place of a node: its path, its node of the prefix tree, and whether the digits go on below it."""
+
+    path: tuple[int, ...]
+    node: int
+    in_digits: bool
+
+
+def digit_tree(sources: Sources, max_nodes: int, max_depth: int) -> DraftTree:
+    """The tree of digits, the paths of n-grams and what is recycled in one prefix tree, its likeliest nodes.
+
+    Where a node is proposed more than once, the highest confidence counts. Kept are the `max_nodes` nodes of highest
+    path confidence (the sum from the root), none deeper than `max_depth`, parents before children.
+    """
+    branches = _prefix_tree(sources.ngrams)
+    levels = [by_token(level) for level in sources.levels]
+
+    def expand(context: _Context, depth: int) -> list[tuple[float, int, _Context]]:
+        """Candidates below a node, best first, each with the highest confidence that a source has in it."""
+        path, node, in_digits = context
+        level = levels[depth - 1] if in_digits and depth <= len(levels) else {}
+        branch = branches[node]
+        confidences = {token: confidence for token, (confidence, _) in branch.items()}
+        for source in (level, sources.others(path)):
+            for token, confidence in source.items():
+                confidences[token] = max(confidence, confidences.get(token, confidence))
+        ranked = sorted(((confidence, token) for token, confidence in confidences.items()), reverse=True)
+        return [(c, t, _Context((*path, t), branch[t][1] if t in branch else _OUTSIDE, t in level)) for c, t in ranked]
+
+    return grow_best_first(_Context((), _TOP, True), expand, max_nodes, max_depth)
+
+
+def by_token(ranked: Ranked) -> dict[int, float]:
+    """Confidence of every token."""
+    return {token: confidence for confidence, token in ranked}
+
+
+def _prefix_tree(ngrams: list[Ranked]) -> Branches:
+    branches: Branches = [{}, {}]
+    for ngram in ngrams:
+        node = _TOP
+        for logconf, token in ngram:
+            known = branches[node].get(token)
+            child = known[1] if known else len(branches)
+            if not known:
+                branches.append({})
+            if not known or known[0] < logconf:
+                branches[node][token] = (logconf, child)
+            node = child
+    return branches
+
+
+# TokenSwift (Wu et al. 2025): heads and reused n-grams propose, the target with a summarised cache checks.
+
+
+TYPICAL_LOGIT = 10.0  # a likely token's logit: the penalty's cut from it decides if an n-gram is held back
+
+
+class TokenSwiftProposer(Proposer):
+    """One tree from all sources, whichever of them proposes a node."""
+
+    needs_hidden = True
+
+    def __init__(
+        self,
+        heads: DecodingHeads,
+        digits: tuple[int, ...],
+        ngram_size: int,
+        num_ngrams: int,
+        recycling: TokenRecyclingDrafter | None,
+    ) -> None:
+        """`digits` are those behind the newest token's own, one for each head; `recycling` None: not used."""
+        self.needs_top_k = recycling is not None
+        self._heads = heads
+        self._digits = digits
+        self._ngram_size = ngram_size
+        self._num_ngrams = num_ngrams
+        self._recycling = recycling
+        self._tables: dict[str, NgramTable] = {}
+
+    def start(self, sequence: Sequence) -> None:
+        self._tables[sequence.sequence_id] = table = NgramTable(self._ngram_size)
+        table.extend(sequence.output_ids)
+
+    def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
+        return [self._tree(chain, *limit) for chain, limit in zip(chains, limits, strict=True)]
+
+    def sources(self, chain: Chain) -> Sources:
+        """Find the sources of candidates behind a chain's newest token."""
+        recycled = self._recycled(chain, self._recycling) if self._recycling else None
+        return Sources(self._levels(chain), self._ngrams(chain), recycled)
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        table = self._tables[sequence.sequence_id]
+        table.extend(sequence.output_ids[len(table) :])
+        if self._recycling:
+            self._recycling.update(sequence, verification)
+
+    def learn(self, rows: ReadRows) -> None:
+        if self._recycling:
+            self._recycling.learn(rows)
+
+    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        return self._recycling.state(sequence) if self._recycling else {}
+
+    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
+        if self._recycling:
+            self._recycling.restore(sequence, state)
+
+    def stop(self, sequence: Sequence) -> None:
+        del self._tables[sequence.sequence_id]
+
+    def _tree(self, chain: Chain, max_nodes: int, max_depth: int) -> DraftTree:
+        if max_nodes < 1 or max_depth < 1:
+            return DraftTree()
+        return digit_tree(self.sources(chain), max_nodes, max_depth)
+
+    def _levels(self, chain: Chain) -> list[Ranked]:
+        """Candidates of the heads behind the newest token, depth by depth, as many as the digits say."""
+        if not self._digits or chain.hidden is None:
+            return []
+        logits = penalised(chain.sampler, self._heads.logits(chain.hidden))  # [num_heads, vocab]
+        ranked = CandidateRanker(chain.sequence).rank_logits(logits, range(1, len(logits) + 1), max(self._digits))
+        return [level[:digit] for level, digit in zip(ranked, self._digits, strict=False)]
+
+    def _recycled(self, chain: Chain, recycling: TokenRecyclingDrafter) -> Recycled:
+        """Return the ranking of what the target said behind the same tokens before."""
+        ranker, tables = CandidateRanker(chain.sequence), recycling.tables
+        newest = tables.newest_pair(chain.sequence)
+
+        def candidates(path: tuple[int, ...]) -> Ranked:
+            pair = functools.reduce(tables.next_pair, path, newest)
+            return ranker.rank(len(path) + 1, *tables.candidates(pair))
+
+        return candidates
+
+    def _ngrams(self, chain: Chain) -> list[Ranked]:
+        """Find what followed the newest token most often; each token has its confidence behind those before it."""
+        table = self._tables[chain.sequence.sequence_id]
+        found = table.most_frequent(chain.newest, self._num_ngrams)
+        followers: dict[tuple[int, ...], dict[int, int]] = {}
+        for tokens, count in found:
+            for depth, token_id in enumerate(tokens):
+                counts = followers.setdefault(tokens[:depth], {})
+                counts[token_id] = counts.get(token_id, 0) + count
+        confidences = self._confidences(chain, followers)
+        return [list(_confident(tokens, confidences)) for tokens, _ in found]
+
+    def _confidences(
+        self, chain: Chain, followers: dict[tuple[int, ...], dict[int, int]]
+    ) -> dict[tuple[int, ...], float]:
+        """Log-confidence of every path's last token: its share of the counts, under penalties, bias and noise."""
+        ranker, changes = CandidateRanker(chain.sequence), self._changes(chain, followers)
+        confidences: dict[tuple[int, ...], float] = {}
+        for path, counts in followers.items():
+            total = sum(counts.values()) + len(counts)  # something new is as likely as the number of kinds says
+            scores = {
+                token_id: math.log(count / total) + changes.get(token_id, 0.0) for token_id, count in counts.items()
+            }
+            token_ids = sorted(scores, key=scores.__getitem__, reverse=True)
+            for confidence, token_id in ranker.rank(len(path) + 1, token_ids, [scores[t] for t in token_ids]):
+                confidences[(*path, token_id)] = confidence
+        return confidences
+
+    def _changes(self, chain: Chain, followers: dict[tuple[int, ...], dict[int, int]]) -> dict[int, float]:
+        """Compute how much penalties and bias change each follower at a typical logit; empty where there are none."""
+        sampling, context = chain.sequence.sampling, chain.sampler.context().on_cpu()
+        if context.is_plain:
+            return {}
+        token_ids = sorted({token_id for counts in followers.values() for token_id in counts})
+        typical = torch.full((chain.sequence.vocab_size,), TYPICAL_LOGIT)
+        changed = adjusted(typical, sampling, context)[token_ids] - TYPICAL_LOGIT
+        return dict(zip(token_ids, changed.tolist(), strict=True))
+
+
+def _confident(tokens: tuple[int, ...], confidences: dict[tuple[int, ...], float]) -> Iterator[tuple[float, int]]:
+    """The path as far as no token of it is cut off."""
+    for depth, token_id in enumerate(tokens):
+        confidence = confidences.get(tokens[: depth + 1])
+        if confidence is None:
+            return
+        yield confidence, token_id
+
+
+@dataclass(frozen=True)
+class TokenSwiftOptions:
+    """The paper's parameters. Defaults are what is fastest; the paper's own are in `bench/variants.py`."""
+
+    digits: tuple[int, ...] = (1, 3, 3, 3)
+    ngram_size: int = 4
+    num_ngrams: int = 20  # k
+    cache: SparseCacheFactory = SummaryKVCache  # what the rounds see
+    budget: int = ENGINES["tokenswift"].partial_budget
+    draft_rounds: int | None = None  # K; None: as many as pay
+    recycles: bool = True  # also what the target said at the rows it verified (token recycling)
+
+
+DEFAULTS = TokenSwiftOptions()
+
+
+def tokenswift(
+    target: TargetModel,
+    costs: Costs,
+    parts_folder: Path | None,
+    options: TokenSwiftOptions = DEFAULTS,
+    new_proposer: Callable[..., TokenSwiftProposer] = TokenSwiftProposer,
+) -> SelfSpeculationDrafter:
+    """A `DrafterFactory`. Raises ModelError where there are no heads for this target, or too few."""
+    heads = DecodingHeads.load(parts_folder, target)
+    if len(options.digits) > heads.num_heads + 1:
+        digits = ",".join(map(str, options.digits))
+        folder = parts_folder or target.files.path
+        raise ModelError(f"tree {digits}: the heads in {folder} are {heads.num_heads}, for that many digits + 1")
+    recycling = TokenRecyclingDrafter(target, None) if options.recycles else None
+    proposer = new_proposer(heads, options.digits[1:], options.ngram_size, options.num_ngrams, recycling)
+    plan = None if options.draft_rounds is None else whole_trees(options.draft_rounds)
+    planner = planner_of(plan, costs, options.budget)
+    return SelfSpeculationDrafter(target, proposer, planner, options.cache, options.budget, options.digits[0])
+
+
+def whole_trees(num_rounds: int) -> RoundPlan:
+    """The paper's plan: whole trees; the first round's forward has one row."""
+    return RoundPlan(num_rounds, MAX_TREE_NODES, MAX_TREE_NODES, MAX_TREE_NODES, is_first_bare=True)

@@ -1,0 +1,219 @@
+"""TriForce (Sun et al. 2024), tuned and as published: a small draft model proposes chains."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.drafters.catalogue import DRAFT_MODEL, ENGINES
+from swiftbatch.worker.drafters.ranking import CandidateRanker
+from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, Proposer, RoundPlan
+from swiftbatch.worker.drafters.self_speculation.round_planner import planner_of
+from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
+from swiftbatch.worker.forward.step_costs import Costs, seconds_of
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import SequenceRows, chain_rows
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.sparse_cache import SparseCacheFactory, SummaryKVCache
+from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.sampler import BatchSampler, penalised
+from swiftbatch.worker.sampling.sequence import Sequence
+
+NUM_SINKS = 16
+WINDOW = 256  # newest tokens that are always read; before it begins anew, up to twice as many
+PROBE_REPEATS = 5
+
+
+@dataclass
+class _Context:
+    """The cache of one sequence, and the tokens in it."""
+
+    cache: FullKVCache
+    token_ids: np.ndarray  # [cache.length]
+
+
+class DraftModel:
+    """A causal language model with the target's vocabulary, and a short cache for each sequence."""
+
+    def __init__(self, model: TargetModel) -> None:
+        self._model = model
+        self._contexts: dict[str, _Context] = {}
+
+    @classmethod
+    def load(cls, parts_folder: Path | None, target: TargetModel) -> DraftModel:
+        """Load the target's draft model: `draft` in a folder, None for the target's own, or that folder itself.
+
+        Raises ModelError where it does not fit.
+        """
+        folder = DRAFT_MODEL.find(target.files.name, target.files.path, target.files.fingerprint, parts_folder)
+        files = locate_model(str(folder))
+        longest = ENGINES["triforce"].draft_length
+        if files.max_positions < longest:
+            raise ModelError(f"draft model {folder}: it has {files.max_positions} positions; {longest} are needed")
+        return cls(target.load_beside(files, longest))
+
+    def start(self, sequence_id: str) -> None:
+        """Make room for a sequence."""
+        cache = self._model.new_cache(ENGINES["triforce"].draft_length)
+        self._contexts[sequence_id] = _Context(cache, np.zeros(0, dtype=np.int64))
+
+    def stop(self, sequence_id: str) -> None:
+        del self._contexts[sequence_id]
+
+    def logits(self, requests: dict[str, np.ndarray]) -> list[torch.Tensor]:
+        """Logits `[vocab] float32` behind each sequence's `window_of` tokens; sequences share the forwards."""
+        for sequence_id, token_ids in requests.items():
+            self._roll_back(self._contexts[sequence_id], token_ids)
+        found: dict[str, torch.Tensor] = {}
+        while waiting := [name for name in requests if name not in found]:
+            rows = [self._missing_rows(name, requests[name]) for name in waiting]
+            for name, part, outputs in zip(waiting, rows, self._model.verify(rows), strict=True):
+                context = self._contexts[name]
+                context.cache.advance(len(part))
+                if context.cache.length == len(requests[name]):
+                    context.token_ids = requests[name]
+                    found[name] = outputs.logits[-1].clone()  # a forward's logits hold until the next one
+        return [found[name] for name in requests]
+
+    def token_seconds(self) -> float:
+        """Seconds of one drafted token, measured."""
+        self.start("probe")
+        token_ids = np.zeros(NUM_SINKS + WINDOW + PROBE_REPEATS, dtype=np.int64)
+        self.logits({"probe": token_ids[:-PROBE_REPEATS]})
+        texts = [{"probe": token_ids[: len(token_ids) - num_left]} for num_left in range(PROBE_REPEATS - 1, -1, -1)]
+        seconds = [seconds_of(self._model, functools.partial(self.logits, text)) for text in texts]
+        self.stop("probe")
+        return statistics.median(seconds)
+
+    def _missing_rows(self, sequence_id: str, token_ids: np.ndarray) -> SequenceRows:
+        cache = self._contexts[sequence_id].cache
+        return chain_rows(cache, token_ids[cache.length :].tolist())
+
+    @staticmethod
+    def _roll_back(context: _Context, token_ids: np.ndarray) -> None:
+        """Forget what the cache holds beyond the tokens that are wanted; the last one's row is always run."""
+        num_common = min(len(context.token_ids), len(token_ids) - 1)
+        differs = np.nonzero(context.token_ids[:num_common] != token_ids[:num_common])[0]
+        context.cache.roll_back(int(differs[0]) if len(differs) else num_common)
+        context.token_ids = token_ids[: context.cache.length]
+
+
+def window_of(token_ids: np.ndarray, num_committed: int) -> np.ndarray:
+    """Return the tokens that the draft model reads of a sequence and its chain.
+
+    The committed tokens decide where the window begins.
+    """
+    start = max(NUM_SINKS, (num_committed // WINDOW - 1) * WINDOW)
+    return np.concatenate([token_ids[:NUM_SINKS], token_ids[start:]])
+
+
+# TriForce (Sun et al. 2024): a small draft model proposes, the target with a summarised cache checks.
+
+
+@dataclass(frozen=True)
+class TriForceOptions:
+    """The paper's parameters. Defaults are what is fastest; the paper's own are in `bench/variants.py`."""
+
+    cache: SparseCacheFactory = SummaryKVCache  # what the middle level sees
+    budget: int = ENGINES["triforce"].partial_budget
+    gammas: tuple[int, int] | None = None  # gamma_1, gamma_2; None: as many as pay
+    width: int = 1  # candidates at every depth of the first level
+
+
+DEFAULTS = TriForceOptions()
+
+
+def triforce(
+    target: TargetModel, costs: Costs, parts_folder: Path | None, options: TriForceOptions = DEFAULTS
+) -> SelfSpeculationDrafter:
+    """A `DrafterFactory`. Raises ModelError where there is no draft model for this target."""
+    draft_model = DraftModel.load(parts_folder, target)
+    proposer = DraftModelProposer(draft_model, options.width, target.forwards.new_batch_sampler())
+    plan = None if options.gammas is None else hierarchy(*options.gammas, options.width)
+    planner = planner_of(plan, costs, options.budget, proposer.node_seconds)
+    return SelfSpeculationDrafter(target, proposer, planner, options.cache, options.budget)
+
+
+def hierarchy(gamma_1: int, gamma_2: int, width: int) -> RoundPlan:
+    """Algorithm 1: `gamma_1` draft tokens per middle verification, until there are at least `gamma_2` tokens.
+
+    gamma_1 = 0 is self-speculation with the partial cache alone.
+    """
+    return RoundPlan(gamma_2, gamma_1 * width, gamma_2, gamma_2)
+
+
+class DraftModelProposer(Proposer):
+    """Draws with the coupled noise, as the target will; sequences of a batch share the draft model's forwards."""
+
+    def __init__(self, draft_model: DraftModel, width: int, drawing: BatchSampler) -> None:
+        """`width` candidates at every depth: the chain goes on below the drawn one, the others have no children.
+
+        Chains' samplers are of `drawing`.
+        """
+        self.node_seconds = draft_model.token_seconds() / width  # seconds of each proposed node
+        self._draft_model = draft_model
+        self._width = width
+        self._batch_sampler = drawing
+
+    def start(self, sequence: Sequence) -> None:
+        self._draft_model.start(sequence.sequence_id)
+
+    def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
+        trees = [_Tree(chain, *limit, self._width) for chain, limit in zip(chains, limits, strict=True)]
+        while growing := {tree.sequence_id: tree for tree in trees if tree.wants_more}:
+            windows = {name: tree.window() for name, tree in growing.items()}
+            found = self._draft_model.logits(windows)
+            roots, samplers = [DraftTree()] * len(found), [tree.sampler for tree in growing.values()]
+            walks = self._batch_sampler.walks(samplers, roots, [logits[None] for logits in found])
+            for tree, logits, walk in zip(growing.values(), found, walks, strict=True):
+                tree.grow(logits, walk.drawn[0] if walk.drawn else 0)  # a damaged draft model ends no job
+        return [tree.tree for tree in trees]
+
+    def stop(self, sequence: Sequence) -> None:
+        self._draft_model.stop(sequence.sequence_id)
+
+
+class _Tree:
+    """Nodes below a chain's newest token, one behind the other, with siblings, while they grow."""
+
+    def __init__(self, chain: Chain, max_nodes: int, max_depth: int, width: int) -> None:
+        self.tree = DraftTree()
+        self.sequence_id = chain.sequence.sequence_id
+        self._sequence, self.sampler = chain.sequence, chain.sampler
+        if max_nodes > 0 and max_depth > 0:
+            self._sequence = chain.sequence.fork()
+            self.sampler = chain.sampler.fork(self._sequence)
+        self._num_committed = len(chain.sequence) - chain.num_tokens
+        self._max_nodes = max_nodes
+        self._depth_left = max_depth
+        self._width = width
+        self._newest = ROOT
+
+    @property
+    def wants_more(self) -> bool:
+        return self._depth_left > 0 and len(self.tree) < self._max_nodes
+
+    def window(self) -> np.ndarray:
+        return window_of(self._sequence.token_ids, self._num_committed)
+
+    def grow(self, logits: torch.Tensor, token_id: int) -> None:
+        """Add the chain's next token, drawn from the draft model's logits `[vocab]`, and the next best beside it."""
+        candidates = self._siblings(logits) if self._width > 1 else []
+        parent, self._newest = self._newest, len(self.tree)
+        others = [other for other in candidates if other != token_id][: self._width - 1]
+        for candidate in [token_id, *others][: self._max_nodes - len(self.tree)]:
+            self.tree.token_ids.append(candidate)
+            self.tree.parents.append(parent)
+        self._sequence.extend([token_id])
+        self._depth_left -= 1
+
+    def _siblings(self, logits: torch.Tensor) -> list[int]:
+        [ranked] = CandidateRanker(self._sequence).rank_logits(penalised(self.sampler, logits)[None], [1], self._width)
+        return [token_id for _, token_id in ranked]

@@ -1,0 +1,210 @@
+"""Prompts that begin alike: one of a worker's sequences reads what several begin with; the others copy keys and values.
+
+What a cache holds at a position follows from the tokens up to there alone, whatever shared their forward: so copies are
+what a sequence would have read itself, bit for bit, and all that drafters make of a cache they make of a copied one.
+Those of the prompts that a worker read last are kept in the host's memory, for jobs to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swiftbatch.jobs.checkpoints.kv_segments import LayerStates
+from swiftbatch.worker.engine.slot import Slot
+from swiftbatch.worker.kv.full_cache import CacheSource, FullKVCache
+from swiftbatch.worker.kv.kv_capacity import MEMORY, KVRoom
+
+SHORTEST = 64  # tokens; fewer are read as soon as copied
+MEMORY_SHARE = 1 / 8  # for kept prefixes, of what would be free without them
+
+
+@dataclass
+class _Member:
+    """A sequence of the engine."""
+
+    slot: Slot
+    token_ids: NDArray[np.int64]  # that it came with, but for the last
+    num_alike: dict[str, int] = field(default_factory=dict)  # first tokens that another has as well, by its name
+
+
+class PrefixSharing:
+    """Knows which of an engine's sequences have read what others lack, and which wait for others.
+
+    A sequence waits only for those that came before it, so the first always goes on.
+    """
+
+    def __init__(self, kept: KeptPrefixes) -> None:
+        self.kept = kept
+        self._members: dict[str, _Member] = {}  # in the order in which they came
+
+    def join(self, slot: Slot) -> None:
+        """Take a sequence in."""
+        new = _Member(slot, slot.sequence.token_ids[:-1])
+        for name, other in self._members.items():
+            if other.slot.cache.first_angle != slot.cache.first_angle:
+                continue  # the same tokens have other keys there
+            if (num_tokens := num_alike(new.token_ids, other.token_ids)) >= SHORTEST:
+                new.num_alike[name] = other.num_alike[slot.sequence.sequence_id] = num_tokens
+                for cache in (slot.cache, other.slot.cache):
+                    cache.expect_copies(num_tokens)
+        slot.cache.expect_copies(slot.num_shared_tokens)
+        self._members[slot.sequence.sequence_id] = new
+
+    def leave(self, slot: Slot) -> None:
+        """Forget a sequence."""
+        del self._members[slot.sequence.sequence_id]
+        for other in self._members.values():
+            other.num_alike.pop(slot.sequence.sequence_id, None)
+
+    def keep(self, slot: Slot) -> None:
+        """Keep what a sequence that is about to leave has read for others, where none of those here has it too."""
+        own = self._members[slot.sequence.sequence_id]
+        num_shared = min(slot.num_shared_tokens, slot.cache.length, len(own.token_ids))
+        if num_shared < SHORTEST:
+            return
+        if any(self._holds(own, name, num_shared) for name in own.num_alike):
+            return
+        end = slot.cache.copyable_end(min(num_shared + SHORTEST, len(own.token_ids)))  # others may part a little later
+        if end >= SHORTEST:
+            self.kept.keep(own.token_ids[:end], min(num_shared, end), slot.cache)
+
+    def waits(self, slot: Slot) -> bool:
+        """Return whether a sequence that came before is still reading tokens that the slot lacks as well."""
+        own, length = self._members[slot.sequence.sequence_id], slot.cache.length
+        for name, other in self._members.items():
+            if other is own:
+                break
+            num_tokens = own.num_alike.get(name, 0)
+            is_reading = other.slot.sequence.finish_reason is None and other.slot.cache.length < num_tokens
+            if is_reading and num_tokens - length >= SHORTEST:
+                return True
+        return False
+
+    def take_over(self, slot: Slot) -> int:
+        """Copy what is there of the tokens that the slot lacks; returns how many."""
+        start = slot.cache.length
+        if slot.num_to_prefill < SHORTEST:
+            return 0
+        source, end = max(self._sources(slot), key=lambda pair: pair[1])
+        if source is None or end - start < SHORTEST:
+            return 0
+        end = slot.cache.end_of_copy(source, end)
+        slot.cache.copy_from(source, end)
+        if isinstance(source, KeptPrefix):
+            self.kept.use(source)
+        return end - start
+
+    def _sources(self, slot: Slot) -> Iterator[tuple[CacheSource | None, int]]:
+        """Yield each source of a sequence's first tokens, and how many it has."""
+        own = self._members[slot.sequence.sequence_id]
+        yield self.kept.longest(own.token_ids, slot.cache.first_angle)
+        for name, num_tokens in own.num_alike.items():
+            cache = self._members[name].slot.cache
+            yield cache, cache.copyable_end(num_tokens)
+
+    def _holds(self, own: _Member, name: str, num_tokens: int) -> bool:
+        """Return whether another sequence's cache has these first tokens in common with `own`, and will keep them."""
+        other = self._members[name].slot
+        return min(own.num_alike[name], other.num_shared_tokens, other.cache.length) >= num_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class KeptPrefix:
+    """A prompt's first tokens and what they leave in a cache; a `CacheSource` of its own."""
+
+    token_ids: NDArray[np.int64]  # [num_tokens]
+    num_shared: int  # first ones that other jobs are known to have
+    rows: NDArray[Any]  # [num_rows, num_tokens, head_dim], as `FullKVCache.kv` has them
+    first_angle: int  # of the cache that had them: keys of others are turned otherwise
+    states: LayerStates | None = None  # behind all of them, of layers that have some
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.nbytes + (self.states.num_bytes if self.states else 0)
+
+    def kv(self, start: int, end: int) -> NDArray[Any]:
+        return self.rows[:, start:end]
+
+    def states_at(self, end: int) -> LayerStates | None:
+        return self.states
+
+    def copyable_end(self, limit: int) -> int:
+        """The last position, `limit` at most, up to which this can be copied: states hold behind all of it alone."""
+        if self.states is None:
+            return limit
+        return len(self.token_ids) if limit >= len(self.token_ids) else 0
+
+
+class KeptPrefixes:
+    """Keeps a few prefixes, within an eighth of the memory that is free without them; drops the least recently used."""
+
+    def __init__(self, bytes_per_position: int, free_bytes: Callable[[], float] | None = None) -> None:
+        """`free_bytes` says what the memory has left, None for this machine's."""
+        self._bytes_per_position = bytes_per_position
+        self._free_bytes = free_bytes or KVRoom(MEMORY, bytes_per_position).free_bytes
+        self._prefixes: list[KeptPrefix] = []  # the newest use last
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all keys and values."""
+        return sum(prefix.num_bytes for prefix in self._prefixes)
+
+    def longest(self, token_ids: NDArray[np.int64], first_angle: int = 0) -> tuple[KeptPrefix | None, int]:
+        """The one that can give most of the first of these tokens with these angles, and how many."""
+        alike = (prefix for prefix in self._prefixes if prefix.first_angle == first_angle)
+        found = [(prefix.copyable_end(num_alike(prefix.token_ids, token_ids)), prefix) for prefix in alike]
+        num_tokens, best = max(found, key=lambda pair: pair[0], default=(0, None))
+        return best, num_tokens
+
+    def use(self, prefix: KeptPrefix) -> None:
+        """Note that a prefix was of use."""
+        self._prefixes.remove(prefix)
+        self._prefixes.append(prefix)
+
+    def keep(self, token_ids: NDArray[np.int64], num_shared: int, cache: FullKVCache) -> None:
+        """Keep what a cache has of some first tokens, if that has room; one that has those shared already is enough."""
+        best, num_known = self.longest(token_ids, cache.first_angle)
+        if best is not None and num_known >= num_shared:
+            self.use(best)
+            return
+        self._prefixes = [each for each in self._prefixes if not _is_within(each, token_ids, cache.first_angle)]
+        states = None if cache.is_by_position else cache.states_at(len(token_ids))
+        num_bytes = len(token_ids) * self._bytes_per_position + (states.num_bytes if states else 0)
+        if num_bytes <= self._limit():
+            self._drop_down_to(self._limit() - num_bytes)
+            rows = np.array(cache.kv(0, len(token_ids)))
+            self._prefixes.append(KeptPrefix(token_ids.copy(), num_shared, rows, cache.first_angle, states))
+
+    def trim(self) -> None:
+        """Give memory back that others need by now."""
+        self._drop_down_to(self._limit())
+
+    def clear(self) -> bool:
+        """Give all memory back; return whether there was any."""
+        had_some = bool(self._prefixes)
+        self._prefixes.clear()
+        return had_some
+
+    def _limit(self) -> float:
+        return MEMORY_SHARE * (self._free_bytes() + self.num_bytes)
+
+    def _drop_down_to(self, num_bytes: float) -> None:
+        while self._prefixes and self.num_bytes > num_bytes:
+            del self._prefixes[0]
+
+
+def _is_within(prefix: KeptPrefix, token_ids: NDArray[np.int64], first_angle: int) -> bool:
+    """Tell whether these tokens, with these angles, begin with all that is known to be shared of a kept prefix."""
+    return prefix.first_angle == first_angle and num_alike(prefix.token_ids, token_ids) >= prefix.num_shared
+
+
+def num_alike(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+    """Count the tokens that are the same, from the first on."""
+    num_tokens = min(len(one), len(other))
+    differs = one[:num_tokens] != other[:num_tokens]
+    first = int(differs.argmax()) if num_tokens else 0
+    return first if num_tokens and differs[first] else num_tokens

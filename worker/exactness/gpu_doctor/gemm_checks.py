@@ -1,0 +1,256 @@
+"""The checks of matrix products: the same bits in every place of a batch, also with quantized weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from swiftbatch.jobs.run.compute_options import LinearName
+from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, WeightKernel, packed_linear, triton_linear
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix, Weight
+
+COMPARED_COLUMNS = 1024  # in float64
+SUM_ERROR = 1e-5  # error allowed to a float32 sum, as a share of the sum of all products' sizes
+
+
+def check_gemms(parts: Parts) -> Finding:
+    """All weight shapes of the model with every kernel; one without a fault is taken, that asked for if it has none.
+
+    For packed weights there is one.
+    """
+    shapes = weight_shapes(parts.weights)
+    kernels: list[LinearName] = ["triton"] if parts.weights.is_packed else list(LINEAR_KERNELS)
+    rows: list[Row] = []
+    good: list[LinearName] = []
+    for kernel_name in kernels:
+        kernel = WeightKernel(LINEAR_KERNELS[kernel_name])
+        tried = [_try_kernel(parts, kernel_name, kernel, name, linears) for name, linears in shapes.items()]
+        rows += tried
+        if all(row["differing"] == 0 and float(row["error"]) <= 1 for row in tried):
+            good.append(kernel_name)
+    if not good:
+        words = "no kernel gives a row the same bits in all places: this device cannot keep the promise"
+        return Finding(passed=False, words=words, rows=rows)
+    taken = parts.kernels.linear if parts.kernels.linear in good else good[0]
+    words = f"products by {taken}"
+    if bad := [name for name in kernels if name not in good]:
+        words += f"; not by {', '.join(bad)}, whose rows differ or whose sums are off"
+    return Finding(passed=True, words=words, rows=rows, linear=taken)
+
+
+def weight_shapes(weights: StackedWeights) -> dict[str, list[AnyLinear]]:
+    """The products of a forward that all rows meet: of each kind those of one shape, and the head."""
+    layers = weights.layers
+    own = [layer.dense_mlp for layer in layers if layer.dense_mlp is not None]
+    attention = [layer.attention for layer in layers if layer.attention is not None]
+    latents = [layer.latent for layer in layers if layer.latent is not None]
+    mixers = [layer.mixer for layer in layers if layer.mixer is not None]
+    products = {
+        "q, k, v": [in_front for in_front, _ in attention],
+        "queries of vectors": [each.query for each in latents if each.query is not None],
+        "output": [behind for _, behind in attention],
+        "into states": [mixer.wide for mixer in mixers],
+        "of states' heads": [mixer.narrow for mixer in mixers if mixer.narrow is not None],
+        "out of states": [mixer.output for mixer in mixers],
+        "gate, up": [gate_up for gate_up, _ in own],
+        "down": [down for _, down in own],
+        "head": [weights.head],
+    }
+    return {
+        name: [each for each in linears if each.weight.shape == linears[0].weight.shape]
+        for name, linears in products.items()
+        if linears
+    }
+
+
+def _try_kernel(parts: Parts, kernel_name: str, kernel: WeightKernel, name: str, linears: list[AnyLinear]) -> Row:
+    columns, depth = linears[0].weight.shape
+    out_dtype = torch.float32 if name == "head" else parts.dtype
+    num_rows = parts.kernels.num_rows
+    out = torch.zeros(num_rows, columns, dtype=out_dtype, device=parts.device)
+    run = functools.partial(_into, kernel, out)
+    seconds = _seconds(parts, run, linears, depth)
+    num_bytes = sum(linear.weight.nbytes for linear in linears)
+    return {
+        "kernel": kernel_name,
+        "weights": name,
+        "depth": depth,
+        "columns": columns,
+        "tried": num_rows * parts.extent.num_tries,
+        "differing": _num_changed_by_place(parts, run, linears[0], out),
+        "error": _error(parts, run, linears[0], out),
+        "ms": 1000 * seconds / len(linears),
+        "GB/s": num_bytes / seconds / 1e9,
+    }
+
+
+def _into(kernel: WeightKernel, out: Tensor, rows: Tensor, linear: AnyLinear) -> None:
+    kernel(rows, linear.weight, linear.bias, out)
+
+
+def _num_changed_by_place(parts: Parts, run: functools.partial[None], linear: AnyLinear, out: Tensor) -> int:
+    """Count, on the device, how often one row's bits differ, in all places, each time among other neighbours."""
+    generator, depth = parts.generator(1), linear.weight.shape[1]
+    row = random_rows(parts, depth, generator)[0]
+    differing = torch.zeros((), dtype=torch.int64, device=parts.device)
+    expected: Tensor | None = None
+    for _ in range(parts.extent.num_tries):
+        neighbours = random_rows(parts, depth, generator)
+        for place in range(len(out)):
+            rows = neighbours.clone()
+            rows[place] = row
+            run(rows, linear)
+            expected = out[place].clone() if expected is None else expected
+            differing += (bits(out[place]) != bits(expected)).any()
+    return int(differing)
+
+
+def _error(parts: Parts, run: functools.partial[None], linear: AnyLinear, out: Tensor) -> float:
+    """The greatest error of some columns, over what rounding allows; 1 is the most that may be."""
+    rows = random_rows(parts, linear.weight.shape[1], parts.generator(2))
+    run(rows, linear)
+    weight = first_columns(linear.weight).double()
+    bias = 0.0 if linear.bias is None else linear.bias[:COMPARED_COLUMNS].double()
+    exact = rows.double() @ weight.t() + bias
+    allowed = torch.finfo(out.dtype).eps * exact.abs() + SUM_ERROR * (rows.double().abs() @ weight.abs().t())
+    ratio = (out[:, : len(weight)].double() - exact).abs() / allowed.clamp_min(torch.finfo(torch.float32).tiny)
+    return float(ratio.nan_to_num(torch.inf).max())
+
+
+def first_columns(weight: Weight) -> Tensor:
+    """The columns of a weight that are compared, as numbers."""
+    chosen = slice(COMPARED_COLUMNS)
+    return weight.rows(chosen).dequantized() if isinstance(weight, PackedMatrix) else weight[chosen]
+
+
+def _seconds(parts: Parts, run: functools.partial[None], linears: list[AnyLinear], depth: int) -> float:
+    """Time one product after the other, so that weights come from memory and not from a cache."""
+    rows = random_rows(parts, depth, parts.generator(3))
+
+    def work() -> None:
+        for linear in linears:
+            run(rows, linear)
+
+    return parts.seconds(work)
+
+
+def random_rows(parts: Parts, depth: int, generator: torch.Generator) -> Tensor:
+    """Make rows `[num_rows, depth]` of the model's dtype, as many as a forward has."""
+    rows = torch.randn(parts.kernels.num_rows, depth, generator=generator, device=parts.device)
+    return rows.to(parts.dtype)
+
+
+def bits(numbers: Tensor) -> Tensor:
+    """The same as whole numbers, which are equal where all bits are."""
+    return numbers.view(torch.int16 if numbers.element_size() == 2 else torch.int32)
+
+
+# The check of products with packed weights: the bits of the plain kernel's over the numbers that they stand for.
+
+
+FORMS: tuple[tuple[Code, int, bool], ...] = (  # code, group (0: the whole depth), offsets
+    ("uint4", 128, True),
+    ("e2m1", 16, False),
+    ("iq4_nl", 32, False),
+    ("e4m3", 128, False),
+    ("int8", 0, False),
+    ("uint8", 32, True),
+)
+MOST_COLUMNS = 16_384  # of a matrix of random codes
+TIMED_SHARE = 16  # of what reading is timed by, for matrices one after the other: no cache holds them
+
+
+def check_packed_gemms(parts: Parts) -> Finding:
+    """All packed weight shapes of the model, or all codes in its shapes."""
+    if parts.dtype != torch.bfloat16:
+        words = "not tried: packed weights are multiplied in bfloat16, and are dequantized for float32"
+        return Finding(passed=True, words=words, rows=[])
+    own = dict(_own_matrices(parts))
+    rows = [
+        _try_packed_kernel(parts, name, matrices)
+        for name, matrices in (own.items() if own else _random_matrices(parts))
+    ]
+    differing, tried = (sum(int(row[name]) for row in rows) for name in ("differing", "tried"))
+    words = f"{differing_bits(differing, tried, 'rows')} from those of dequantized weights"
+    unproved = "products with packed weights, which differ here" if differing and not own else None
+    return Finding(passed=not (own and differing), words=words, rows=rows, unproved=unproved)
+
+
+def _own_matrices(parts: Parts) -> Iterator[tuple[str, list[PackedMatrix]]]:
+    for name, linears in weight_shapes(parts.weights).items():
+        packed = [linear.weight for linear in linears if isinstance(linear.weight, PackedMatrix)]
+        for form in sorted({each.form[:3] for each in packed}):
+            yield f"{name}, {form[0]}", [each for each in packed if each.form[:3] == form]
+
+
+def _random_matrices(parts: Parts) -> Iterator[tuple[str, list[PackedMatrix]]]:
+    """Yield random matrices for every depth of the model, one form after the other."""
+    shapes = [linears[0].weight.shape for linears in weight_shapes(parts.weights).values()]
+    widest = {depth: columns for columns, depth in sorted(shapes)}
+    for depth, columns in widest.items():
+        for code, group, has_offsets in FORMS:
+            if depth % (group or depth) == 0:
+                shape = (min(columns, MOST_COLUMNS), depth)
+                yield f"random {code}", _copies(parts, random_matrix(parts, code, shape, group or depth, has_offsets))
+
+
+def random_matrix(parts: Parts, code: Code, shape: tuple[int, int], group: int, has_offsets: bool) -> PackedMatrix:
+    """Make a matrix of random codes, all of them numbers."""
+    columns, depth = shape
+    generator, device = parts.generator(6), parts.device
+    width = depth * CODE_BITS[code] // 8
+    codes = torch.randint(0, 256, (columns, width), generator=generator, device=device, dtype=torch.uint8)
+    if code == "e4m3":
+        codes[(codes & 127) == 127] = 0  # which are no numbers
+    scales = torch.rand(columns, depth // group, generator=generator, device=device).half().float()
+    return PackedMatrix(code, codes, scales, parts.dtype, -8 * scales if has_offsets else None)
+
+
+def _copies(parts: Parts, matrix: PackedMatrix) -> list[PackedMatrix]:
+    """The matrix several times."""
+    number = parts.extent.read_bytes // TIMED_SHARE // matrix.nbytes
+    every = torch.arange(matrix.shape[0], device=matrix.device)
+    return [matrix, *(matrix.rows(every) for _ in range(number))]
+
+
+def _try_packed_kernel(parts: Parts, name: str, matrices: list[PackedMatrix]) -> Row:
+    columns, depth = matrices[0].shape
+    num_rows = parts.kernels.num_rows
+    out = torch.zeros(num_rows, columns, device=parts.device)
+    rows = random_rows(parts, depth, parts.generator(3))
+    seconds = parts.seconds(functools.partial(_multiply_all, rows, matrices, out))
+    return {
+        "weights": name,
+        "group": matrices[0].group_size,
+        "depth": depth,
+        "columns": columns,
+        "tried": num_rows * parts.extent.num_tries,
+        "differing": _num_unlike_plain(parts, matrices[0], out),
+        "ms": 1000 * seconds / len(matrices),
+        "GB/s": sum(each.nbytes for each in matrices) / seconds / 1e9,
+    }
+
+
+def _multiply_all(rows: Tensor, matrices: list[PackedMatrix], out: Tensor) -> None:
+    for matrix in matrices:
+        packed_linear(rows, matrix, None, out)
+
+
+def _num_unlike_plain(parts: Parts, matrix: PackedMatrix, out: Tensor) -> int:
+    """Count rows of which some number differs from the plain kernel's over the same columns, dequantized."""
+    generator, plain = parts.generator(7), first_columns(matrix)
+    expected = torch.zeros(len(out), len(plain), device=parts.device)
+    differing = torch.zeros((), dtype=torch.int64, device=parts.device)
+    for _ in range(parts.extent.num_tries):
+        rows = random_rows(parts, matrix.shape[1], generator)
+        packed_linear(rows, matrix, None, out)
+        triton_linear(rows, plain, None, expected)
+        differing += (bits(out[:, : len(plain)].contiguous()) != bits(expected)).any(1).sum()
+    return int(differing)

@@ -1,0 +1,159 @@
+"""The parts that a first run's checks are given: a model on a device, and how much is to be tried."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from swiftbatch.worker.exactness.batch_invariance import MOST_NODES
+from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
+from swiftbatch.worker.forward.cuda.cuda_loading import hold_gemms_steady, whole_arena
+from swiftbatch.worker.forward.forward_backend import DTYPES
+from swiftbatch.worker.forward.step_costs import captured_seconds, clock_of
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Work, capture
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, handed_over, stacked_weights
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
+from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kv.full_cache import CacheShape, states_of
+from swiftbatch.worker.kv.gpu_memory_plan import splits_of
+from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
+from swiftbatch.worker.kv.model_sizes import read_sizes
+from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena
+from swiftbatch.worker.model.decoder_loading import dense_weights
+from swiftbatch.worker.model.model_files import ModelFiles
+
+NUM_SPLITS_ELSEWHERE = 3  # of a prefix, on a device that has no multiprocessors
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The amount tried: enough for a GPU that nobody has seen. Triton's interpreter takes a second for a forward."""
+
+    num_tries: int = 20  # of each place of a row in a product
+    lengths: tuple[int, ...] = (0, 1, 63, 64, 1000, 4096, 32_768, 102_400)  # of prefixes that rows attend to
+    row_counts: tuple[int, ...] = (1, 4, 16, 64)
+    slot_counts: tuple[int, ...] = (1, 4)
+    num_positions: int = 64  # that noise is drawn for
+    num_rows: int = 10_000  # of trees against plain decoding
+    most_nodes: int = MOST_NODES  # of such a tree
+    work_lengths: tuple[int, ...] = (0, 70, 700, 3000)  # of caches behind which the same work is repeated
+    num_compared: int = 300  # rows that go through transformers
+    read_bytes: int = 1 << 32  # by which reading is timed
+    num_rounds: int = 7  # of what is timed; the median counts
+
+
+class ArenaTarget(TargetModel):
+    """A target whose caches are slots of an arena."""
+
+    def __init__(self, forwards: CudaForwards, files: ModelFiles) -> None:
+        super().__init__(forwards, files)
+        self.arena = forwards.arena
+
+    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> ArenaKVCache:
+        return self.arena.new_cache(max_length)
+
+
+@dataclass
+class Parts:
+    """A model on a device. `kernels` are those that checks have found good: those that were asked for until then."""
+
+    files: ModelFiles
+    dtype: torch.dtype
+    device: torch.device
+    num_splits: int
+    load: Callable[[], StackedWeights | None]  # None: a kind of model that the kernels do not know
+    extent: Extent = field(default_factory=Extent)
+    kernels: CudaKernels = DEFAULT_KERNELS
+    capture: Capture = capture
+
+    @classmethod
+    def of(cls, files: ModelFiles, dtype: str, device: torch.device, kernels: CudaKernels = DEFAULT_KERNELS) -> Parts:
+        """Load nothing yet. Raises ModelError where the kernels are not here or do not take the model."""
+        num_splits, sizes = NUM_SPLITS_ELSEWHERE, read_sizes(files, dtype)
+        if sizes is not None:
+            kernels.refuse_absent()
+            kernels.refuse_unfit(dtype, sizes.head_dim)
+        if device.type == "cuda" and sizes is not None:
+            hold_gemms_steady()
+            num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            num_splits = splits_of(num_multiprocessors, sizes, kernels.num_rows)
+
+        def load() -> StackedWeights | None:
+            weights = dense_weights(files, DTYPES[dtype], device)
+            return None if weights is None else stacked_weights(weights, device, handed_over(weights))
+
+        return cls(files, DTYPES[dtype], device, num_splits, load, kernels=kernels)
+
+    def with_rows(self, num_rows: int) -> Parts:
+        """The same model, its weights where they lie, for forwards of so many rows."""
+        made = copy.copy(self)
+        made.kernels = replace(self.kernels, num_rows=num_rows)
+        made.num_splits = max(1, self.num_splits * self.kernels.num_rows // num_rows)
+        return made
+
+    def seconds(self, work: Work) -> float:
+        """Time some work as a graph does it: return the median of some rounds."""
+        return captured_seconds(clock_of(self.device), work, self.device, self.extent.num_rounds)
+
+    @functools.cached_property
+    def loaded(self) -> StackedWeights | None:
+        """The weights on the device; None where the kernels do not know this kind of model."""
+        return self.load()
+
+    @property
+    def weights(self) -> StackedWeights:
+        """The weights of a model that the kernels know."""
+        assert self.loaded is not None
+        return self.loaded
+
+    @property
+    def sizes(self) -> DecoderSizes:
+        return self.weights.sizes
+
+    def cache_shape(self, num_layers: int | None = None) -> CacheShape:
+        """Return the shape of the model's caches, or of some layers of them that attend."""
+        sizes, layers = self.sizes, self.weights.layers
+        num_attending = sum(layer.attention is not None for layer in layers) if num_layers is None else num_layers
+        states = states_of(layer.mixer for layer in layers) if num_layers is None else None
+        heads, num_parts = (sizes.num_kv_heads, sizes.head_dim), 2 if sizes.latent is None else 1
+        return CacheShape(num_attending, *heads, sizes.dtype, self.device, states, num_parts=num_parts)
+
+    def arena(self, num_slots: int, max_length: int, num_layers: int | None = None) -> KVArena:
+        """Memory of caches as the attention wants it, with room for so many of this length."""
+        shape, staging = self.cache_shape(num_layers), self._staging()
+        return whole_arena(self.kernels.attention, shape, num_slots, max_length, staging)
+
+    def target(self, num_slots: int, max_length: int, capture: Capture | None = None) -> ArenaTarget:
+        """The model over an arena of its own, whose numbers are all zero."""
+        arena = self.arena(num_slots, max_length)
+        arena.buffer.zero_()
+        forwards = CudaForwards(
+            self.weights, arena, frozenset(), self.num_splits, self.kernels, capture or self.capture
+        )
+        return ArenaTarget(forwards, self.files)
+
+    def generator(self, seed: int) -> torch.Generator:
+        """Random numbers on the device."""
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def release(self) -> None:
+        """Give the device's memory back, for another process; the weights are loaded again when they are asked for."""
+        self.__dict__.pop("loaded", None)
+        self.forget_unused()
+
+    def forget_unused(self) -> None:
+        """Give back what the allocator keeps of buffers that are gone."""
+        gc.collect()  # some may hang in a circle of references
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _staging(self) -> Staging | None:
+        if self.device.type != "cuda":
+            return None
+        return Staging(CudaLane(self.device), computing_stream(self.device))

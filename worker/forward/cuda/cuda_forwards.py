@@ -1,0 +1,332 @@
+"""Forwards on a GPU as CUDA graphs: over arenas, offloaded caches, and sparse caches."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.forward.expert_counts import CudaExpertCounts
+from swiftbatch.worker.forward.forward_interface import SparseRows
+from swiftbatch.worker.forward.hardware import hardware_of
+from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows, pack_tiles, tree_rows
+from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS
+from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
+from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Upload, capture
+from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateRows
+from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import NAME as STATES_NAME
+from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, WeightKernel, packed_gemm
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear
+from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, CudaKernels, triton_version, with_kv
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.rope_scaling import Rotary
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.host_copies import computing_stream
+from swiftbatch.worker.kv.kv_offload import OffloadedArena, OffloadedSlotCache, Visit
+from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena
+from swiftbatch.worker.kv.sparse_arena import RowMover, SlotEntries, SparseArena, arena_for
+from swiftbatch.worker.kv.sparse_cache import NewEntries, SparseCacheFactory
+from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+
+
+class CudaRounds:
+    """Rounds over one `SparseArena`. Captured at once: copies of other threads would disturb it later."""
+
+    def __init__(self, decoder: CudaDecoder, arena: SparseArena, capture: Capture) -> None:
+        """`decoder` is the target's, whose buffers serve both."""
+        self._decoder = decoder.over(arena.buffer, arena.bias, arena.texts)
+        self._table = Upload(self._decoder.table_buffer)
+        self._graph = capture(self._decoder.forward, arena.shape.device)
+
+    def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and logits of all groups' rows, `[num_rows, hidden]` and `[num_rows, vocab] float32`."""
+        num_rows, start = sum(map(len, groups)), 0
+        hidden, logits = (
+            each.new_empty(num_rows, each.shape[1]) for each in (self._decoder.hidden, self._decoder.logits)
+        )
+        for tile in _tiles(groups, self._decoder.layout.num_rows):
+            self._decoder.layout.fill(self._table.buffer(), [(rows, entries_of(rows).slot) for rows in tile])
+            self._table.send()
+            self._graph.replay()
+            part = slice(start, start + sum(map(len, tile)))
+            hidden[part] = self._decoder.hidden[: part.stop - start]
+            logits[part] = self._decoder.logits[: part.stop - start]
+            start = part.stop
+        return hidden, logits
+
+
+def entries_of(rows: SparseRows) -> SlotEntries:
+    """Return the entries in front of the rows."""
+    return cast(SlotEntries, rows.cache.entries)
+
+
+def _tiles(groups: list[SparseRows], tile_rows: int) -> Iterator[list[SparseRows]]:
+    """Yield tiles of at most `tile_rows` rows, in order, whose prefixes end where the entries do."""
+    tile: list[SparseRows] = []
+    num_left = tile_rows
+    for group in groups:
+        rows = replace(group, boundary=group.first_entry)
+        while len(rows) > num_left:
+            yield [*tile, rows.part(0, num_left)] if num_left else tile
+            rows = rows.part(num_left, len(rows))
+            tile, num_left = [], tile_rows
+        tile.append(rows)
+        num_left -= len(rows)
+    if tile:
+        yield tile
+
+
+# Forwards of a dense decoder on a GPU: a table goes up, one graph is replayed, whatever rows share it.
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Embedding and head of the target, the kernel that makes its products, and the angles of its heads."""
+
+    embedding: Tensor  # [vocab, hidden]
+    head: AnyLinear
+    linear: WeightKernel
+    turns: tuple[Rotary, Tensor]
+
+
+class CudaForwards:
+    """`Forwards` whose rows are exact since every forward is the same one: so many rows in one order of sums.
+
+    Logits that `run` returns hold until the next forward.
+    """
+
+    team = None
+    draw_chains = None
+    never_sampled_ids: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        weights: StackedWeights,
+        arena: KVArena,
+        eos_token_ids: frozenset[int],
+        num_splits: int,
+        kernels: CudaKernels,
+        capture: Capture = capture,
+    ) -> None:
+        """Prefixes are attended to in `num_splits` parts, or as many as the kernel for them takes.
+
+        Raises ValueError for weights that do not fit the arena.
+        """
+        self.sizes = sizes = weights.sizes
+        hides = (layer.window is not None or layer.sinks is not None for layer in weights.layers)
+        self.has_windows = bool(sizes.score_softcap) or sizes.latent is not None or any(hides)
+        self.has_experts = any(layer.experts is not None for layer in weights.layers)
+        self.arena, self.eos_token_ids = arena, eos_token_ids
+        self.device, self.dtype = arena.shape.device, sizes.dtype
+        self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
+        self.cache_shape = arena.shape
+        self._weights = weights
+        kernels = kernels.for_weights(weights.is_packed)
+        self.num_splits, self.kernels, self.capture = num_splits, kernels, capture
+        self.rows_per_forward = kernels.num_rows
+        attention, linear = ATTENTION_KERNELS[kernels.attention], LINEAR_KERNELS[kernels.linear]
+        self._decoder = CudaDecoder(
+            weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention, pages=arena.pages,
+            states=arena.states, num_rows=kernels.num_rows,
+            windowed=None if arena.windowed is None else (arena.windowed.buffer, arena.windowed.pages),
+        )  # fmt: skip
+        self._table = Upload(self._decoder.table_buffer)
+        num_routed, met = sum(layer.experts is not None for layer in weights.layers), self._decoder.experts_met
+        self.expert_counts = None if met is None else CudaExpertCounts(met, num_routed)
+        self.surroundings = Surroundings(weights.embedding, weights.head, WeightKernel(linear), self._decoder.turns)
+        self._rounds = weakref.WeakKeyDictionary[SparseArena, CudaRounds]()  # as long as a drafter has the arena
+        self._prepare()
+
+    def new_batch_sampler(self) -> CudaBatchSampler:
+        return self._batch_sampler  # one for all: its buffers are large, and draws come one after the other
+
+    @property
+    def numerics(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        computed = (
+            f"cuda {hardware_of('cuda')}, workspaces {CUBLAS_WORKSPACES}, {dtype}, torch {torch.__version__}, "
+            f"triton {triton_version()}, triton kernels 1, {self._decoder.attention.numerics}, {self.kernels.linear}"
+            f"{self.kernels.rows_suffix}"
+        )
+        states = "" if self._decoder.mixers is None else f", {STATES_NAME}"
+        return with_kv(computed + states, self.cache_shape.kv_dtype)
+
+    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        if (num_rows := sum(map(len, groups))) <= self.rows_per_forward:
+            return self._forward(groups).clone(), self._decoder.logits[:num_rows]
+        hidden, logits = [], []
+        for tile in pack_tiles(groups, pad_rows=True, tile_rows=self.rows_per_forward):
+            hidden.append(self._forward(tile.parts).clone())
+            logits.append(self._decoder.logits[: tile.num_rows].clone())
+        return torch.cat(hidden), torch.cat(logits)
+
+    def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
+        rows = known_rows(cache, token_ids[:BLOCK])[0]  # up to the next boundary
+        hidden = self._forward([rows]).clone()
+        cache.advance(len(rows))
+        return hidden
+
+    def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rounds[entries_of(groups[0]).arena].check(groups)
+
+    def room_for(self, new_cache: SparseCacheFactory, budget: int) -> NewEntries:
+        arena = arena_for(new_cache, budget, self.cache_shape, self.arena.num_drafted, self.arena.longest_job)
+        self._rounds[arena] = CudaRounds(self._decoder, arena, self.capture)
+        self._prepare_queries()
+        return arena.new_entries
+
+    def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
+        self._send([tree_rows(cache, token_id, DraftTree())])
+        return self._tap.replay()
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._weights.embedding[token_ids]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        head, scale, cap = self._weights.head, self.sizes.logit_scale, self.sizes.logit_softcap
+        if isinstance(head, PackedLinear):
+            logits = packed_gemm(hidden, head.weight, head.bias)
+        else:
+            logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float()
+        logits = logits if scale == 1.0 else logits * scale
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    @functools.cached_property
+    def _tap(self) -> CudaQueryTap:
+        return CudaQueryTap(self._decoder, self.cache_shape.num_layers, self.device, self.capture)
+
+    @functools.cached_property
+    def _batch_sampler(self) -> CudaBatchSampler:
+        return CudaBatchSampler(self.vocab_size, self.device, self.capture, self.rows_per_forward)
+
+    def _forward(self, groups: list[SequenceRows]) -> torch.Tensor:
+        """Final hidden states of at most `rows_per_forward` rows, `[num_rows, hidden]`, until the next forward."""
+        self._pass(groups)
+        num_rows = sum(len(group) for group in groups)
+        if self.expert_counts is not None:
+            self.expert_counts.look(num_rows)
+        return self._decoder.hidden[:num_rows]
+
+    def _prepare(self) -> None:
+        """Capture what `_pass` replays."""
+        for arena in (self.arena, self.arena.windowed):
+            if arena is not None:
+                arena.move_rows = RowMover(arena.buffer, self.capture)
+        self._graph = self.capture(self._decoder.forward, self.device)
+
+    def _prepare_queries(self) -> None:
+        """Capture what `queries` replays now: copies of other threads would disturb it later."""
+        self._tap  # noqa: B018
+
+    def _pass(self, groups: list[SequenceRows]) -> None:
+        """Run at most `rows_per_forward` rows through all layers."""
+        self._send(groups)
+        self._graph.replay()
+
+    def _send(self, groups: list[SequenceRows]) -> None:
+        computing_stream(self.device).join()
+        caches = cast("list[ArenaKVCache]", [group.cache for group in groups])
+        placed = list[tuple[SequenceRows, int]]()
+        for group, cache in zip(groups, caches, strict=True):
+            cache.reserve(group.first_entry + len(group.token_ids))
+            placed.append((group, cache.slot))
+        decoder, buffer = self._decoder, self._table.buffer()
+        windowed = caches if decoder.layout.has_window_pages else ()
+        pages = [cache.pages for cache in caches], [cache.window_pages for cache in windowed]
+        decoder.layout.fill(buffer[: decoder.layout.size], placed, *pages)
+        if decoder.mixers is not None:
+            rows = [StateRows(group, slot, cache.boundary) for (group, slot), cache in zip(placed, caches, strict=True)]
+            decoder.mixers.layout.fill(buffer[decoder.layout.size :], rows)
+            for group, cache in zip(groups, caches, strict=True):
+                cache.fold_to(group.boundary)
+        self._table.send()
+
+
+class CudaQueryTap:
+    """Runs the rows of the decoder's table and keeps the first one's queries."""
+
+    def __init__(self, decoder: CudaDecoder, num_layers: int, device: torch.device, capture: Capture) -> None:
+        sizes = decoder.sizes
+        heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
+        queries = self._queries = torch.zeros(num_layers, *heads, dtype=sizes.dtype, device=device)
+
+        def keep(layer: int, query: torch.Tensor) -> None:
+            queries[layer].copy_(query[0])
+
+        self._graph = capture(lambda: decoder.forward(keep), device)
+
+    def replay(self) -> torch.Tensor:
+        """Return the queries, `[num_layers, num_kv_heads, group, head_dim]`, until the next call."""
+        self._graph.replay()
+        return self._queries
+
+
+# Forwards of a dense decoder whose caches lie in the host's memory: a graph for each layer, replayed as it comes.
+
+
+class OffloadedForwards(CudaForwards):
+    """`CudaForwards` over an `OffloadedArena`: the same launches over the same rows, so the same bits."""
+
+    arena: OffloadedArena
+
+    def _prepare(self) -> None:
+        decoder = self._decoder
+        self._begin, self._end = (self.capture(work, self.device) for work in (decoder.begin, decoder.end))
+        self._layers = [
+            self.capture(functools.partial(decoder.run_layer, number), self.device)
+            for number in range(self.sizes.num_layers)
+        ]
+
+    def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
+        sizes = self.sizes
+        heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
+        queries = torch.empty(sizes.num_layers, *heads, dtype=sizes.dtype, device=self.device)
+
+        def keep(layer: int, query: torch.Tensor) -> None:
+            queries[layer] = query[0]
+
+        self._pass([tree_rows(cache, token_id, DraftTree())], keep)
+        return queries
+
+    def _prepare_queries(self) -> None:
+        """Prepare nothing: layers come one by one, and are launched one by one."""
+
+    def _pass(self, groups: list[SequenceRows], tap: Callable[[int, torch.Tensor], None] | None = None) -> None:
+        self._send(groups)
+        ring = self.arena.ring
+        ring.begin(visits_of(groups))
+        self._begin.replay()
+        for number, layer in enumerate(self._layers):
+            ring.wait(number)
+            if tap is None:
+                layer.replay()
+            else:
+                self._decoder.run_layer(number, tap)
+            ring.leave(number)
+        self._end.replay()
+
+
+def visits_of(groups: list[SequenceRows]) -> list[Visit]:
+    """Return a visit for each slot that rows read or write.
+
+    Views of one cache may run side by side, each behind its own positions.
+    """
+    by_slot = defaultdict[int, list[Visit]](list)
+    for group in groups:
+        visit = cast("OffloadedSlotCache", group.cache).visit(group.first_entry, group.first_entry + len(group))
+        by_slot[visit.slot].append(visit)
+    return [_united(visits) for visits in by_slot.values()]
+
+
+def _united(visits: list[Visit]) -> Visit:
+    written = tuple(rows for visit in visits for rows in visit.written)
+    num_final, end = min(visit.num_final for visit in visits), max(visit.end for visit in visits)
+    return Visit(visits[0].slot, visits[0].rows, num_final, end, written)

@@ -1,0 +1,260 @@
+"""The loading of a dense decoder onto a GPU: the memory is planned first, then weights go there, then the arena."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import torch
+
+from swiftbatch.jobs.run.compute_options import AttentionName, KVDtype
+from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards, OffloadedForwards
+from swiftbatch.worker.forward.forward_interface import Forwards
+from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_weights
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels, refuse_latent
+from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, NUM_ROWS
+from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.gpu_memory_plan import (
+    NO_DRAFTS,
+    DraftMemory,
+    GPUMemory,
+    MemoryPlan,
+    PlanMemory,
+    SlotsWanted,
+    draft_model_memory,
+    draft_splits,
+    most_of_a_job,
+    one_slot,
+    plan_memory,
+    plan_offload,
+    plan_pages,
+    slot_capacity,
+    splits_of,
+)
+from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, HeldPositions, KVRoomError, PoolSize, held_in_windows
+from swiftbatch.worker.kv.kv_offload import OffloadedArena, Streams
+from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
+from swiftbatch.worker.kv.paged_arena import KVArena, PagedArena
+from swiftbatch.worker.kv.recurrent_arena import StateArena
+from swiftbatch.worker.kv.scan_arena import scan_memory
+from swiftbatch.worker.kv.sliding_window_arena import WindowArena
+from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE, summary_positions
+from swiftbatch.worker.model.decoder_loading import dense_weights
+from swiftbatch.worker.model.model_files import ModelFiles
+
+# Pages where the kernels are ours: flash-attn cuts splits by the capacity of a slot.
+PLANS: dict[AttentionName, PlanMemory] = {"triton": plan_pages, "flash": plan_memory}
+BLAS_LIBRARY = "cublas"  # as products were measured exact; an environment may prefer cuBLASLt, which chooses others
+EMPTY_SHARE = 0.97  # of a GPU's memory, free: nobody else has any
+STILL_SECONDS, MOST_SETTLING_SECONDS = 2.0, 30.0  # without a rise of free memory; of waiting for that
+POLL_SECONDS = 0.1
+MOST_SCANNED = 16  # jobs whose texts have room to be scanned, where many run at a time
+
+
+def load_cuda_forwards(
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    wanted: SlotsWanted,
+    eos_token_ids: frozenset[int],
+    kernels: CudaKernels,
+    kv_dtype: KVDtype | None = None,
+) -> CudaForwards | None:
+    """Forwards with as many slots as fit; None for a model that the kernels do not take.
+
+    Caches keep rows of `kv_dtype`. Raises KVRoomError, and ModelError where the chosen kernels are not here or do not
+    take it.
+    """
+    dtype_name = str(dtype).removeprefix("torch.")
+    sizes = read_sizes(files, dtype_name)
+    if sizes is None:
+        return None
+    if sizes.latent is not None:
+        refuse_latent(kv_dtype, files.name)
+    sizes = replace(sizes, kv_dtype=kv_dtype, held=_held(sizes, wanted, kernels))
+    kernels.refuse_absent()
+    kernels.refuse_unfit(dtype_name, sizes.head_dim)
+    hold_gemms_steady()
+    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_splits = splits_of(num_multiprocessors, sizes, kernels.num_rows)
+    gpu = GPUMemory(settled_free_bytes(device), num_splits, kernels.attention, kernels.num_rows)
+    plan = plan_wanted(wanted, sizes, gpu)
+    copies: Staging | Streams
+    if wanted.host_bytes is not None:
+        copies = Streams(computing_stream(device), CudaLane(device), CudaLane(device))
+    else:
+        copies = Staging(CudaLane(device), computing_stream(device))
+    return planned_forwards(files, dtype, device, plan, num_splits, eos_token_ids, copies, kernels, kv_dtype)
+
+
+def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most_scanned: int = MOST_SCANNED) -> MemoryPlan:
+    """Share a GPU out, with fewer scanned texts where slots that were asked for leave no room for so many.
+
+    Without an engine that is only tried where that has no room. Raises KVRoomError.
+    """
+    drafts = with_rounds(drafts_of(wanted, sizes, gpu.num_rows), wanted, sizes, gpu, most_scanned)
+    try:
+        if wanted.host_bytes is not None:
+            return plan_offload(sizes, gpu, wanted.longest_job, wanted.host_bytes, wanted.num_slots, drafts)
+        return PLANS[gpu.attention](sizes, gpu, wanted.longest_job, wanted.num_slots, drafts)
+    except KVRoomError:
+        num_scanned = drafts.num_scanned or 0
+        if wanted.num_slots is not None and num_scanned > 1:
+            return plan_wanted(wanted, sizes, gpu, num_scanned - 1)
+        if not wanted.can_lack_engine or wanted.engine is None:
+            raise
+        return plan_wanted(replace(wanted, engine=None), sizes, gpu)
+
+
+def planned_forwards(
+    files: ModelFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    plan: MemoryPlan,
+    num_splits: int,
+    eos_token_ids: frozenset[int],
+    copies: Staging | Streams | None,
+    kernels: CudaKernels = DEFAULT_KERNELS,
+    kv_dtype: KVDtype | None = None,
+) -> CudaForwards | None:
+    """Load as planned; None for a model that the kernels do not take. With `Streams`, caches lie on the host."""
+    weights = dense_weights(files, dtype, device)
+    if weights is None:
+        return None
+    forgets = plan.windows is not None
+    shape = cuda_cache_shape(weights, device, kv_dtype, forgets)  # first: the layers are handed over behind it
+    stacked = stacked_weights(weights, device, handed_over(weights))
+    try:
+        if isinstance(copies, Streams):
+            offloaded = OffloadedArena(shape, plan.num_slots, plan.longest_job, copies)
+            offloaded.num_drafted, offloaded.holds_engine = plan.num_drafted, plan.drafts.has_engine
+            return OffloadedForwards(stacked, offloaded, eos_token_ids, num_splits, kernels)
+        arena = arena_of(shape, plan, copies)
+        arena.num_drafted, arena.holds_engine = plan.num_drafted, plan.drafts.has_engine
+        return CudaForwards(stacked, arena, eos_token_ids, num_splits, kernels)
+    except ValueError:  # sizes that the kernels have no tiles for
+        return None
+
+
+def arena_of(shape: CacheShape, plan: MemoryPlan, staging: Staging | None) -> KVArena:
+    """The memory of caches on a GPU as planned: a pool of pages where the plan has some, or two."""
+    if plan.windows is not None or plan.num_pages:
+        paged = PagedArena if shape.recurrent is None else StateArena
+        if plan.windows is not None:
+            paged = WindowArena
+        pool = PoolSize(plan.num_pages, windows=plan.windows)
+        return paged(shape, plan.num_slots, plan.longest_job, pool, staging)
+    return KVArena(shape, plan.num_slots, plan.longest_job, staging)
+
+
+def whole_arena(
+    attention: AttentionName, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None
+) -> KVArena:
+    """Memory of caches as a kind of attention has it, where every slot's sequence has room for `max_length`."""
+    if PLANS[attention] is plan_pages:
+        paged = PagedArena if shape.recurrent is None else StateArena
+        return paged(shape, num_slots, max_length, PoolSize(num_slots * most_of_a_job(max_length)), staging)
+    return KVArena(shape, num_slots, max_length, staging)
+
+
+def cuda_cache_shape(
+    weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None, forgets: bool = False
+) -> CacheShape:
+    """The shape of caches whose rows a GPU's kernels read; with the windows of layers where these forget."""
+    windows = tuple(layer.window for layer in weights.layers) if forgets else ()
+    return replace(CacheShape.of(weights, device, kv_dtype), kv_scale_bytes=CUDA_SCALE_BYTES, windows=windows)
+
+
+def _held(sizes: ModelSizes, wanted: SlotsWanted, kernels: CudaKernels) -> HeldPositions | None:
+    """The pages of layers with a window; None where they hold all: drafts read caches, or caches lie in slots."""
+    in_slots = wanted.host_bytes is not None or PLANS[kernels.attention] is not plan_pages
+    if in_slots or wanted.partial_budget or wanted.num_unwritten is None:
+        return None
+    return held_in_windows(sizes.windows, wanted.num_unwritten)
+
+
+def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_slots: int) -> CudaForwards | None:
+    """A small model through the target's kernels, in slots of its own; None where these do not take one of the two.
+
+    Its room was planned with the target's.
+    """
+    if not isinstance(target, CudaForwards):
+        return None
+    weights = dense_weights(files, target.dtype, target.device)
+    if weights is None:
+        return None
+    shape = CacheShape.of(weights, target.device)
+    stacked = stacked_weights(weights, target.device, handed_over(weights))
+    arena = KVArena(shape, num_slots, longest_job)
+    try:
+        kernels = CudaKernels(linear=target.kernels.linear, num_rows=target.rows_per_forward)
+        return CudaForwards(stacked, arena, frozenset(), draft_splits(longest_job), kernels, target.capture)
+    except ValueError:  # sizes that the kernels have no tiles for
+        return None
+
+
+def settled_free_bytes(device: torch.device) -> int:
+    """Return the free bytes of a GPU once no more come free: a worker that was killed gives its memory back late."""
+    free, total = torch.cuda.mem_get_info(device)
+    risen = started = time.monotonic()
+    while free < EMPTY_SHARE * total and time.monotonic() < min(risen + STILL_SECONDS, started + MOST_SETTLING_SECONDS):
+        time.sleep(POLL_SECONDS)
+        before, free = free, torch.cuda.mem_get_info(device)[0]
+        risen = time.monotonic() if free > before else risen
+    return int(free)
+
+
+def hold_gemms_steady() -> None:
+    """Keep cuBLAS from choosing by itself to sum in less than float32, or in a workspace of another size.
+
+    Whatever the environment says: the numerics name what is set here, so it is the same for all workers of a run.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACES  # read when it is first used
+    torch.backends.cuda.preferred_blas_library(BLAS_LIBRARY)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) -> DraftMemory:
+    """Count the memory that drafts take: once, and beside each slot."""
+    drafts = NO_DRAFTS if wanted.engine is None else wanted.engine(sizes)
+    part_bytes, slot_bytes = wanted.part_bytes + drafts.part_bytes, drafts.slot_bytes
+    if wanted.partial_budget:
+        longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES  # the longest sequence that a slot has room for
+        slot_bytes += summary_positions(wanted.partial_budget, longest) * sizes.bytes_per_position
+        part_bytes += longest // CHUNK_SIZE * sizes.bytes_per_position // 2  # one job's mean keys, side by side
+    if wanted.draft is not None:
+        model = draft_model_memory(wanted.draft, wanted.draft_length, num_rows)
+        part_bytes, slot_bytes = part_bytes + model.part_bytes, slot_bytes + model.slot_bytes
+    return DraftMemory(part_bytes, slot_bytes, has_engine=wanted.engine is not None)
+
+
+def with_rounds(
+    drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most_scanned: int = MOST_SCANNED
+) -> DraftMemory:
+    """Add what rounds take beside their partial caches: scanned texts."""
+    scan = NO_DRAFTS
+    if wanted.scanned_best and sizes.is_scannable:
+        longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES
+        scan = scan_memory(sizes, longest, wanted.scanned_best, gpu.num_splits, gpu.num_rows)
+    has_rounds = wanted.partial_budget or scan.slot_bytes
+    if gpu.num_rows > NUM_ROWS and scan.slot_bytes:
+        scan = _for_few(scan, drafts, wanted, sizes, gpu, most_scanned)
+    own_bytes = gpu.scratch_bytes(sizes) if has_rounds and gpu.attention == "flash" else 0  # which adds no biases
+    part_bytes = drafts.part_bytes + scan.part_bytes + own_bytes
+    return DraftMemory(part_bytes, drafts.slot_bytes + scan.slot_bytes, scan.num_scanned, drafts.has_engine)
+
+
+def _for_few(
+    scan: DraftMemory, drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most: int
+) -> DraftMemory:
+    """Return the room to scan texts of as many jobs as fit at their longest: among more, rounds bring nothing.
+
+    Of `most` jobs at most.
+    """
+    beside = DraftMemory(drafts.part_bytes + scan.part_bytes, drafts.slot_bytes + scan.slot_bytes)
+    number = max(1, min(most, one_slot(sizes, gpu, wanted.longest_job, beside).num_fitting))
+    return DraftMemory(scan.part_bytes + number * scan.slot_bytes, 0, number)

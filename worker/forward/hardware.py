@@ -1,0 +1,152 @@
+"""The device that an option asks for, and its hardware as far as bits depend on it. Light: the driver asks, too."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.kernels.instruction_sets import cpu_flags
+
+if TYPE_CHECKING:
+    import torch
+
+DRIVER = Path("/proc/driver/nvidia/version")
+AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma"}  # what torch asks for
+AVX2 = {"avx2", "fma"}
+LIBRARY_SETTINGS = (  # variables that change the bits of torch's products on a CPU; its own is `cpu_capability`'s
+    *(f"{library}_{name}" for library in ("ONEDNN", "DNNL") for name in ("MAX_CPU_ISA", "CPU_ISA_HINTS")),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("MKL_CBWR", "MKL_DISABLE_FAST_MM", "MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS"),
+    *("TORCH_LINEAR_FLATTEN_3D", "TORCH_MKLDNN_MATMUL_MIN_DIM", "TORCH_MKLDNN_MATMUL_MIN_SIZE"),
+)
+PROBED_SHAPES = ((1, 512, 1024), (16, 512, 1024), (16, 2048, 512), (16, 576, 1536))  # rows, depth, columns
+
+
+def has_cuda() -> bool:
+    """Tell whether torch can use a GPU here."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:  # without a driver there is none, and no need for torch, whose import takes seconds
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn `auto`, `cpu` or `cuda` into a device; ModelError where CUDA is asked for and absent."""
+    import torch
+
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        build = "a CPU build" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+        raise ModelError(
+            f"device cuda: no CUDA device is visible to torch {torch.__version__} ({build}); use --device cpu"
+        )
+    return torch.device("cuda" if device != "cpu" and available else "cpu")
+
+
+def cpu_capability() -> str:
+    """Torch's name for the instructions that its kernels choose on this CPU, as `AVX512`."""
+    flags = cpu_flags()
+    if "ATEN_CPU_CAPABILITY" in os.environ or not flags:
+        import torch
+
+        return torch.backends.cpu.get_cpu_capability()
+    return "AVX512" if flags >= AVX512 else "AVX2" if flags >= AVX2 else "DEFAULT"
+
+
+@functools.cache
+def hardware_of(device_type: str) -> str:
+    """A line that differs wherever bits may: a CPU's instructions; a GPU's name, multiprocessors, driver and cuBLAS.
+
+    `device_type` as in `torch.device`; a GPU that this machine does not have is `no GPU`. On a CPU variables may take
+    instructions from torch's libraries.
+    """
+    if device_type != "cuda":
+        settings = (f"{name}={os.environ[name]}" for name in LIBRARY_SETTINGS if name in os.environ)
+        return " ".join([cpu_capability(), *_cpu_features(), *settings])
+    if not has_cuda():
+        return "no GPU"
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return (
+        f"{properties.name} with {properties.multi_processor_count} SMs, driver {driver_version()}, "
+        f"cuBLAS {cublas_version()}"
+    )
+
+
+def torch_gemms() -> str:
+    """A short name for the bits that torch's products have here, with as many threads as it has now.
+
+    oneDNN and MKL choose their kernels by the processor, the system and the environment, and do not say which. So their
+    results are compared: equal names mean that fixed products, and what MKL computes of single numbers, are equal.
+    """
+    import torch
+
+    return _torch_products(torch.get_num_threads())
+
+
+@functools.cache
+def _torch_products(_num_threads: int) -> str:
+    import torch
+    from torch.nn.functional import linear
+
+    found = hashlib.sha256()
+    for rows, depth, columns in PROBED_SHAPES:
+        left, right = _scattered(rows, depth), _scattered(columns, depth)
+        for dtype in (torch.bfloat16, torch.float32):
+            found.update(linear(left.to(dtype), right.to(dtype)).float().numpy().tobytes())
+        for function in (torch.exp, torch.tanh, torch.sigmoid):
+            found.update(function(8 * left).numpy().tobytes())
+    return found.hexdigest()[:8]
+
+
+def _scattered(num_rows: int, num_columns: int) -> torch.Tensor:
+    """Numbers of both signs and several sizes, the same ones everywhere: sums in another order have other bits."""
+    import torch
+
+    mixed = (torch.arange(num_rows * num_columns) + num_columns) * 6364136223846793005 + 1442695040888963407
+    mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
+    mixed ^= mixed >> 32
+    numbers = torch.ldexp((mixed & 0xFFFFFF).float() / 2**23 - 1, -((mixed >> 24) & 7).int())
+    return numbers.view(num_rows, num_columns)
+
+
+def gpu_here() -> tuple[int, int]:
+    """The major version of this machine's GPU's compute capability, and the bytes of its memory that are free."""
+    import torch
+
+    return torch.cuda.get_device_capability(0)[0], torch.cuda.mem_get_info(0)[0]
+
+
+def driver_version(path: Path = DRIVER) -> str:
+    """The NVIDIA driver's version, as in `570.86.15`; `unknown` where the kernel does not tell."""
+    try:
+        words = path.read_text(encoding="utf-8").split("\n")[0].split()
+    except OSError:
+        return "unknown"
+    return next((word for word in words if word[0].isdigit() and "." in word), "unknown")
+
+
+def cublas_version() -> str:
+    """The version of the installed cuBLAS package; where it came otherwise, that of CUDA."""
+    for package in importlib.metadata.distributions():
+        if str(package.metadata["Name"]).startswith("nvidia-cublas"):
+            return package.version
+    import torch
+
+    return f"of CUDA {torch.version.cuda}"
+
+
+def _cpu_features() -> list[str]:
+    """List features that change the instructions of bf16 products, beside the capability torch was built for."""
+    found = {"avx512_bf16": "avx512_bf16", "amx": "amx_tile"}
+    return [name for name, flag in found.items() if flag in cpu_flags()]

@@ -1,0 +1,130 @@
+"""Forwards of a dense decoder through the compiled kernels: one call over all rows, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import torch
+
+from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.worker.forward.expert_counts import ExpertCounts
+from swiftbatch.worker.forward.forward_interface import MOST_READ, DrawChains, SparseRows
+from swiftbatch.worker.forward.multi_step_decode import DecodedChain, draw_chains
+from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows, tree_rows
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights
+from swiftbatch.worker.kernels.gpu_kernel_choice import with_kv
+from swiftbatch.worker.kernels.instruction_sets import numerics_of
+from swiftbatch.worker.kernels.layer_specs import MOST_ROWS
+from swiftbatch.worker.kernels.native_decoder import NativeDecoder
+from swiftbatch.worker.kernels.row_tables import Rows
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.sparse_cache import Entries, NewEntries, SparseCacheFactory
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.native_sampler import NativeSampler
+from swiftbatch.worker.sampling.sampler import BatchSampler, NativeBatchSampler, create_batch_sampler
+
+
+class NativeForwards:
+    """`Forwards` whose rows are exact by construction, however many share a call."""
+
+    arena = None
+    rows_per_forward = 1
+    never_sampled_ids: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        eos_token_ids: frozenset[int],
+        variant: str,
+        kv_dtype: KVDtype | None = None,
+    ) -> None:
+        """Raises ValueError for weights that do not fit together."""
+        self.sizes = sizes = weights.sizes
+        self.has_windows = _sees_otherwise(sizes) or any(layer.window for layer in weights.layers)
+        self.has_experts = any(layer.experts is not None for layer in weights.layers)
+        self.expert_counts = ExpertCounts() if self.has_experts else None
+        self.device, self.dtype = torch.device("cpu"), sizes.dtype
+        self.cache_shape = CacheShape.of(weights, self.device, kv_dtype)
+        self._most_read = MOST_READ if self.cache_shape.recurrent is None else MOST_ROWS
+        self._decoder = NativeDecoder(weights, torch.get_num_threads(), variant)  # takes the layers out of `weights`
+        self.team = self._decoder.team
+        self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
+        self.eos_token_ids = eos_token_ids
+        computed = with_kv(numerics_of(variant, str(sizes.dtype).removeprefix("torch.")), kv_dtype)
+        named = (computed, weights.rotary.numerics)
+        self.numerics = f"cpu {', '.join(filter(None, named))}"
+
+    def new_batch_sampler(self) -> BatchSampler:
+        return create_batch_sampler(self.vocab_size, self.device)
+
+    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        met = self._decoder.num_experts_met
+        hidden, logits = self._forward(groups, with_logits=True)
+        assert logits is not None
+        if self.expert_counts is not None:
+            self.expert_counts.observe(len(hidden), self._decoder.num_experts_met - met)
+        return hidden, logits
+
+    def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
+        groups = known_rows(cache, token_ids[: cache.num_readable(self._most_read)])
+        hidden, _ = self._forward(groups, with_logits=False)
+        cache.advance(len(hidden))
+        return hidden
+
+    def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, logits = self._decoder.forward(groups)
+        assert hidden is not None
+        assert logits is not None
+        return hidden, logits
+
+    @property
+    def draw_chains(self) -> DrawChains | None:
+        """A call that does nearly what as many calls of `check` and draws do; None where draws are not in C."""
+        return self._draw_chains if isinstance(self.new_batch_sampler(), NativeBatchSampler) else None
+
+    def _draw_chains(
+        self,
+        groups: Many[Rows],
+        samplers: Many[NativeSampler],
+        num_rounds: int,
+        ends: Many[frozenset[int]] | None = None,
+    ) -> list[DecodedChain]:
+        return draw_chains(self._decoder, groups, samplers, num_rounds, ends, self.never_sampled_ids)
+
+    def room_for(self, new_cache: SparseCacheFactory, budget: int) -> NewEntries:
+        return Entries
+
+    def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
+        sizes, num_layers = self.sizes, self.cache_shape.num_layers
+        queries = torch.empty(num_layers, 1, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype)
+        self._forward([tree_rows(cache, token_id, DraftTree())], with_logits=False, queries=queries)
+        return queries.view(num_layers, sizes.num_kv_heads, -1, sizes.head_dim)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._decoder.embed(token_ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._decoder.logits(hidden.flatten(0, -2))
+        return logits.view(*hidden.shape[:-1], self.vocab_size)
+
+    def _forward(
+        self, groups: list[SequenceRows], with_logits: bool, queries: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Call once, or once a layer where a cache brings them one by one. `queries` of all layers are filled."""
+        by_layer = any(group.cache.comes_by_layer for group in groups)
+        num_layers, state = self.cache_shape.num_layers, None
+        if by_layer:
+            state = torch.empty(sum(len(group) for group in groups), self.hidden_size)
+        for first in range(0, num_layers, 1 if by_layer else num_layers):
+            layers = range(first, first + 1) if by_layer else None
+            own = queries[first : first + 1] if by_layer and queries is not None else queries
+            hidden, logits = self._decoder.forward(groups, with_logits, layers, state, own)
+            for group in groups:
+                group.cache.keep(first, group.first_entry, group.first_entry + len(group))
+        assert hidden is not None
+        return hidden, logits
+
+
+def _sees_otherwise(sizes: DecoderSizes) -> bool:
+    """Tell whether keys count otherwise than those do that drafts scan: with soft caps, or as latent vectors."""
+    return bool(sizes.score_softcap) or sizes.latent is not None

@@ -1,0 +1,348 @@
+"""Measures the seconds of forwards by rows and length, with the clocks that drafters use, too."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from swiftbatch.worker.forward.expert_counts import ExpertCounts, ExpertSpread
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows, tree_rows
+from swiftbatch.worker.kernels.cuda.cuda_graph import Work, capture
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
+from swiftbatch.worker.kv.recurrent_cache import new_cache_of
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+
+
+def _passing() -> float:
+    return time.perf_counter()
+
+
+_read: Callable[[], float] = _passing
+
+
+def seconds_now() -> float:
+    """Read the clock, in seconds. Differences of two readings mean something, a reading alone does not."""
+    return _read()
+
+
+@contextlib.contextmanager
+def by_processor() -> Iterator[None]:
+    """Count the seconds that the processor spends on the calling thread, while the context lasts.
+
+    That is the work of a step where one thread does all of it.
+    """
+    global _read
+    _read = time.thread_time
+    try:
+        yield
+    finally:
+        _read = _passing
+
+
+class Clock(Protocol):
+    """A clock for calls that may only queue their work."""
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Time one call, from the moment when all earlier work is done until its own is; wait for that."""
+
+
+class EventClock:
+    """A clock on a GPU: what the host needs to queue the work counts only where the GPU waits for it."""
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+
+
+class HostClock:
+    """A clock elsewhere: calls return when they are done."""
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        started = seconds_now()
+        call()
+        return seconds_now() - started
+
+
+def clock_of(device: torch.device) -> Clock:
+    return EventClock() if device.type == "cuda" else HostClock()
+
+
+def captured_seconds(clock: Clock, work: Work, device: torch.device, num_rounds: int) -> float:
+    """Median seconds of work that is captured first, so that short kernels do not wait for their launches."""
+    graph = capture(work, device)
+    graph.replay()
+    return statistics.median(clock.seconds(graph.replay) for _ in range(num_rounds))
+
+
+# Seconds of the target's forwards over numbers of rows and lengths of the cache: what drafts and replays cost.
+
+
+ROW_COUNTS = (1, 2, 4, 8, 16, 32)
+PROBE_LENGTHS = (BLOCK, 8192, 49_152)
+PROBE_BYTES = 1 << 28  # of cache, at most
+PROBE_REPEATS = 3
+PROBE_STRIDE = 7919  # from token to token; a prime, so that few vocabularies repeat one
+ROW_PRICES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # in parts of a forward that all its rows share alike
+FEWEST_REPEATS = 2  # a single time may include first touches of memory, or another program
+LEAST_SECONDS = 1e-9  # a clock may be too coarse to see less
+ROUTED_EVERY = 8  # steps between two looks at the experts that they met
+LONG_SECONDS = 0.3  # for all times of one forward; a slow forward is timed less often
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a forward on a grid of cache lengths and row counts; linear between and beyond.
+
+    Where forwards have multiples of `rows_per_forward` rows in any case, what all rows share takes as long for one as
+    for so many, those of all sequences together; the next row costs another forward. But no row is free that
+    `has_experts` of its own to meet.
+    """
+
+    lengths: tuple[int, ...]
+    seconds: np.ndarray  # [num_lengths, len(ROW_COUNTS)]
+    rows_per_forward: int = 1
+    has_experts: bool = False
+    spread: ExpertSpread | None = None  # by which real steps correct it
+    full_seconds: float | None = None  # of a whole forward of `rows_per_forward` rows that meet experts of their own
+
+    def as_routed(self) -> StepCosts:
+        """The costs of rows that meet as many experts as those of real steps did; the same ones until these tell.
+
+        Whoever plans asks each time. They are counted anew after the first steps, and then after every few.
+        """
+        return self if self.spread is None else self._routed.newest(self, self.spread)
+
+    @functools.cached_property
+    def _routed(self) -> _RoutedCosts:
+        return _RoutedCosts()
+
+    def at(self, num_rows: int, length: int) -> float:
+        """Seconds of one sequence's forward over `num_rows` rows behind `length` cached positions."""
+        i = max(0, min(bisect.bisect_left(self.lengths, length), len(self.lengths) - 1) - 1)
+        seconds, slope = self._lines[min(num_rows, ROW_COUNTS[-1])][i]
+        return max(LEAST_SECONDS, seconds + slope * (length - self.lengths[i]))
+
+    def forward_seconds(self, num_rows: int, length: int, num_sequences: int) -> float:
+        """Seconds of a forward of `num_rows` rows for each of several sequences, `length` positions cached."""
+        own = self.at(num_rows, length) - self.shared_seconds(min(num_rows, ROW_COUNTS[-1]))
+        return self.shared_seconds(num_rows * num_sequences) + num_sequences * own
+
+    def shared_seconds(self, num_rows: int) -> float:
+        """Seconds of what all rows of a forward share, its linear layers: those behind an empty cache."""
+        if self.rows_per_forward > 1:
+            full, left = divmod(num_rows, self.rows_per_forward)
+            return full * self._one_forward(self.rows_per_forward) + (self._one_forward(left) if left else 0.0)
+        return self._one_forward(num_rows)
+
+    def _one_forward(self, num_rows: int) -> float:
+        beyond = max(0, num_rows - ROW_COUNTS[-1])
+        return self._empty[num_rows - beyond] + beyond * self._row_seconds(num_rows)
+
+    def row_prices(self, num_rows: int) -> tuple[float, ...]:
+        """Return prices to try for one more row beside `num_rows`, in shared seconds, to find the best shares of rows.
+
+        There is one price where every row takes its time. Where rows are free up to the next forward, the right price
+        is the one at which exactly that many rows are asked for, so there are several to try.
+        """
+        if self.rows_per_forward > 1:
+            own = (self._row_seconds(num_rows),) if self.has_experts else ()
+            return (*own, *(price * self._empty[0] / self.rows_per_forward for price in ROW_PRICES))
+        return (self._row_seconds(num_rows),)
+
+    def _row_seconds(self, num_rows: int) -> float:
+        most = ROW_COUNTS[-1]
+        if self.full_seconds is not None and num_rows > most:
+            return max(0.0, self.full_seconds - self._empty[most]) / (self.rows_per_forward - most)
+        few = min(num_rows, most // 2)
+        return (self._empty[most] - self._empty[few]) / (most - few)
+
+    def own_seconds(self, num_rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Seconds that sequences take for attention to their own caches, `[num_sequences, num_choices]`.
+
+        `num_rows [num_choices]`, none above the most that was measured; `lengths [num_sequences]` cached positions.
+        """
+        points, rises = self._grid
+        i = np.clip(np.searchsorted(self.lengths, lengths), 1, max(1, len(self.lengths) - 1)) - 1
+        seconds = points[i] + rises[i] * (lengths - np.array(self.lengths)[i])[:, None]
+        own: np.ndarray = (seconds - np.array(self._empty))[:, num_rows]
+        return own
+
+    @functools.cached_property
+    def _grid(self) -> tuple[np.ndarray, np.ndarray]:
+        """`_lines` as arrays `[num_lengths, ROW_COUNTS[-1] + 1]`: seconds, and how they rise."""
+        grid = np.array(self._lines).transpose(2, 1, 0)
+        return grid[0], grid[1]
+
+    @functools.cached_property
+    def _lines(self) -> list[list[tuple[float, float]]]:
+        """Seconds at each measured length and their rise behind it, 0 behind the last, for every number of rows.
+
+        Plain numbers, since plans ask at every step.
+        """
+        lines = []
+        for number in range(ROW_COUNTS[-1] + 1):
+            points = [float(np.interp(number, ROW_COUNTS, row)) for row in self.seconds]
+            rises = np.diff(points) / np.diff(self.lengths)
+            lines.append([(point, max(0.0, float(rise))) for point, rise in zip(points, [*rises, 0.0], strict=True)])
+        return lines
+
+    @functools.cached_property
+    def _empty(self) -> list[float]:
+        """Seconds of what is shared for every number of rows up to the most that was measured."""
+        shares_all = self.rows_per_forward > 1 and not self.has_experts
+        return [self.at(1 if shares_all else number, 0) for number in range(ROW_COUNTS[-1] + 1)]
+
+    def replay_seconds(self, start: int, end: int) -> float:
+        """Seconds to run known tokens at positions `[start, end)` through the target, in full tiles."""
+        num_parts = max(1, self.rows_per_forward // TILE_ROWS)  # of a forward, each as large as was measured
+        num_forwards = max(0, end - start) / (num_parts * TILE_ROWS)
+        return num_forwards * sum(self.forward_seconds(TILE_ROWS, length, num_parts) for length in (start, end)) / 2
+
+
+class _RoutedCosts:
+    """The newest costs by real steps, and how many of these they know."""
+
+    def __init__(self) -> None:
+        self._costs: StepCosts | None = None
+        self._num_steps = 0
+
+    def newest(self, probed: StepCosts, spread: ExpertSpread) -> StepCosts:
+        """Correct probed costs, where enough has passed since the last time."""
+        num_steps = spread.counts.num_steps
+        is_known = abs(num_steps - self._num_steps) < min(ROUTED_EVERY, max(1, self._num_steps))
+        if self._costs is None or not is_known:
+            seconds = np.maximum(LEAST_SECONDS, probed.seconds - spread.saved_seconds())
+            self._costs = replace(probed, seconds=np.maximum.accumulate(seconds, axis=1), spread=None)
+            self._num_steps = num_steps
+        return self._costs
+
+
+Costs = Callable[[], StepCosts]
+"""A target's step costs, measured when somebody first asks for them, or before."""
+
+
+def step_costs_of(target: TargetModel) -> Costs:
+    """The costs of a target, for all who need them; where caches lie in slots, measured now, while one is free."""
+    costs = functools.cache(functools.partial(measure_step_costs, target))
+    if target.forwards.arena:
+        costs()
+    return costs
+
+
+def measure_step_costs(target: TargetModel) -> StepCosts:
+    """Time forwards over an empty cache of several lengths; a second on the embedded model."""
+    cache, lengths = _probe_cache(target)
+    seconds = np.zeros((len(lengths), len(ROW_COUNTS)))
+    for i, length in enumerate(lengths):
+        cache.roll_back(0)
+        cache.advance(length)
+        rows = [_probe_rows(cache, number, target.vocab_size) for number in ROW_COUNTS]
+        forwards = [functools.partial(target.verify, [each]) for each in rows]
+        seconds[i] = _least_seconds(target, forwards)
+    # disturbances only add time, so fewer rows never take more than the best time of more rows
+    rising = np.minimum.accumulate(seconds[:, ::-1], axis=1)[:, ::-1]
+    counts = target.forwards.expert_counts
+    spread = None if counts is None else _measure_spread(target, cache, counts)
+    known = (target.forwards.rows_per_forward, target.forwards.has_experts, spread, _full_seconds(target, cache))
+    return StepCosts(lengths, rising, *known)
+
+
+def _full_seconds(target: TargetModel, cache: FullKVCache) -> float | None:
+    """Time a whole forward at the beginning of a cache; None where that is no longer than what all rows share."""
+    num_rows, arena = target.forwards.rows_per_forward, target.forwards.arena
+    if not target.forwards.has_experts or arena is None or arena.longest_job < num_rows:
+        return None
+    cache.roll_back(0)
+    rows = known_rows(cache, _probe_tokens(num_rows, target.vocab_size))
+    [seconds] = _least_seconds(target, [functools.partial(target.verify, rows)])
+    return seconds
+
+
+def _measure_spread(target: TargetModel, cache: FullKVCache, counts: ExpertCounts) -> ExpertSpread:
+    """Time rows that meet the same experts beside those that meet their own, and count these."""
+    cache.roll_back(0)
+    cache.advance(BLOCK)
+    counts.forget()
+    seconds, met = np.zeros((2, len(ROW_COUNTS))), np.zeros((2, len(ROW_COUNTS)))
+    for which, stride in enumerate((0, PROBE_STRIDE)):
+        rows = [_probe_rows(cache, number, target.vocab_size, stride) for number in ROW_COUNTS]
+        seconds[which] = _least_seconds(target, [functools.partial(target.verify, [each]) for each in rows])
+        for column, each in enumerate(rows):
+            target.verify([each])
+            met[which, column] = counts.newest()
+    counts.forget()
+    alike, apart = np.maximum.accumulate(seconds, axis=1)
+    return ExpertSpread(ROW_COUNTS, np.maximum(0, apart - alike), met[0], met[1], counts)
+
+
+def _least_seconds(target: TargetModel, forwards: Sequence[Callable[[], object]]) -> list[float]:
+    """The shortest time of each forward. They take turns, so that a busy moment disturbs all alike."""
+    times: list[list[float]] = [[] for _ in forwards]
+    for repeat in range(PROBE_REPEATS):
+        for forward, taken in zip(forwards, times, strict=True):
+            if repeat < FEWEST_REPEATS or sum(taken) <= LONG_SECONDS:
+                taken.append(seconds_of(target, forward))
+    return [min(taken) for taken in times]
+
+
+def _probe_rows(cache: FullKVCache, number: int, vocab_size: int, stride: int = PROBE_STRIDE) -> SequenceRows:
+    """Return rows with tokens far apart: they meet as many experts as rows may, whose cost counts in full."""
+    token_ids = _probe_tokens(number, vocab_size, stride)
+    return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))
+
+
+def _probe_tokens(number: int, vocab_size: int, stride: int = PROBE_STRIDE) -> list[int]:
+    return [stride * each % vocab_size for each in range(number)]
+
+
+def seconds_of(target: TargetModel, forward: Callable[[], object]) -> float:
+    """Seconds of one forward, until the device is done: by its own clock."""
+    return clock_of(target.device).seconds(forward)
+
+
+def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
+    """A cache of zeros, and the lengths to time in it; where it would be large, all layers share the memory of one.
+
+    On a GPU a slot lies ready: the whole of it is timed.
+    """
+    if arena := target.forwards.arena:
+        cache = target.new_cache(arena.longest_job)
+        cache.clear()
+        return cache, _probe_lengths(arena.longest_job - TILE_ROWS)
+    shape, num_bytes = target.cache_shape, target.cache_shape.bytes_per_position()
+    if not target.is_offloaded:
+        num_bytes //= shape.num_layers
+    longest = min(PROBE_BYTES // num_bytes, target.files.max_positions - TILE_ROWS, PROBE_LENGTHS[-1])
+    lengths = _probe_lengths(max(BLOCK, longest))
+    capacity = max(lengths) + TILE_ROWS
+    fits = capacity * shape.bytes_per_position() <= PROBE_BYTES and 2 * capacity <= target.num_free_positions()
+    if target.is_offloaded or fits:
+        cache = target.new_cache(capacity)
+        cache.clear()
+        return cache, lengths
+    size = (shape.num_parts, shape.num_kv_heads, capacity + MAX_TREE_NODES, shape.row_width)
+    layer = torch.zeros(size, dtype=shape.row_dtype, device=shape.device)
+    return new_cache_of(shape, capacity, layer.expand(shape.num_layers, *size)), lengths
+
+
+def _probe_lengths(longest: int) -> tuple[int, ...]:
+    """The lengths to time, in whole blocks: the longest of all is one, or costs would not rise with the cache."""
+    last = max(0, longest) // BLOCK * BLOCK
+    return (*(length for length in PROBE_LENGTHS if length < last), last)

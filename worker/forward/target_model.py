@@ -1,0 +1,276 @@
+"""The target model: its weights, its caches, and the forwards over rows of any number of sequences."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.worker.forward.forward_backend import DTYPES, load_forwards, load_transformers
+from swiftbatch.worker.forward.forward_interface import Forwards
+from swiftbatch.worker.forward.hardware import resolve_device
+from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
+from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.kv_capacity import MEMORY, HeldPositions, KVRoom, PoolSize, place_of_caches
+from swiftbatch.worker.kv.kv_offload import OffloadedKVCache
+from swiftbatch.worker.kv.recurrent_cache import new_cache_of
+from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.noise import NOISE_LAW
+from swiftbatch.worker.sampling.sampler import SplitRows
+
+if TYPE_CHECKING:
+    from swiftbatch.worker.forward.forward_interface import SparseRows
+    from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
+    from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
+
+NUM_PROBED_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class RowOutputs:
+    """The results of a forward for one sequence's rows."""
+
+    hidden: torch.Tensor  # [num_rows, hidden] final hidden states
+    logits: torch.Tensor  # [num_rows, vocab] float32
+
+
+class StepOutputs(Many[RowOutputs]):
+    """The results of a forward for each of several sequences."""
+
+    def __init__(self, hidden: SplitRows, logits: SplitRows) -> None:
+        self.hidden, self.logits = hidden, logits
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    @overload
+    def __getitem__(self, index: int) -> RowOutputs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> StepOutputs: ...
+
+    def __getitem__(self, index: int | slice) -> RowOutputs | StepOutputs:
+        """The results of one sequence, or of consecutive ones."""
+        if isinstance(index, int):
+            return RowOutputs(self.hidden[index], self.logits[index])
+        return StepOutputs(self.hidden[index], self.logits[index])
+
+
+class TargetModel:
+    """Weights on one device, and what runs over them."""
+
+    def __init__(self, forwards: Forwards, files: ModelFiles, kv_offload: str | None = None) -> None:
+        """Take a model's forwards; with `kv_offload`, a folder, caches live outside the device."""
+        self.files = files
+        self.device, self.dtype = forwards.device, forwards.dtype
+        self.vocab_size, self.hidden_size = forwards.vocab_size, forwards.hidden_size
+        self.eos_token_ids, self.cache_shape = forwards.eos_token_ids, forwards.cache_shape
+        self.forwards = forwards
+        self._kv_offload = kv_offload
+
+    @classmethod
+    def load(
+        cls,
+        files: ModelFiles,
+        dtype: str,
+        device: str,
+        kv_offload: str | None = None,
+        slots: SlotsWanted | None = None,
+        kernels: CudaKernels = DEFAULT_KERNELS,
+        kv_dtype: KVDtype | None = None,
+        never_sampled_ids: Many[int] = (),
+    ) -> TargetModel:
+        """Load a model from its folder; on a GPU shared out for `slots`, where these are said, with `kernels`.
+
+        Caches keep keys and values of `kv_dtype`, None for those of `dtype`. `never_sampled_ids` never come.
+        Raises ModelError for a model that is not whole or needs what we can't give, and for no finite logits;
+        KVRoomError where a GPU has no room.
+        """
+        place = resolve_device(device)
+        wanted = slots if place.type == "cuda" else None
+        if wanted is None:
+            kernels.refuse_unused(_what_runs(place))
+        elif kv_offload is not None:
+            wanted = replace(wanted, host_bytes=int(KVRoom(MEMORY, 1).free_bytes()))
+        target = cls(load_forwards(files, DTYPES[dtype], place, wanted, kernels, kv_dtype), files, kv_offload)
+        if kv_offload is not None and target.cache_shape.recurrent is not None:
+            raise ModelError(f"--kv-offload: {files.name} has layers with a state in place of a cache; leave it out")
+        if never_sampled_ids:
+            target.forwards.never_sampled_ids = torch.tensor(never_sampled_ids, device=target.device)
+        check_model(target)
+        return target
+
+    def load_beside(self, files: ModelFiles, longest_job: int) -> TargetModel:
+        """A small model for drafts on the same device in the same dtype, for texts of `longest_job` tokens.
+
+        Where this one's caches lie in slots, it has as many, and one more to be measured in. Raises ModelError.
+        """
+        if self.forwards.arena is not None:
+            from swiftbatch.worker.forward.cuda.cuda_loading import forwards_beside
+
+            if forwards := forwards_beside(self.forwards, files, longest_job, self.forwards.arena.num_slots + 1):
+                target = TargetModel(forwards, files)
+                check_model(target)
+                return target
+        return TargetModel.load(files, str(self.dtype).removeprefix("torch."), self.device.type)
+
+    @functools.cached_property
+    def transformers(self) -> TransformersForwards:
+        """The model of `transformers` and its forwards: GRIFFIN and trainings use what the kernels do not have."""
+        from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
+
+        if isinstance(self.forwards, TransformersForwards):
+            return self.forwards
+        return load_transformers(self.files, self.dtype, self.device)
+
+    @property
+    def model(self) -> Any:
+        """The `transformers` model."""
+        return self.transformers.model
+
+    @property
+    def numerics(self) -> str:
+        """All that decides a job's tokens beside the weights, in a line."""
+        return f"{self.forwards.numerics}, {NOISE_LAW}"
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True if caches live outside the device."""
+        return self._kv_offload is not None
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given, as whoever takes the time must."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> FullKVCache:
+        """An empty cache for a sequence of at most `max_length` tokens. Raises KVRoomError where it has no room.
+
+        `num_held` are the positions that other sequences hold, who make room where the memory runs out. One that
+        `forgets` what no row sees any more is for those who never read that, nor go far back.
+        """
+        if arena := self.forwards.arena:
+            return arena.new_cache(max_length)
+        shape = self.cache_shape if forgets and self._kv_offload is None else replace(self.cache_shape, windows=())
+        if place := place_of_caches(self.device.type, self._kv_offload):
+            room = KVRoom(place, shape.bytes_per_position(), shape.state_bytes(), shape.held_positions())
+            room.refuse_too_long(max_length, num_held)
+        if self._kv_offload is None:
+            return new_cache_of(shape, max_length)
+        return OffloadedKVCache(shape, max_length, self._kv_offload)
+
+    def held_positions(self, num_unwritten: int) -> HeldPositions | None:
+        """The part of a text that a cache holds, if checkpoints lag by so much; None where it holds all of it.
+
+        Where a GPU's caches forget, one pool's hold all, and the other's what `pool_size` says.
+        """
+        is_paged = self.forwards.arena is not None
+        return None if self.is_offloaded or is_paged else self.cache_shape.held_positions(num_unwritten)
+
+    @property
+    def num_slots(self) -> int | None:
+        """Sequences that have room at a time; None where that depends on their lengths."""
+        return self.forwards.arena.num_slots if self.forwards.arena else None
+
+    @property
+    def pool_size(self) -> PoolSize | None:
+        """The pages that all caches lie in; None where caches have memory of their own."""
+        return self.forwards.arena.pool_size if self.forwards.arena else None
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages of the pool that no cache has."""
+        return self.forwards.arena.num_free_pages if self.forwards.arena else 0
+
+    @property
+    def num_free_window_pages(self) -> int:
+        """The same of layers with a window, where these have a pool of their own."""
+        arena = self.forwards.arena
+        return 0 if arena is None or arena.windowed is None else arena.windowed.num_free_pages
+
+    def num_state_positions(self) -> int:
+        """The positions that would take as much as the states of one sequence do; 0 where layers have none."""
+        return -(-self.cache_shape.state_bytes() // self.cache_shape.bytes_per_position())
+
+    def num_free_positions(self) -> int:
+        """Positions that new caches have room for, those of all sequences together."""
+        place, num_bytes = place_of_caches(self.device.type, self._kv_offload), self.cache_shape.bytes_per_position()
+        free = KVRoom(place, num_bytes).free_bytes() if place else torch.cuda.mem_get_info(self.device)[0]
+        return int(free // num_bytes)
+
+    def moving_together(self) -> contextlib.AbstractContextManager[None]:
+        """Within it rows of accepted nodes may wait, and move at its end, those of all sequences at once.
+
+        Nobody looks at caches meanwhile.
+        """
+        arena = self.forwards.arena
+        return contextlib.nullcontext() if arena is None else arena.moving_together()
+
+    @torch.inference_mode()
+    def verify(self, groups: list[SequenceRows]) -> StepOutputs:
+        """Run the rows of several sequences, row-exactly; returns each one's outputs."""
+        return self._of_each(groups, *self.forwards.run(groups))
+
+    @torch.inference_mode()
+    def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
+        """Read some first of these known tokens into a cache; returns their hidden states, `[num_read, hidden]`."""
+        return self.forwards.read(cache, token_ids)
+
+    @torch.inference_mode()
+    def check(self, groups: list[SparseRows]) -> StepOutputs:
+        """Run rows behind partial caches: good guesses of what `verify` would say, in no way exact."""
+        return self._of_each(groups, *self.forwards.check(groups))
+
+    def _of_each(self, groups: list[Any], hidden: torch.Tensor, logits: torch.Tensor) -> StepOutputs:
+        if self.forwards.never_sampled_ids is not None:
+            logits.index_fill_(1, self.forwards.never_sampled_ids, -math.inf)
+        sizes = [len(group) for group in groups]
+        return StepOutputs(SplitRows(hidden, sizes), SplitRows(logits, sizes))
+
+    @torch.inference_mode()
+    def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
+        """Queries of one token behind a cache, as they meet the keys: `[num_layers, num_kv_heads, group, head_dim]`.
+
+        The entry behind the committed ones is overwritten.
+        """
+        return self.forwards.queries(cache, token_id)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The language model head: `[num_rows, hidden]` to `[num_rows, vocab] float32`."""
+        return self.forwards.logits(hidden)
+
+
+def _what_runs(device: torch.device) -> str:
+    """Say why kernels for GPUs do not run."""
+    return "the device is a CPU" if device.type == "cpu" else "transformers' layers run here"
+
+
+def check_model(target: TargetModel) -> None:
+    """Raise ModelError where logits are not finite, or all equal, behind any of some single tokens: no job can run."""
+    step = max(1, target.vocab_size // NUM_PROBED_TOKENS)
+    token_ids = range(0, target.vocab_size, step)
+    cache = target.new_cache(1)  # made as jobs' caches are: a GPU's rows lie in the slots of its arena
+    for token_id in token_ids:
+        [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
+        logits = outputs.logits[0]
+        least, most = (float(each) for each in logits.masked_fill(logits == -math.inf, logits.max()).aminmax())
+        if math.isfinite(most) and least < most:
+            return
+    if math.isfinite(most):
+        raise ModelError(
+            f"model {target.files.name}: its logits are all equal, whichever token they follow; its weights are damaged"
+        )
+    raise ModelError(
+        f"model {target.files.name}: its logits are not finite, whichever token they follow; its weights are damaged, "
+        "or outgrow the dtype"
+    )

@@ -1,0 +1,226 @@
+"""Forwards of any causal language model of `transformers`, row-exactly over tiles.
+
+Rows behind a partial cache attend to it in one call, with the draft tree as a mask."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.worker.forward.batch_invariant_ops import EXPERTS_NAME, WholeVectors, has_rests
+from swiftbatch.worker.forward.forward_interface import SparseRows
+from swiftbatch.worker.forward.hardware import hardware_of, torch_gemms
+from swiftbatch.worker.forward.tile_packing import (
+    SequenceRows,
+    Tile,
+    chain_rows,
+    needs_whole_tiles,
+    pack_tiles,
+    tree_rows,
+)
+from swiftbatch.worker.forward.transformers_attention import (
+    ATTENTION_NAME,
+    Asked,
+    BatchInvariantRows,
+    QueryTap,
+    RowGroup,
+    attends_of,
+    attention_by_definition,
+    attention_numerics,
+)
+from swiftbatch.worker.forward.transformers_recurrent import runs_in_kernels, take_over_recurrent_layers
+from swiftbatch.worker.kernels.gpu_kernel_choice import with_kv
+from swiftbatch.worker.kernels.instruction_sets import kernel_numerics
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.sparse_cache import Entries, NewEntries, SparseCacheFactory
+from swiftbatch.worker.model.attention_masks import FULL
+from swiftbatch.worker.model.attention_needs import observe_layers
+from swiftbatch.worker.model.causal_lm import Head, decoder_of
+from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sampler import BatchSampler, create_batch_sampler
+
+LONGEST_TEXT = 2**21  # positions; masks are not looked at beyond, where no job comes
+
+
+class TransformersForwards:
+    """`Forwards` whose layers are the model's own but for their attention."""
+
+    arena = None
+    team = None
+    never_sampled_ids: torch.Tensor | None = None
+    draw_chains = None
+    expert_counts = None
+
+    def __init__(
+        self, model: Any, files: ModelFiles, variant: str | None = None, kv_dtype: KVDtype | None = None
+    ) -> None:
+        """Let layers attend in the kernels of an instruction set; those with chunks, and all for None, attend in torch.
+
+        Raises ModelError for a model that asks for attention that is not known here.
+        """
+        layers = observe_layers(model, files.name, min(files.max_positions, LONGEST_TEXT))
+        model.set_attn_implementation(ATTENTION_NAME)
+        recurrent = take_over_recurrent_layers(model, variant)
+        model.config._experts_implementation = EXPERTS_NAME
+        self.model = model
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.vocab_size: int = model.config.vocab_size
+        self.hidden_size: int = model.config.hidden_size
+        self.eos_token_ids = _eos_token_ids(model)
+        head_dim = max(layers[0].key_dim, layers[0].value_dim)  # the smaller ones are padded with zeros
+        sizes = (len(layers), layers[0].num_kv_heads, head_dim)
+        self.cache_shape = CacheShape(*sizes, self.dtype, self.device, recurrent, kv_dtype=kv_dtype)
+        self.spans = [needs.span for needs in layers]
+        self.has_windows = set(self.spans) != {FULL}
+        self.has_experts = any("Experts" in type(module).__name__ for module in model.modules())
+        self._attends, self._variant = attends_of(layers, self.dtype, variant), variant
+        self._decoder, self._head = decoder_of(model), Head(model)
+        self._pads_rows = needs_whole_tiles(self.device.type, self.dtype, _narrowest(self._decoder))
+        self.rows_per_forward = 1 if self.device.type == "cpu" else TILE_ROWS
+        needs_vectors = self.device.type == "cpu" and has_rests(self._decoder, TILE_ROWS if self._pads_rows else 1)
+        self._vectors = WholeVectors() if needs_vectors else contextlib.nullcontext()  # it slows every call down
+
+    def new_batch_sampler(self) -> BatchSampler:
+        return create_batch_sampler(self.vocab_size, self.device)
+
+    @property
+    def numerics(self) -> str:
+        """Hardware, dtype, threads, torch's version and the bits of its products on a CPU, and attention kernels."""
+        device, dtype = self.device.type, str(self.dtype).removeprefix("torch.")
+        library = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+        library += f", products {torch_gemms()}" if device == "cpu" else ""
+        attention = attention_numerics(self._attends, device, self.dtype, self._variant)
+        computed = f"{device} {hardware_of(device)}, {dtype}, {library}, {attention}{self._states_numerics()}"
+        return with_kv(computed, self.cache_shape.kv_dtype)
+
+    def _states_numerics(self) -> str:
+        """Names what runs states, if there are any; the kernels of all instruction sets give the same bits."""
+        if (shape := self.cache_shape.recurrent) is None:
+            return ""
+        if self._variant is None or not runs_in_kernels(shape):
+            return ", states in torch"
+        return f", {kernel_numerics(self._variant, 'float32')} states"
+
+    def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, logits = [], []
+        for tile in pack_tiles(groups, self._pads_rows):
+            states = self._tile(tile)
+            logits.append(self.logits(states)[: tile.num_rows])
+            hidden.append(states[: tile.num_rows])
+        return torch.cat(hidden), torch.cat(logits)
+
+    def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
+        rows = chain_rows(cache, token_ids)
+        [tile] = pack_tiles([rows], self._pads_rows)
+        hidden = self._tile(tile)[: len(rows)]
+        cache.advance(len(rows))
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        with self._vectors:
+            return self._head(hidden)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embeddings: torch.Tensor = self.model.get_input_embeddings()(token_ids)
+        return embeddings
+
+    def states(self, token_ids: list[int], positions: list[int], groups: Sequence[RowGroup]) -> torch.Tensor:
+        """Final hidden states of all rows of one forward, whatever they attend to: `[num_rows, hidden]`."""
+        ids, places = (torch.tensor([each], device=self.device) for each in (token_ids, positions))
+        with self._vectors:
+            output = self._decoder(input_ids=ids, position_ids=places, use_cache=False, row_groups=list(groups))
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
+        token_ids = [token_id for group in groups for token_id in group.token_ids]
+        positions = [position for group in groups for position in group.positions]
+        hidden = self.states(token_ids, positions, [SparseAttention(group) for group in groups])
+        return hidden, self.logits(hidden)
+
+    def room_for(self, new_cache: SparseCacheFactory, budget: int) -> NewEntries:
+        return Entries
+
+    def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
+        [tile] = pack_tiles([tree_rows(cache, token_id, DraftTree())], self._pads_rows)
+        tap = QueryTap(self._prepared(tile.parts[0]))
+        self.states(tile.token_ids(), tile.positions(), [tap])
+        return tap.queries()
+
+    def _tile(self, tile: Tile) -> torch.Tensor:
+        """Final hidden states of a tile's rows, padding included: `[num_padded_rows, hidden]`."""
+        return self.states(tile.token_ids(), tile.positions(), [self._prepared(part) for part in tile.parts])
+
+    def _prepared(self, rows: SequenceRows) -> BatchInvariantRows:
+        return BatchInvariantRows.prepare(rows, self.dtype, self.device, self.spans, self._attends)
+
+
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    """The tokens that end a text: a config without any would have those of its class."""
+    eos = model.generation_config.eos_token_id
+    return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+
+class SparseAttention:
+    """A `RowGroup` of rows behind a partial cache."""
+
+    def __init__(self, rows: SparseRows) -> None:
+        self._rows = rows
+        sees_everything = len(rows) == 1 and rows.cache.bias is None
+        self._mask = None if sees_everything else _mask(rows)
+        self._group_mask: torch.Tensor | None = None  # the same for every query head of a group
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
+    ) -> torch.Tensor:
+        """Write keys and values behind the cache's entries and attend to all of them that the mask shows."""
+        keys, values = self._rows.cache.write(layer, self._rows.first_entry, key, value)
+        num_rows, _, group, _ = query.shape
+        if self._mask is not None and self._group_mask is None:
+            self._group_mask = self._mask.repeat_interleave(group, dim=0)
+        rows = query.transpose(0, 1).flatten(1, 2)[None]  # [1, kv_heads, num_rows * group, head_dim]
+        output = _attend(rows, keys[None], values[None], self._group_mask, asked)
+        attended: torch.Tensor = output[0].unflatten(1, (num_rows, group)).transpose(0, 1)
+        return attended
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, asked: Asked
+) -> torch.Tensor:
+    """Attention of rows `[1, num_kv_heads, num_rows * group, head_dim]` to all entries, as it is asked for."""
+    if asked.softcap is None and asked.sinks is None:
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=asked.scaling)
+    output, lse = attention_by_definition(query, keys, values, asked.scaling, mask, asked.softcap)
+    if asked.sinks is None:
+        return output
+    group = asked.sinks.shape[1]
+    share = torch.sigmoid(lse.unflatten(2, (-1, group)) - asked.sinks[:, None]).flatten(2)
+    return output * share[..., None].to(output.dtype)
+
+
+def _mask(rows: SparseRows) -> torch.Tensor:
+    """Additive mask `[num_rows, num_entries + num_rows]`: biases of entries, then 0 where a row's tail says so."""
+    shape, first = rows.cache.shape, rows.first_entry
+    mask = np.full((len(rows), first + len(rows)), -np.inf, dtype=np.float32)
+    mask[:, :first] = 0.0 if rows.biases is None else rows.biases[:first]
+    for row, length in enumerate(rows.tail_lengths):
+        mask[row, rows.tail_entries[row, :length]] = 0.0
+    return torch.from_numpy(mask).to(shape.device, shape.dtype)
+
+
+def _narrowest(decoder: torch.nn.Module) -> int:
+    """Return the fewest columns of any linear layer, found by its weights: routers may have a class of their own."""
+    weights = (weight for name, weight in decoder.named_parameters() if weight.ndim == 2 and "norm" not in name)
+    return min(weight.shape[0] for weight in weights)

@@ -1,0 +1,390 @@
+"""Batch-invariant linear attention, SSM (Mamba-2) and convolution layers of `transformers` models."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, silu, softplus
+
+from swiftbatch.worker.forward.tile_packing import SequenceRows
+from swiftbatch.worker.forward.transformers_attention import BatchInvariantRows
+from swiftbatch.worker.kernels.compute_threads import Team, shared_team
+from swiftbatch.worker.kernels.instruction_sets import load_library
+from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
+from swiftbatch.worker.kernels.recurrence import Steps, are_known_states, native_steps
+from swiftbatch.worker.kv.recurrent_cache import RecurrentCache, RecurrentLayer
+from swiftbatch.worker.model.attention_needs import attention_of, form_of, recurrent_layers
+from swiftbatch.worker.model.causal_lm import decoder_of
+from swiftbatch.worker.model.layer_types import RecurrentShape
+
+
+@dataclass(frozen=True)
+class Projected:
+    """The numbers that a layer computes of each row by itself."""
+
+    inputs: Tensor  # [num_rows, num_channels] of the convolution
+    gates: Tensor  # [num_rows, ...] of the output
+    factors: tuple[Tensor, ...] = ()  # each [num_rows, num_heads] or [num_rows, num_heads, num_decays] float32
+
+    def part(self, rows: slice) -> Projected:
+        """Return the numbers of some rows."""
+        return Projected(self.inputs[rows], self.gates[rows], tuple(each[rows] for each in self.factors))
+
+
+class RecurrentParts(Protocol):
+    """A recurrent layer of `transformers`, taken apart."""
+
+    def shape(self, num_layers: int) -> RecurrentShape:
+        """Sizes of a model with so many of these."""
+
+    def project(self, hidden: Tensor) -> Projected:
+        """The part in front of the state, `[num_rows, hidden]`."""
+
+    def mix(self, walk: StateWalk, projected: Projected) -> Tensor:
+        """Compute what rows of one sequence find along their paths, `[num_rows, ...]`."""
+
+    def output(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        """The part behind the state, `[num_rows, hidden]`."""
+
+
+class StateWalk:
+    """Goes through the rows of a sequence in order; the states of those that others may follow are at hand."""
+
+    def __init__(
+        self, layer: RecurrentLayer, paths: list[list[int]], root: int, first: int, team: Team | None = None
+    ) -> None:
+        """`root` is the step behind the committed ones, `first` that of the first row; `team` runs the kernels."""
+        self._layer, self._paths, self._root, self._first, self._team = layer, paths, root, first, team
+
+    def take(self, steps: Steps) -> Tensor:
+        """Take the rows' steps, keep them, and read what queries find: `[num_rows, num_heads, value_dim]` float32."""
+        states, parents = self._beginnings()
+        run = self._in_torch if self._team is None else functools.partial(native_steps, self._team)
+        updates, found = run(steps, states, parents)
+        self._layer.write([path[-1] for path in self._paths], steps.keys, updates, steps.decays)
+        return found
+
+    def _beginnings(self) -> tuple[list[Tensor], list[int]]:
+        """The states that rows go on from, and for each row one of them, `-1 - number`, or an earlier row."""
+        states, parents = [self._layer.state], []
+        for path in self._paths:
+            open_steps = [step for step in path[:-1] if step >= self._root]
+            if not open_steps:
+                parents.append(-1)
+            elif open_steps[-1] >= self._first:
+                parents.append(open_steps[-1] - self._first)
+            else:  # an earlier forward had the parent
+                states.append(self._layer.folded(self._layer.state, open_steps))
+                parents.append(-len(states))
+        return states, parents
+
+    def _in_torch(self, steps: Steps, states: list[Tensor], parents: list[int]) -> tuple[Tensor, Tensor]:
+        own: list[Tensor] = []
+        updates, found = [], []
+        for row, parent in enumerate(parents):
+            before = own[parent] if parent >= 0 else states[-1 - parent]
+            state = before * steps.decays[row][:, :, None]
+            keys, update = self._layer.heads_of(steps.keys[row])[:, :, None], steps.values[row]
+            if steps.betas is not None:  # the delta rule: a share of what the state lacks of a value
+                update = (update - (state * keys).sum(dim=1)) * steps.betas[row][:, None]
+            own.append(state + keys * update[:, None])
+            updates.append(update)
+            found.append((own[row] * self._layer.heads_of(steps.queries[row])[:, :, None]).sum(dim=1))
+        return torch.stack(updates), torch.stack(found)
+
+    def convolved(
+        self, convolution: Any, dtype: torch.dtype, activation: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """A convolution over the last inputs of each path: `[num_rows, num_channels]`."""
+        weight = convolution.weight[:, 0].float()
+        width = weight.shape[1]
+        before = list(range(-(width - 1), 0))
+        steps = torch.tensor([(before + path)[-width:] for path in self._paths], device=weight.device)
+
+        def convolve(window: Tensor) -> tuple[Tensor]:
+            total = window[:, 0] * weight[:, 0]
+            for place in range(1, width):
+                total = total + window[:, place] * weight[:, place]
+            if convolution.bias is not None:
+                total = total + convolution.bias.float()
+            rounded = total.to(dtype)
+            return (rounded if activation is None else activation(rounded),)
+
+        return in_whole_tiles(convolve, self._layer.convolved(steps).float())[0]
+
+
+def in_whole_tiles(function: Any, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Elementwise functions of `[num_rows, ...]` over `TILE_ROWS` rows: see `attention._on_whole_tiles`."""
+    num_rows = len(rows[0])
+    padded = [pad(each, (0, 0) * (each.ndim - 1) + (0, TILE_ROWS - num_rows)).contiguous() for each in rows]
+    return tuple(each[:num_rows] for each in function(*padded))
+
+
+# The recurrent layers of `transformers` models, taken apart: delta nets, Mamba-2, short convolutions.
+
+
+EPSILON = 1e-6  # of queries' and keys' lengths, in every kind
+STEEP = 20.0  # from here on the logarithm of 1 + e^x is x
+
+
+class DeltaNet:
+    """A `RecurrentParts` of gated delta nets (Qwen3-Next, Qwen3.5)."""
+
+    def __init__(self, net: Any) -> None:
+        self._net = net
+
+    def shape(self, num_layers: int) -> RecurrentShape:
+        return _shape(self._net, num_layers, ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim"))
+
+    def project(self, hidden: Tensor) -> Projected:
+        """Factors are betas and decays.
+
+        A product with fewer than 16 columns has another order of sums for a few rows, so these have whole tiles.
+        """
+        net = self._net
+        if hasattr(net, "in_proj_qkv"):
+            inputs = net.in_proj_qkv(hidden)
+            b, a = in_whole_tiles(lambda rows: (net.in_proj_b(rows), net.in_proj_a(rows)), hidden)
+            gates = net.in_proj_z(hidden).unflatten(-1, (-1, net.head_v_dim))
+        else:
+            mixed = net.in_proj_qkvz(hidden)[None], net.in_proj_ba(hidden)[None]
+            query, key, value, gates, b, a = (each[0] for each in net.fix_query_key_value_ordering(*mixed))
+            inputs = torch.cat([each.flatten(1) for each in (query, key, value)], dim=-1)
+        betas, decays = in_whole_tiles(self._betas_and_decays, b, a)
+        return Projected(inputs, gates.contiguous(), (betas, decays))
+
+    def mix(self, walk: StateWalk, projected: Projected) -> Tensor:
+        net = self._net
+        return _by_delta_rule(
+            walk, projected, net.conv1d, (net.key_dim, net.value_dim), (net.head_k_dim, net.head_v_dim)
+        )
+
+    def output(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        normed = self._net.norm(mixed.flatten(0, 1), gates.flatten(0, 1))
+        output: Tensor = self._net.out_proj(normed.view(len(mixed), -1))
+        return output
+
+    def _betas_and_decays(self, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        rate = -self._net.A_log.float().exp() * softplus(a.float() + self._net.dt_bias)
+        return b.sigmoid().float(), rate.exp()[..., None]
+
+
+class DeltaAttention:
+    """A `RecurrentParts` of Kimi's delta attention (KDA): a delta net with a decay for each row of a state."""
+
+    def __init__(self, net: Any) -> None:
+        self._net = net
+
+    def shape(self, num_layers: int) -> RecurrentShape:
+        net = self._net
+        heads, dims = (net.num_heads, net.num_heads), (net.head_dim, net.head_dim)
+        return RecurrentShape(num_layers, *heads, *dims, net.conv_dim, net.conv_kernel_size, num_decays=net.head_dim)
+
+    def project(self, hidden: Tensor) -> Projected:
+        """Factors are betas and decays."""
+        net, forget = self._net, self._net.forget_gate
+        inputs = torch.cat([net.q_proj(hidden), net.k_proj(hidden), net.v_proj(hidden)], dim=-1)
+        (b,) = in_whole_tiles(lambda rows: (net.b_proj(rows),), hidden)
+        gates = net.g_b_proj(net.g_a_proj(hidden)).unflatten(-1, (-1, net.head_dim))
+        factors = in_whole_tiles(self._betas_and_decays, b, forget.f_b_proj(forget.f_a_proj(hidden)))
+        return Projected(inputs, gates.contiguous(), factors)
+
+    def mix(self, walk: StateWalk, projected: Projected) -> Tensor:
+        net = self._net
+        return _by_delta_rule(walk, projected, net.conv1d, (net.qkv_dim, net.qkv_dim), (net.head_dim, net.head_dim))
+
+    def output(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        normed = self._net.o_norm(mixed.flatten(0, 1), gates.flatten(0, 1))
+        output: Tensor = self._net.o_proj(normed.view(len(mixed), -1))
+        return output
+
+    def _betas_and_decays(self, b: Tensor, forgotten: Tensor) -> tuple[Tensor, Tensor]:
+        forget = self._net.forget_gate
+        heads = (forgotten.float() + forget.dt_bias.float()).unflatten(-1, (-1, forget.head_dim))
+        steps = torch.where(heads > STEEP, heads, torch.log(1.0 + heads.exp()))
+        return b.sigmoid().float(), (-forget.A_log.float().exp()[0] * steps).exp()
+
+
+def _by_delta_rule(
+    walk: StateWalk, projected: Projected, convolution: Any, widths: tuple[int, int], dims: tuple[int, int]
+) -> Tensor:
+    """Compute what the rows of a delta net find; `widths` are of all keys and of all values, `dims` of a head's."""
+    dtype, (betas, decays), (key_dim, value_dim) = projected.inputs.dtype, projected.factors, dims
+    convolved = walk.convolved(convolution, dtype, silu)
+    queries, keys, values = convolved.split([widths[0], *widths], dim=-1)
+    (normed_queries,) = in_whole_tiles(_of_length_one, queries.unflatten(-1, (-1, key_dim)))
+    (normed_keys,) = in_whole_tiles(_of_length_one, keys.unflatten(-1, (-1, key_dim)))
+    heads = values.float().unflatten(-1, (-1, value_dim))
+    return walk.take(Steps(normed_queries / key_dim**0.5, normed_keys, heads, decays, betas)).to(dtype)
+
+
+def _of_length_one(heads: Tensor) -> tuple[Tensor]:
+    heads = heads.float()
+    return (heads * torch.rsqrt((heads * heads).sum(dim=-1, keepdim=True) + EPSILON),)
+
+
+class MambaLayer:
+    """A `RecurrentParts` of Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H).
+
+    Its keys are the inputs' projections B, its queries C.
+    """
+
+    def __init__(self, net: Any) -> None:
+        self._net = net
+
+    def shape(self, num_layers: int) -> RecurrentShape:
+        return _shape(self._net, num_layers, ("num_heads", "n_groups", "ssm_state_size", "head_dim"))
+
+    def project(self, hidden: Tensor) -> Projected:
+        """Factors are time steps and decays."""
+        net = self._net
+        if hasattr(net, "mup_vector"):  # Falcon-H1 scales all parts
+            projected = net.in_proj(hidden * net.ssm_in_multiplier) * net.mup_vector[0]
+        else:
+            projected = net.in_proj(hidden)
+        gates, inputs, steps = projected.split([net.intermediate_size, net.conv_dim, net.num_heads], dim=-1)
+        return Projected(inputs, gates.contiguous(), in_whole_tiles(self._steps_and_decays, steps))
+
+    def mix(self, walk: StateWalk, projected: Projected) -> Tensor:
+        net, (steps, decays) = self._net, projected.factors
+        convolved = walk.convolved(net.conv1d, projected.inputs.dtype, net.act).float()
+        width = net.n_groups * net.ssm_state_size
+        values, keys, queries = convolved.split([net.intermediate_size, width, width], dim=-1)
+        heads = values.unflatten(-1, (-1, net.head_dim))
+        queries, keys = (each.unflatten(-1, (-1, net.ssm_state_size)) for each in (queries, keys))
+        found = walk.take(Steps(queries, keys, heads * steps[..., None], decays))
+        mixed: Tensor = found + net.D.float()[:, None] * heads
+        return mixed.flatten(1)
+
+    def output(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        net = self._net
+        gated = net.norm(mixed, gates) if getattr(net, "mamba_rms_norm", True) else mixed * silu(gates)
+        output: Tensor = net.out_proj(gated.to(gates.dtype))
+        return output
+
+    def _steps_and_decays(self, steps: Tensor) -> tuple[Tensor, Tensor]:
+        net = self._net
+        steps = softplus(steps + net.dt_bias.to(steps.dtype)).clamp(*net.time_step_limit).float()
+        return steps, (-net.A_log.float().exp() * steps).exp()[..., None]
+
+
+class ShortConvolution:
+    """A `RecurrentParts` of short convolutions between gates (LFM2): their state is their last inputs alone."""
+
+    def __init__(self, net: Any) -> None:
+        self._net = net
+
+    def shape(self, num_layers: int) -> RecurrentShape:
+        net = self._net
+        return RecurrentShape(num_layers, 0, 0, 0, 0, net.conv.in_channels, net.conv_kernel_size)
+
+    def project(self, hidden: Tensor) -> Projected:
+        before, behind, values = self._net.in_proj(hidden).chunk(3, dim=-1)
+        return Projected(before * values, behind)
+
+    def mix(self, walk: StateWalk, projected: Projected) -> Tensor:
+        return walk.convolved(self._net.conv, projected.inputs.dtype)
+
+    def output(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        output: Tensor = self._net.out_proj((gates * mixed).contiguous())
+        return output
+
+
+def _shape(net: Any, num_layers: int, names: tuple[str, str, str, str]) -> RecurrentShape:
+    """Sizes of a model with so many of these nets; `names` are theirs of heads, key heads, key and value dimensions."""
+    return RecurrentShape(num_layers, *(getattr(net, name) for name in (*names, "conv_dim", "conv_kernel_size")))
+
+
+# Row-exact recurrent layers of `transformers` models: each row starts at its parent's state.
+
+
+RECURRENT_LAYERS: dict[str, Callable[[Any], RecurrentParts]] = {
+    "delta attention (KDA)": DeltaAttention,
+    "gated delta nets": DeltaNet,
+    "Mamba-2": MambaLayer,
+    "short convolutions": ShortConvolution,
+}
+
+
+def take_over_recurrent_layers(model: Any, variant: str | None = None) -> RecurrentShape | None:
+    """Let the recurrent layers of a model run rows of caches; None where it has none.
+
+    States that the kernels know run in those of an instruction set.
+    """
+    _number_caches(model)
+    nets = list(recurrent_layers(model).values())
+    if not nets:
+        return None
+    mixers = [RECURRENT_LAYERS[form_of(net)](net) for net in nets]
+    shape = mixers[0].shape(len(nets))
+    team = shared_team(load_library(variant), torch.get_num_threads()) if variant and runs_in_kernels(shape) else None
+    for number, (net, mixer) in enumerate(zip(nets, mixers, strict=True)):
+        net.forward = functools.partial(_forward, mixer, team, number, net.forward)
+    return shape
+
+
+def _number_caches(model: Any) -> None:
+    """Let layers that attend use the caches of layers that do, in order: others may have a state, or products alone."""
+    layers = getattr(decoder_of(model), "layers", ())
+    attending = [part for layer in layers if (part := attention_of(layer)) is not None]
+    for number, attention in enumerate(attending):
+        attention.layer_idx = number
+
+
+def runs_in_kernels(shape: RecurrentShape) -> bool:
+    """Tell whether the kernels take a model's states."""
+    return are_known_states(shape.num_heads, shape.value_dim)
+
+
+def _forward(
+    mixer: RecurrentParts,
+    team: Team | None,
+    number: int,
+    otherwise: Callable[..., Tensor],
+    hidden_states: Tensor,
+    *,
+    row_groups: list[BatchInvariantRows] | None = None,
+    **others: Any,
+) -> Tensor:
+    """A layer's forward over the rows of several sequences, `[1, num_rows, hidden]`; padding rows give zeros.
+
+    Without groups of rows it is `otherwise`, that of `transformers`.
+    """
+    if row_groups is None:
+        return otherwise(hidden_states, **others)
+    projected = mixer.project(hidden_states[0])
+    mixed, start = [], 0
+    for group in row_groups:
+        rows = slice(start, start + len(group))
+        mixed.append(_run_group(mixer, team, number, group.rows, projected.part(rows)))
+        start = rows.stop
+    whole = torch.cat(mixed)
+    padding = hidden_states.shape[1] - len(whole)
+    whole = pad(whole, (0, 0) * (whole.ndim - 1) + (0, padding))
+    return mixer.output(whole, projected.gates)[None]
+
+
+def _run_group(
+    mixer: RecurrentParts, team: Team | None, number: int, rows: SequenceRows, projected: Projected
+) -> Tensor:
+    """The rows of one sequence through its state."""
+    cache = rows.cache
+    assert isinstance(cache, RecurrentCache)
+    first = rows.first_entry - cache.boundary
+    cache.reserve(first + len(rows))
+    layer, paths = cache.recurrent[number], paths_of(rows, cache.boundary)
+    layer.write_inputs(first, projected.inputs)
+    return mixer.mix(StateWalk(layer, paths, cache.length - cache.boundary, first, team), projected)
+
+
+def paths_of(rows: SequenceRows, boundary: int) -> list[list[int]]:
+    """The steps of each row's own path behind a cache's boundary, its own last."""
+    before = list(range(rows.boundary - boundary))
+    return [
+        before + (rows.tail_entries[row, :length] - boundary).tolist() for row, length in enumerate(rows.tail_lengths)
+    ]

@@ -1,0 +1,156 @@
+"""Attention of a decoder's layers with the buffers that it needs, and the catalogue of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from swiftbatch.jobs.run.compute_options import AttentionName
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
+from swiftbatch.worker.kernels.cuda.flash_attention import FlashAttention
+from swiftbatch.worker.kernels.cuda.mla_kernels import MLAShape, attend_to_latents
+from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch, attend
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
+from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
+
+
+class Attention(Protocol):
+    """Attention over the rows of a table, layer after layer, in two launches each."""
+
+    query: Tensor  # [num_places, num_heads, head_dim], that `rope_store` fills
+
+    @property
+    def numerics(self) -> str:
+        """A line that names all that decides the bits, beside the shape."""
+
+    def places(self, table: CudaRowTable[Tensor]) -> Tensor | None:
+        """Return rows' places `[num_rows]` for `rope_store`, with heads in another order; None: all in order."""
+
+    def attend(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        table: CudaRowTable[Tensor],
+        mixed: Tensor,
+        view: AttentionView = SEES_ALL,
+        pages: PageTable | None = None,
+    ) -> None:
+        """Attend as `attend.attend` does, in the decoder's layer `layer`; nothing that is ours is allocated.
+
+        Raises ValueError.
+        """
+
+    def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
+        """Take queries `[num_rows, num_heads, head_dim]` of the table's first rows; NaN lies wherever none may look."""
+
+    def heads(self) -> Tensor:
+        """Return the queries, `[num_places, num_kv_heads, heads_per_kv, head_dim]`; the first row comes first."""
+
+
+class RowsInOrder:
+    """Base of the attentions of our own kernels: queries row by row, and parts of softmaxes to be merged."""
+
+    query: Tensor
+    scratch: Scratch
+
+    def places(self, table: CudaRowTable[Tensor]) -> None:
+        return None
+
+    def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
+        for numbers in (self.scratch.output, self.scratch.lse, self.query):
+            numbers.fill_(torch.nan)
+        self.query[: len(query)] = query
+
+
+class TritonAttention(RowsInOrder):
+    """An `Attention`: kernels of ours throughout."""
+
+    def __init__(self, shape: AttentionShape, layout: TableLayout, scale: float, device: torch.device) -> None:
+        num_heads = shape.num_kv_heads * shape.heads_per_kv
+        self.shape, self.scale = shape, scale
+        self.scratch = Scratch.empty(shape.num_splits, num_heads, shape.head_dim, device, shape.num_rows)
+        self.query = torch.zeros(shape.num_rows, num_heads, shape.head_dim, dtype=shape.dtype, device=device)
+
+    @property
+    def numerics(self) -> str:
+        return f"{len(self.scratch.lse)} splits"
+
+    def attend(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        table: CudaRowTable[Tensor],
+        mixed: Tensor,
+        view: AttentionView = SEES_ALL,
+        pages: PageTable | None = None,
+    ) -> None:
+        attend(self.query, keys, values, bias, table, self.scratch, mixed, self.scale, view, pages)
+
+    def heads(self) -> Tensor:
+        shape = self.shape
+        return self.query.view(shape.num_rows, shape.num_kv_heads, shape.heads_per_kv, shape.head_dim)
+
+
+class MLAAttention(RowsInOrder):
+    """An `Attention` over latent vectors, keys and values at once: `mixed` is `[num_rows, num_heads, rank]`."""
+
+    def __init__(self, shape: MLAShape, layout: TableLayout, scale: float, device: torch.device) -> None:
+        self.shape, self.scale = shape, scale
+        num_rows, latent = shape.num_rows, shape.latent
+        self.scratch = Scratch.empty(shape.num_splits, shape.num_heads, latent.rank, device, num_rows)
+        self.query = torch.zeros(num_rows, shape.num_heads, latent.entry_dim, dtype=shape.dtype, device=device)
+
+    @property
+    def numerics(self) -> str:
+        return f"latent, {len(self.scratch.lse)} splits"
+
+    def attend(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        table: CudaRowTable[Tensor],
+        mixed: Tensor,
+        view: AttentionView = SEES_ALL,
+        pages: PageTable | None = None,
+    ) -> None:
+        attend_to_latents(self.shape, self.query, keys, bias, table, self.scratch, mixed, self.scale, pages)
+
+    def heads(self) -> Tensor:
+        return self.query[:, None]
+
+
+AttentionKernel = Callable[[AttentionShape, TableLayout, float, torch.device], Attention]
+
+ATTENTION_KERNELS: dict[AttentionName, AttentionKernel] = {"triton": TritonAttention, "flash": FlashAttention}
+
+
+def shape_of(sizes: DecoderSizes, num_splits: int, num_rows: int) -> AttentionShape | MLAShape:
+    """The sizes of a decoder's attention. Raises ValueError for those that the kernels have no tiles for."""
+    if sizes.latent is not None:
+        return MLAShape(sizes.num_heads, sizes.latent, num_splits, sizes.dtype, num_rows)
+    heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
+    return AttentionShape(*heads, num_splits, sizes.dtype, num_rows)
+
+
+def new_attention(
+    kernel: AttentionKernel,
+    shape: AttentionShape | MLAShape,
+    layout: TableLayout,
+    scale: float,
+    device: torch.device,
+) -> Attention:
+    """The attention of a decoder by a kernel. Raises ValueError for one that does not take the decoder's caches."""
+    if not isinstance(shape, MLAShape):
+        return kernel(shape, layout, scale, device)
+    if kernel is not TritonAttention:
+        raise ValueError("found caches of latent vectors, which flash-attn does not take; attend with triton")
+    return MLAAttention(shape, layout, scale, device)

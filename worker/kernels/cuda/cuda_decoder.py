@@ -1,0 +1,371 @@
+"""A dense decoder as CUDA kernels: ten launches a layer, into buffers that never move, for a graph to replay.
+
+Layers that norm the heads of a row together, or gate them, take one launch more, and so do logits with a scale or a
+soft cap. Latent attention takes two more, and one for queries that are made of a vector. In a layer with experts, six
+launches stand in the place of the last three, or behind them where all rows meet a part. In one with a state seven
+stand in the place of the five of attention and its products, or three: see `states/state_layers.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from swiftbatch.worker.kernels.cuda.activations import activate, gate_heads, softcap_logits
+from swiftbatch.worker.kernels.cuda.attention_backends import (
+    Attention,
+    AttentionKernel,
+    MLAAttention,
+    TritonAttention,
+    new_attention,
+    shape_of,
+)
+from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
+from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import CudaRecurrentLayers, scale
+from swiftbatch.worker.kernels.cuda.cuda_row_table import CudaRowTable, PageTable, TableLayout
+from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, WeightKernel
+from swiftbatch.worker.kernels.cuda.mla_kernels import CudaMLA
+from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
+from swiftbatch.worker.kernels.cuda.norm_rope_kernels import add_norm, embed, norm_heads, rope_store
+from swiftbatch.worker.kernels.cuda.scan_attention import ScanAttention
+from swiftbatch.worker.kernels.cuda.scan_buffers import ScannedTexts
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLayer, StackedWeights
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear, other_rotary
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, RING_LAYERS
+from swiftbatch.worker.kernels.kv_quantization import cuda_row_width
+from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
+from swiftbatch.worker.kernels.rope_cos_sin import angles, kept_as, query_scales
+from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary
+
+
+class CudaDecoder:
+    """A decoder that runs the rows of its table; what it reads and writes is allocated here, once.
+
+    A row's `hidden [num_rows, hidden]`, of the model's dtype, and `logits [num_rows, vocab] float32` follow from the
+    row's own tokens, whatever shares the table; those of padding rows mean nothing.
+    """
+
+    def __init__(
+        self,
+        weights: StackedWeights,
+        arena: Tensor,
+        num_positions: int,
+        num_splits: int,
+        linear: LinearKernel,
+        bias: Tensor | None = None,
+        reduce: Callable[[Tensor], None] | None = None,
+        attention: AttentionKernel = TritonAttention,
+        pages: PageTable | None = None,
+        states: StateBuffers | None = None,
+        num_rows: int = NUM_ROWS,
+        windowed: tuple[Tensor, PageTable] | None = None,
+        turns: Tensor | None = None,
+    ) -> None:
+        """Rows see entries of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, on its device.
+
+        Its layers are those that attend; the others have `states`. Of latent attention it has one part in place of the
+        two. It may have room for `RING_LAYERS` layers alone, which take turns; whoever runs layer by layer fills them.
+        `bias [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums a layer's part of the
+        outputs `[num_rows, hidden]` over devices that hold the others, in place. With `pages` the arena is a pool, one
+        slot that all see, in whose pages their entries lie. Layers with a window may lie in a second pool `windowed`,
+        with pages of its own; the first is then of all others. `turns` are the angles of another decoder with the same
+        rotation, for as many positions. Raises ValueError.
+        """
+        sizes = self.sizes = weights.sizes
+        attending = [layer for layer in weights.layers if layer.attention is not None]
+        self._in_windows = [windowed is not None and layer.window is not None for layer in attending]
+        _check_arena(arena, weights, self._in_windows.count(False))
+        if windowed is not None:
+            _check_arena(windowed[0], weights, self._in_windows.count(True))
+        if pages is not None:
+            arena = arena.expand(-1, -1, len(pages.numbers), -1, -1, -1)  # a stride of 0
+        self._kept = _layers_of(arena, None if windowed is None else windowed[0], self._in_windows)
+        capacity = arena.shape[4] if pages is None else pages.capacity
+        shape = self._shape = shape_of(sizes, num_splits, num_rows)
+        step = BLOCK if bias is None else 1
+        num_angles = weights.rotary.num_rows(num_positions)
+        table = (arena.shape[2], capacity, shape.rows_per_group, num_angles, sizes.vocab, step)
+        self.layout = TableLayout(*table, None if pages is None else pages.page, num_rows, windowed is not None)
+        self._window_pages = None if windowed is None else windowed[1]
+        self._weights, self._arena, self._bias, self._pages = weights, arena, bias, pages
+        self._linear, self._reduce = WeightKernel(linear), reduce
+        self._attending, self._mixing = _numbers_of(weights.layers)
+        self.mixers = _recurrent_layers_of(weights, states, self._linear, num_rows)
+        self._views = [AttentionView(layer.window, sizes.score_softcap or None, layer.sinks) for layer in attending]
+        self._angles = self._angles_of(np.arange(num_angles), arena.device) if turns is None else turns
+        self._still = self._angles  # of layers that turn no heads
+        if any(layer.is_nope for layer in weights.layers):
+            self._still = self._angles_of(np.zeros(num_angles, dtype=np.int64), arena.device)
+        if (other := other_rotary(weights.layers)) is not None:
+            self._other_angles = self._angles_of(np.arange(num_angles), arena.device, other)
+        growth = weights.rotary.growth
+        self._query_scales = None if growth is None else self._scales_of(growth, num_positions, arena.device)
+        self._allocate(arena.device)
+        self.attention: Attention = new_attention(attention, shape, self.layout, sizes.scale, arena.device)
+        if not isinstance(self.attention, TritonAttention | MLAAttention):
+            _check_flash(arena.dtype, sizes.dtype, self._views)
+
+    def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
+        """Return it over another arena, with biases. All but the tables is shared: one of the two runs at a time.
+
+        Rows see `texts` beside their entries, whose best keys are read from this decoder's arena.
+        """
+        _check_arena(arena, self._weights, len(self._in_windows))
+        if self.mixers is not None:
+            raise ValueError("found layers with a state, whose rows no part of a cache would do for")
+        if any(self._in_windows):
+            raise ValueError("found layers whose caches forget, where no part of one is all there")
+        other = copy.copy(self)
+        other._arena, other._bias, other._pages = arena, bias, None
+        other._kept = _layers_of(arena, None, self._in_windows)
+        other._views = [replace(view, window=None) for view in self._views]  # entries are no positions
+        num_slots, capacity = arena.shape[2], arena.shape[4]
+        other.layout = replace(self.layout, num_slots=num_slots, capacity=capacity, boundary_step=1, page=None)
+        other._allocate_table(arena.device)
+        attention = self.attention
+        if not isinstance(attention, TritonAttention | MLAAttention):  # flash-attn adds no biases
+            attention = new_attention(TritonAttention, self._shape, other.layout, self.sizes.scale, arena.device)
+        if texts is not None and isinstance(attention, TritonAttention):
+            attention = ScanAttention(attention, texts, self._arena, self._pages)
+        other.attention = attention
+        return other
+
+    @property
+    def turns(self) -> tuple[Rotary, Tensor]:
+        """The rotation of its heads, and the angles `[num_angles, head_dim]` of that."""
+        return self._weights.rotary, self._angles
+
+    @property
+    def experts_met(self) -> Tensor | None:
+        """The counts of experts that rows of all forwards met, as `CudaExperts` has them; None without experts."""
+        return None if self._experts is None else self._experts.met
+
+    def forward(self, tap: Callable[[int, Tensor], None] | None = None) -> None:
+        """Run the rows that `table_buffer` tells of, as `layout` fills one: into the arena, `hidden` and `logits`.
+
+        `tap` is shown the queries of every layer that attends, `[:, num_kv_heads, heads_per_kv, head_dim]`, as they met
+        the keys, those of the first row first.
+        """
+        self.begin()
+        for number in range(self.sizes.num_layers):
+            self.run_layer(number, tap)
+        self.end()
+
+    def begin(self) -> None:
+        """Launch what comes before the layers: the embedding."""
+        table, weights = self._table, self._weights
+        embed(table.rows, table.token_ids, weights.embedding, self._state, self.sizes.embedding_scale)
+
+    def run_layer(self, number: int, tap: Callable[[int, Tensor], None] | None = None) -> None:
+        """Run one layer, behind those before it."""
+        layers, layer = self._weights.layers, self._weights.layers[number]
+        delta, behind = (self._delta, layers[number - 1].last_norm) if number else (None, None)
+        rows = self._state
+        if layer.attention is not None or layer.mixer is not None:
+            rows = self._add_norm(delta, behind, layer.input_norm, self._normed)
+            self._mix(number, rows)
+            delta, behind = self._delta, layer.output_norm
+        if tap is not None and layer.attention is not None:
+            tap(self._attending[number], self.attention.heads())
+        if layer.dense_mlp is not None or layer.experts is not None:
+            normed = self._add_norm(delta, behind, layer.mlp_norm, self._normed)
+            self._run_mlp(layer, rows if self.sizes.is_parallel else normed)
+
+    def end(self) -> None:
+        """Launch what comes behind the layers: the final norm and the head."""
+        weights, sizes = self._weights, self.sizes
+        self._add_norm(self._delta, weights.layers[-1].last_norm, weights.final_norm, self.hidden)
+        self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)
+        if sizes.logit_scale != 1.0:
+            self.logits.mul_(sizes.logit_scale)
+        if sizes.logit_softcap:
+            softcap_logits(self.logits, sizes.logit_softcap)
+
+    def _angles_of(self, rows: NDArray[np.int64], device: torch.device, own: Rotary | None = None) -> Tensor:
+        """Turns of some rows of the table of angles, in the model's dtype: `[num_rows, head_dim]`."""
+        rotary, dtype = own or self._weights.rotary, self.sizes.dtype
+        return angles(rotary, rows, dtype).to(kept_as(rotary, dtype)).to(device)
+
+    def _scales_of(self, growth: QueryGrowth, num_positions: int, device: torch.device) -> Tensor:
+        return query_scales(growth, np.arange(num_positions), self.sizes.dtype).to(device)
+
+    def _add_norm(self, delta: Tensor | None, behind: Tensor | None, front: Tensor | None, normed: Tensor) -> Tensor:
+        """Add the output of a part of a layer, with the norm behind that part. Return the input of the next product."""
+        sizes = self.sizes
+        if delta is None and front is None:
+            return self._state
+        add_norm(
+            self._table.rows, self._state, delta, front, sizes.epsilon, normed,
+            sizes.residual_scale, behind, sizes.norm_form,
+        )  # fmt: skip
+        return self._state if front is None else normed
+
+    def _mix(self, number: int, rows: Tensor) -> None:
+        layer = self._weights.layers[number]
+        if layer.attention is not None:
+            self._attend(self._attending[number], layer, rows, *layer.attention)
+        if layer.mixer is not None and self.mixers is not None:
+            out = self._delta if layer.attention is None else self._beside
+            self.mixers.run(self._state_table, self._mixing[number], layer.mixer, rows, out)
+            if layer.attention is not None:
+                self._delta.add_(self._beside)
+        if self._reduce is not None:
+            self._reduce(self._delta)
+
+    def _attend(self, number: int, layer: StackedLayer, rows: Tensor, in_front: AnyLinear, behind: AnyLinear) -> None:
+        """Attend in a layer, the `number`-th of those that do; in latent attention keys and values are the same."""
+        kept, view, table, pages = self._kept[number], self._views[number], self._table, self._pages
+        if self._in_windows[number]:
+            table, pages = self._window_table, self._window_pages
+        keys, values = kept[0], kept[-1]
+        if self.sizes.attention_in_scale != 1.0:
+            rows = torch.mul(rows, self.sizes.attention_in_scale, out=self._scaled)
+        self._take_heads(layer, in_front, rows, keys, values, table)
+        self.attention.attend(number, keys, values, self._bias, table, self._mixed, view, pages)
+        found = self._mixed
+        if self.sizes.gates_heads:
+            gate_heads(self._table.rows, self._qkv, found)
+        if layer.latent is not None and self._latents is not None:
+            found = self._latents.values(layer.latent, found, self._table)
+        self._linear(found.flatten(1), behind.weight, behind.bias, self._delta)
+        scale(self._delta, self.sizes.attention_out_scale)
+
+    def _take_heads(
+        self,
+        layer: StackedLayer,
+        in_front: AnyLinear,
+        rows: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: CudaRowTable[Tensor],
+    ) -> None:
+        """Keep the rows' keys and values where a table says, and hand their queries to the attention."""
+        attention, sizes = self.attention, self.sizes
+        if layer.latent is not None and self._latents is not None:
+            self._latents.keep(layer.latent, in_front, rows, table, self._angles, keys, attention.query)
+            return
+        turns = self._still if layer.is_nope else self._angles if layer.rotary is None else self._other_angles
+        self._linear(rows, in_front.weight, in_front.bias, self._qkv)
+        first, num_keys = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+        scale(self._qkv[:, first : first + num_keys], sizes.key_scale)
+        if layer.joint_norms is not None:
+            num_queries = sizes.num_heads * sizes.head_dim
+            norm_heads(table.rows, self._qkv, layer.joint_norms, num_queries, sizes.epsilon, sizes.norm_form)
+        rope_store(
+            self._qkv, turns, layer.qk_norms, sizes.epsilon, table.rows,
+            attention.query, keys, values, attention.places(table), sizes.norm_form, sizes.norms_after_rope,
+            self._query_scales,
+        )  # fmt: skip
+
+    def _run_mlp(self, layer: StackedLayer, rows: Tensor) -> None:
+        if layer.dense_mlp is not None:
+            wide, down = layer.dense_mlp
+            gate_up, activated = (
+                _of_width(self._gate_up, wide.weight.shape[0]),
+                _of_width(self._activated, down.weight.shape[1]),
+            )
+            self._linear(rows, wide.weight, wide.bias, gate_up)
+            scale(gate_up[:, : activated.shape[1]], self.sizes.gate_scale)
+            activate(self._table.rows, gate_up, activated, self.sizes.activation, layer.curve)
+            self._linear(activated, down.weight, down.bias, self._delta)
+            scale(self._delta, self.sizes.down_scale)
+        if layer.experts is not None and self._experts is not None:
+            has_shared = layer.dense_mlp is not None
+            self._experts.run(self._table.rows, layer.experts, rows, self._delta, has_shared)
+        if self._reduce is not None:
+            self._reduce(self._delta)
+
+    def _allocate(self, device: torch.device) -> None:
+        """Static buffers, of zeros: what padding rows have never written are numbers, too."""
+        sizes, layers, num_rows = self.sizes, self._weights.layers, self.layout.num_rows
+
+        def rows(*shape: int) -> Tensor:
+            return torch.zeros(num_rows, *shape, dtype=sizes.dtype, device=device)
+
+        self._allocate_table(device)
+        self._state, self._normed, self._delta = (rows(sizes.hidden) for _ in range(3))
+        is_beside = any(layer.attention is not None and layer.mixer is not None for layer in layers)
+        self._beside, self._scaled = (rows(sizes.hidden if is_beside else 0) for _ in range(2))  # attention and a state
+        latent, num_heads = sizes.latent, (1 + sizes.gates_heads) * sizes.num_heads + 2 * sizes.num_kv_heads
+        self._latents = None if latent is None else CudaMLA(sizes, latent, self._linear, device, num_rows)
+        self._qkv = rows(num_heads * sizes.head_dim if latent is None else 0)
+        self._mixed = rows(sizes.num_heads, sizes.head_dim if latent is None else latent.rank)
+        width = max((layer.dense_mlp[1].weight.shape[1] for layer in layers if layer.dense_mlp), default=0)
+        self._gate_up, self._activated = rows((1 + sizes.has_gates) * width), rows(width)
+        experts = [layer.experts for layer in layers if layer.experts is not None]
+        self._experts = None
+        if experts:
+            parts = (experts, sizes.hidden, sizes.dtype, sizes.activation, device)
+            self._experts = CudaExperts(*parts, self._linear, num_rows)
+        self.hidden = rows(sizes.hidden)
+        self.logits = torch.zeros(num_rows, sizes.vocab, device=device)
+
+    def _allocate_table(self, device: torch.device) -> None:
+        num_states = 0 if self.mixers is None else self.mixers.layout.size
+        self._use_table(torch.zeros(self.layout.size + num_states, dtype=torch.int32, device=device))
+
+    def _use_table(self, buffer: Tensor) -> None:
+        """Take the rows of every forward from a buffer, which stays where it is."""
+        self.table_buffer = buffer
+        own = self.table_buffer[: self.layout.size]
+        self._table = self._window_table = self.layout.table(own)
+        if self.layout.has_window_pages:
+            self._window_table = self.layout.window_table(own)
+        if self.mixers is not None:
+            self._state_table = self.mixers.layout.table(self.table_buffer[self.layout.size :])
+
+
+def _numbers_of(layers: Sequence[StackedLayer]) -> tuple[list[int], list[int]]:
+    """The number of each layer among those that attend, and among those with a state; of others it means nothing."""
+    attends = [layer.attention is not None for layer in layers]
+    mixes = [layer.mixer is not None for layer in layers]
+    numbers = range(len(layers))
+    return [sum(attends[:number]) for number in numbers], [sum(mixes[:number]) for number in numbers]
+
+
+def _recurrent_layers_of(
+    weights: StackedWeights, states: StateBuffers | None, linear: WeightKernel, num_rows: int
+) -> CudaRecurrentLayers | None:
+    """Raises ValueError where there are states but no mixers, or mixers without states or of several sizes."""
+    found = {layer.mixer.sizes for layer in weights.layers if layer.mixer is not None}
+    if len(found) != (states is not None):
+        raise ValueError(f"found mixers of {len(found)} sizes, and {'some' if states else 'no'} states")
+    return None if states is None else CudaRecurrentLayers(found.pop(), states, weights.sizes.dtype, linear, num_rows)
+
+
+def _of_width(buffer: Tensor, width: int) -> Tensor:
+    """The first numbers of a buffer as rows without gaps."""
+    return buffer.flatten()[: len(buffer) * width].view(len(buffer), width)
+
+
+def _layers_of(arena: Tensor, windowed: Tensor | None, in_windows: Sequence[bool]) -> list[Tensor]:
+    """Return the rows of each attending layer. All rows of a pool are one slot, of the windows' pool as well."""
+    if windowed is None:
+        return [arena[number % len(arena)] for number in range(len(in_windows))]
+    pools = windowed.expand(-1, -1, arena.shape[2], -1, -1, -1), arena
+    places = [(in_window, in_windows[:number].count(in_window)) for number, in_window in enumerate(in_windows)]
+    return [pools[0 if in_window else 1][place] for in_window, place in places]
+
+
+def _check_flash(kv_dtype: torch.dtype, dtype: torch.dtype, views: list[AttentionView]) -> None:
+    """Raise ValueError where flash-attn does not take what layers attend to."""
+    if kv_dtype != dtype:
+        raise ValueError("found keys and values in 8 bits, which flash-attn does not take; attend with triton")
+    if any(view != SEES_ALL for view in views):
+        raise ValueError("found windows, soft caps or sinks, which flash-attn does not take; attend with triton")
+
+
+def _check_arena(arena: Tensor, weights: StackedWeights, num_layers: int) -> None:
+    sizes = weights.sizes
+    width = cuda_row_width(arena.dtype, sizes.dtype, sizes.head_dim)
+    num_parts = 2 if sizes.latent is None else 1
+    expected = (num_layers, num_parts, arena.shape[2], sizes.num_kv_heads, arena.shape[4], width or sizes.head_dim)
+    is_layers = len(arena) in (num_layers, min(num_layers, RING_LAYERS))
+    if not is_layers or arena.shape[1:] != expected[1:] or width is None or arena.stride(-1) != 1:
+        raise ValueError(f"found an arena of {arena.dtype} {list(arena.shape)}, expected {sizes.dtype} {expected}")

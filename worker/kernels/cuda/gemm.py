@@ -1,0 +1,292 @@
+"""Matrix products of a forward on a GPU: cuBLAS, plain Triton, and Triton over quantized weights."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from swiftbatch.jobs.run.compute_options import LinearName
+from swiftbatch.worker.kernels.cuda.triton_primitives import dot, in_one_place, narrowed, rounded
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS, fills_blocks
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix, Weight
+
+TILE_COLUMNS = 32  # of a program: enough programs for every multiprocessor
+MOST_TILE_BYTES = 256  # of a program's column of rows: stages of its blocks fit the shared memory of an A100
+
+
+class LinearKernel(Protocol):
+    """`rows [num_rows, depth] @ weight [columns, depth].T + bias [columns]`, summed and added up in float32."""
+
+    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """Write `out [num_rows, columns]`, of the rows' dtype or float32."""
+
+
+def cublas_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """A `LinearKernel`; on a CPU the library there, where `out` is of the rows' dtype."""
+    if out.dtype != rows.dtype:
+        torch.ops.aten.mm.dtype_out(rows, weight.t(), out.dtype, out=out)
+        if bias is not None:
+            out.add_(bias)
+    elif bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+
+
+@triton.jit
+def multiply_columns(
+    input_ptr, weight_ptr, bias_ptr, out_ptr, num_columns,
+    TILE_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Program (rows, columns): blocks of the depth one after the other, the bias last."""
+    rows = tl.arange(0, TILE_ROWS)
+    input_ptr += tl.program_id(0) * TILE_ROWS * DEPTH
+    out_ptr += tl.program_id(0) * TILE_ROWS * num_columns
+    columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    is_column = columns < num_columns
+    known = tl.where(is_column, columns, 0)  # reads a column that there is, and is not stored
+    depth = tl.arange(0, BLOCK_DEPTH)
+    input_ptr += rows[:, None] * DEPTH + depth[None, :]
+    weight_ptr += known.to(tl.int64)[None, :] * DEPTH + depth[:, None]
+    acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for start in range(0, DEPTH, BLOCK_DEPTH):
+        if DEPTH % BLOCK_DEPTH == 0:
+            x = tl.load(input_ptr + start)
+            w = tl.load(weight_ptr + start)
+        else:
+            x = tl.load(input_ptr + start, mask=(depth < DEPTH - start)[None, :], other=0.0)
+            w = tl.load(weight_ptr + start, mask=(depth < DEPTH - start)[:, None], other=0.0)
+        acc = dot(x, w, acc)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + known).to(tl.float32)[None, :]
+    places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    tl.store(out_ptr + places, rounded(acc, out_ptr.dtype.element_ty), mask=is_column[None, :])
+
+
+def triton_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """A `LinearKernel`; on a CPU in Triton's interpreter."""
+    num_columns, depth = weight.shape
+    multiply_columns[gemm_grid(rows, num_columns)](
+        rows, weight, bias, out, num_columns, **multiply_constants(depth, bias is not None, tile_rows(rows))
+    )
+
+
+def tile_rows(rows: Tensor) -> int:
+    """Rows that a program multiplies: of a power of two of them, all, or as many as it has memory for."""
+    return min(len(rows), MOST_TILE_BYTES // rows.element_size())
+
+
+def gemm_grid(rows: Tensor, num_columns: int) -> tuple[int, int]:
+    """Programs of a product: those of the same columns one after the other, so that they share what a cache holds."""
+    return len(rows) // tile_rows(rows), triton.cdiv(num_columns, TILE_COLUMNS)
+
+
+def multiply_constants(depth: int, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, int]:
+    """Return the constants of `multiply_columns`, with its warps and stages."""
+    return {
+        "TILE_ROWS": num_tile_rows,
+        "DEPTH": depth,
+        "HAS_BIAS": has_bias,
+        "TILE_COLUMNS": TILE_COLUMNS,
+        "BLOCK_DEPTH": BLOCK_DEPTH,
+        "num_warps": 4,
+        "num_stages": 4,
+    }
+
+
+LINEAR_KERNELS: dict[LinearName, LinearKernel] = {"cublas": cublas_linear, "triton": triton_linear}
+
+
+# Products with packed weights: codes are read as they lie, and become in registers the numbers that they stand for.
+
+
+@triton.jit
+def unsigned(code):
+    return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def signed_byte(code):
+    """Two's complement: its upper bit turned over is the number and 128."""
+    return (code ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def e2m1(code):
+    """Sign, exponent and mantissa go where float32 has them; 2^126 makes up for the exponents' biases."""
+    return (((code << 28) >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def e4m3(code):
+    """Sign, exponent and mantissa go where float32 has them; 2^120 makes up for the exponents' biases. Knows no NaN."""
+    return (((code << 24) >> 4) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
+def iq4_nl(code):
+    """One of 16 bytes, each the number and 128."""
+    low = tl.where((code & 4) == 0, 0x3F2D1801, 0x766A5D4F)
+    high = tl.where((code & 4) == 0, -0x5966727F, -0x0E263A4B)
+    byte = (tl.where((code & 8) == 0, low, high) >> ((code & 3) * 8)) & 0xFF
+    return (byte | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+
+
+DECODERS: dict[Code, Any] = {
+    "uint4": unsigned,
+    "e2m1": e2m1,
+    "iq4_nl": iq4_nl,
+    "int8": signed_byte,
+    "uint8": unsigned,
+    "e4m3": e4m3,
+}
+
+
+@triton.jit
+def read(pointers, is_there, IS_WHOLE: tl.constexpr):
+    """Load numbers, zeros where none is."""
+    return tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=is_there, other=0)
+
+
+@triton.jit
+def unpacked(codes, PER_BYTE: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Int32 of the codes `[DEPTH, COLUMNS]` in bytes `[DEPTH / PER_BYTE, COLUMNS]`, the low half of a byte first."""
+    codes = codes.to(tl.int32)
+    if PER_BYTE == 2:
+        codes = tl.join(codes & 15, codes >> 4).permute(0, 2, 1).reshape([DEPTH, COLUMNS])
+    return codes
+
+
+@triton.jit
+def of_members(numbers, GROUPS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Float32 of groups `[GROUPS, COLUMNS]`, for each of their members."""
+    if GROUPS > 1:
+        numbers = tl.broadcast_to(numbers[:, None, :], [GROUPS, DEPTH // GROUPS, COLUMNS]).reshape([DEPTH, COLUMNS])
+    return numbers
+
+
+@triton.jit
+def packed_block(
+    codes_ptr, scales_ptr, offsets_ptr, rows, start,
+    DEPTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, DECODE: tl.constexpr,
+    PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Float32 `[BLOCK_DEPTH, COLUMNS]` of a matrix's `rows [COLUMNS] int64` from `start` on.
+
+    `GROUP` is a part of a block or more. Zeros behind the depth become numbers.
+    """
+    GROUPS: tl.constexpr = max(1, BLOCK_DEPTH // GROUP)  # of a block
+    IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
+    places, groups = tl.arange(0, BLOCK_DEPTH // PER_BYTE), tl.arange(0, GROUPS)
+    codes_ptr += rows[None, :] * (DEPTH // PER_BYTE) + places[:, None]
+    group_places = rows[None, :] * NUM_GROUPS + groups[:, None]
+    left, first_group = DEPTH - start, start // GROUP
+    codes = read(codes_ptr + start // PER_BYTE, (places * PER_BYTE < left)[:, None], IS_WHOLE)
+    scales = read(scales_ptr + group_places + first_group, (groups * GROUP < left)[:, None], IS_WHOLE)
+    numbers = DECODE(unpacked(codes, PER_BYTE, BLOCK_DEPTH, COLUMNS))
+    numbers *= of_members(scales, GROUPS, BLOCK_DEPTH, COLUMNS)
+    if HAS_OFFSETS:
+        offsets = read(offsets_ptr + group_places + first_group, (groups * GROUP < left)[:, None], IS_WHOLE)
+        numbers += of_members(offsets, GROUPS, BLOCK_DEPTH, COLUMNS)
+    return in_one_place(numbers, BLOCK_DEPTH, COLUMNS)
+
+
+@triton.jit
+def multiply_packed_columns(
+    input_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr, num_columns,
+    TILE_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
+    DECODE: tl.constexpr, PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Program (rows, columns): blocks of the depth one after the other, the bias last.
+
+    Numbers behind the depth meet zeros of the input.
+    """
+    IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
+    rows = tl.arange(0, TILE_ROWS)
+    input_ptr += tl.program_id(0) * TILE_ROWS * DEPTH
+    out_ptr += tl.program_id(0) * TILE_ROWS * num_columns
+    columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    is_column = columns < num_columns
+    known = tl.where(is_column, columns, 0).to(tl.int64)  # reads a column that there is, and is not stored
+    depth = tl.arange(0, BLOCK_DEPTH)
+    input_ptr += rows[:, None] * DEPTH + depth[None, :]
+    acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for start in range(0, DEPTH, BLOCK_DEPTH):
+        x = read(input_ptr + start, (depth < DEPTH - start)[None, :], IS_WHOLE)
+        w = packed_block(
+            codes_ptr, scales_ptr, offsets_ptr, known, start,
+            DEPTH, TILE_COLUMNS, BLOCK_DEPTH, DECODE, PER_BYTE, NUM_GROUPS, GROUP, HAS_OFFSETS,
+        )  # fmt: skip
+        acc = dot(x, narrowed(w, x.dtype), acc)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + known).to(tl.float32)[None, :]
+    out_ptr += rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    tl.store(out_ptr, rounded(acc, out_ptr.dtype.element_ty), mask=is_column[None, :])
+
+
+def packed_linear(rows: Tensor, weight: PackedMatrix, bias: Tensor | None, out: Tensor) -> None:
+    """Write what `triton_linear` writes of the matrix that `weight` stands for; on a CPU in Triton's interpreter."""
+    num_columns = weight.shape[0]
+    multiply_packed_columns[gemm_grid(rows, num_columns)](
+        rows, weight.codes, weight.scales, weight.offsets, bias, out, num_columns,
+        **packed_constants(weight, bias is not None, tile_rows(rows)),
+    )  # fmt: skip
+
+
+def packed_gemm(rows: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
+    """Float32 `[..., columns]` of any number of rows `[..., depth]`."""
+    blocks = [
+        nn.functional.pad(block, (0, 0, 0, NUM_ROWS - len(block))) for block in rows.flatten(0, -2).split(NUM_ROWS)
+    ]
+    out = torch.empty(len(blocks) * NUM_ROWS, weight.shape[0], device=rows.device)
+    for block, found in zip(blocks, out.split(NUM_ROWS), strict=True):
+        packed_linear(block, weight, bias, found)
+    return out[: rows.shape[:-1].numel()].view(*rows.shape[:-1], -1)
+
+
+def packed_constants(weight: PackedMatrix, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, Any]:
+    """Return the constants of `multiply_packed_columns`, with its warps and stages."""
+    return multiply_constants(weight.shape[1], has_bias, num_tile_rows) | form_constants(weight)
+
+
+def form_constants(weight: PackedMatrix) -> dict[str, Any]:
+    """Return the constants by which `packed_block` knows a matrix's form."""
+    depth, num_groups = weight.shape[1], weight.scales.shape[1]
+    return {
+        "DECODE": DECODERS[weight.code],
+        "PER_BYTE": 8 // CODE_BITS[weight.code],
+        "NUM_GROUPS": num_groups,
+        "GROUP": weight.group_size if num_groups > 1 else max(depth, BLOCK_DEPTH),
+        "HAS_OFFSETS": weight.offsets is not None,
+    }
+
+
+def is_multiplied_packed(weight: PackedMatrix) -> bool:
+    """Tell whether `packed_linear` is for a matrix: groups fill blocks of the depth, and every code is a number.
+
+    Not in float32, which tensor cores do not multiply: registers would spill.
+    """
+    fits = fills_blocks(weight.group_size, weight.shape[1])
+    is_known = weight.code != "e4m3" or not ((weight.codes & 127) == 127).any()
+    return weight.dtype == torch.bfloat16 and fits and bool(is_known)
+
+
+class WeightKernel:
+    """A kernel for weights of both forms: `plain` for numbers, `packed_linear` for codes."""
+
+    def __init__(self, plain: LinearKernel) -> None:
+        self._plain = plain
+
+    def __call__(self, rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
+        """Write `out [num_rows, columns]`, as a `LinearKernel` does."""
+        if isinstance(weight, PackedMatrix):
+            packed_linear(rows, weight, bias, out)
+        else:
+            self._plain(rows, weight, bias, out)

@@ -1,0 +1,245 @@
+"""Experts on a GPU: six launches, whatever the rows choose; each row's experts are added in the order of its choice.
+
+Rows of an expert are multiplied in tiles of one height with sums in one order along the depth, and results go to the
+row's own places, so a row's bits do not depend on who shares its experts. Tiles beyond the last choice do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from swiftbatch.worker.kernels.cuda.activations import activated
+from swiftbatch.worker.kernels.cuda.gemm import TILE_COLUMNS, WeightKernel, form_constants, packed_block, read
+from swiftbatch.worker.kernels.cuda.moe_router import (
+    ROUTER_COLUMNS,
+    ROUTER_ROWS,
+    TILE,
+    choice_constants,
+    choose_row,
+    multiply_router,
+    num_parts,
+    num_tiles,
+    router_constants,
+    sort_choices,
+    sort_constants,
+)
+from swiftbatch.worker.kernels.cuda.norm_rope_kernels import is_padding
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
+from swiftbatch.worker.kernels.cuda.triton_primitives import dot, narrowed, rounded
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS
+from swiftbatch.worker.kernels.layer_specs import Activation, Routing
+from swiftbatch.worker.kernels.quantized_weights import PackedMatrix
+
+SUMMED_COLUMNS = 1024  # of a program
+NO_FORM: dict[str, Any] = {"DECODE": None, "PER_BYTE": 1, "NUM_GROUPS": 1, "GROUP": 1, "HAS_OFFSETS": False}
+
+
+@triton.jit
+def gated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
+    """The product of an activated gate and an up, rounded as in `ExpertWeights`; NaN stays."""
+    if LIMIT == 0.0:
+        return rounded(activated(gate, None, ACTIVATION), dtype) * up
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, up)
+    up = tl.where(up < -LIMIT, -LIMIT, up)
+    return rounded(gate / (1 + tl.exp(-(gate * SLOPE))), dtype) * rounded(up + 1.0, dtype)
+
+
+@triton.jit
+def multiply_tile(
+    input_ptr, tile_experts_ptr, tile_pairs_ptr, weight_ptr, codes_ptr, scales_ptr, offsets_ptr, bias_ptr, out_ptr,
+    num_columns, PAIRS_PER_ROW: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, IS_PACKED: tl.constexpr, DECODE: tl.constexpr,
+    PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+    IS_GATED: tl.constexpr, IS_ACTIVATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
+):  # fmt: skip
+    """Program (columns, tile): an expert's columns with rows that chose it; gates and ups become one number."""
+    expert = tl.load(tile_experts_ptr + tl.program_id(1))
+    if expert < 0:
+        return
+    pairs = tl.load(tile_pairs_ptr + tl.program_id(1) * TILE + tl.arange(0, TILE))
+    rows = tl.maximum(pairs, 0) // PAIRS_PER_ROW  # of none the first, which is not stored
+    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    known = expert.to(tl.int64) * num_columns + tl.where(columns < num_columns, columns, 0)
+    depth = tl.arange(0, BLOCK_DEPTH)
+    is_whole: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
+    input_ptr += rows[:, None] * DEPTH + depth[None, :]
+    acc = tl.zeros([TILE, TILE_COLUMNS], tl.float32)
+    for start in range(0, DEPTH, BLOCK_DEPTH):
+        x = read(input_ptr + start, (depth < DEPTH - start)[None, :], is_whole)
+        if IS_PACKED:
+            w = packed_block(
+                codes_ptr, scales_ptr, offsets_ptr, known, start,
+                DEPTH, TILE_COLUMNS, BLOCK_DEPTH, DECODE, PER_BYTE, NUM_GROUPS, GROUP, HAS_OFFSETS,
+            )  # fmt: skip
+            w = narrowed(w, x.dtype)
+        else:
+            places = known[None, :] * DEPTH + depth[:, None] + start
+            w = read(weight_ptr + places, (depth < DEPTH - start)[:, None], is_whole)
+        acc = dot(x, w, acc)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + known).to(tl.float32)[None, :]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    width, wide = num_columns, rounded(acc, dtype)
+    if IS_GATED:
+        gate, up = tl.split(wide.reshape([TILE, TILE_COLUMNS // 2, 2]))
+        wide = rounded(gated(gate, up, dtype, ACTIVATION, LIMIT, SLOPE), dtype)
+        columns = tl.program_id(0) * (TILE_COLUMNS // 2) + tl.arange(0, TILE_COLUMNS // 2)
+        width = num_columns // 2
+    elif IS_ACTIVATED:
+        wide = rounded(activated(wide, None, ACTIVATION), dtype)
+    is_place = (pairs >= 0)[:, None] & (columns < width)[None, :]
+    tl.store(out_ptr + pairs.to(tl.int64)[:, None] * width + columns[None, :], wide, mask=is_place)
+
+
+@triton.jit
+def sum_choices(
+    rows_ptr, results_ptr, choice_weights_ptr, shares_ptr, out_ptr,
+    HIDDEN: tl.constexpr, NUM_CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, HAS_SHARED: tl.constexpr,
+    HAS_SHARE: tl.constexpr,
+):  # fmt: skip
+    """Program (row, columns): the results of its experts in the order of its choice, and what all rows meet."""
+    row = tl.program_id(0)
+    if is_padding(rows_ptr, row):
+        return
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = columns < HIDDEN
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    total = tl.zeros([COLUMNS], tl.float32)
+    for pair in range(row * NUM_CHOSEN, (row + 1) * NUM_CHOSEN):
+        result = tl.load(results_ptr + pair * HIDDEN + columns, mask=is_column, other=0.0).to(tl.float32)
+        total += result * tl.load(choice_weights_ptr + pair)
+    total = rounded(total, dtype)
+    out_ptr += row * HIDDEN + columns
+    if HAS_SHARED:
+        shared = tl.load(out_ptr, mask=is_column, other=0.0).to(tl.float32)
+        if HAS_SHARE:
+            shared = rounded(shared * tl.load(shares_ptr + row), dtype)
+        total = rounded(shared + total, dtype)
+    tl.store(out_ptr, total, mask=is_column)
+
+
+class CudaExperts:
+    """The buffers of experts, which layers share in turns: allocated once.
+
+    By numbers of real rows `met [num_rows + 1, 2]` counts layers of all forwards, and the experts that had a row there.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[StackedExperts],
+        hidden: int,
+        dtype: torch.dtype,
+        activation: Activation,
+        device: Any,
+        linear: WeightKernel,
+        num_rows: int = NUM_ROWS,
+    ) -> None:
+        """Experts of all layers have this activation; `linear` makes products that all rows meet."""
+        routings = [each.routing for each in layers]
+        num_pairs = num_rows * max(each.num_chosen for each in routings)
+        num_columns = max(len(each.router) for each in layers)
+        most_tiles = max(num_tiles(each.num_experts, each.num_chosen, num_rows) for each in routings)
+        self._hidden, self._dtype, self._activation, self._num_rows = hidden, dtype, activation, num_rows
+        self._parts = torch.zeros(num_parts(hidden) * num_rows * num_columns, device=device)
+        self._marks = torch.zeros(num_rows * num_columns, dtype=torch.int32, device=device)
+        self._weights = torch.zeros(num_pairs, device=device)
+        self._shares = torch.zeros(num_rows, device=device)
+        self._tile_experts = torch.zeros(most_tiles, dtype=torch.int32, device=device)
+        self._tile_pairs = torch.zeros(most_tiles * TILE, dtype=torch.int32, device=device)
+        self.met = torch.zeros(num_rows + 1, 2, dtype=torch.int64, device=device)
+        width = max(each.intermediate for each in layers)
+        self._activated = torch.zeros(num_pairs * width, dtype=dtype, device=device)
+        self._results = torch.zeros(num_pairs * hidden, dtype=dtype, device=device)
+        self._linear, latent = linear, max(each.latent_width for each in layers)
+        self._read, self._sums = (torch.zeros(num_rows * latent, dtype=dtype, device=device) for _ in range(2))
+        self._from_latent = torch.zeros(num_rows * bool(latent), hidden, dtype=dtype, device=device)
+
+    def run(self, rows: Tensor, experts: StackedExperts, normed: Tensor, out: Tensor, has_shared: bool) -> None:
+        """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared` it has what all rows meet.
+
+        `rows [num_rows, 5]` are those of a table; padding stays as it is.
+        """
+        self._choose(rows, experts, normed)
+        if experts.latent is None:
+            self._sum(rows, experts, normed, out, has_shared)
+            return
+        into, behind = experts.latent
+        shape = (self._num_rows, experts.latent_width)
+        read, sums = (each[: shape[0] * shape[1]].view(shape) for each in (self._read, self._sums))
+        self._linear(normed, into.weight, into.bias, read)
+        self._sum(rows, experts, read, sums, False)
+        self._linear(sums, behind.weight, behind.bias, self._from_latent if has_shared else out)
+        if has_shared:
+            out.add_(self._from_latent)
+
+    def _sum(self, rows: Tensor, experts: StackedExperts, read: Tensor, out: Tensor, has_shared: bool) -> None:
+        """Write the sums of what experts make of `read`, which they have chosen."""
+        routing, width = experts.routing, out.shape[1]
+        self._multiply(routing, experts.gate_up, read, self._activated, experts)
+        self._multiply(routing, experts.down, self._activated, self._results)
+        sum_choices[(self._num_rows, triton.cdiv(width, SUMMED_COLUMNS))](
+            rows, self._results, self._weights, self._shares, out, HIDDEN=width, NUM_CHOSEN=routing.num_chosen,
+            COLUMNS=SUMMED_COLUMNS, HAS_SHARED=has_shared, HAS_SHARE=has_shared and experts.has_share,
+        )  # fmt: skip
+
+    def _choose(self, rows: Tensor, experts: StackedExperts, normed: Tensor) -> None:
+        routing, num_columns, num_rows = experts.routing, len(experts.router), self._num_rows
+        grid = (triton.cdiv(num_columns, ROUTER_COLUMNS), num_parts(self._hidden), num_rows // ROUTER_ROWS)
+        multiply_router[grid](
+            normed, experts.router, self._parts, **router_constants(self._hidden, num_columns, num_rows)
+        )
+        has_biases = experts.router_bias is not None, experts.choice_bias is not None
+        choose_row[(num_rows,)](
+            rows, self._parts, experts.router_bias, experts.choice_bias, self._marks, self._weights, self._shares,
+            **choice_constants(routing, self._hidden, self._dtype, *has_biases, experts.has_share, num_rows),
+        )  # fmt: skip
+        sort_choices[(1,)](
+            rows, self._marks, self._tile_experts, self._tile_pairs, self.met, **sort_constants(routing, num_rows)
+        )
+
+    def _multiply(
+        self, routing: Routing, linear: AnyLinear, rows: Tensor, out: Tensor, gates: StackedExperts | None = None
+    ) -> None:
+        """One product of all experts; `gates` tells of those that stand in it."""
+        weight = linear.weight
+        parts = (weight.codes, weight.scales, weight.offsets) if isinstance(weight, PackedMatrix) else (None,) * 3
+        num_columns = weight.shape[0] // routing.num_experts
+        most_tiles = num_tiles(routing.num_experts, routing.num_chosen, self._num_rows)
+        grid = (triton.cdiv(num_columns, TILE_COLUMNS), most_tiles)
+        multiply_tile[grid](
+            rows, self._tile_experts, self._tile_pairs, weight if isinstance(weight, Tensor) else None, *parts,
+            linear.bias, out, num_columns, **tile_constants(routing, linear, gates, self._activation),
+        )  # fmt: skip
+
+
+def tile_constants(
+    routing: Routing, linear: AnyLinear, gates: StackedExperts | None, activation: Activation
+) -> dict[str, Any]:
+    """Return the constants of `multiply_tile`, with its warps and stages; `gates` as in `CudaExperts`."""
+    weight = linear.weight
+    form = form_constants(weight) if isinstance(weight, PackedMatrix) else NO_FORM
+    return form | {
+        "PAIRS_PER_ROW": 1 if gates is None else routing.num_chosen,
+        "TILE": TILE,
+        "DEPTH": weight.shape[1],
+        "HAS_BIAS": linear.bias is not None,
+        "TILE_COLUMNS": TILE_COLUMNS,
+        "BLOCK_DEPTH": BLOCK_DEPTH,
+        "IS_PACKED": isinstance(weight, PackedMatrix),
+        "IS_GATED": gates is not None and gates.has_gates,
+        "IS_ACTIVATED": gates is not None,
+        "ACTIVATION": int(activation),
+        "LIMIT": 0.0 if gates is None else gates.gate_limit,
+        "SLOPE": 0.0 if gates is None else gates.gate_slope,
+        "num_warps": 4,
+        "num_stages": 4,
+    }

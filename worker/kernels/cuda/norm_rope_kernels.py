@@ -1,0 +1,291 @@
+"""Kernels of a layer besides products, attention and activation: embedding, norms, and rotary positions.
+
+They round where `transformers` rounds, as in `tests/worker/kernels/reference.py`. A program sees one row. Padding
+rows, whose tail has length 0 in `rows [num_rows, 5]` of the table, stay as they are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from swiftbatch.worker.kernels.cuda.kv_kernels import store_halves, store_kept
+from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
+from swiftbatch.worker.kernels.layer_specs import NormForm
+
+TWICE, ONE_MORE = tl.constexpr(int(NormForm.TWICE)), tl.constexpr(int(NormForm.ONE_MORE))
+CENTRED, SHIFTED = tl.constexpr(int(NormForm.CENTRED)), tl.constexpr(int(NormForm.SHIFTED))
+
+
+@triton.jit
+def is_padding(rows_ptr, row):
+    """Tell whether nothing is to be done for a row."""
+    return tl.load(rows_ptr + row * 5 + 2) == 0
+
+
+@triton.jit
+def embed_row(
+    rows_ptr, token_ids_ptr, embedding_ptr, state_ptr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr
+):  # fmt: skip
+    """Program (row)."""
+    row = tl.program_id(0)
+    if is_padding(rows_ptr, row):
+        return
+    token_id = tl.load(token_ids_ptr + row).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    is_real = columns < HIDDEN
+    embedded = tl.load(embedding_ptr + token_id * HIDDEN + columns, mask=is_real)
+    if SCALE != 1.0:
+        embedded = (embedded.to(tl.float32) * SCALE).to(state_ptr.dtype.element_ty)
+    tl.store(state_ptr + row * HIDDEN + columns, embedded, mask=is_real)
+
+
+@triton.jit
+def weighted(scaled, weight, FORM: tl.constexpr, dtype: tl.constexpr):
+    """The end of an RMS norm, float32, with its roundings to the model's dtype."""
+    weight = weight.to(tl.float32)
+    if FORM == TWICE:
+        scaled = rounded(scaled, dtype)
+    if FORM == ONE_MORE:
+        weight += 1.0
+    return rounded(scaled * weight, dtype)
+
+
+@triton.jit
+def centred(row, is_real, count, FORM: tl.constexpr):
+    """A row, of which some numbers are real, for a norm of this form."""
+    if FORM >= CENTRED:  # or SHIFTED
+        row = tl.where(is_real, row - tl.sum(row, 0) / count, 0.0)
+    return row
+
+
+@triton.jit
+def root_mean(row, count, epsilon):
+    """The factor of an RMS norm for a row of `count` numbers, with zeros behind them."""
+    return tl.rsqrt(tl.sum(row * row, 0) / count + epsilon)
+
+
+@triton.jit
+def normed_row(row, is_real, weight_ptr, columns, count, epsilon, FORM: tl.constexpr, dtype: tl.constexpr):
+    """A whole row behind the norm with the weights of its columns, behind which lie biases where the form has some."""
+    row = centred(row, is_real, count, FORM)
+    scaled = row * root_mean(row, count, epsilon)
+    weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
+    if FORM == SHIFTED:
+        shift = tl.load(weight_ptr + count + columns, mask=is_real, other=0.0).to(tl.float32)
+        return rounded(scaled * weight.to(tl.float32) + shift, dtype)
+    return weighted(scaled, weight, FORM, dtype)
+
+
+@triton.jit
+def add_norm_row(
+    rows_ptr, state_ptr, delta_ptr, behind_ptr, weight_ptr, normed_ptr, epsilon,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_BEHIND: tl.constexpr,
+    HAS_FRONT: tl.constexpr, DELTA_SCALE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Program (row)."""
+    if is_padding(rows_ptr, tl.program_id(0)):
+        return
+    columns = tl.arange(0, WIDTH)
+    is_real = columns < HIDDEN
+    places = tl.program_id(0) * HIDDEN + columns
+    dtype: tl.constexpr = state_ptr.dtype.element_ty
+    state = tl.load(state_ptr + places, mask=is_real, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        delta = tl.load(delta_ptr + places, mask=is_real, other=0.0).to(tl.float32)
+        if HAS_BEHIND:
+            delta = normed_row(delta, is_real, behind_ptr, columns, HIDDEN, epsilon, FORM, dtype)
+        if DELTA_SCALE != 1.0:
+            delta = rounded(delta * DELTA_SCALE, dtype)
+        state = rounded(state + delta, dtype)
+        tl.store(state_ptr + places, state, mask=is_real)
+    if HAS_FRONT:
+        front = normed_row(state, is_real, weight_ptr, columns, HIDDEN, epsilon, FORM, dtype)
+        tl.store(normed_ptr + places, front, mask=is_real)
+
+
+@triton.jit
+def norm_heads_row(
+    rows_ptr, qkv_ptr, weight_ptr, epsilon,
+    ALL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Program (row, queries or keys), in place."""
+    row = tl.program_id(0)
+    if is_padding(rows_ptr, row):
+        return
+    is_key = tl.program_id(1)
+    first = is_key * QUERIES
+    count = QUERIES + is_key * (KEYS - QUERIES)
+    columns = tl.arange(0, WIDTH)
+    is_real = columns < count
+    qkv_ptr += row * ALL + first + columns
+    heads = tl.load(qkv_ptr, mask=is_real, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + first + columns, mask=is_real, other=0.0)
+    scaled = heads * root_mean(heads, count, epsilon)
+    tl.store(qkv_ptr, weighted(scaled, weight, FORM, qkv_ptr.dtype.element_ty), mask=is_real)
+
+
+def embed(rows: Tensor, token_ids: Tensor, embedding: Tensor, state: Tensor, scale: float = 1.0) -> None:
+    """Write rows of `embedding [vocab, hidden]` for `token_ids [num_rows]`, scaled, to `state [num_rows, hidden]`."""
+    hidden = state.shape[1]
+    embed_row[(len(rows),)](
+        rows, token_ids, embedding, state, HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), SCALE=scale
+    )
+
+
+def add_norm(
+    rows: Tensor,
+    state: Tensor,
+    delta: Tensor | None,
+    front: Tensor | None,
+    epsilon: float,
+    normed: Tensor,
+    delta_scale: float = 1.0,
+    behind: Tensor | None = None,
+    form: NormForm = NormForm.TWICE,
+) -> None:
+    """Add `delta [num_rows, hidden]`, scaled, to `state`, and write the state's RMS norm times `front [hidden]`.
+
+    With `behind [hidden]` what is added is the RMS norm of `delta`. Without `front` nothing is written but the state.
+    """
+    hidden = state.shape[1]
+    add_norm_row[(len(rows),)](
+        rows, state, delta, behind, front, normed, epsilon,
+        HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), HAS_DELTA=delta is not None,
+        HAS_BEHIND=behind is not None, HAS_FRONT=front is not None, DELTA_SCALE=delta_scale, FORM=int(form),
+    )  # fmt: skip
+
+
+def norm_heads(
+    rows: Tensor, qkv: Tensor, weight: Tensor, num_queries: int, epsilon: float, form: NormForm = NormForm.TWICE
+) -> None:
+    """Norm queries, and keys, of all heads together: `weight [num_queries + num_keys]`, the first of each row."""
+    norm_heads_row[(len(rows), 2)](
+        rows, qkv, weight, epsilon, ALL=qkv.shape[1], QUERIES=num_queries, KEYS=len(weight) - num_queries,
+        WIDTH=triton.next_power_of_2(num_queries), FORM=int(form),
+    )  # fmt: skip
+
+
+@triton.jit
+def normed(
+    first, second, norm_ptr, mask, epsilon, HEAD_DIM: tl.constexpr, FORM: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """RMS norm of heads by halves; each has its own weights at `norm_ptr`."""
+    if FORM == CENTRED:
+        mean = ((tl.sum(first, 1) + tl.sum(second, 1)) / HEAD_DIM)[:, None]
+        first = tl.where(mask, first - mean, 0.0)
+        second = tl.where(mask, second - mean, 0.0)
+    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / HEAD_DIM + epsilon)[:, None]
+    first_weight = tl.load(norm_ptr, mask=mask, other=0.0)
+    second_weight = tl.load(norm_ptr + HEAD_DIM // 2, mask=mask, other=0.0)
+    return weighted(first * scale, first_weight, FORM, dtype), weighted(second * scale, second_weight, FORM, dtype)
+
+
+@triton.jit
+def packed_head(packed_ptr, row, index, kv_head, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr):
+    """Return the place of heads among those of all groups, as flash-attn takes them: heads of a KV head as its rows."""
+    return (tl.load(packed_ptr + row) * HEADS_PER_KV + index) * NUM_KV_HEADS + kv_head
+
+
+@triton.jit
+def rope_store_heads(
+    qkv_ptr, angles_ptr, query_norm_ptr, key_norm_ptr, rows_ptr, packed_ptr, query_ptr, keys_ptr, values_ptr,
+    query_scales_ptr, epsilon, stride_slot, stride_head, stride_entry,
+    NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr,
+    NORMS_TURNED: tl.constexpr, NORMS_DIFFER: tl.constexpr, FORM: tl.constexpr, IS_PACKED: tl.constexpr,
+    HAS_SCALES: tl.constexpr, OTHER_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (row, KV head): the heads of queries that see it, then its key, then its value."""
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row_ptr = rows_ptr + row * 5
+    if tl.load(row_ptr + 2) == 0:
+        return
+    num_heads: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    index = tl.arange(0, TILE_HEADS)
+    is_query = (index < HEADS_PER_KV)[:, None]
+    is_value = (index == HEADS_PER_KV + 1)[:, None]
+    columns = tl.arange(0, WIDTH)[None, :]
+    is_column = columns < HEAD_DIM // 2
+    is_real = (index < HEADS_PER_KV + 2)[:, None] & is_column
+    query_head = kv_head * HEADS_PER_KV + index
+    head = tl.where(index < HEADS_PER_KV, query_head, num_heads + kv_head + (index - HEADS_PER_KV) * NUM_KV_HEADS)
+    qkv_ptr += (row * (num_heads + 2 * NUM_KV_HEADS + OTHER_HEADS) + head)[:, None] * HEAD_DIM + columns
+    given_first = tl.load(qkv_ptr, mask=is_real, other=0.0).to(tl.float32)
+    given_second = tl.load(qkv_ptr + HEAD_DIM // 2, mask=is_real, other=0.0).to(tl.float32)
+    first = given_first
+    second = given_second
+    own_norm = 0
+    if NORMS_DIFFER:
+        own_norm = tl.where(index < HEADS_PER_KV, query_head, kv_head)[:, None] * HEAD_DIM
+    if HAS_NORM and not NORMS_TURNED:
+        norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr) + own_norm + columns
+        first, second = normed(first, second, norm_ptr, is_real, epsilon, HEAD_DIM, FORM, dtype)
+    angles_ptr += tl.load(row_ptr + 3).to(tl.int64) * HEAD_DIM + columns
+    cosines = tl.load(angles_ptr, mask=is_column, other=0.0).to(tl.float32)
+    sines = tl.load(angles_ptr + HEAD_DIM // 2, mask=is_column, other=0.0).to(tl.float32)
+    rope_first = rounded(tl.where(is_value, given_first, first * cosines - second * sines), dtype)
+    rope_second = rounded(tl.where(is_value, given_second, second * cosines + first * sines), dtype)
+    if HAS_NORM and NORMS_TURNED:
+        norm_ptr = tl.where(is_query, query_norm_ptr, key_norm_ptr) + own_norm + columns
+        first, second = normed(rope_first, rope_second, norm_ptr, is_real, epsilon, HEAD_DIM, FORM, dtype)
+        rope_first = tl.where(is_value, rope_first, first)
+        rope_second = tl.where(is_value, rope_second, second)
+    if HAS_SCALES:
+        scale = tl.where(is_query, tl.load(query_scales_ptr + tl.load(row_ptr + 3)), 1.0)
+        rope_first = rounded(rope_first * scale, dtype)
+        rope_second = rounded(rope_second * scale, dtype)
+
+    place = row * num_heads + query_head
+    if IS_PACKED:
+        place = packed_head(packed_ptr, row, index, kv_head, NUM_KV_HEADS, HEADS_PER_KV)
+    query_ptr += place[:, None] * HEAD_DIM + columns
+    store_halves(query_ptr, rope_first, rope_second, is_query & is_real, HEAD_DIM)
+    place = tl.load(row_ptr).to(tl.int64) * stride_slot + kv_head.to(tl.int64) * stride_head
+    place += tl.load(row_ptr + 4).to(tl.int64) * stride_entry
+    places = place + index[:, None] * 0
+    is_key = (index == HEADS_PER_KV)[:, None]
+    store_kept(keys_ptr + places, rope_first, rope_second, columns, is_key & is_real, HEAD_DIM)
+    store_kept(values_ptr + places, rope_first, rope_second, columns, is_value & is_real, HEAD_DIM)
+
+
+def rope_store(
+    qkv: Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], or with others behind these heads
+    angles: Tensor,  # [num_angles, head_dim]: cosines of half a head's dimensions, then sines
+    norms: tuple[Tensor, Tensor] | None,  # weights of queries and of keys, [head_dim] or of each head its own
+    epsilon: float,
+    rows: Tensor,  # of a row table
+    query: Tensor,  # [num_rows, num_heads, head_dim]; packed: [num_groups * rows_per_group, num_heads, head_dim]
+    keys: Tensor,  # [num_slots, num_kv_heads, capacity, row_width], one layer of the arena
+    values: Tensor,  # as keys, with the same strides
+    packed: Tensor | None = None,  # of a row table: where queries go, their heads as in `packed_head`; None: in order
+    form: NormForm = NormForm.TWICE,
+    norms_after_rope: bool = False,  # norms stand behind the rotation
+    query_scales: Tensor | None = None,  # [num_angles] float32, of turned queries
+) -> None:
+    """Write turned queries, and turned keys and values to the entries of their rows; of padding rows nothing."""
+    _, num_heads, head_dim = query.shape
+    num_kv_heads = keys.shape[1]
+    query_norm, key_norm = (None, None) if norms is None else norms
+    rope_store_heads[(len(rows), num_kv_heads)](
+        qkv, angles, query_norm, key_norm, rows, packed, query, keys, values, query_scales, epsilon,
+        *keys.stride()[:3], HAS_NORM=norms is not None, NORMS_TURNED=norms_after_rope,
+        NORMS_DIFFER=query_norm is not None and len(query_norm) > head_dim, FORM=int(form),
+        IS_PACKED=packed is not None, HAS_SCALES=query_scales is not None,
+        OTHER_HEADS=qkv.shape[1] // head_dim - num_heads - 2 * num_kv_heads,
+        **rope_constants(num_kv_heads, num_heads // num_kv_heads, head_dim),
+    )  # fmt: skip
+
+
+def rope_constants(num_kv_heads: int, heads_per_kv: int, head_dim: int) -> dict[str, int]:
+    """Return the constants of `rope_store_heads`, with its warps."""
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEADS_PER_KV": heads_per_kv,
+        "HEAD_DIM": head_dim,
+        "TILE_HEADS": triton.next_power_of_2(heads_per_kv + 2),
+        "WIDTH": triton.next_power_of_2(head_dim // 2),
+        "num_warps": 2,
+    }

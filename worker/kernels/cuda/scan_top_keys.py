@@ -1,0 +1,200 @@
+"""The choice of the keys that a query reads exactly: those whose scores reach a threshold, set by some of all blocks.
+
+No count is shared by several programs, so the choice follows from the codes and the query alone. Keys are scored by
+their codes: two bits of every dimension, four of them a byte, as `source/scan_intake.c` has them. A block of 64 keys
+has `[head_dim / 4, 64]` bytes. A key's score is the product of the query with its chunk's mean, and with the level of
+each of its codes times the dimension's spread."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from swiftbatch.worker.kernels.cuda.kv_kernels import load_rows
+from swiftbatch.worker.kernels.cuda.scan_buffers import group_of, tile_of
+from swiftbatch.worker.kernels.cuda.triton_primitives import byte_at, count_bytes, dot, rounded
+
+NEAR_LEVEL = tl.constexpr(0.56640625)  # of the four levels, in mean distances: 0.566 and 1.89 as bfloat16 has them
+FAR_LEVEL = tl.constexpr(1.890625)
+
+
+@triton.jit
+def quarter_of(
+    query_ptr, spread_ptr, row_head, is_real, number, HEAD_DIM: tl.constexpr, QUARTER: tl.constexpr
+):  # fmt: skip
+    """Every fourth dimension of the queries from `number` on, times its spread: `[rows, QUARTER]`."""
+    d = 4 * tl.arange(0, QUARTER) + number
+    is_dim = d < HEAD_DIM
+    mask = is_real[:, None] & is_dim[None, :]
+    query = tl.load(query_ptr + row_head[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    spread = tl.load(spread_ptr + d, mask=is_dim, other=0.0)
+    dtype: tl.constexpr = query_ptr.dtype.element_ty
+    return rounded(query * spread[None, :], dtype).to(dtype)
+
+
+@triton.jit
+def levels(codes, dtype: tl.constexpr):
+    """The meaning of codes of two bits: 0 far below the mean, 1 near below it, 2 near above, 3 far above."""
+    distance = tl.where((codes == 0) | (codes == 3), FAR_LEVEL, NEAR_LEVEL)
+    return tl.where(codes < 2, -distance, distance).to(dtype)
+
+
+@triton.jit
+def score_block(
+    first, second, third, fourth, offset, code_ptr,
+    HEAD_DIM: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scores `[rows, BLOCK]` of a block of codes, from the quarters of the queries and their products with the mean."""
+    byte = tl.arange(0, QUARTER)
+    places = byte[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    codes = tl.load(code_ptr + places, mask=(byte < HEAD_DIM // 4)[:, None], other=0).to(tl.int32)
+    scores = dot(first, levels(codes & 3, first.dtype), tl.zeros([first.shape[0], BLOCK], tl.float32))
+    scores = dot(second, levels((codes >> 2) & 3, first.dtype), scores)
+    scores = dot(third, levels((codes >> 4) & 3, first.dtype), scores)
+    scores = dot(fourth, levels((codes >> 6) & 3, first.dtype), scores)
+    return scores + offset[:, None]
+
+
+@triton.jit
+def offset_of(query, mean_ptr, columns, HEAD_DIM: tl.constexpr):
+    """Products of queries `[rows, columns]` with the mean of a chunk."""
+    mean = tl.load(mean_ptr + columns, mask=columns < HEAD_DIM, other=0.0)
+    return tl.sum(query.to(tl.float32) * mean[None, :], 1)
+
+
+@triton.jit
+def sample_scores(
+    query_ptr, codes_ptr, means_ptr, spreads_ptr, samples_ptr, groups_ptr, num_chunks_ptr,
+    NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
+    MOST_SAMPLED: tl.constexpr, PER_PROGRAM: tl.constexpr,
+):  # fmt: skip
+    """Program (group and KV head, some sampled blocks): their scores, every block's where these are few."""
+    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
+    num_blocks = num_chunks * (CHUNK // BLOCK)
+    stride = tl.cdiv(num_blocks, MOST_SAMPLED)
+    first_sample = tl.program_id(1) * PER_PROGRAM
+    if first_sample * stride >= num_blocks:
+        return
+    end_sample = tl.minimum(first_sample + PER_PROGRAM, tl.cdiv(num_blocks, stride))
+    text = slot * NUM_KV_HEADS + kv_head
+    columns = tl.arange(0, WIDTH)
+    spread_ptr = spreads_ptr + text * HEAD_DIM
+    for row in range(first_row, end_row, TILE_ROWS // HEADS_PER_KV):
+        row_head, is_real = tile_of(row, end_row, kv_head, NUM_KV_HEADS, HEADS_PER_KV, TILE_ROWS)
+        query = load_rows(query_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
+        first = quarter_of(query_ptr, spread_ptr, row_head, is_real, 0, HEAD_DIM, QUARTER)
+        second = quarter_of(query_ptr, spread_ptr, row_head, is_real, 1, HEAD_DIM, QUARTER)
+        third = quarter_of(query_ptr, spread_ptr, row_head, is_real, 2, HEAD_DIM, QUARTER)
+        fourth = quarter_of(query_ptr, spread_ptr, row_head, is_real, 3, HEAD_DIM, QUARTER)
+        for sample in range(first_sample, end_sample):
+            block = sample * stride
+            chunk = block // (CHUNK // BLOCK)
+            offset = offset_of(query, means_ptr + (text * MOST_CHUNKS + chunk) * HEAD_DIM, columns, HEAD_DIM)
+            code_ptr = codes_ptr + (text * (MOST_CHUNKS * CHUNK) + block * BLOCK) * (HEAD_DIM // 4)
+            scores = score_block(first, second, third, fourth, offset, code_ptr, HEAD_DIM, QUARTER, BLOCK)
+            places = row_head[:, None] * (MOST_SAMPLED * BLOCK) + sample * BLOCK + tl.arange(0, BLOCK)[None, :]
+            tl.store(samples_ptr + places, scores, mask=is_real[:, None])
+
+
+@triton.jit
+def in_order(bits):
+    """Bits of float32 as whole numbers in the same order, and back."""
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def largest_number(numbers, is_counted, place):
+    """The number that takes a place, from 1 on, among those that count, the largest one first; there are so many."""
+    keys = numbers.to(tl.uint32, bitcast=True) ^ 0x80000000  # in the order of whole numbers without a sign
+    found = tl.full((), 0, tl.uint32)
+    for shift in range(24, -1, -8):
+        value, place = byte_at(count_bytes(keys, is_counted, found, shift), place)
+        found |= value << shift
+    return (found ^ 0x80000000).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def find_threshold(
+    samples_ptr, stats_ptr, limits_ptr, rows_ptr, num_chunks_ptr, flat_deviations_ptr, num_best,
+    NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CLUSTER_CHUNKS: tl.constexpr,
+    MOST_SAMPLED: tl.constexpr, MOST_CLUSTERS: tl.constexpr, CLUSTERS_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (row, head): the least score that no more samples reach than their share of `num_best`.
+
+    Infinity where all clouds are flat: no key is worth reading.
+    """
+    row = tl.program_id(0)
+    row_head = row * NUM_HEADS + tl.program_id(1)
+    slot = tl.load(rows_ptr + row * 5).to(tl.int64)
+    num_chunks = tl.load(num_chunks_ptr + slot)
+    if (tl.load(rows_ptr + row * 5 + 2) == 0) | (num_chunks == 0):
+        return
+    cloud = tl.arange(0, CLUSTERS_WIDTH)
+    stats = stats_ptr + (row_head * MOST_CLUSTERS + cloud) * 2
+    deviations = tl.load(stats + 1, mask=cloud < tl.cdiv(num_chunks, CLUSTER_CHUNKS), other=0.0)
+    if tl.max(deviations, 0) < tl.load(flat_deviations_ptr + slot):
+        tl.store(limits_ptr + row_head, float("inf"))
+        return
+    num_blocks = num_chunks * (CHUNK // BLOCK)
+    stride = tl.cdiv(num_blocks, MOST_SAMPLED)
+    share = tl.maximum(num_best // stride, 1)
+    n = tl.arange(0, MOST_SAMPLED * BLOCK)
+    is_sample = n < tl.cdiv(num_blocks, stride) * BLOCK
+    scores = tl.load(samples_ptr + row_head * (MOST_SAMPLED * BLOCK) + n, mask=is_sample, other=0.0)
+    numbers = in_order(scores.to(tl.int32, bitcast=True))
+    limit = largest_number(numbers, is_sample, share + 1) + 1
+    if tl.sum(is_sample.to(tl.int32), 0) <= share:
+        limit = tl.min(tl.where(is_sample, numbers, 0x7FFFFFFF), 0)
+    tl.store(limits_ptr + row_head, in_order(limit).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def list_chosen(scores, limits, is_real, first_entry, count, entries_ptr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Append a block's keys that any query has chosen: place in the chunk, and in the lower 16 bits, by whom."""
+    is_chosen = (scores >= limits[:, None]) & is_real[:, None]
+    queries = tl.sum(is_chosen.to(tl.int32) << tl.arange(0, TILE_ROWS)[:, None], 0)
+    is_listed = (queries != 0).to(tl.int32)
+    places = count + tl.cumsum(is_listed, 0) - 1
+    entries = ((first_entry + tl.arange(0, BLOCK)) << 16) | queries
+    tl.store(entries_ptr + places, entries, mask=is_listed != 0)
+    return count + tl.sum(is_listed, 0)
+
+
+@triton.jit
+def choose_keys(
+    query_ptr, codes_ptr, means_ptr, spreads_ptr, limits_ptr, entries_ptr, counts_ptr, groups_ptr, num_chunks_ptr,
+    NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    MOST_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Program (group and KV head, split): the keys of its chunks that a tile's queries read, in order, and how many."""
+    slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
+    per_split = tl.cdiv(num_chunks, NUM_SPLITS)
+    start = tl.program_id(1) * per_split
+    end = tl.minimum(start + per_split, num_chunks)
+    if start >= end:
+        return
+    text = slot * NUM_KV_HEADS + kv_head
+    columns = tl.arange(0, WIDTH)
+    spread_ptr = spreads_ptr + text * HEAD_DIM
+    for row in range(first_row, end_row, TILE_ROWS // HEADS_PER_KV):
+        row_head, is_real = tile_of(row, end_row, kv_head, NUM_KV_HEADS, HEADS_PER_KV, TILE_ROWS)
+        limits = tl.load(limits_ptr + row_head, mask=is_real, other=float("inf"))
+        num_seeking = tl.sum((limits < float("inf")).to(tl.int32), 0)
+        query = load_rows(query_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
+        first = quarter_of(query_ptr, spread_ptr, row_head, is_real, 0, HEAD_DIM, QUARTER)
+        second = quarter_of(query_ptr, spread_ptr, row_head, is_real, 1, HEAD_DIM, QUARTER)
+        third = quarter_of(query_ptr, spread_ptr, row_head, is_real, 2, HEAD_DIM, QUARTER)
+        fourth = quarter_of(query_ptr, spread_ptr, row_head, is_real, 3, HEAD_DIM, QUARTER)
+        for chunk in range(start, end):
+            offset = offset_of(query, means_ptr + (text * MOST_CHUNKS + chunk) * HEAD_DIM, columns, HEAD_DIM)
+            code_ptr = codes_ptr + (text * MOST_CHUNKS + chunk) * (CHUNK * HEAD_DIM // 4)
+            number = (row * NUM_KV_HEADS + kv_head).to(tl.int64) * MOST_CHUNKS + chunk
+            count = 0
+            for place in range(0, tl.where(num_seeking > 0, CHUNK, 0), BLOCK):  # flat queries read no codes
+                block_ptr = code_ptr + place * (HEAD_DIM // 4)
+                scores = score_block(first, second, third, fourth, offset, block_ptr, HEAD_DIM, QUARTER, BLOCK)
+                list_ptr = entries_ptr + number * CHUNK
+                count = list_chosen(scores, limits, is_real, place, count, list_ptr, TILE_ROWS, BLOCK)
+            tl.store(counts_ptr + number, count)

@@ -1,0 +1,47 @@
+"""Keys and values in 8 bits: how a row lies in a cache, and the numbers that it stands for, as kv_codes.h has it.
+
+A row has a code for each dimension, then its scale as a float32: the largest magnitude over the largest number that a
+code has. So a key has the same bits whatever stands beside it. Who reads it takes code times scale, rounded once to the
+run's dtype. The dtype of a cache's tensor says what its codes are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, KV_SCALE_BYTES
+
+CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.uint8}  # numpy and copies know no dtype of e4m3
+LARGEST = {torch.int8: 127.0, torch.uint8: 448.0}
+KV_CODES = {torch.int8: 1, torch.uint8: 2}  # `kv_code` of source/api.h, of what is no code 0
+
+
+def cuda_row_width(kept: torch.dtype, numbers: torch.dtype, head_dim: int) -> int | None:
+    """The elements of a row on a GPU that stands for so many numbers; None for a dtype that stands for no such."""
+    if kept == numbers:
+        return head_dim
+    is_aligned = head_dim % CUDA_SCALE_BYTES == 0
+    return head_dim + CUDA_SCALE_BYTES if kept in KV_CODES and is_aligned else None
+
+
+def coded(rows: Tensor, codes: torch.dtype, scale_bytes: int = KV_SCALE_BYTES) -> Tensor:
+    """Rows `[..., head_dim]` of numbers as `[..., head_dim + scale_bytes]` of codes and their scales, zeros behind."""
+    numbers = rows.float()
+    scales = numbers.abs().amax(dim=-1, keepdim=True) / LARGEST[codes]
+    is_usable = (scales > 0) & scales.isfinite()
+    parts = torch.where(is_usable, numbers / scales, 0.0).clamp(-LARGEST[codes], LARGEST[codes])
+    found = parts.round().to(torch.int8) if codes == torch.int8 else parts.to(torch.float8_e4m3fn)
+    room = torch.zeros(*scales.shape[:-1], scale_bytes - KV_SCALE_BYTES, dtype=codes, device=rows.device)
+    return torch.cat([found.view(codes), scales.view(codes), room], dim=-1)
+
+
+def numbers_of(rows: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
+    """The numbers `[..., head_dim]` that rows of codes stand for; rows of numbers as they are."""
+    if rows.dtype not in KV_CODES:
+        return rows
+    codes = rows[..., :head_dim]
+    scales = rows[..., head_dim : head_dim + KV_SCALE_BYTES].contiguous().view(torch.float32)
+    numbers = codes.float() if rows.dtype == torch.int8 else codes.contiguous().view(torch.float8_e4m3fn).float()
+    return (numbers * scales).to(dtype)

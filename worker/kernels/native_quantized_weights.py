@@ -1,0 +1,146 @@
+"""Packed matrices, and experts one by one, as the compiled kernels take them in: parts by address."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.kernels.decoder_weights import AnyLinear, ExpertWeights, PackedLinear, plain_linear
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, TABLES, Code, PackedMatrix, Weight
+
+CODE_TYPES: dict[Code, int] = {"uint4": 0, "e2m1": 0, "iq4_nl": 0, "int8": 1, "uint8": 2, "e4m3": 3}  # in source/api.h
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # in the order of `scale_type`, the first that holds all
+CODES_PER_WORD = 8  # of 4 bits: they lie so in the kernels, and a group begins with a word
+LEAST_NORMAL = 2.0**-126  # products of bf16 take smaller numbers for zero
+LEAST_SCALE = 2.0**-90  # no code times such a scale, with or without such an offset, is smaller but for zero
+MOST_SCALE = 2.0**100  # kernels widen an e4m3 by way of a scale 256 times as large
+
+
+class CQuantizedRows(ctypes.Structure):
+    """`quantized_rows` of source/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "offsets", "table")),
+        *((name, ctypes.c_int32) for name in ("code", "scale_type", "group_size")),
+    )
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """The call that C reads, and the tensors that must live as long as it does."""
+
+    call: CQuantizedRows
+    held: tuple[Tensor | None, ...]
+    num_bytes: int  # of codes, scales and offsets
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.call)
+
+
+def quantized_rows(matrix: PackedMatrix) -> QuantizedRows | None:
+    """A matrix for the kernels; None for one whose numbers these would not give to the bit."""
+    if not _is_exact_in_kernels(matrix):
+        return None
+    parts = [matrix.scales] if matrix.offsets is None else [matrix.scales, matrix.offsets]
+    dtype = next(each for each in SCALE_DTYPES if all(torch.equal(part.to(each).float(), part) for part in parts))
+    codes, table = matrix.codes.contiguous(), TABLES[matrix.code].contiguous()
+    scales, *offsets = (part.to(dtype).contiguous() for part in parts)
+    held = (codes, scales, offsets[0] if offsets else None, table)
+    call: Any = CQuantizedRows(
+        *(None if each is None else each.data_ptr() for each in held),
+        code=CODE_TYPES[matrix.code],
+        scale_type=SCALE_DTYPES.index(dtype),
+        group_size=matrix.group_size,
+    )
+    return QuantizedRows(call, held, sum(each.nbytes for each in (codes, scales, *offsets)))
+
+
+def packed_rows(weight: Weight) -> QuantizedRows | None:
+    """A weight for the kernels if it is packed; None for numbers, and as `quantized_rows` has it."""
+    return quantized_rows(weight) if isinstance(weight, PackedMatrix) else None
+
+
+def _is_exact_in_kernels(matrix: PackedMatrix) -> bool:
+    """Tell whether all is in the range of what kernels compute: of a checkpoint of sense, everything is."""
+    if CODE_BITS[matrix.code] == 4 and matrix.group_size % CODES_PER_WORD:
+        return False
+    if matrix.code == "e4m3" and bool(((matrix.codes & 127) == 127).any()):  # no numbers
+        return False
+    sizes = matrix.scales.abs()
+    if bool((sizes > MOST_SCALE).any()):
+        return False
+    is_tiny = (sizes < LEAST_SCALE) & (sizes > 0)
+    if matrix.offsets is not None:
+        is_tiny |= (matrix.offsets.abs() < LEAST_SCALE) & (matrix.offsets != 0)
+    rows = is_tiny.any(dim=1)
+    if not bool(rows.any()):
+        return True
+    numbers = replace(matrix.rows(rows), dtype=torch.float32).dequantized().abs()
+    return not bool(((numbers < LEAST_NORMAL) & (numbers > 0)).any())
+
+
+ROUTER, CHOICE_BIAS, SHARED_GATE = range(3)  # of `expert_role` in source/api.h
+EXPERT_ROLES = {"gate": 3, "up": 4, "down": 5}
+LATENT_IN, LATENT_OUT = 6, 7
+
+
+class CExpertSizes(ctypes.Structure):
+    """`expert_sizes` of source/api.h."""
+
+    COUNTS = ("num_experts", "num_chosen", "intermediate", "shared_intermediate", "latent")
+    GROUPS = ("num_groups", "num_chosen_groups", "num_best_of_group")
+    FORMS = ("score", *GROUPS, "is_normalised", "rounds_logits", "rounds_weights")
+    SCALES = ("least_sum", "scale", "jitter", "gate_limit", "gate_slope")
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in (*COUNTS, *FORMS)),
+        *((name, ctypes.c_float) for name in SCALES),
+    )
+
+
+def load_experts(
+    library: ctypes.CDLL, handle: int, layer: int, experts: ExpertWeights, shared_intermediate: int
+) -> None:
+    """Give a decoder the experts of a layer, before the part that all rows meet: it has so many columns, 0 for none."""
+    sizes = CExpertSizes(
+        intermediate=experts.intermediate,
+        shared_intermediate=shared_intermediate,
+        latent=experts.latent_width,
+        gate_limit=experts.gate_limit,
+        gate_slope=experts.gate_slope,
+        **dataclasses.asdict(experts.routing),
+    )
+    library.decoder_experts(handle, layer, ctypes.byref(sizes))
+    floats = {ROUTER: (experts.router.weight, experts.router.bias), CHOICE_BIAS: (experts.choice_bias, None)}
+    for role, (weight, bias) in (floats | {SHARED_GATE: (experts.shared_gate, None)}).items():
+        if weight is not None:
+            with_bias = _contiguous(bias)
+            weight = weight.detach().contiguous()
+            library.decoder_load_expert(handle, layer, role, 0, weight.data_ptr(), _address(with_bias))
+    for name, linears in experts.linears().items():
+        for number, linear in enumerate(linears):
+            _load_expert(library, (handle, layer, EXPERT_ROLES[name], number), linear)
+    for role, linear in zip((LATENT_IN, LATENT_OUT), experts.latent or (), strict=False):
+        _load_expert(library, (handle, layer, role, 0), linear)
+
+
+def _load_expert(library: ctypes.CDLL, place: tuple[int, int, int, int], linear: AnyLinear) -> None:
+    bias = _contiguous(linear.bias)
+    if isinstance(linear, PackedLinear) and (rows := quantized_rows(linear.weight)) is not None:
+        library.decoder_load_quantized_expert(*place, rows.address, _address(bias))
+        return
+    weight = plain_linear(linear).weight.detach().contiguous()
+    library.decoder_load_expert(*place, weight.data_ptr(), _address(bias))
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,381 @@
+"""KV caches in the host's memory: two layers lie on the GPU, the next comes while one computes."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from swiftbatch.worker.kernels.kernel_sizes import RING_LAYERS
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.host_copies import CopyComputation, CopyEvent, CopyLane
+from swiftbatch.worker.kv.host_memory import BLOCK_POSITIONS, CacheHost, FileHost, PinnedHost, PinnedMemory
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, MEMORY, KVRoom
+from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena, SlotLease
+
+
+class OffloadedKVCache(FullKVCache):
+    """A `FullKVCache` whose buffer is a host's; `layer` and `write` bring layers to the device, in any order."""
+
+    def __init__(self, shape: CacheShape, max_length: int, folder: str) -> None:
+        """Keep it in `folder`, or on a GPU in pinned memory. Raises KVRoomError where there is no room."""
+        num_entries = max_length + MAX_TREE_NODES
+        capacity = num_entries + -num_entries % BLOCK_POSITIONS
+        is_gpu = shape.device.type == "cuda"
+        self._host: CacheHost = PinnedHost(shape, capacity) if is_gpu else FileHost(shape, capacity, folder)
+        self._layers = LayerStream(self._host)
+        super().__init__(shape, max_length, self._host.rows[..., :num_entries, :])
+
+    comes_by_layer = True
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._layers.forget(self.length)  # it was rolled back, or another view of it was ahead
+        parts = self._layers.take(index, self.length, self.length, self.length)
+        return parts[0], parts[-1]
+
+    def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._host.give_back((index - 1) % len(self._buffer), _whole_blocks(self.length))  # one may read layer by layer
+        return super().stored(index)
+
+    def write(
+        self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        end = first_entry + key.shape[1]
+        self._layers.forget(first_entry)  # it was rolled back, or another view of it was ahead
+        for part, rows in enumerate((key, value)[: self.shape.num_parts]):
+            self._buffer[layer, part, :, first_entry:end] = self.shape.kept(rows)
+        parts = self._layers.take(layer, self.length, first_entry, end)
+        return parts[0], parts[-1]
+
+    def keep(self, layer: int, first_entry: int, end: int) -> None:
+        self._buffer[layer, ..., first_entry:end, :] = self._layers.used[..., first_entry:end, :]
+
+    def load(self, kv: NDArray[Any]) -> None:
+        self._layers.forget(self.length)
+        super().load(kv)
+        self._host.flush(_whole_blocks(self.length))
+
+    def clear(self) -> None:
+        for rows in self._host.rows:
+            rows.zero_()
+            self._host.flush(rows.shape[-2])
+        self._layers.forget(0)
+
+
+@dataclass
+class _DeviceLayer:
+    """One of the two layers on the device: it holds the positions below `end` of `layer` when `arrival` is done."""
+
+    rows: torch.Tensor  # [num_parts, num_kv_heads, capacity, head_dim]
+    layer: int = -1
+    end: int = 0
+    arrival: Future[None] | None = None
+
+    def holds(self, layer: int, length: int) -> bool:
+        """Tell whether all but some newest of the first `length` positions of a layer are there, or coming."""
+        return self.layer == layer and length - self.end < 2 * BLOCK_POSITIONS
+
+
+class LayerStream:
+    """Brings layers of a host to the device, one ahead of what is used. Views of one cache share it."""
+
+    def __init__(self, host: CacheHost) -> None:
+        self._host = host
+        self._used, self._coming = _DeviceLayer(host.device_rows()), _DeviceLayer(host.device_rows())
+        self._flushed = 0  # positions below it can be read
+        self._thread = ThreadPoolExecutor(1, "kv-offload")
+
+    def take(self, layer: int, length: int, first_entry: int, end: int) -> torch.Tensor:
+        """A layer on the device, `[num_parts, num_kv_heads, capacity, head_dim]`, with all rows below `end`.
+
+        `length` positions are committed. Rows from `first_entry` on are always copied anew.
+        """
+        if not self._used.holds(layer, length):
+            if not self._coming.holds(layer, length):
+                self._fetch(layer, length)
+            self._used, self._coming = self._coming, self._used
+        following = (layer + 1) % len(self._host.rows)
+        if not self._coming.holds(following, length):
+            self._fetch(following, length)  # before the wait, so that the disk goes on at once
+        used = self._used
+        assert used.arrival is not None
+        used.arrival.result()
+        start = min(used.end, first_entry)
+        used.rows[:, :, start:end] = self._host.rows[layer, :, :, start:end]
+        return used.rows
+
+    @property
+    def used(self) -> torch.Tensor:
+        """The layer that was taken last, on the device."""
+        return self._used.rows
+
+    def forget(self, length: int) -> None:
+        """Forget positions from `length` on, which are going to change."""
+        self._flushed = min(self._flushed, length)
+        for side in (self._used, self._coming):
+            if side.end > length:
+                side.layer = -1
+
+    def _fetch(self, layer: int, length: int) -> None:
+        """Let the whole blocks of a layer come."""
+        side, end = self._coming, _whole_blocks(length)
+        side.layer, side.end = layer, end
+        side.arrival = self._thread.submit(self._bring, self._host.loading(layer, side.rows, end), end, self._flushed)
+        self._flushed = max(self._flushed, end)
+
+    def _bring(self, load: Callable[[], None], end: int, num_flushed: int) -> None:
+        if end > num_flushed:
+            self._host.flush(end)
+        load()
+
+
+def _whole_blocks(length: int) -> int:
+    return length // BLOCK_POSITIONS * BLOCK_POSITIONS
+
+
+# Layers of caches outside a GPU, on it two at a time: one is computed with while the next comes.
+
+
+NO_LAYER = -1
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The stream that computes, and one copy lane for each direction: a GPU copies both ways at a time."""
+
+    computation: CopyComputation
+    coming: CopyLane
+    going: CopyLane
+
+    def wait_for_copies(self) -> None:
+        """Return once all copies that were queued are done."""
+        for lane in (self.coming, self.going):
+            lane.mark().synchronize()
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The positions of one slot that a forward reads and writes."""
+
+    slot: int
+    rows: torch.Tensor  # [num_layers, capacity, num_parts, num_kv_heads, row_width], on the host
+    num_final: int  # first positions that no forward changes any more, `end` at most
+    end: int  # positions below it are read, but for those that are written
+    written: tuple[slice, ...] = ()
+
+
+@dataclass
+class _Held:
+    """A slot's positions below `end` on a side, once the side's newest arrival is there; they stay as they are."""
+
+    layer: int = NO_LAYER
+    end: int = 0
+
+
+@dataclass
+class _RingLayer:
+    """Room for one layer of all slots."""
+
+    rows: torch.Tensor  # [num_slots, capacity, num_parts, num_kv_heads, row_width]
+    held: list[_Held]
+    arrival: CopyEvent | None = None
+
+
+class LayerRing:
+    """Layer n has side `n % RING_LAYERS`. A forward calls `begin`, and for each layer `wait`, computes, `leave`.
+
+    Positions of a slot that change in any other way are to be forgotten.
+    """
+
+    def __init__(self, shape: CacheShape, num_slots: int, capacity: int, streams: Streams) -> None:
+        self._num_layers, self._streams = shape.num_layers, streams
+        num_sides = min(RING_LAYERS, shape.num_layers)
+        size = (num_sides, num_slots, capacity, shape.num_parts, shape.num_kv_heads, shape.row_width)
+        rows = torch.empty(size, dtype=shape.row_dtype, device=shape.device)
+        self.buffer = rows.permute(
+            0, 3, 1, 4, 2, 5
+        )  # [num_sides, num_parts, num_slots, num_kv_heads, capacity, row_width]
+        self._sides = [_RingLayer(side, [_Held() for _ in range(num_slots)]) for side in rows]
+        self._visits: Sequence[Visit] = ()
+        self._went: CopyEvent | None = None  # all that was written until now is on the host
+
+    def begin(self, visits: Sequence[Visit]) -> None:
+        """Prepare for rows of these slots, each slot once: let what is missing of the first layers come."""
+        self._visits = visits
+        self._streams.coming.follow(self._streams.computation.record_event())  # which may still read what lies here
+        for layer in range(len(self._sides)):
+            self._bring(layer, visits)
+
+    def wait(self, layer: int) -> None:
+        """Let all that is computed from now on find the layer."""
+        self._streams.computation.wait_event(self._side(layer).arrival)
+
+    def leave(self, layer: int) -> None:
+        """Send a computed layer's new rows home, and let the next one for its side come, at the end a first one."""
+        self.keep(layer, self._visits)
+        following = layer + len(self._sides)
+        if following < self._num_layers:
+            self._bring(following, self._visits)
+        elif len(self._sides) < self._num_layers:
+            self._bring(layer % len(self._sides), self._visits)
+
+    def keep(self, layer: int, visits: Sequence[Visit]) -> None:
+        """Send the rows that were written home."""
+        side, going = self._side(layer), self._streams.going
+        going.follow(self._streams.computation.record_event())
+        for visit in visits:
+            for rows in visit.written:
+                going.copy(visit.rows[layer, rows], side.rows[visit.slot, rows])
+        self._went = going.mark()
+
+    def show(self, layer: int, visit: Visit) -> torch.Tensor:
+        """A slot's layer outside a forward, `[num_parts, num_kv_heads, capacity, row_width]`.
+
+        It holds until another takes its place.
+        """
+        self._streams.coming.follow(self._streams.computation.record_event())
+        self._bring(layer, [visit])
+        self.wait(layer)
+        return self.buffer[layer % len(self._sides), :, visit.slot]
+
+    def forget(self, slot: int, length: int) -> None:
+        """Forget a slot's positions from `length` on, which are going to change, or have."""
+        for side in self._sides:
+            side.held[slot].end = min(side.held[slot].end, length)
+
+    def settle(self) -> None:
+        """Return once all rows that forwards wrote are on the host; any thread may ask."""
+        if self._went is not None:
+            self._went.synchronize()
+
+    def _side(self, layer: int) -> _RingLayer:
+        return self._sides[layer % len(self._sides)]
+
+    def _bring(self, layer: int, visits: Sequence[Visit]) -> None:
+        """Let come what is missing of a layer."""
+        side, coming = self._side(layer), self._streams.coming
+        if self._went is not None:
+            coming.follow(self._went)  # the side is free then, and on the host is what comes
+        for visit in visits:
+            held = side.held[visit.slot]
+            missing = slice(min(held.end, visit.num_final) if held.layer == layer else 0, visit.end)
+            if missing.start < missing.stop:
+                coming.copy(side.rows[visit.slot, missing], visit.rows[layer, missing])
+            held.layer, held.end = layer, visit.num_final
+        side.arrival = coming.mark()
+
+
+# Slots of a GPU worker whose caches lie in pinned memory of the host, each as large as its own job.
+
+
+class OffloadedArena(KVArena):
+    """A `KVArena` whose buffer has two layers alone, those of a `LayerRing`."""
+
+    holds_all = False
+
+    def __init__(self, shape: CacheShape, num_slots: int, max_length: int, streams: Streams) -> None:
+        """Slots for sequences of at most `max_length` positions. Memory for them is taken as they come."""
+        self.streams = streams
+        super().__init__(shape, num_slots, max_length)
+
+    def new_cache(self, max_length: int) -> OffloadedSlotCache:
+        """Make a cache as `KVArena` does. Raises KVRoomError also where the host has no room."""
+        KVRoom(MEMORY, self.shape.bytes_per_position()).refuse_too_long(max_length)
+        cache = super().new_cache(max_length)
+        assert isinstance(cache, OffloadedSlotCache)
+        return cache
+
+    def _allocate(self) -> torch.Tensor:
+        self.ring = LayerRing(self.shape, self.num_slots, self.capacity, self.streams)
+        return self.ring.buffer
+
+    def _cache(self, lease: SlotLease, max_length: int) -> OffloadedSlotCache:
+        shape, num_entries = self.shape, max_length + MAX_TREE_NODES
+        memory = PinnedMemory(num_entries * shape.bytes_per_position(), shape.device)
+        weakref.finalize(lease, _release, memory, self.streams).atexit = False
+        self.ring.forget(lease.slot, 0)
+        size = (shape.num_layers, num_entries, shape.num_parts, shape.num_kv_heads, shape.row_width)
+        return OffloadedSlotCache(self, lease, max_length, memory.bytes.view(shape.row_dtype).view(size))
+
+
+def _release(memory: PinnedMemory, streams: Streams) -> None:
+    streams.wait_for_copies()
+    streams.computation.record_event().synchronize()  # rounds read it by themselves
+    memory.release()
+
+
+class OffloadedSlotCache(ArenaKVCache):
+    """A `FullKVCache` whose rows are kept on the host; forwards bring its layers to its slot of the ring.
+
+    Whoever reads rows here waits until the newest have come home, and whoever changes those that may be on their way to
+    the device, until none is. Accepted rows are not: of what comes ahead of a step, only final positions are used.
+    """
+
+    comes_by_layer = True
+
+    def __init__(self, arena: OffloadedArena, lease: SlotLease, max_length: int, rows: torch.Tensor) -> None:
+        """`rows [num_layers, capacity, num_parts, num_kv_heads, row_width]`."""
+        self._ring, self._rows, self._streams = arena.ring, rows, arena.streams
+        super().__init__(arena, lease, max_length, rows.permute(0, 2, 3, 1, 4), None)
+
+    def visit(self, first_entry: int, end: int) -> Visit:
+        """A forward that writes these entries, behind all those before."""
+        num_final = min(self.length, first_entry)
+        return Visit(self.slot, self._rows, num_final, first_entry, (slice(first_entry, end),))
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._shown(index, self.length)
+
+    def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._ring.settle()
+        return super().stored(index)
+
+    def write(
+        self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._streams.wait_for_copies()
+        end = first_entry + key.shape[1]
+        for part, rows in enumerate((key, value)[: self.shape.num_parts]):
+            self._buffer[layer, part, :, first_entry:end] = self.shape.kept(rows)
+        self._ring.forget(self.slot, first_entry)
+        return self._shown(layer, max(end, self.length))
+
+    def keep(self, layer: int, first_entry: int, end: int) -> None:
+        self._ring.keep(layer, [self.visit(first_entry, end)])
+
+    def commit(self, path: list[int]) -> None:
+        self._ring.settle()
+        super().commit(path)
+
+    def kv(self, start: int, end: int) -> NDArray[Any]:
+        self._ring.settle()
+        return super().kv(start, end)
+
+    def load(self, kv: NDArray[Any]) -> None:
+        self._streams.wait_for_copies()
+        self._ring.forget(self.slot, self.length)
+        super().load(kv)
+
+    @contextlib.contextmanager
+    def replayed(self, length: int, num_positions: int = 1) -> Iterator[FullKVCache]:
+        self._ring.settle()
+        with super().replayed(length, num_positions) as view:
+            yield view
+            self._streams.wait_for_copies()
+        self._ring.forget(self.slot, length)
+
+    def clear(self) -> None:
+        self._streams.wait_for_copies()
+        self._ring.forget(self.slot, 0)
+        super().clear()
+
+    def _shown(self, index: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        visit = Visit(self.slot, self._rows, self.length, end)
+        parts = self._ring.show(index, visit)[:, :, : self._buffer.shape[-2]]
+        return parts[0], parts[-1]

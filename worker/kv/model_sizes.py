@@ -1,0 +1,293 @@
+"""Sizes of a model that decide its GPU memory, also of quantized weights (without torch)."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from swiftbatch.jobs.run.compute_options import KVDtype
+from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, MLASizes, fills_blocks
+from swiftbatch.worker.kernels.layer_specs import slot_bytes
+from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES, MAX_TREE_NODES, HeldPositions, bytes_per_position
+from swiftbatch.worker.model.architectures.attention_layers import Windows
+from swiftbatch.worker.model.architectures.moe_layers import MoEConfig
+from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig
+from swiftbatch.worker.model.decoder_config import (
+    SINKS,
+    DecoderConfig,
+    OtherDecoderError,
+    latent_sizes,
+    read_decoder_config,
+)
+from swiftbatch.worker.model.formats.contract import StoredTensor
+from swiftbatch.worker.model.formats.layout import heads_in
+from swiftbatch.worker.model.gguf.header import PACKED, PackedKind
+from swiftbatch.worker.model.layer_types import RecurrentShape, recurrent_shape
+from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
+from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, is_of_text
+
+PRODUCT = re.compile(r"^(model\.layers\.\d+\.(?:self_attn|mlp)\.)(\w+)_proj(?:_with_mqa)?\.weight$")
+STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}  # parts, and the product of them
+STACKED |= {"q_a": "qkv", "kv_a": "qkv"}  # to latent vectors
+OF_HEADS = "kv_b"  # from a latent vector to each head's keys and values: never packed
+FACTOR_BYTES = 4  # of a scale or an offset
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """Weights that lie packed on a device: codes, and float32 scales of groups that share one, with their offsets."""
+
+    num_parameters: int
+    bits: int  # of a code
+    group_size: int
+    has_offsets: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        groups = self.num_parameters // self.group_size
+        return self.num_parameters * self.bits // 8 + groups * FACTOR_BYTES * (2 if self.has_offsets else 1)
+
+
+def packed_parts(
+    heads: Mapping[str, StoredTensor],
+    config: dict[str, Any],
+    experts: MoEConfig | None = None,
+    mixer: RecurrentConfig | None = None,
+) -> tuple[PackedPart, ...]:
+    """The products of a dense decoder whose parts all have one packed form, as `stacked_weights` keeps them.
+
+    Those of `experts`, where the kernels multiply them, are one for all experts of a layer; those of a `mixer` stand
+    around its state. Matrices of whose form numbers alone tell count as if they were dequantized.
+    """
+    last = EMBEDDING if config.get("tie_word_embeddings") else HEAD
+    products = defaultdict[str, list[StoredTensor]](list)
+    named = [] if experts is None else list(_products_of(experts))
+    named += [] if mixer is None else list(_products_of_mixer(mixer))
+    for name, head in heads.items():
+        for pattern, product in named:
+            if (layer := pattern.match(name)) is not None:
+                products[f"{layer[1]}{product}"].append(head)
+        if (found := PRODUCT.match(name)) is not None and found[2] != OF_HEADS:
+            products[f"{found[1]}{STACKED.get(found[2], found[2])}"].append(head)
+        elif name == last:
+            products[name].append(head)
+    return tuple(part for parts in products.values() if (part := _part(parts)) is not None)
+
+
+def _products_of(experts: MoEConfig) -> Iterator[tuple[re.Pattern[str], str]]:
+    """The names of experts' matrices, and of what all rows meet, each with the product that it is a part of."""
+    names = experts.names
+    found = {} if names.fused is None else {each: each for each in (names.fused.gate_up, names.fused.down)}
+    found |= {name: f"experts.{STACKED.get(role, role)}" for role, name in (names.each or {}).items()}
+    found |= {f"{name}.weight": f"shared.{STACKED.get(role, role)}" for role, name in (names.shared or {}).items()}
+    found |= {f"{name}.weight": name for name in names.latent or ()}
+    return ((_in_a_layer(name), product) for name, product in found.items())
+
+
+def _products_of_mixer(mixer: RecurrentConfig) -> Iterator[tuple[re.Pattern[str], str]]:
+    """The same of matrices in front of states and behind them; those of heads are a product of their own."""
+    for name, roles in mixer.names.linears.items():
+        product = "output" if roles == ("output",) else "heads" if roles[0] in ("betas", "steps") else "channels"
+        yield _in_a_layer(f"{mixer.names.part}.{name}.weight"), f"mixer.{product}"
+
+
+def _in_a_layer(name: str) -> re.Pattern[str]:
+    """The tensor of that name in any layer, of any expert."""
+    return re.compile(r"^(model\.layers\.\d+\.)" + re.escape(name).replace(r"\{\}", r"\d+") + "$")
+
+
+def num_floats(heads: Mapping[str, StoredTensor], experts: MoEConfig) -> int:
+    """Count the numbers that are float32 whatever the dtype: those of routers, and sinks."""
+    names = (
+        experts.names.router,
+        experts.names.router_bias,
+        experts.names.choice_bias,
+        experts.names.shared_gate,
+        SINKS,
+    )
+    patterns = [_in_a_layer(name) for name in names if name is not None]
+    return sum(head.num_numbers for name, head in heads.items() if any(each.match(name) for each in patterns))
+
+
+def num_beside(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> int:
+    """The numbers of a packed head that is tied: it lies beside the embedding, whose rows are plain."""
+    embedding = heads.get(EMBEDDING)
+    if embedding is None or _kind(embedding) is None or not config.get("tie_word_embeddings"):
+        return 0
+    return embedding.num_numbers
+
+
+def _kind(head: StoredTensor) -> PackedKind | None:
+    return PACKED.get(head.dtype) if head.form is None else head.form
+
+
+def _part(heads: list[StoredTensor]) -> PackedPart | None:
+    kinds = {_kind(head) for head in heads}
+    kind = kinds.pop()
+    if kinds or kind is None or not fills_blocks(kind.group, heads[0].shape[-1]):
+        return None
+    return PackedPart(sum(head.num_numbers for head in heads), kind.bits, kind.group, kind.has_offsets)
+
+
+# The sizes that decide how much of a GPU a model takes. Without torch: they are known before anything is loaded.
+
+
+PACKED_DTYPE = "bfloat16"  # the dtype whose kernels multiply packed weights
+
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Experts of a layer, and what a row chooses of them."""
+
+    num_experts: int
+    num_chosen: int
+    width: int  # columns of an expert
+    num_floats: int  # numbers of all layers that are float32 whatever the dtype
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a decoder in the dtype that it runs in."""
+
+    num_parameters: int
+    bytes_per_position: int  # keys and values of one position in all layers, in the dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    item_size: int  # bytes of a number
+    packed: tuple[PackedPart, ...] = ()  # of the parameters; the others lie there in the dtype
+    recurrent: RecurrentShape | None = None  # of layers that have a state
+    kv_dtype: KVDtype | None = None  # of the keys and values that full caches keep; None: as all others
+    experts: ExpertSizes | None = None  # that our kernels multiply
+    latent: MLASizes | None = None  # then a cache has one head, whose rows are keys and values at once
+    is_scannable: bool = True  # drafts may scan its keys: rows see all positions as they are
+    windows: Windows = ()  # of its layers; () where none has one, or caches hold more than positions
+    held: HeldPositions | None = None  # of layers with a window, where caches on a GPU forget; None: all
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of what a head finds in a cache."""
+        return self.head_dim if self.latent is None else self.latent.rank
+
+    @property
+    def num_parts(self) -> int:
+        """Rows of a position and a head in a cache."""
+        return 2 if self.latent is None else 1
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a job whatever its length, as slots have them: of layers that have a state."""
+        if self.recurrent is None:
+            return 0
+        return slot_bytes(self.recurrent, self.recurrent.num_layers, self.item_size, MAX_TREE_NODES + 1)
+
+    @property
+    def kept_bytes_per_position(self) -> int:
+        """The bytes of a position's keys and values in a full cache on a GPU."""
+        if self.kv_dtype is None:
+            return self.bytes_per_position
+        num_rows = self.bytes_per_position // (self.head_dim * self.item_size)
+        return num_rows * (self.head_dim + CUDA_SCALE_BYTES)
+
+    @property
+    def window_bytes_per_position(self) -> int:
+        """The part of `kept_bytes_per_position` that layers with a window take, where these forget."""
+        if self.held is None:
+            return 0
+        num_windowed = sum(size is not None for size in self.windows)
+        return self.kept_bytes_per_position // len(self.windows) * num_windowed
+
+    def kept_bytes(self, num_positions: int) -> int:
+        """The bytes of so many positions' keys and values in a full cache on a GPU, but for what is forgotten."""
+        num_bytes = num_positions * self.kept_bytes_per_position
+        if self.held is None:
+            return num_bytes
+        return num_bytes - (num_positions - self.held.of(num_positions)) * self.window_bytes_per_position
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of all weights on a device: packed ones as they lie there."""
+        num_plain = self.num_parameters - sum(part.num_parameters for part in self.packed)
+        num_wider = 0 if self.experts is None else self.experts.num_floats * (FLOAT_BYTES - self.item_size)
+        return num_plain * self.item_size + num_wider + sum(part.num_bytes for part in self.packed)
+
+
+def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
+    """The sizes of a model folder, from its config and the heads of its weights; None where its config hides some."""
+    config = read_config(files.name, files.path)
+    return sizes_of_stored(config, stored_layout(files.name, files.path).heads, dtype)
+
+
+def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], dtype: str) -> ModelSizes | None:
+    """The same of stored tensors. A tied head counts once, as on the device, if it is not packed."""
+    number = sum(each.num_numbers for name, each in heads.items() if is_of_text(name, config))
+    dense = _run_by_kernels(config)
+    experts = None if dense is None else dense.experts
+    packed = packed_parts(heads, config, experts, None if dense is None else dense.mixer)
+    sizes = sizes_of(config, number + num_beside(heads, config), dtype, packed)
+    if sizes is None or experts is None:
+        return sizes
+    routing = experts.routing
+    numbers = (routing.num_experts, routing.num_chosen, experts.width, num_floats(heads, experts))
+    return replace(sizes, experts=ExpertSizes(*numbers))
+
+
+def _run_by_kernels(config: dict[str, Any]) -> DecoderConfig | None:
+    """The config of a model that our kernels for GPUs take; None for another."""
+    try:
+        return read_decoder_config(config)
+    except OtherDecoderError:
+        return None
+
+
+def _hides(dense: DecoderConfig) -> bool:
+    """Tell whether rows of a model do not see all positions as they are: by `Forwards.has_windows`, or by a state."""
+    hides = any(dense.windows) or dense.form.has_sinks or dense.latent is not None or dense.mixer is not None
+    return hides or bool(dense.caps.get("scores"))
+
+
+def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
+    """The sizes of a text model with so many parameters, some of them packed; None where its config hides some.
+
+    Those that are packed in the files are dequantized for another dtype than bfloat16.
+    """
+    num_bytes = bytes_per_position(config, dtype)
+    num_heads, hidden, intermediate = (
+        config.get(key) for key in ("num_attention_heads", "hidden_size", "intermediate_size")
+    )
+    if num_bytes is None or not (num_heads and hidden and intermediate):
+        return None
+    dense = _run_by_kernels(config)
+    latent = latent_sizes(config)
+    num_kv_heads, head_dim = config.get("num_key_value_heads") or num_heads, config.get("head_dim")
+    return ModelSizes(
+        num_parameters=number,
+        bytes_per_position=num_bytes,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads if latent is None else 1,
+        head_dim=(head_dim or hidden // num_heads) if latent is None else latent.entry_dim,
+        hidden=hidden,
+        intermediate=intermediate,
+        vocab=config["vocab_size"],
+        item_size=ITEM_SIZES[dtype],
+        packed=packed if dtype == PACKED_DTYPE else (),
+        recurrent=recurrent_shape(config),
+        latent=latent,
+        is_scannable=dense is None or not _hides(dense),
+        windows=() if dense is None or dense.mixer is not None or latent is not None else dense.windows,
+    )
+
+
+def num_parameters(files: list[Path]) -> int:
+    """Numbers in the tensors of these files."""
+    return sum(head.num_numbers for file in files for head in heads_in(file).values())

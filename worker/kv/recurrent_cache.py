@@ -1,0 +1,383 @@
+"""The cache of a model with recurrent layers: their states, kept ones at boundaries, and the KV beside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swiftbatch.jobs.checkpoints.kv_segments import LayerStates, State
+from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
+from swiftbatch.worker.kernels.recurrence import StepBuffers, are_known_states, folding_team, native_fold
+from swiftbatch.worker.kv.full_cache import CacheShape, CacheSource, FullKVCache
+from swiftbatch.worker.kv.kv_capacity import FIRST_STEPS
+from swiftbatch.worker.kv.kv_capacity import NUM_STEPS as NUM_STEPS
+from swiftbatch.worker.kv.sliding_window_cache import WindowedKVCache
+from swiftbatch.worker.model.layer_types import RecurrentShape
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """A layer at a boundary: its state, and the inputs in front that its convolution still reads. Never changed."""
+
+    state: Tensor  # [num_heads, key_dim, value_dim] float32
+    inputs: Tensor  # [conv_width - 1, num_channels]
+
+
+class RecurrentLayer:
+    """One layer's state, and its steps by their positions behind the boundary.
+
+    `state [num_heads, key_dim, value_dim] float32` is behind the committed positions, `base` at the boundary.
+    A step turns a state into `decay * state + key (x) update`, with one decay for a head, or one for each of its rows.
+    """
+
+    def __init__(self, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, num_steps: int) -> None:
+        is_known = device.type == "cpu" and are_known_states(shape.num_heads, shape.value_dim)
+        self._team = folding_team() if is_known else None
+        self._group = shape.num_heads // max(1, shape.num_key_heads)
+        self._num_before = shape.conv_width - 1  # inputs in front of the boundary
+        state = (shape.num_heads, shape.key_dim, shape.value_dim)
+        self.state = self.base = torch.zeros(state, device=device)
+        self.inputs = torch.zeros(self._num_before + num_steps, shape.num_channels, dtype=dtype, device=device)
+        self.keys = torch.zeros(num_steps, shape.num_key_heads, shape.key_dim, device=device)
+        self.updates = torch.zeros(num_steps, shape.num_heads, shape.value_dim, device=device)
+        self.decays = torch.zeros(num_steps, shape.num_heads, shape.num_decays, device=device)
+
+    def grow(self, num_steps: int) -> None:
+        """Make room for so many steps behind the boundary."""
+        more = num_steps - len(self.keys)
+        names = ("inputs", "keys", "updates", "decays")
+        for name, rows in zip(names, self.buffers()[:-1], strict=True):
+            setattr(self, name, torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])]))
+
+    def steps(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The steps behind the boundary, as `StepBuffers` takes them."""
+        return self.inputs[self._num_before :], self.keys, self.updates, self.decays
+
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """The addresses of inputs (those in front of the boundary first), steps and state."""
+        inputs, keys, updates, decays, state = (each.data_ptr() for each in self.buffers())
+        return inputs, keys, updates, decays, state
+
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """All that a forward reads or writes."""
+        return self.inputs, self.keys, self.updates, self.decays, self.state
+
+    def convolved(self, steps: Tensor) -> Tensor:
+        """The inputs that the convolution of some steps reads: `steps [num_rows, conv_width]`, from -3 on."""
+        return self.inputs[steps + self._num_before]
+
+    def write_inputs(self, first: int, inputs: Tensor) -> None:
+        """Keep the inputs of consecutive steps, `[num_rows, num_channels]`."""
+        start = first + self._num_before
+        self.inputs[start : start + len(inputs)] = inputs
+
+    def write(self, steps: list[int], keys: Tensor, updates: Tensor, decays: Tensor) -> None:
+        """Keep steps: `[n, num_key_heads, key_dim]`, `[n, num_heads, value_dim]`, decays, all float32."""
+        self.keys[steps], self.updates[steps], self.decays[steps] = keys, updates, decays
+
+    def heads_of(self, keys: Tensor) -> Tensor:
+        """Keys of the value heads, `[num_heads, key_dim]`."""
+        return keys.repeat_interleave(self._group, dim=0)
+
+    def folded(self, state: Tensor, steps: list[int]) -> Tensor:
+        """A state behind some more steps, in memory of its own if there are any."""
+        if steps and self._team is not None:
+            return native_fold(self._team, state, self.keys[steps], self.updates[steps], self.decays[steps])
+        for step in steps:
+            state = state * self.decays[step][:, :, None]
+            state = state + self.heads_of(self.keys[step])[:, :, None] * self.updates[step][:, None]
+        return state
+
+    def keep_path(self, root: int, path: list[int]) -> None:
+        """Move the steps of the nodes `path` next to their root's."""
+        source, target = [root + 1 + node for node in path], list(range(root + 1, root + 1 + len(path)))
+        for rows in self.steps():
+            rows[target] = rows[source]
+
+    def move_base(self, num_steps: int) -> None:
+        """Set the boundary so many steps on."""
+        self.base = self.folded(self.base, list(range(num_steps)))
+        for rows in (self.inputs, self.keys, self.updates, self.decays):
+            rows[: len(rows) - num_steps] = rows[num_steps:].clone()
+
+    def at(self, num_steps: int) -> LayerState:
+        """The layer so many steps behind the boundary."""
+        inputs = self.inputs[num_steps : num_steps + self._num_before].clone()
+        return LayerState(self.folded(self.base, list(range(num_steps))), inputs)
+
+    def start_at(self, state: LayerState) -> None:
+        """Be at a boundary, where no step is behind it."""
+        self.state = self.base = state.state
+        self.inputs[: self._num_before] = state.inputs
+
+    def taken(self, arrays: State, number: int) -> LayerState:
+        """The layer's part of what a checkpoint holds. Raises ValueError where it does not fit."""
+        expected = {"state": self.base, "inputs": self.inputs[: self._num_before]}
+        found = {name: _tensor(arrays.get(f"{name}.{number}"), like) for name, like in expected.items()}
+        return LayerState(**found)
+
+    def clear(self) -> None:
+        """Set the state in front of all positions."""
+        self.state = self.base = torch.zeros_like(self.base)
+        self.inputs.zero_()
+
+
+def _tensor(array: np.ndarray | None, like: Tensor) -> Tensor:
+    """An array as a tensor of this shape and dtype, on its device. Raises ValueError for another one."""
+    numbers = np.dtype(np.int16 if like.element_size() == 2 else np.float32)
+    if array is None or (array.dtype, array.shape) != (numbers, tuple(like.shape)):
+        found = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
+        raise ValueError(f"found {found} as a part of a layer's state, expected {numbers} {list(like.shape)}")
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return tensor.view(like.dtype).to(like.device)
+
+
+# The states that caches keep at boundaries, wherever they lie, and what such caches have in common.
+
+
+Kept = TypeVar("Kept")  # the states of all layers
+MOST_WANTED = 4  # boundaries that are kept for others: a state may take 150 MB
+NUM_RETURNS = 2  # of the boundaries that a sequence may go back to: one of them lies a whole distance back
+
+
+class KeptStates(Generic[Kept]):
+    """The states at boundaries that others copy from, and at the last of those that the sequence may go back to."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Kept] = {}  # by position, in the order in which they were passed
+        self._wanted: list[int] = []  # the newest last
+        self._distance: int | None = None
+
+    def want(self, position: int) -> None:
+        """Keep the states at a boundary, when it is passed; the last few that are asked for."""
+        if position and position not in self._wanted:
+            self._wanted.append(position)
+        for dropped in self._wanted[:-MOST_WANTED]:
+            self._wanted.remove(dropped)
+            self._kept.pop(dropped, None)
+
+    def want_every(self, distance: int) -> None:
+        """Keep the states at the last two multiples of `distance`."""
+        self._distance = max(1, distance)
+
+    def wants(self, position: int) -> bool:
+        """Tell whether states are to be kept there."""
+        return position in self._wanted or self._is_return(position)
+
+    def keep(self, position: int, states: Kept) -> None:
+        """Keep states, never changed."""
+        self._kept[position] = states
+        returns = [each for each in self._kept if each not in self._wanted]
+        for each in returns[:-NUM_RETURNS]:
+            del self._kept[each]
+
+    def at(self, position: int) -> Kept | None:
+        """The states at a position; None where they are not kept."""
+        return self._kept.get(position)
+
+    def nearest(self, limit: int) -> tuple[int, Kept] | None:
+        """The last position, `limit` at most, whose states are kept, and these; None without any."""
+        position = max((each for each in self._kept if each <= limit), default=None)
+        return None if position is None else (position, self._kept[position])
+
+    def roll_back(self, length: int) -> None:
+        """Forget states behind `length` positions: others will come there."""
+        self._kept = {position: states for position, states in self._kept.items() if position <= length}
+
+    def _is_return(self, position: int) -> bool:
+        return self._distance is not None and position % self._distance == 0
+
+
+class StatefulKVCache(FullKVCache):
+    """A `FullKVCache` of a model that has layers with a state; `boundary` is that of the newest state."""
+
+    is_by_position = False
+    boundary: int
+    _kept: KeptStates[Any]
+
+    def prefix(self, length: int) -> FullKVCache:
+        raise NotImplementedError("a state has no view at an earlier length")
+
+    def states(self) -> LayerStates | None:
+        return self.states_at(self.boundary) if self.boundary else None
+
+    def expect_copies(self, end: int) -> None:
+        self._kept.want(end // BLOCK * BLOCK)
+
+    def expect_returns(self, distance: int) -> None:
+        self._kept.want_every(-(-distance // BLOCK) * BLOCK)
+
+    def _refuse_unfit(self, states: LayerStates, num_layers: int) -> None:
+        """Raise ValueError for states that are not behind a boundary of this cache, or not of so many layers."""
+        end = states.num_positions
+        if end % BLOCK or end > self.length or len(states.arrays) != 2 * num_layers:
+            raise ValueError(
+                f"found {len(states.arrays)} states of layers behind {end} positions, expected {2 * num_layers} behind "
+                f"a multiple of {BLOCK}, at most {self.length}"
+            )
+
+
+# The cache of a model that has recurrent layers beside those that attend (Qwen3-Next, Qwen3.5).
+
+
+class RecurrentCache(StatefulKVCache):
+    """Keys and values of the layers that attend, and the states of the others.
+
+    The boundary stays at least one block behind the end, so that the last block can be rolled back.
+    """
+
+    def __init__(
+        self, shape: CacheShape, recurrent: RecurrentShape, max_length: int, buffer: Tensor | None = None
+    ) -> None:
+        super().__init__(shape, max_length, buffer)
+        self.boundary = 0
+        self.num_steps = FIRST_STEPS if shape.device.type == "cpu" else NUM_STEPS  # a GPU's memory is planned at once
+        layers = range(recurrent.num_layers)
+        self.recurrent = [RecurrentLayer(recurrent, shape.dtype, shape.device, self.num_steps) for _ in layers]
+        self._kept = KeptStates[list[LayerState]]()
+        self._steps = self._step_buffers(recurrent)
+
+    def _step_buffers(self, recurrent: RecurrentShape) -> StepBuffers | None:
+        """The steps where the kernels move and fold them; None where they do not."""
+        team = folding_team() if self.shape.device.type == "cpu" else None
+        has_known = not recurrent.num_heads or are_known_states(recurrent.num_heads, recurrent.value_dim)
+        return StepBuffers(team, [layer.steps() for layer in self.recurrent]) if team and has_known else None
+
+    def reserve(self, num_steps: int) -> None:
+        """Have room for so many steps behind the boundary. Raises ValueError for more than any sequence has."""
+        if num_steps > NUM_STEPS:
+            raise ValueError(f"found {num_steps} steps behind a boundary, expected {NUM_STEPS} at most")
+        if num_steps <= self.num_steps:
+            return
+        self.num_steps = min(NUM_STEPS, -(-num_steps // TILE_ROWS) * TILE_ROWS)
+        for layer in self.recurrent:
+            layer.grow(self.num_steps)
+        assert self.shape.recurrent is not None
+        self._steps = self._step_buffers(self.shape.recurrent)
+
+    def num_readable(self, most: int) -> int:
+        """Return as many as there is room for, up to a boundary where that leaves out less than half of them."""
+        room = min(most, self.num_steps - (self.length - self.boundary))
+        to_boundary = (self.length + room) // BLOCK * BLOCK - self.length
+        return to_boundary if 2 * to_boundary >= room else room
+
+    def layer_steps(self) -> np.ndarray:
+        """The addresses of the steps and the state of each layer, `[num_layers, 5]`."""
+        return np.array([layer.addresses() for layer in self.recurrent], dtype=np.int64)
+
+    def held(self) -> list[Tensor]:
+        """The buffers at these addresses, which have to live as long as a call reads them."""
+        return [each for layer in self.recurrent for each in layer.buffers()]
+
+    def commit(self, path: list[int]) -> None:
+        root = self.length - self.boundary
+        super().commit(path)
+        if path != list(range(len(path))):
+            self._keep_path(root, path)
+        self._take_steps(root)
+
+    def advance(self, num_positions: int) -> None:
+        start = self.length - self.boundary
+        super().advance(num_positions)
+        if start + num_positions <= self.num_steps:
+            self._take_steps(start)
+        else:  # positions that nobody has written: a length to measure forwards at
+            self.boundary = self.length // BLOCK * BLOCK
+
+    def roll_back(self, length: int) -> None:
+        """Forget all positions from `length` on; where it lies in front of the boundary, those behind a kept state."""
+        if length == self.length:
+            return
+        super().roll_back(length)
+        self._kept.roll_back(length)
+        if length and length >= self.boundary:
+            for layer in self.recurrent:
+                layer.state = layer.folded(layer.base, list(range(length - self.boundary)))
+            return
+        self.length = self.boundary = 0
+        for layer in self.recurrent:
+            layer.clear()
+        if nearest := self._kept.nearest(length):
+            self._start_at(*nearest)
+
+    def clear(self) -> None:
+        super().clear()
+        for layer in self.recurrent:
+            layer.clear()
+
+    def states_at(self, end: int) -> LayerStates | None:
+        """The states behind the first `end` positions: kept ones, or those of a boundary behind this cache's own."""
+        kept = self._kept.at(end)
+        layers = [layer.at(end - self.boundary) for layer in self.recurrent] if kept is None else kept
+        arrays = {f"{part}.{number}": each for number, layer in enumerate(layers) for part, each in _arrays(layer)}
+        return LayerStates(end, arrays)
+
+    def set_states(self, states: LayerStates) -> None:
+        self._refuse_unfit(states, len(self.recurrent))
+        self._start_at(
+            states.num_positions, [layer.taken(states.arrays, number) for number, layer in enumerate(self.recurrent)]
+        )
+
+    def copyable_end(self, limit: int) -> int:
+        end = min(limit, self.length) // BLOCK * BLOCK
+        kept = self._kept.nearest(limit)
+        return max(end if end >= self.boundary else 0, kept[0] if kept else 0)
+
+    def copy_from(self, source: CacheSource, end: int) -> None:
+        super().copy_from(source, end)
+        states = source.states_at(end)
+        assert states is not None  # `copyable_end` has promised it
+        self.set_states(states)
+
+    def _start_at(self, end: int, layers: list[LayerState]) -> None:
+        self.length = self.boundary = end
+        for layer, state in zip(self.recurrent, layers, strict=True):
+            layer.start_at(state)
+
+    def _take_steps(self, start: int) -> None:
+        """Bring the states to the end of what is committed, and the boundary near it."""
+        self._fold(start, self.length - self.boundary)
+        while self.length - self.boundary >= 2 * BLOCK:
+            for layer in self.recurrent:
+                layer.move_base(BLOCK)
+            self.boundary += BLOCK
+            if self._kept.wants(self.boundary):
+                self._kept.keep(self.boundary, [layer.at(0) for layer in self.recurrent])
+
+    def _keep_path(self, root: int, path: list[int]) -> None:
+        """Move the steps of the nodes `path` next to their root's."""
+        if self._steps is not None:
+            self._steps.keep(root + 1, path)
+            return
+        for layer in self.recurrent:
+            layer.keep_path(root, path)
+
+    def _fold(self, start: int, end: int) -> None:
+        """Bring the states behind some steps; those that others share stay as they are."""
+        if self._steps is None or not self.shape.recurrent or not self.shape.recurrent.num_heads:
+            for layer in self.recurrent:
+                layer.state = layer.folded(layer.state, list(range(start, end)))
+            return
+        before = [layer.state for layer in self.recurrent]
+        for layer in self.recurrent:
+            layer.state = torch.empty_like(layer.state) if layer.state is layer.base else layer.state
+        self._steps.fold(before, [layer.state for layer in self.recurrent], start, end)
+
+
+def _arrays(layer: LayerState) -> list[tuple[str, np.ndarray]]:
+    """A layer's part of `LayerStates`; 16-bit floats as their bits. On a CPU views."""
+    inputs = layer.inputs.view(torch.int16) if layer.inputs.element_size() == 2 else layer.inputs
+    return [("state", layer.state.cpu().numpy()), ("inputs", inputs.cpu().numpy())]
+
+
+def new_cache_of(shape: CacheShape, max_length: int, buffer: Tensor | None = None) -> FullKVCache:
+    """An empty cache on the device for a model of this shape; with a `buffer` for its keys and values."""
+    if shape.recurrent is not None:
+        return RecurrentCache(shape, shape.recurrent, max_length, buffer)
+    if any(shape.windows) and buffer is None:
+        return WindowedKVCache(shape, max_length)
+    return FullKVCache(shape, max_length, buffer)

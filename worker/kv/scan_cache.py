@@ -1,0 +1,162 @@
+"""Scanned key-value cache: every query sees the first and newest positions and its own best others, the rest in sum.
+
+Which positions matter changes with every token. Whatever is chosen once for many tokens misses them, and where
+attention is flat no choice of few is enough. Here all keys are scanned by short codes for each query, the best are read
+from the full cache, and what the others bring follows from their moments (`worker/kernels/source/scan.c`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Items
+
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.kernels.compute_threads import ELEMENTS, shared_team
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library
+from swiftbatch.worker.kernels.kernel_sizes import KV_SCALE_BYTES
+from swiftbatch.worker.kernels.kv_quantization import KV_CODES
+from swiftbatch.worker.kernels.native_decoder import CAttentionSizes
+from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape
+from swiftbatch.worker.kernels.scan_coding import CLUSTER_CHUNKS, SCAN_CHUNK, flat_deviation, most_chunks
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
+from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, Entries, Keys, NewEntries, Queries, SparseCache
+from swiftbatch.worker.sampling.sequence import Sequence
+
+NUM_RECENT = 256  # newest positions that are never scanned
+MOST_ENTRIES = SHORTEST_SCANNED = NUM_PINNED + NUM_RECENT + SCAN_CHUNK
+Layers = Items[tuple[Tensor, Tensor]]
+"""Keys and values of all layers, each `[num_kv_heads, capacity, row_width]`."""
+
+
+class ScanKVCache(SparseCache):
+    """Pinned positions and all behind the last whole chunk; the chunks between them are scanned."""
+
+    def __init__(
+        self, shape: CacheShape, budget: int, sequence: Sequence, new_entries: NewEntries = Entries, /
+    ) -> None:
+        """`budget` is the number of positions that each query reads of those that are scanned."""
+        super().__init__(shape, min(MOST_ENTRIES, sequence.max_length), new_entries)
+        self._budget, self._max_length = budget, sequence.max_length
+        self.entries.expect_keys(NUM_PINNED, sequence.max_length - NUM_PINNED, budget)
+        self._scannable: Keys | None = None
+        self._scanned_to = NUM_PINNED  # as the entries know it
+        self._num_fed = 0
+
+    def catch_up(self, full: FullKVCache, num_chunks: int) -> bool:
+        length, keys = full.length - NUM_RECENT, self._keys_of(full)
+        keys.extend(min(length, keys.end + num_chunks * SCAN_CHUNK))
+        return keys.end + SCAN_CHUNK > length
+
+    def _take_in(self, full: FullKVCache, queries: Queries) -> None:
+        if self._num_fed < NUM_PINNED:
+            self._copy(full, min(NUM_PINNED, full.length))
+        keys = self._keys_of(full)
+        keys.extend(full.length - NUM_RECENT)
+        if keys.end > self._scanned_to:  # what is scanned from now on leaves the entries
+            self._scanned_to = keys.end
+            self.scanned = keys if isinstance(keys, ScannedKeys) else None  # a GPU's kernels know their slots
+            self._num_sequence_entries, self._num_fed = NUM_PINNED, keys.end
+        self._copy(full, full.length)
+
+    def _keys_of(self, full: FullKVCache) -> Keys:
+        self._scannable = self._scannable or self.entries.new_keys(full) or self._own_keys(full)
+        return self._scannable
+
+    def _own_keys(self, full: FullKVCache) -> ScannedKeys:
+        layers = [full.stored(layer) for layer in range(self.shape.num_layers)]
+        return ScannedKeys(layers, NUM_PINNED, self._max_length, self._budget, self.shape.dtype)
+
+    def _copy(self, full: FullKVCache, end: int) -> None:
+        """Append the positions that are not there yet, up to `end`."""
+        self.entries.copy(full, slice(self._num_fed, end), self._num_sequence_entries)
+        self._num_sequence_entries += end - self._num_fed
+        self._num_fed = end
+
+
+class CScannedKeys(ctypes.Structure):
+    """`scanned_keys` of source/api.h."""
+
+    _fields_ = (
+        ("cache", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("layer_stride", "value_stride", "head_stride")),
+        *((name, ctypes.c_void_p) for name in ("codes", "means", "spreads", "moments")),
+        *((name, ctypes.c_int32) for name in ("first", "num_chunks", "most_chunks", "most_clusters", "num_best")),
+        ("flat_deviation", ctypes.c_float),
+        ("kv_code", ctypes.c_int32),
+    )
+
+
+class ScannedKeys:
+    """Coded keys of one sequence's cache, from one position on, chunk by chunk as its positions are committed.
+
+    Every query sees its `num_best` best keys exactly, by their codes of two bits a dimension. The others weigh
+    what they would in a cloud of jointly normal keys and values, of which the part of the best keys is cut off.
+    """
+
+    def __init__(
+        self, layers: Layers, first: int, length: int, num_best: int, dtype: torch.dtype | None = None
+    ) -> None:
+        """Make room for the keys of `layers` from position `first` up to `length`. Raises ValueError for others.
+
+        `dtype` is that of the numbers that codes stand for.
+        """
+        (keys, _), num_layers = layers[0], len(layers)
+        num_kv_heads, head_dim = len(keys), keys.shape[-1] - (KV_SCALE_BYTES if keys.dtype in KV_CODES else 0)
+        self._team = shared_team(load_library(chosen_variant() or "portable"), torch.get_num_threads())
+        self._layers, self._first = layers, first
+        self._most_chunks = most_chunks(length - first)
+        num_clusters = -(-self._most_chunks // CLUSTER_CHUNKS)
+        heads = (num_layers, num_kv_heads)
+        self._codes = torch.empty(*heads, self._most_chunks * SCAN_CHUNK * head_dim // 4, dtype=torch.uint8)
+        ask_for_huge_pages(self._codes)
+        self._means = torch.zeros(*heads, self._most_chunks, head_dim)
+        self._spreads = torch.zeros(*heads, head_dim)
+        self._moments = torch.zeros(*heads, num_clusters, 2 * head_dim * (head_dim + 1))
+        self._sizes = CAttentionSizes(
+            element=ELEMENTS[dtype or keys.dtype],
+            num_heads=num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=0,
+        )
+        place = CachePlace.of(layers, LayerCacheShape(num_kv_heads, head_dim, dtype or keys.dtype))
+        self._struct = CScannedKeys(
+            cache=place.address,
+            layer_stride=place.layer_stride,
+            value_stride=place.value_stride,
+            head_stride=place.head_stride,
+            **{name: getattr(self, f"_{name}").data_ptr() for name in ("codes", "means", "spreads", "moments")},
+            first=first,
+            num_chunks=0,
+            most_chunks=self._most_chunks,
+            most_clusters=num_clusters,
+            num_best=num_best,
+            kv_code=place.kv_code,
+        )
+
+    @property
+    def address(self) -> int:
+        """The address of the description that the kernels read."""
+        return ctypes.addressof(self._struct)
+
+    @property
+    def end(self) -> int:
+        """Position behind those that are scanned."""
+        num_chunks: int = self._struct.num_chunks
+        return self._first + num_chunks * SCAN_CHUNK
+
+    def extend(self, length: int) -> None:
+        """Take in all whole chunks in front of position `length`, which are in the cache."""
+        while self.end + SCAN_CHUNK <= min(length, self._first + self._most_chunks * SCAN_CHUNK):
+            self._add_chunk(self._struct.num_chunks)
+            self._struct.num_chunks += 1
+            self._struct.flat_deviation = flat_deviation(self._struct.num_best, self.end - self._first)
+
+    def _add_chunk(self, chunk: int) -> None:
+        with self._team.lock:
+            sizes = ctypes.byref(self._sizes)
+            self._team.library.scan_take_in(self._team.handle, sizes, self.address, len(self._layers), chunk)
+            self._team.hold([self._layers, self._spreads, self._moments])  # what late helpers may still read

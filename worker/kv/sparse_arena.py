@@ -1,0 +1,238 @@
+"""All partial caches of a drafter on a GPU in one buffer, with their biases and means; accepted rows move within it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from typing import TypeGuard
+
+import numpy as np
+import torch
+
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Upload, capture
+from swiftbatch.worker.kernels.cuda.kv_kernels import (
+    PADDING,
+    Move,
+    average_chunks,
+    gather_entries,
+    gather_range,
+    move_rows,
+    moves_of,
+)
+from swiftbatch.worker.kernels.cuda.scan_buffers import ScannedTexts, TextSizes
+from swiftbatch.worker.kernels.scan_coding import most_chunks
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
+from swiftbatch.worker.kv.paged_arena import ArenaKVCache, Place, SlotLease
+from swiftbatch.worker.kv.scan_arena import SlotKeys
+from swiftbatch.worker.kv.sparse_cache import Entries, SparseCacheFactory
+from swiftbatch.worker.sampling.sequence import Sequence
+
+
+class RowMover:
+    """Moves rows of an arena's buffer. Captured at once: copies of other threads would disturb it later."""
+
+    def __init__(self, buffer: torch.Tensor, capture: Capture = capture) -> None:
+        """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`."""
+        moves = self._moves = torch.tensor([PADDING] * MAX_TREE_NODES, dtype=torch.int32, device=buffer.device)
+        self._upload = Upload(moves.view(-1))
+        self._graph = capture(lambda: move_rows(buffer, moves), buffer.device)
+        self._waiting: list[Move] | None = None  # moves that are made together; None: each one at once
+
+    def __call__(self, slot: int, root: int, path: Many[int], place: Place | None = None) -> None:
+        """Bring the nodes `path` of a tree whose root is entry `root` of a slot behind it, in all layers.
+
+        With `place` entries lie in the one slot of a pool, where it says.
+        """
+        moves = moves_of(slot, root, path)
+        if place is not None:
+            moves = [(0, place(source), place(target)) for _, source, target in moves]
+        if self._waiting is None:
+            self._move(moves)
+        else:
+            self._waiting += moves
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Within it moves wait; they are made at its end, all at once."""
+        self._waiting = moves = list[Move]()
+        try:
+            yield
+        finally:
+            self._waiting = None
+            self._move(moves)
+
+    def _move(self, moves: list[Move]) -> None:
+        """Launch moves, in order, as many at once as the table takes."""
+        for start in range(0, len(moves), len(self._moves)):
+            part = moves[start : start + len(self._moves)]
+            table = self._upload.buffer().reshape(self._moves.shape)
+            table[:] = PADDING
+            table[: len(part)] = part
+            self._upload.send()
+            self._graph.replay()
+
+
+class SparseArena:
+    """`buffer [num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]` and `bias [num_slots, capacity]`.
+
+    Neither ever moves, nor do `means` of keys and of values, which are as `buffer`, of `num_chunks` chunks in place of
+    entries, and `texts`, which are scanned beside the entries; None where nobody scans.
+    """
+
+    def __init__(
+        self, shape: CacheShape, num_slots: int, capacity: int, num_chunks: int, texts: ScannedTexts | None = None
+    ) -> None:
+        self.texts = texts
+        self.shape, self.num_slots, self.capacity, self.num_chunks = shape, num_slots, capacity, num_chunks
+        self.buffer, self.means = (
+            torch.empty(
+                (shape.num_layers, num_parts, num_slots, shape.num_kv_heads, length, shape.head_dim),
+                dtype=shape.dtype,
+                device=shape.device,
+            )
+            for num_parts, length in ((shape.num_parts, capacity), (2, num_chunks))
+        )
+        self.bias = torch.zeros(num_slots, capacity, device=shape.device)
+        self.move_rows = RowMover(self.buffer)
+        self._free = list(reversed(range(num_slots)))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
+    def new_entries(self, shape: CacheShape, capacity: int) -> SlotEntries:
+        """A `NewEntries`: a slot, which comes back when the entries are gone."""
+        if capacity > self.capacity:
+            raise KVRoomError(f"a partial cache of {capacity:,} entries: a slot has {self.capacity:,}")
+        if not self._free:
+            gc.collect()  # one may hang in a circle of references, as a traceback makes them
+        if not self._free:
+            raise KVRoomError(f"no slot for a partial cache: all {self.num_slots} are taken")
+        lease = SlotLease(self._free.pop())
+        weakref.finalize(lease, self._free.append, lease.slot)
+        return SlotEntries(self, lease)
+
+
+class SlotEntries(Entries):
+    """One slot of a `SparseArena`; from a cache in an arena, too, all layers are copied at once."""
+
+    def __init__(self, arena: SparseArena, lease: SlotLease) -> None:
+        super().__init__(arena.shape, arena.capacity, arena.buffer[:, :, lease.slot])
+        self.arena, self._lease = arena, lease
+
+    @property
+    def slot(self) -> int:
+        """The number of the slot in the arena's buffer."""
+        return self._lease.slot
+
+    def new_means(self, part: int, num_chunks: int) -> torch.Tensor:
+        if num_chunks > self.arena.num_chunks:
+            raise KVRoomError(f"means of {num_chunks:,} chunks: a slot has {self.arena.num_chunks:,}")
+        return self.arena.means[:, part, self.slot, :, :num_chunks]
+
+    def new_keys(self, full: FullKVCache) -> SlotKeys | None:
+        if self.arena.texts is None or not isinstance(full, ArenaKVCache):
+            return None
+        return SlotKeys(full, self.arena.texts, self.slot)
+
+    def copy(self, full: FullKVCache, positions: slice, first_entry: int) -> None:
+        if not _has_all_layers(full):
+            super().copy(full, positions, first_entry)
+        else:
+            out = self._at(first_entry, positions.stop - positions.start)
+            gather_range(full.rows, positions.start, out, full.page_table)
+
+    def gather(self, full: FullKVCache, positions: torch.Tensor, first_entry: int) -> None:
+        if not _has_all_layers(full):
+            super().gather(full, positions, first_entry)
+        else:
+            gather_entries(full.rows, _numbers(positions), self._at(first_entry, positions.shape[2]), full.page_table)
+
+    def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
+        if self.arena.shape.num_parts == 2:  # else values are the beginning of their keys
+            gather_entries(means[:, None], _numbers(chunks), self._at(first_entry, chunks.shape[2])[:, 1:])
+
+    def average(self, full: FullKVCache, part: int, positions: slice, means: torch.Tensor) -> None:
+        if not _has_all_layers(full):
+            super().average(full, part, positions, means)
+        else:
+            chunk_size = (positions.stop - positions.start) // means.shape[2]
+            rows = full.rows[:, min(part, full.shape.num_parts - 1)]
+            average_chunks(rows, positions.start, chunk_size, means, full.page_table)
+
+    def replace(self, full: FullKVCache, positions: slice, entries: torch.Tensor) -> None:
+        if not _has_all_layers(full):
+            super().replace(full, positions, entries)
+        else:
+            self.buffer[:, :, :, entries] = full.shape.numbers(full.rows_between(positions))
+
+    def keep_path(self, root: int, path: list[int]) -> int:
+        self.arena.move_rows(self.slot, root, path)
+        return root + 1 + len(path)
+
+    def set_bias(self, bias: np.ndarray | None) -> None:
+        row = self.arena.bias[self.slot]
+        row.zero_()
+        if bias is not None:
+            host = torch.from_numpy(bias)
+            host = host.pin_memory() if row.device.type == "cuda" else host  # so that nobody waits for the copy
+            row[: len(bias)].copy_(host, non_blocking=True)
+
+    def _at(self, first_entry: int, num_entries: int) -> torch.Tensor:
+        return self.buffer[:, :, :, first_entry : first_entry + num_entries]
+
+
+def _has_all_layers(full: FullKVCache) -> TypeGuard[ArenaKVCache]:
+    """Tell whether all layers of a cache lie on the device, in one buffer."""
+    return isinstance(full, ArenaKVCache) and not full.comes_by_layer
+
+
+class _Asked(Entries):
+    """A note of what a partial cache asks for, which takes no memory."""
+
+    num_chunks = 0
+    scanned: tuple[int, int, int] | None = None  # first key, number of keys, number of best ones
+
+    def __init__(self, shape: CacheShape, capacity: int) -> None:
+        super().__init__(shape, capacity)
+        self.capacity = capacity
+
+    def new_means(self, part: int, num_chunks: int) -> torch.Tensor:
+        self.num_chunks = max(self.num_chunks, num_chunks)
+        return super().new_means(part, num_chunks)
+
+    def expect_keys(self, first: int, num_keys: int, num_best: int) -> None:
+        self.scanned = first, num_keys, num_best
+
+
+def arena_for(
+    new_cache: SparseCacheFactory, budget: int, shape: CacheShape, num_slots: int, longest_job: int
+) -> SparseArena:
+    """Slots for the partial caches of jobs of up to `longest_job` positions."""
+    counts = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
+    nowhere = CacheShape(*counts, shape.dtype, torch.device("meta"), num_parts=shape.num_parts)
+    longest = Sequence("longest", [0], SamplingParams(max_tokens=max(1, longest_job - 1)), 1)
+    asked = new_cache(nowhere, min(budget, longest.max_length), longest, _Asked).entries
+    assert isinstance(asked, _Asked)
+    return SparseArena(shape, num_slots, asked.capacity, asked.num_chunks, _texts_for(asked, shape, num_slots))
+
+
+def _texts_for(asked: _Asked, shape: CacheShape, num_slots: int) -> ScannedTexts | None:
+    if asked.scanned is None:
+        return None
+    first, num_keys, num_best = asked.scanned
+    sizes = TextSizes(
+        shape.num_layers, num_slots, shape.num_kv_heads, shape.head_dim, most_chunks(num_keys), num_best, first
+    )
+    return ScannedTexts.empty(sizes, shape.device)
+
+
+def _numbers(chosen: torch.Tensor) -> torch.Tensor:
+    """Return entries' numbers in the form that the kernels take."""
+    return chosen.to(torch.int32).contiguous()

@@ -1,0 +1,285 @@
+"""The experts of an architecture: which layers have them, their tensors' names, their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from swiftbatch.worker.kernels.kernel_sizes import LANES
+from swiftbatch.worker.kernels.layer_specs import Routing, Score
+from swiftbatch.worker.model.config_value_rules import number_of
+from swiftbatch.worker.model.layer_types import EXPERTS_ALONE, layer_types
+
+MoELayers = Callable[[Mapping[str, Any]], frozenset[int]]
+"""Reads which layers have experts. Raises KeyError for what is left to a default, ValueError for no such numbers."""
+
+COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk", "experts_per_token")
+ROLES = ("gate", "up", "down")
+
+
+def mlp_linears(part: str) -> dict[str, str]:
+    """The names of the products of such a part, by their roles."""
+    return {role: f"{part}.{role}_proj" for role in ROLES}
+
+
+@dataclass(frozen=True)
+class FusedNames:
+    """All experts of a layer in two tensors, each with the experts one behind the other."""
+
+    gate_up: str
+    down: str
+    in_turns: bool = False  # a row of gates, a row of ups; else all gates and then all ups
+    is_transposed: bool | None = False  # rows stand for columns; None: their shape says it
+    bias_suffix: str | None = None  # behind these names
+
+
+@dataclass(frozen=True)
+class MoETensorNames:
+    """The names of tensors within a layer."""
+
+    router: str = "mlp.gate.weight"
+    router_bias: str | None = None
+    each: Mapping[str, str] | None = field(
+        default_factory=lambda: {role: f"mlp.experts.{{}}.{role}_proj.weight" for role in ROLES}
+    )  # of one expert by its number, without gates where they have none; None where they are never stored so
+    fused: FusedNames | None = None
+    choice_bias: str | None = None
+    shared_gate: str | None = None
+    shared: Mapping[str, str] | None = None  # of the products that all rows meet, by their roles
+    latent: tuple[str, str] | None = None  # of the products in front of all experts and behind them
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """Names that a kind has for its experts: keys of its config, and what it does with their numbers."""
+
+    score: Score
+    layers: MoELayers
+    width: str = "moe_intermediate_size"
+    names: MoETensorNames = field(default_factory=MoETensorNames)
+    normalises: str | bool = True  # a key, or always or never
+    least_sum: str | float = 0.0
+    scale: str | None = None
+    groups: tuple[str, str] | None = None  # the number of them, and of those that are chosen from
+    grouping: tuple[str, str] | None = None  # a key, and the word with which there are groups; None: always
+    num_best_of_group: int = 2  # that tell how good it is
+    rounds_logits: bool = True  # to the model's dtype
+    rounds_weights: bool = True
+    keeps_router: bool = False  # in float32, where it is stored so
+    shared_width: str | None = None
+    num_shared: str | None = None  # so many widths of an expert
+    latent_width: str | None = None  # of what experts read in place of a row, where the config says one
+    gate_limit: str | None = None
+    gate_slope: str | None = None
+    jitter: str | None = None
+    keys: tuple[str, ...] = ()  # more numbers that are read here, or that change no forward
+    one_meaning: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
+
+    def known_keys(self) -> set[str]:
+        """All keys whose numbers are understood."""
+        said = (self.width, self.normalises, self.least_sum, self.scale, self.shared_width, self.num_shared)
+        more = (self.latent_width, self.gate_limit, self.gate_slope, self.jitter, *(self.groups or ()), *self.keys)
+        of_experts = {each for each in (*said, *more, *self.one_meaning) if isinstance(each, str)}
+        return of_experts | {*COUNT_KEYS, *CHOSEN_KEYS, "router_aux_loss_coef"}
+
+
+def experts_in_all_layers(config: Mapping[str, Any]) -> frozenset[int]:
+    """Every layer has experts."""
+    return frozenset(range(config["num_hidden_layers"]))
+
+
+def by_their_names(config: Mapping[str, Any]) -> frozenset[int]:
+    """Layers that are called so have experts, and nothing else."""
+    return frozenset(number for number, each in enumerate(layer_types(config) or ()) if each in EXPERTS_ALONE)
+
+
+def in_each_so_many(config: Mapping[str, Any]) -> frozenset[int]:
+    """Every `decoder_sparse_step`-th layer has them, but for those that are named."""
+    step, without = _whole(config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
+    if not isinstance(without, list):
+        raise ValueError(f"its mlp_only_layers are {without!r:.80}")
+    return frozenset(each for each in experts_in_all_layers(config) if (each + 1) % step == 0) - set(without)
+
+
+def behind_the_first(config: Mapping[str, Any]) -> frozenset[int]:
+    """All layers have them but for the first few."""
+    first = _whole(config, "first_k_dense_replace", least=0)
+    return frozenset(each for each in experts_in_all_layers(config) if each >= first)
+
+
+def behind_the_dense_ones(config: Mapping[str, Any]) -> frozenset[int]:
+    """The same, under another key."""
+    return behind_the_first(dict(config) | {"first_k_dense_replace": config["num_dense_layers"]})
+
+
+def all_but_the_first(config: Mapping[str, Any]) -> frozenset[int]:
+    """Every layer but the first one has experts."""
+    return experts_in_all_layers(config) - {0}
+
+
+@dataclass(frozen=True)
+class SparseOr:
+    """Give experts to the layers that `mlp_layer_types` calls sparse; without that key, as `otherwise` has it."""
+
+    otherwise: MoELayers
+
+    def __call__(self, config: Mapping[str, Any]) -> frozenset[int]:
+        if (types := config.get("mlp_layer_types")) is None:
+            return self.otherwise(config)
+        if not isinstance(types, list) or len(types) != config["num_hidden_layers"] or set(types) - {"dense", "sparse"}:
+            raise ValueError("its mlp_layer_types do not tell of each layer")
+        return frozenset(number for number, each in enumerate(types) if each == "sparse")
+
+
+def between(config: Mapping[str, Any]) -> frozenset[int]:
+    """Every so-manieth layer from one to another has them; -1, or none, is the last."""
+    step, first = _whole(config, "moe_layer_interval"), _whole(config, "moe_layer_start_index", least=0)
+    last = _whole({"moe_layer_end_index": -1} | dict(config), "moe_layer_end_index", least=-1)
+    last = config["num_hidden_layers"] - 1 if last == -1 else last
+    return frozenset(each for each in range(first, last + 1) if (each + 1) % step == 0) & experts_in_all_layers(config)
+
+
+def _whole(config: Mapping[str, Any], key: str, least: int = 1) -> int:
+    value = config[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"its {key} is {value!r:.80}")
+    return value
+
+
+# Reads what our kernels must know of a model's experts from its config alone. Without torch: the driver asks, too.
+
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The experts of a model's layers: which layers have them, how rows choose, how wide all is."""
+
+    form: MoESpec
+    routing: Routing
+    layers: frozenset[int]
+    hidden: int
+    width: int  # columns of an expert
+    shared_width: int  # of what all rows meet; 0 for none
+    gate_limit: float
+    gate_slope: float
+    latent_width: int  # of the vectors that experts read; 0 where they read rows
+
+    @property
+    def names(self) -> MoETensorNames:
+        return self.form.names
+
+    def is_fused(self, stored: set[str], prefix: str) -> bool:
+        """Tell whether the experts of a layer lie in two tensors, of which it is clear what rows are."""
+        if (fused := self.names.fused) is None or self.names.each is None:
+            return fused is not None
+        is_clear = fused.is_transposed is not None or self.hidden not in (self.width, 2 * self.width)
+        return is_clear and prefix + fused.down in stored
+
+    def parts(self, is_fused: bool) -> Iterator[str]:
+        """Yield the names of a layer's tensors, but those of a dense layer and of what all rows meet."""
+        names = self.names
+        for each in (names.router, names.router_bias, names.choice_bias, names.shared_gate):
+            if each is not None and (each != names.shared_gate or self.shared_width):
+                yield each
+        if not is_fused and names.each is not None:
+            count = self.routing.num_experts
+            yield from (each.format(number) for each in names.each.values() for number in range(count))
+        if self.latent_width:
+            yield from (f"{name}.weight" for name in names.latent or ())
+        if is_fused and (fused := names.fused) is not None:
+            suffixes = ("",) if fused.bias_suffix is None else ("", fused.bias_suffix)
+            yield from (f"{each}{suffix}" for each in (fused.gate_up, fused.down) for suffix in suffixes)
+
+
+def read_moe(config: Config, form: MoESpec) -> MoEConfig | None:
+    """None where no layer has them.
+
+    Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take.
+    """
+    if not (layers := form.layers(config)):
+        return None
+    width = _width(config, form.width)
+    groups = _groups(config, form)
+    routing = Routing(
+        num_experts=_agreed(config, COUNT_KEYS),
+        num_chosen=_agreed(config, CHOSEN_KEYS),
+        score=form.score,
+        is_normalised=_switch(config, form.normalises),
+        least_sum=_number(config, form.least_sum),
+        scale=_number(config, form.scale, 1.0),
+        num_groups=groups[0],
+        num_chosen_groups=groups[1],
+        rounds_logits=form.rounds_logits,
+        rounds_weights=form.rounds_weights,
+        jitter=_number(config, form.jitter),
+        num_best_of_group=form.num_best_of_group,
+    )
+    return MoEConfig(
+        form,
+        routing,
+        layers,
+        config["hidden_size"],
+        width,
+        _shared_width(config, form, width),
+        _number(config, form.gate_limit),
+        _number(config, form.gate_slope),
+        0 if form.latent_width is None or config[form.latent_width] is None else _width(config, form.latent_width),
+    )
+
+
+def _groups(config: Config, form: MoESpec) -> tuple[int, int]:
+    """The number of groups of experts, and of those that a row chooses from. Raises KeyError or ValueError."""
+    if form.groups is None or (form.grouping is not None and config.get(form.grouping[0]) != form.grouping[1]):
+        return 1, 1
+    number, chosen = (int(number_of(config, key)) for key in form.groups)
+    return number, chosen
+
+
+def _agreed(config: Config, keys: tuple[str, ...]) -> int:
+    """The number that all of these keys say that are there."""
+    said = {key: _of_all_layers(config[key]) for key in keys if config.get(key) is not None}
+    if not said:
+        raise KeyError(keys[0])
+    found = set(map(repr, said.values()))
+    number = next(iter(said.values()))
+    if len(found) > 1 or isinstance(number, bool) or not isinstance(number, int):
+        raise ValueError(f"its {' and '.join(said)} are {', '.join(sorted(found))}")
+    return number
+
+
+def _of_all_layers(said: Any) -> Any:
+    """The number that a list has for every layer; what is none, as it is."""
+    return said[0] if isinstance(said, list) and said and all(each == said[0] for each in said) else said
+
+
+def _shared_width(config: Config, form: MoESpec, width: int) -> int:
+    if form.shared_width is not None:
+        return _width(config, form.shared_width) if config[form.shared_width] != 0 else 0
+    if form.num_shared is None or not config[form.num_shared]:
+        return 0
+    return width * int(number_of(config, form.num_shared))
+
+
+def _width(config: Config, key: str) -> int:
+    width = config[key]
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1 or width % LANES:
+        raise ValueError(f"its {key} is {width!r:.80}, no multiple of {LANES}")
+    return width
+
+
+def _switch(config: Config, said: str | bool) -> bool:
+    if isinstance(said, bool):
+        return said
+    if not isinstance(config[said], bool):
+        raise ValueError(f"its {said} is {config[said]!r:.80}")
+    return bool(config[said])
+
+
+def _number(config: Config, said: str | float | None, default: float = 0.0) -> float:
+    if isinstance(said, str):
+        return number_of(config, said)
+    return default if said is None else said

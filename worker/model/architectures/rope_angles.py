@@ -1,0 +1,126 @@
+"""The angles by which a dense decoder's layers turn heads, as its config says them. Without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary, rotary_of
+from swiftbatch.worker.model.architectures.attention_layers import Windows, always
+from swiftbatch.worker.model.architectures.dense_models import DECODER_ARCHITECTURES
+from swiftbatch.worker.model.architectures.spec import ArchitectureSpec, WindowAngles
+from swiftbatch.worker.model.config_value_rules import number_of
+
+
+def num_rotary_dims_of(config: dict[str, Any], form: ArchitectureSpec, head_dim: int) -> int:
+    """The dimensions of a head that are turned by its position. Raises ValueError for an odd number."""
+    default = 1.0 if form.partial_rotary_factor is None else form.partial_rotary_factor
+    if "rotary_dim" in config:
+        default = number_of(config, "rotary_dim") / head_dim
+    said = _angles(config).get("partial_rotary_factor", config.get("partial_rotary_factor", default))
+    turned = int(head_dim * float(said))
+    if not 0 < turned <= head_dim or turned % 2 or (form.partial_rotary_factor is None and turned < head_dim):
+        raise ValueError(f"its partial_rotary_factor is {said!r:.80}")
+    return turned
+
+
+def _angles(config: dict[str, Any], layers: str = "full_attention") -> dict[str, Any]:
+    """The config's words about the angles of some layers, with their base."""
+    form = DECODER_ARCHITECTURES[config["model_type"]]
+    if form.still is always:
+        return {"rope_type": "default", "rope_theta": 1e4}  # which no layer reads
+    if form.window_angles:
+        return _angles_by_type(config, form.window_angles, layers)
+    said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}
+    return {"rope_theta": config["rope_theta"]} | said if "rope_theta" in config else dict(said)
+
+
+def _angles_by_type(config: dict[str, Any], own: WindowAngles, layers: str) -> dict[str, Any]:
+    """The words about one type of layers: named by it, or in keys of their own. Only layers without windows stretch."""
+    parameters = config.get("rope_parameters") or {}
+    if isinstance(parameters.get(layers), dict):
+        words: dict[str, Any] = parameters[layers]
+        return {"rope_theta": own.theta(layers)} | words
+    if parameters:
+        raise ValueError("its rope_parameters do not tell of each type of layers")
+    if layers == "sliding_attention":
+        return {"rope_type": "default", "rope_theta": config.get(own.windowed_key or "", own.windowed)}
+    said: dict[str, Any] = config.get("rope_scaling") or {"rope_type": "default"}
+    return {"rope_theta": config.get("rope_theta", own.full)} | said
+
+
+def other_rotary(config: dict[str, Any], form: ArchitectureSpec, head_dim: int) -> Rotary | None:
+    """Read the angles of those layers that turn otherwise; None where all turn alike. Raises as `own_rotary` does."""
+    if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)[1:]):
+        said = _angles(config) | {"rope_theta": bases[0]}
+    elif form.window_angles is not None:
+        said = _angles(config, "sliding_attention")
+    else:
+        return None
+    return replace(rotary_of(said, head_dim, is_strict=True), is_rounded=form.rounds_angles)
+
+
+def other_layers(config: dict[str, Any], form: ArchitectureSpec, windows: Windows) -> frozenset[int]:
+    """Find the layers of `other_rotary`: by their bases, or those with windows, also with such that hide nothing."""
+    if form.thetas_key is None:
+        return frozenset(number for number, size in enumerate(windows) if size is not None)
+    thetas, bases = config[form.thetas_key] or [], thetas_of(config, form.thetas_key)[1:]
+    return frozenset(number for number, theta in enumerate(thetas) if theta in bases)
+
+
+def thetas_of(config: dict[str, Any], key: str) -> list[float]:
+    """The bases that layers turn by. Raises KeyError or ValueError for more than the kernels take."""
+    found = list(dict.fromkeys(theta for theta in config[key] or [] if theta))
+    if len(found) > 2:
+        raise ValueError(f"its {key} has {len(found)} bases")
+    return found
+
+
+def own_rotary(config: dict[str, Any], form: ArchitectureSpec, head_dim: int, num_rotary_dims: int) -> Rotary:
+    """Read the angles. Raises KeyError, TypeError or ValueError for those left to a default, or none of ours."""
+    beside = {"partial_rotary_factor", form.growth_key, "max_position_embeddings" if form.growth_key else None}
+    said = {name: value for name, value in _angles(config).items() if name not in beside}
+    if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)):
+        said["rope_theta"] = bases[0]
+    kinds = (said.get("rope_type"), said.get("type"))
+    if "longrope" in kinds:
+        said = _long_angles(said, config)
+    if "dynamic" in kinds and form.has_fixed_alpha:
+        said = _fixed_angles(said, head_dim)
+    rotary = rotary_of(said, num_rotary_dims, is_strict=True)
+    rotary = replace(rotary, is_rounded=form.rounds_angles, growth=_growth(config, form))
+    return rotary if num_rotary_dims == head_dim else rotary.beside_still(head_dim // 2)
+
+
+def _growth(config: dict[str, Any], form: ArchitectureSpec) -> QueryGrowth | None:
+    """Read how queries grow. Raises KeyError or ValueError."""
+    if form.growth_key is None:
+        return None
+    said = _angles(config)
+    length = number_of(said, "original_max_position_embeddings")
+    if not length.is_integer():
+        raise ValueError(f"its original_max_position_embeddings is {length}")
+    return QueryGrowth(number_of(said, form.growth_key), int(length))
+
+
+def _fixed_angles(said: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """The words about another base in place of those about an `alpha`. Raises KeyError or ValueError."""
+    base = number_of(said, "rope_theta") * number_of(said, "alpha") ** (head_dim / (head_dim - 2))
+    return {"rope_type": "default", "rope_theta": base}
+
+
+def _long_angles(said: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The config's words about longrope, with those beside it. Raises KeyError, TypeError or ValueError."""
+    form = DECODER_ARCHITECTURES[config["model_type"]]
+    if not form.has_long_angles:
+        raise ValueError("its kind was not tried with longrope")
+    most, original = (number_of(config, f"{which}max_position_embeddings") for which in ("", "original_"))
+    said = {"factor": most / original} | {name: value for name, value in said.items() if name != "type"}
+    if form.scales_long_angles:
+        scale, of_long_texts = (number_of(said, f"{which}_mscale") for which in ("short", "long"))
+        if scale != of_long_texts:
+            raise ValueError(f"its short_mscale and long_mscale are {scale} and {of_long_texts}")
+        said = {name: value for name, value in said.items() if not name.endswith("_mscale")}
+        said |= {"attention_factor": scale}
+    # a value beside the angles counts before the same one among them
+    return said | {"rope_type": "longrope", "original_max_position_embeddings": original}

@@ -1,0 +1,422 @@
+"""Builds a decoder's weights from a model's files: attention, MLP, experts, layers with a state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from swiftbatch.worker.kernels.decoder_weights import (
+    AnyLinear,
+    DecoderSizes,
+    DecoderWeights,
+    ExpertWeights,
+    LayerWeights,
+    Linear,
+    linear_from,
+)
+from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentWeights
+from swiftbatch.worker.kernels.quantized_weights import PackedExperts, PackedMatrix, Weight, plain
+from swiftbatch.worker.model.architectures.attention_layers import UP, MLAConfig
+from swiftbatch.worker.model.architectures.moe_layers import ROLES, FusedNames, MoEConfig
+from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig
+from swiftbatch.worker.model.architectures.spec import ATTENTION
+from swiftbatch.worker.model.decoder_config import (
+    MLP_LINEARS,
+    SINKS,
+    DecoderConfig,
+    OtherDecoderError,
+    read_decoder_config,
+    refuse_other_tensors,
+)
+from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
+from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, HEAD_BIAS, is_of_text
+from swiftbatch.worker.model.weight_files import read_tensors
+
+Tensors = Mapping[str, Weight]
+Experts = tuple[Sequence[AnyLinear], Sequence[AnyLinear], Sequence[AnyLinear]]  # gates, ups, downs
+
+
+def expert_weights(tensors: Tensors, prefix: str, config: MoEConfig, dtype: torch.dtype) -> ExpertWeights:
+    """The experts of the layer whose tensors begin so. Raises ValueError for others than those of the config."""
+    names, is_fused = config.names, config.is_fused(set(tensors), prefix)
+    gates, ups, downs = (_fused if is_fused else _one_by_one)(tensors, prefix, config)
+    shared_gate = None if not config.shared_width else _floats(tensors, prefix, names.shared_gate)
+    choice_bias = _floats(tensors, prefix, names.choice_bias)
+    found = ExpertWeights(
+        config.routing,
+        _router(tensors, prefix, config, dtype),
+        gates,
+        ups,
+        downs,
+        choice_bias=None if choice_bias is None else choice_bias.flatten(),
+        shared_gate=None if shared_gate is None else shared_gate.to(dtype).float(),
+        gate_limit=config.gate_limit,
+        gate_slope=config.gate_slope,
+        latent=_latent(tensors, prefix, config),
+    )
+    if (widths := (found.intermediate, found.latent_width)) != (expected := (config.width, config.latent_width)):
+        raise ValueError(f"found experts of widths {widths}, expected {expected}")
+    return found
+
+
+def _latent(tensors: Tensors, prefix: str, config: MoEConfig) -> tuple[AnyLinear, AnyLinear] | None:
+    if not config.latent_width or config.names.latent is None:
+        return None
+    front, behind = (linear_from(tensors[f"{prefix}{name}.weight"]) for name in config.names.latent)
+    return front, behind
+
+
+def _floats(tensors: Tensors, prefix: str, name: str | None) -> Tensor | None:
+    return None if name is None else plain(tensors[prefix + name]).float()
+
+
+def _router(tensors: Tensors, prefix: str, config: MoEConfig, dtype: torch.dtype) -> Linear:
+    weight, bias = (_floats(tensors, prefix, name) for name in (config.names.router, config.names.router_bias))
+    assert weight is not None
+    if not config.form.keeps_router:
+        weight, bias = (None if each is None else each.to(dtype).float() for each in (weight, bias))
+    assert weight is not None
+    return Linear(weight, bias)
+
+
+def _one_by_one(tensors: Tensors, prefix: str, config: MoEConfig) -> Experts:
+    names, experts = config.names.each, range(config.routing.num_experts)
+    assert names is not None
+    gates, ups, downs = (
+        [linear_from(tensors[prefix + names[role].format(each)]) for each in experts if role in names] for role in ROLES
+    )
+    return gates, ups, downs
+
+
+def _fused(tensors: Tensors, prefix: str, config: MoEConfig) -> Experts:
+    names = config.names.fused
+    assert names is not None
+    hidden, width = config.hidden, config.width
+    gate_up = _experts_of(tensors[prefix + names.gate_up], names, (2 * width, hidden))
+    down = _experts_of(tensors[prefix + names.down], names, (hidden, width))
+    gate_up_bias, down_bias = (_biases(tensors, prefix + each, names, config) for each in (names.gate_up, names.down))
+    halves = (slice(0, None, 2), slice(1, None, 2)) if names.in_turns else (slice(width), slice(width, None))
+    gates, ups = ([*map(_rows_of, gate_up, gate_up_bias, [half] * len(gate_up))] for half in halves)
+    return gates, ups, [*map(linear_from, down, down_bias)]
+
+
+def _experts_of(weight: Weight, names: FusedNames, shape: tuple[int, int]) -> Sequence[Weight]:
+    """The matrix `shape` of each expert, its rows the columns of the product."""
+    if isinstance(weight, PackedExperts):
+        return weight.experts()
+    assert isinstance(weight, Tensor)
+    is_transposed = weight.shape[1:] != shape if names.is_transposed is None else names.is_transposed
+    return [each.T if is_transposed else each for each in weight]
+
+
+def _biases(tensors: Tensors, name: str, names: FusedNames, config: MoEConfig) -> Sequence[Tensor | None]:
+    if names.bias_suffix is None:
+        return [None] * config.routing.num_experts
+    return [*plain(tensors[name + names.bias_suffix])]
+
+
+def _rows_of(weight: Weight, bias: Tensor | None, rows: slice) -> AnyLinear:
+    chosen = weight.rows(rows) if isinstance(weight, PackedMatrix) else weight[rows]
+    return linear_from(chosen, None if bias is None else bias[rows])
+
+
+# A model's layers with a state, a convolution or latent attention, from their stored tensors.
+
+
+def recurrent_weights(
+    tensors: Mapping[str, Weight], prefix: str, mixer: RecurrentConfig, dtype: torch.dtype
+) -> RecurrentWeights:
+    """The mixer of one layer. Raises ValueError for tensors that are not of its sizes."""
+    linears = dict(_mixer_linears(tensors, f"{prefix}{mixer.names.part}.", mixer))
+    stored = {role: plain(tensors[prefix + name]) for role, name in mixer.numbers.items()}
+    numbers = {role: _number(role, each.to(dtype).float(), mixer) for role, each in stored.items()}
+    if mixer.part_scales is not None:
+        numbers["scales"] = _scales(mixer.part_scales, mixer).to(dtype).float()
+    return RecurrentWeights(mixer.sizes, linears, numbers)
+
+
+def _mixer_linears(
+    tensors: Mapping[str, Weight], prefix: str, mixer: RecurrentConfig
+) -> Iterator[tuple[str, AnyLinear]]:
+    columns = mixer.sizes.columns()
+    for name, roles in mixer.names.linears.items():
+        weight, bias = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
+        if (order := mixer.names.orders.get(name)) is not None:
+            weight = of_rows(weight, order(mixer.shape))
+        if len(roles) == 1:
+            yield roles[0], linear_from(weight, None if bias is None else plain(bias))
+            continue
+        widths = [columns[role] for role in roles]
+        if any(each.shape[0] != sum(widths) for each in (weight, bias) if each is not None):
+            raise ValueError(f"found rows of {name} that are not those of {roles}")
+        biases = [None] * len(roles) if bias is None else plain(bias).split(widths)
+        yield from zip(roles, map(linear_from, weight.split(widths), biases), strict=True)
+
+
+def of_rows(weight: Weight, rows: list[int]) -> Weight:
+    """Some rows of a stored matrix, in this order. Raises ValueError for more than it has."""
+    if len(rows) > weight.shape[0] or max(rows) >= weight.shape[0]:
+        raise ValueError(f"found {weight.shape[0]} rows, expected {len(rows)}")
+    chosen = torch.tensor(rows, device=weight.device)
+    return weight.rows(chosen) if isinstance(weight, PackedMatrix) else weight[chosen]
+
+
+def _scales(parts: tuple[float, ...], mixer: RecurrentConfig) -> Tensor:
+    """The scales of all columns in the order of the kernels' roles."""
+    gates, values, keys, queries, steps = parts
+    width, key_width = mixer.sizes.width, mixer.shape.num_key_heads * mixer.shape.key_dim
+    runs = ((values, width), (keys, key_width), (queries, key_width), (gates, width), (steps, mixer.shape.num_heads))
+    return torch.cat([torch.full((count,), scale) for scale, count in runs])
+
+
+def _number(role: str, numbers: Tensor, mixer: RecurrentConfig) -> Tensor:
+    """Float32 numbers as the kernels take them: taps by their places, norms of heads for each head.
+
+    Raises ValueError for others than are stored, of these two.
+    """
+    sizes = mixer.sizes
+    if role == "taps":
+        _refuse_shape(role, numbers, (sizes.num_channels, 1, sizes.conv_width), (sizes.num_channels, sizes.conv_width))
+        return numbers.flatten(1).T.contiguous()
+    if role == "norm" and sizes.form == RecurrentForm.DELTA_NET:
+        _refuse_shape(role, numbers, (sizes.norm_width,))
+        return numbers.repeat(sizes.width // sizes.norm_width)
+    return numbers
+
+
+def _refuse_shape(role: str, numbers: Tensor, *expected: tuple[int, ...]) -> None:
+    if tuple(numbers.shape) not in expected:
+        raise ValueError(f"found {role} of a mixer as {list(numbers.shape)}, expected {list(expected[0])}")
+
+
+def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[str, AnyLinear]:
+    """The products of a layer by their roles in the kernels. Raises ValueError for rows that are no heads.
+
+    The turned dimensions of queries and keys are brought where the kernels turn them. Of the product from the latent
+    vector to keys and values each head's keys stand transposed: they lead from its query to the latent vector.
+    """
+    sizes = latent.sizes
+    heads = range(0, linears["query"].weight.shape[0], sizes.query_dim)
+    of_queries = [*range(sizes.nope_dim), *(sizes.nope_dim + each for each in latent.turned_order)]
+    of_key = [*range(sizes.rank), *(sizes.rank + each for each in latent.turned_order)]
+    query, key = (linears[role].weight for role in ("query", "key"))
+    if key.shape[0] != sizes.entry_dim:
+        raise ValueError(f"found {key.shape[0]} rows of latent vectors, expected {sizes.entry_dim}")
+    up, width = plain(linears[UP].weight), sizes.nope_dim + sizes.value_dim
+    if up.shape[0] != len(heads) * width:
+        raise ValueError(f"found {up.shape[0]} rows of keys and values, expected {len(heads)} heads of {width}")
+    up = up.unflatten(0, (len(heads), width))
+    keys, values = up.split([sizes.nope_dim, sizes.value_dim], dim=1)  # [num_heads, -, rank]
+    return {role: linear for role, linear in linears.items() if role != UP} | {
+        "query": linear_from(of_rows(query, [head + each for head in heads for each in of_queries])),
+        "key": linear_from(of_rows(key, of_key)),
+        "key_up": Linear(keys.transpose(1, 2).flatten(0, 1)),
+        "value_up": Linear(values.flatten(0, 1)),
+    }
+
+
+# Dense decoders straight from their files, without `transformers`, whose import takes seconds: see `dense_config`.
+
+
+CPU = torch.device("cpu")
+SCALES_WITHIN = ("attention_in_scale", "key_scale", "attention_out_scale", "gate_scale", "down_scale")  # a layer
+
+
+def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights | None:
+    """The weights of a model folder; None for one that is not such a decoder, or whose tensors are not all there or do
+    not fit its config, of which `transformers` tells more.
+
+    Each tensor goes to the device as it is read: for another one than the CPU, the host holds one of them at a time.
+    """
+    config = read_config(files.name, files.path)
+    try:
+        dense = read_decoder_config(config)
+        refuse_other_tensors(dense, stored_names(files, config))
+    except OtherDecoderError:
+        return None
+    place = functools.partial(_placed, device=device, dtype=dtype)
+    tensors = read_tensors(files, dtype, place, _floats_of(dense))
+    try:
+        return decoder_of(tensors, dense, dtype)
+    except (ValueError, IndexError):
+        return None
+
+
+def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
+    """A decoder of tensors where they lie. Raises ValueError or IndexError for those that do not fit its config."""
+    layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
+    head_bias = plain(tensors[HEAD_BIAS]) if dense.has_head_bias else None
+    head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
+    final_norm = _norm(tensors, dense.form.final_norm, dense)
+    return DecoderWeights(_sizes(dense, dtype), tensors[EMBEDDING], layers, final_norm, head, dense.rotary)
+
+
+def layer_alone(
+    tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch.dtype
+) -> tuple[DecoderSizes, LayerWeights]:
+    """The sizes and the layer of a model of one layer, from its tensors as they are stored.
+
+    Raises ValueError or IndexError for those that do not fit.
+    """
+    kept = _floats_of(dense)
+    placed = {name: each if name in kept else _placed(each, CPU, dtype) for name, each in tensors.items()}
+    return _sizes(dense, dtype), _layer(placed, 0, dense, dtype)
+
+
+def _sizes(dense: DecoderConfig, dtype: torch.dtype) -> DecoderSizes:
+    return DecoderSizes(
+        num_layers=dense.num_layers,
+        hidden=dense.hidden,
+        num_heads=dense.num_heads,
+        num_kv_heads=dense.num_kv_heads,
+        head_dim=dense.head_dim,
+        intermediate=dense.intermediate,
+        vocab=dense.vocab,
+        epsilon=dense.epsilon,
+        scale=dense.scales.get("scores", dense.scales.get("score_width", dense.head_dim) ** -0.5),
+        dtype=dtype,
+        embedding_scale=_embedding_scale(dense, dtype),
+        residual_scale=dense.scales.get("residual", 1.0),
+        logit_scale=dense.scales.get("logits_factor", 1.0) / dense.scales.get("logits", 1.0),
+        norm_form=dense.form.norm_form,
+        activation=dense.activation,
+        has_gates=dense.form.has_gates,
+        joins_heads=dense.form.joins_heads,
+        norms_after_rope=dense.form.norms_after_rope,
+        is_parallel=dense.form.is_parallel,
+        qk_norms_differ=dense.form.qk_norms_differ,
+        gates_heads=dense.form.gates_heads,
+        score_softcap=dense.caps.get("scores", 0.0),
+        logit_softcap=dense.caps.get("logits", 0.0),
+        latent=None if dense.latent is None else dense.latent.sizes,
+        **{name: dense.scales[name] for name in SCALES_WITHIN if name in dense.scales},
+    )
+
+
+def _placed(weight: Weight, device: torch.device, dtype: torch.dtype) -> Weight:
+    if isinstance(weight, PackedMatrix):
+        return weight.to(device)
+    return weight.to(device).to(dtype)  # in this order: fewer bytes pass where files are the narrower
+
+
+def _embedding_scale(dense: DecoderConfig, dtype: torch.dtype) -> float:
+    if dense.form.scales_by_width:
+        return float(torch.tensor(dense.hidden**0.5).to(dtype))
+    return dense.scales.get("embedding", 1.0)
+
+
+def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
+    """The names of a text model's tensors in its files, without a head that is tied.
+
+    None of them where one is there twice, as nobody says which of the two it is.
+    """
+    layout = stored_layout(files.name, files.path)
+    return set() if layout.repeated else {name for name in layout.heads if is_of_text(name, config)}
+
+
+def _floats_of(dense: DecoderConfig) -> frozenset[str]:
+    """The tensors that are float32 in the kernels, whatever the model's dtype."""
+    if dense.experts is None:
+        return frozenset()
+    names = (dense.experts.names.router, dense.experts.names.router_bias, dense.experts.names.choice_bias, SINKS)
+    layers = range(dense.num_layers)
+    return frozenset(f"model.layers.{number}.{name}" for number in layers for name in names if name is not None)
+
+
+def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dtype: torch.dtype) -> LayerWeights:
+    prefix = f"model.layers.{number}."
+    parts, widths = _parts(dense.linears(number)), dense.widths(number)
+    linears = {role: each for part in parts.items() for role, each in _linears(tensors, prefix, part, widths)}
+    norms: dict[str, Any] = {role: _norm(tensors, prefix + part, dense) for role, part in dense.form.norms.items()}
+    if dense.attends(number):
+        norms |= {role: _qk_norm(tensors, prefix + part, dense) for role, part in dense.qk_norms.items()}
+        linears = (
+            latent_linears(linears, dense.latent) if dense.latent is not None else linears | _heads(linears, dense)
+        )
+    view: dict[str, Any] = {"is_nope": number in dense.nope_layers, "window": dense.windows[number]}
+    view["rotary"] = dense.other_rotary if number in dense.other_layers else None
+    view["curve"] = _curve([plain(tensors[prefix + part]) for part in dense.form.curve])
+    if dense.form.has_sinks:
+        view["sinks"] = plain(tensors[prefix + SINKS]).float()
+    if dense.experts is not None and number in dense.experts.layers:
+        view["experts"] = expert_weights(tensors, prefix, dense.experts, dtype)
+    if dense.mixer is not None and number in dense.mixer.layers:
+        view["mixer"] = recurrent_weights(tensors, prefix, dense.mixer, dtype)
+    absent: dict[str, Any] = dict.fromkeys((*ATTENTION, *MLP_LINEARS))
+    return LayerWeights(**absent | linears, **norms, **view)
+
+
+def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, AnyLinear]:
+    """Queries and keys in the kernels' order of a head's dimensions, and gates of their own."""
+    found = {role: linears[role] for role in ("query", "key")}
+    if dense.form.gates_heads:
+        dim, query = dense.head_dim, found["query"]
+        found["query"] = _of_heads(query, list(range(dim)), 2 * dim)
+        found["head_gate"] = _of_heads(query, list(range(dim, 2 * dim)), 2 * dim)
+    if (order := dense.head_order) is not None:
+        found |= {role: _of_heads(found[role], order, dense.head_dim) for role in ("query", "key")}
+    return found
+
+
+def _norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> Tensor:
+    """The weights of a norm of rows, and behind them its biases."""
+    found = [plain(tensors[name]) for name in dense.form.norm_tensors(part)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _qk_norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> Tensor:
+    """The weights of a norm of heads, in the kernels' order of a head's dimensions."""
+    weight = plain(tensors[f"{part}.weight"]).flatten()
+    if (order := dense.head_order) is None:
+        return weight
+    if len(weight) % dense.head_dim:
+        raise ValueError(f"found {len(weight)} weights of {part}, expected one for each dimension of a head")
+    return weight.view(-1, dense.head_dim)[:, order].flatten()
+
+
+def _curve(trained: list[Tensor]) -> Tensor | None:
+    """The numbers of XIELU from what is stored of it; None for another activation."""
+    if not trained:
+        return None
+    squares, exponentials, share, bound = (number.flatten() for number in trained)
+    found: list[Tensor] = [softplus(squares), share + softplus(exponentials), share, bound]
+    return torch.cat(found).float()
+
+
+def _parts(names: Mapping[str, str]) -> dict[str, list[str]]:
+    """The stored linear layers, and the roles whose rows each holds one behind the other."""
+    parts: dict[str, list[str]] = {}
+    for role, part in names.items():
+        parts.setdefault(part, []).append(role)
+    return parts
+
+
+def _linears(
+    tensors: Mapping[str, Weight], prefix: str, part: tuple[str, list[str]], rows: Mapping[str, int]
+) -> Iterator[tuple[str, AnyLinear]]:
+    """The roles of a stored linear layer, each with its rows. Raises ValueError for one of other rows."""
+    name, roles = part
+    weight, stored = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
+    bias = None if stored is None else plain(stored)
+    widths = [rows[role] for role in roles if len(roles) > 1 or role in ("gate", "up")]
+    if widths and any(each.shape[0] != sum(widths) for each in (weight, bias) if each is not None):
+        raise ValueError(f"found rows of {name} that are not those of {roles}")
+    if len(roles) == 1:
+        yield roles[0], linear_from(weight, bias)
+        return
+    biases = [None] * len(roles) if bias is None else bias.split(widths)
+    yield from zip(roles, map(linear_from, weight.split(widths), biases), strict=True)
+
+
+def _of_heads(linear: AnyLinear, dims: list[int], width: int) -> AnyLinear:
+    """Some dimensions of each head, in this order; heads are so wide. Raises ValueError where rows are no heads."""
+    rows = [head + dim for head in range(0, linear.weight.shape[0], width) for dim in dims]
+    if not rows:
+        raise ValueError("found 0 rows, expected those of heads")
+    bias = None if linear.bias is None else linear.bias[torch.tensor(rows, device=linear.bias.device)]
+    return linear_from(of_rows(linear.weight, rows), bias)

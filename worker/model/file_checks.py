@@ -1,0 +1,216 @@
+"""Finds files of a model that are missing, damaged, cut off or of no use, before its weights are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.gguf.gguf_model import SUFFIX, link_names
+from swiftbatch.worker.model.gguf.header import GGUFError, read_head
+
+ADAPTER_FILE = "adapter_config.json"
+GENERATION_FILE = "generation_config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+def adapter_fault(path: Path) -> str | None:
+    """Say that a folder holds an adapter, which has no config of its own most often; None for any other."""
+    if (path / ADAPTER_FILE).exists():
+        return f"{path / ADAPTER_FILE} says that it is an adapter; merge it into its base model, and give that folder"
+    return None
+
+
+def folder_fault(path: Path) -> str | None:
+    """Say what beside `config.json` makes a folder another model than it seems; None where nothing does."""
+    if fault := small_files_fault(path) or _shards_fault(path):
+        return fault
+    if weight_names(path):
+        return None
+    return f"no model.safetensors in {path}, nor an index; other weights are not loaded"
+
+
+def small_files_fault(path: Path) -> str | None:
+    """Say the same of the small files alone, where the weights are not there to be looked at."""
+    return _generation_fault(path) or _index_fault(path)
+
+
+def _generation_fault(path: Path) -> str | None:
+    """`transformers` passes over a file that it cannot read, and with it over the tokens that end a text."""
+    file = path / GENERATION_FILE
+    if not file.exists():
+        return None
+    settings, fault = _json_object(file)
+    return fault or eos_fault(str(file), settings)
+
+
+def eos_fault(source: str, settings: Mapping[str, Any]) -> str | None:
+    """Say that the tokens which end a text are none."""
+    eos = settings.get("eos_token_id")
+    if eos is None or all(type(each) is int for each in (eos if isinstance(eos, list) else [eos])):
+        return None
+    return f"{source} has eos_token_id = {eos!r:.80}; expected a token id or a list of them"
+
+
+def weight_names(path: Path) -> set[str]:
+    """Names of the files that hold a folder's weights; none where neither a single file nor a sound index is there."""
+    if links := link_names(path):
+        return set(links)
+    if (path / SINGLE_FILE).exists():
+        return {SINGLE_FILE}
+    index, _ = _json_object(path / INDEX_FILE)
+    shards = index.get("weight_map")
+    return set(map(str, shards.values())) if isinstance(shards, dict) else set()
+
+
+def _index_fault(path: Path) -> str | None:
+    """Say that an index which counts is none."""
+    file = path / INDEX_FILE
+    if (path / SINGLE_FILE).exists() or not file.exists():
+        return None
+    _, fault = _json_object(file)
+    if fault:
+        return fault
+    return None if weight_names(path) else f"{file} has no `weight_map` from tensors to files; copy it again"
+
+
+def _shards_fault(path: Path) -> str | None:
+    """An index may name files of other folders, which no fingerprint covers."""
+    if (path / SINGLE_FILE).exists() or not (path / INDEX_FILE).exists():
+        return None
+    for name in sorted(weight_names(path)):
+        if Path(name).name != name or not _is_file(path / name):
+            return f"{path / INDEX_FILE} names {shown(name)}, which is no file of this folder; copy all files again"
+    return None
+
+
+def _is_file(file: Path) -> bool:
+    """Tell whether it is one; no name that the file system cannot have is."""
+    try:
+        return file.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _json_object(file: Path) -> tuple[dict[str, Any], str | None]:
+    """A file's object, or what is wrong with it."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"{file} cannot be read: {error}"
+    return (value, None) if isinstance(value, dict) else ({}, f"{file} is no JSON object")
+
+
+# Finds files of weights whose end is zeros, as a download leaves it that reserved its room and was cut off.
+
+
+BLOCK = 512  # bytes; sound weights have 16 zeros in a row at most
+STEP = 1 << 20  # bytes that are read at once
+RUN = 32  # zeros at a row's end that a sound one may have
+
+
+def zero_tail_fault(files: Iterable[Path]) -> str | None:
+    """Say that the end of one of these files is zeros; None for sound ones, and for those with other faults."""
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                fault = _fault(file, stream)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # its head is damaged, as whoever reads the tensors says
+        if fault is not None:
+            return fault
+    return None
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """The last matrix of a tensor, or a list of numbers, by the bytes of its file."""
+
+    name: str
+    start: int
+    end: int
+    num_rows: int  # 1: a list
+
+    def may_end_in(self, num_zeros: int) -> bool:
+        """Tell whether so many zeros may be sound: some whole rows of padding, or a few small numbers."""
+        num_bytes = self.end - self.start
+        if self.num_rows == 1 or num_zeros < BLOCK:
+            return True
+        return 2 * num_zeros < num_bytes and num_zeros % (num_bytes // self.num_rows) < RUN
+
+
+def _fault(file: Path, stream: BinaryIO) -> str | None:
+    size = stream.seek(0, 2)
+    if _num_zeros(stream, max(0, size - BLOCK), size) < BLOCK:
+        return None
+    has_zero_norm = False
+    for matrix in reversed(list(_last_matrices(file, stream))):
+        num_zeros = _num_zeros(stream, matrix.start, matrix.end)
+        is_zero = num_zeros == matrix.end - matrix.start
+        if not matrix.may_end_in(num_zeros) or (has_zero_norm and matrix.num_rows > 1 and num_zeros >= BLOCK):
+            file = file.readlink() if file.suffix == SUFFIX and file.is_symlink() else file
+            return f"{file} has zeros in place of its end, {shown(matrix.name)} among it: it was cut off; copy it again"
+        if not is_zero:
+            return None
+        has_zero_norm |= matrix.name.endswith("weight")
+    return None
+
+
+def _num_zeros(stream: BinaryIO, start: int, end: int) -> int:
+    """Count the zeros in front of a place, back to another one."""
+    place = end
+    while place > start:
+        first = max(start, place - STEP)
+        stream.seek(first)
+        data = stream.read(place - first)
+        rest = len(data.rstrip(b"\0"))
+        if rest or len(data) < place - first:
+            return end - first - rest
+        place = first
+    return end - start
+
+
+def _last_matrices(file: Path, stream: BinaryIO) -> Iterator[_Matrix]:
+    """The tensors of a file in the order of their bytes; of several matrices in one, the last."""
+    for name, shape, start, end in _gguf_spans(file) if file.suffix == SUFFIX else _safetensors_spans(stream):
+        if not _is_matrix(name, shape):
+            yield _Matrix(name, start, end, 1)
+            continue
+        num_matrices, num_rows = (1, shape[0]) if len(shape) == 2 else shape[:2]
+        yield _Matrix(name, end - (end - start) // num_matrices, end, num_rows)
+
+
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Tell whether a tensor holds matrices of weights, which are never zeros; zeros of codes, biases and norms may be.
+
+    Of those with four dimensions only the codes of experts have matrices; others are filters of images.
+    """
+    is_other = name.endswith(("bias", "zeros", "zero_point")) or "norm" in name
+    has_matrices = len(shape) in (2, 3) or (len(shape) == 4 and name.endswith("_blocks"))
+    return has_matrices and min(shape) > 0 and min(shape[-2:]) > 1 and not is_other
+
+
+def _gguf_spans(file: Path) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+    try:
+        head = read_head(file)
+    except GGUFError:
+        return
+    for tensor in head.tensors:
+        start = head.num_bytes + tensor.offset
+        yield tensor.name, tensor.shape, start, start + tensor.num_bytes
+
+
+def _safetensors_spans(stream: BinaryIO) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+    stream.seek(0)
+    first = 8 + int.from_bytes(stream.read(8), "little")
+    if first > stream.seek(0, 2):
+        return
+    stream.seek(8)
+    said = json.loads(stream.read(first - 8))
+    entries = [(*entry["data_offsets"], name, entry) for name, entry in said.items() if name != "__metadata__"]
+    for start, end, name, entry in sorted(entries, key=lambda each: each[:2]):
+        yield name, tuple(entry["shape"]), first + start, first + end

@@ -1,0 +1,273 @@
+"""The numbers that quantized weights stand for: integers of 2 to 8 bits, 8-bit and 4-bit floats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swiftbatch.worker.kernels.quantized_weights import (
+    CODE_BITS,
+    TABLES,
+    Code,
+    PackedExperts,
+    PackedMatrix,
+    Weight,
+    plain,
+)
+from swiftbatch.worker.model.formats.contract import WHOLE, FormatError, group_that_divides
+
+CHUNK = 1 << 24  # numbers that are held in float32 at a time
+SPARE_BITS = {4: 0xF, 8: 0xFF}  # of a scale, that must be 0 for a product with a code to be exact
+
+
+def scaled(code: Code, codes: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Weight:
+    """The matrix `table[code] * scale`: codes as a packed matrix has them, `scales [num_columns, num_groups]`.
+
+    A group's size need not divide the depth: the last group is then shorter.
+    """
+    depth = codes.shape[1] * 8 // CODE_BITS[code]
+    if size := group_that_divides(depth, group):
+        return PackedMatrix(code, codes.contiguous(), by_group(scales, depth, group, size), dtype)
+    return dense(code, codes, scales[:, torch.arange(depth) // group], dtype)
+
+
+def by_group(values: Tensor, depth: int, group: int, size: int) -> Tensor:
+    """Values of groups, each as often as a group holds ones of this size."""
+    return values[:, torch.arange(0, depth, size) // group].contiguous()
+
+
+def dense(code: Code, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of codes with a scale each, a stretch of rows at a time."""
+    whole = torch.empty(scales.shape, dtype=dtype)
+    step = max(1, CHUNK // scales.shape[1])
+    for start in range(0, len(scales), step):
+        rows = slice(start, start + step)
+        found = codes[rows] if CODE_BITS[code] == 8 else halves(codes[rows])
+        whole[rows] = (TABLES[code][found.int()] * scales[rows]).to(dtype)
+    return whole
+
+
+def halves(codes: Tensor) -> Tensor:
+    """The two codes of 4 bits in each byte, the first of them in the low half."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+
+
+def paired(codes: Tensor) -> Tensor:
+    """Two codes of 4 bits in each byte."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def numbers(scales: Tensor) -> Tensor:
+    """Scales in float32. Raises FormatError for one that is infinite or no number."""
+    found = scales.float()
+    if not bool(found.isfinite().all()):
+        raise FormatError("its scales are not finite: the file is damaged")
+    return found
+
+
+# The numbers of integer codes of 2 to 8 bits, `(code - zero) * scale`: compressed-tensors', GPTQ's and AWQ's.
+
+
+ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the columns of a word stand in AWQ's words
+
+
+@dataclass(frozen=True)
+class Integers:
+    """`codes [num_columns, depth] uint8` of so many bits, `zeros` and `scales [num_columns, num_groups]`.
+
+    `group` is the size of groups along the depth. `group_of` tells the group of each place where they do not lie side
+    by side.
+    """
+
+    codes: Tensor
+    zeros: Tensor
+    scales: Tensor
+    bits: int
+    group: int
+    group_of: Tensor | None = None
+
+    def weight(self, dtype: torch.dtype) -> Weight:
+        """The matrix that they stand for: packed in 4 bits where that is exact, else in 8, else as numbers."""
+        if self.group_of is not None:
+            return self._dense(self.group_of, dtype)
+        if self.bits == 8 and bool((self.zeros == 128).all()):
+            return scaled("int8", self.codes ^ 128, self.scales, self.group, dtype)
+        depth = self.codes.shape[1]
+        code: Code = "uint4" if self.bits <= 4 else "uint8"
+        if (size := group_that_divides(depth, self.group)) and self._has_exact_products():
+            scales = by_group(self.scales, depth, self.group, size)
+            offsets = by_group(self.zeros.float() * -self.scales, depth, self.group, size)
+            codes = paired(self.codes) if code == "uint4" else self.codes.contiguous()
+            return PackedMatrix(code, codes, scales, dtype, offsets)
+        spread = torch.arange(depth) // self.group
+        if self.bits <= 4:
+            differences = self.codes.to(torch.int8) - self.zeros.to(torch.int8)[:, spread]
+            return scaled("int8", differences.view(torch.uint8), self.scales, self.group, dtype)
+        return self._dense(spread, dtype)
+
+    def _has_exact_products(self) -> bool:
+        spare = SPARE_BITS[4 if self.bits <= 4 else 8]
+        return not bool((self.scales.contiguous().view(torch.int32) & spare).any())
+
+    def _dense(self, group_of: Tensor, dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(self.codes.shape, dtype=dtype)
+        step = max(1, CHUNK // self.codes.shape[1])
+        for start in range(0, len(self.codes), step):
+            rows = slice(start, start + step)
+            differences = self.codes[rows].float() - self.zeros[rows].float()[:, group_of]
+            whole[rows] = (differences * self.scales[rows][:, group_of]).to(dtype)
+        return whole
+
+
+def group_index(stored: Tensor, num_groups: int, group: int) -> Tensor | None:
+    """The group of each place, None where they lie side by side. Raises FormatError for a group that is none."""
+    index = stored.long()
+    if bool((index == torch.arange(len(index)) // group).all()):
+        return None
+    if bool(((index < 0) | (index >= num_groups)).any()):
+        raise FormatError(f"its g_idx names groups beyond its {num_groups}")
+    return index
+
+
+def from_words(words: Tensor, bits: int, num_codes: int) -> Tensor:
+    """Codes `[num_rows, num_codes] uint8` of rows of 32-bit words, the lowest bits first; codes may span two words."""
+    rows, place = words.contiguous().view(torch.uint8), torch.arange(num_codes) * bits
+    low, shift = place // 8, place % 8
+    high = (low + 1).clamp(max=rows.shape[1] - 1)
+    pairs = rows[:, low].int() | rows[:, high].int() << 8
+    return ((pairs >> shift) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+def byte_weight(parts: Mapping[str, Tensor], group: int | None, dtype: torch.dtype) -> Weight:
+    """Raises FormatError for scales that are no numbers."""
+    codes = parts[WHOLE].view(torch.uint8) ^ 128
+    rows, depth = codes.shape
+    scales = _by_row(numbers(parts["scale"]), rows)
+    zeros = torch.full_like(scales, 128, dtype=torch.int16)
+    if "zero_point" in parts:
+        zeros = _by_row(parts["zero_point"], rows).to(torch.int16) + 128
+    return Integers(codes, zeros, scales, 8, group or depth).weight(dtype)
+
+
+def packed_weight(parts: Mapping[str, Tensor], bits: int, group: int | None, dtype: torch.dtype) -> Weight:
+    """Raises FormatError for scales that are no numbers, groups that are none, and a `shape` that is another."""
+    rows, words = parts["packed"].shape
+    said_rows, depth = parts["shape"].tolist()
+    if said_rows != rows or not words - 1 < depth * bits / 32 <= words:
+        raise FormatError(f"its part 'shape' says {[said_rows, depth]}, its part 'packed' is {[rows, words]} words")
+    scales = _by_row(numbers(parts["scale"]), rows)
+    if group is not None and scales.shape[1] != -(-depth // group):
+        raise FormatError(f"its part 'shape' says {[said_rows, depth]}, its part 'scale' is {list(scales.shape)}")
+    codes = from_words(parts["packed"], bits, depth)
+    size = group or depth
+    index = parts.get("g_idx")  # -1 in all places: not in use
+    is_used = index is not None and bool((index != -1).any())
+    group_of = group_index(index, scales.shape[1], size) if index is not None and is_used else None
+    return Integers(codes, _zeros(parts, bits, scales), scales, bits, size, group_of).weight(dtype)
+
+
+def _zeros(parts: Mapping[str, Tensor], bits: int, scales: Tensor) -> Tensor:
+    """Zeros as the codes are: all numbers above 0."""
+    middle = 1 << (bits - 1)
+    stored = parts.get("zero_point")
+    if stored is None:
+        return torch.full_like(scales, middle, dtype=torch.int16)
+    if stored.dtype == torch.int8:
+        return _by_row(stored, len(scales)).to(torch.int16) + middle
+    return from_words(stored.T, bits, len(scales)).T.to(torch.int16)
+
+
+def _by_row(values: Tensor, rows: int) -> Tensor:
+    """A column or more for each row, where there is one value for all as well."""
+    if values.dim() == 2 and values.shape[0] == rows:
+        return values
+    return values.reshape(-1, 1).expand(rows, 1).contiguous()
+
+
+def gptq_weight(
+    parts: Mapping[str, Tensor], bits: int, group: int | None, zero_is_less: int, dtype: torch.dtype
+) -> Weight:
+    """Raises FormatError for scales that are no numbers, and groups that are none."""
+    scales = numbers(parts["scales"]).T.contiguous()
+    num_columns, num_groups = scales.shape
+    depth = parts["qweight"].shape[0] * 32 // bits
+    codes = from_words(parts["qweight"].T, bits, depth)
+    zeros = from_words(parts["qzeros"], bits, num_columns).T.to(torch.int16) + zero_is_less
+    size = group or depth
+    group_of = group_index(parts["g_idx"], num_groups, size) if "g_idx" in parts else None
+    return Integers(codes, zeros, scales, bits, size, group_of).weight(dtype)
+
+
+def awq_weight(parts: Mapping[str, Tensor], group: int | None, dtype: torch.dtype) -> Weight:
+    """Raises FormatError for scales that are no numbers."""
+    scales = numbers(parts["scales"]).T.contiguous()
+    codes, zeros = (_in_order(parts[name], len(scales)) for name in ("qweight", "qzeros"))
+    return Integers(codes, zeros.to(torch.int16), scales, 4, group or codes.shape[1]).weight(dtype)
+
+
+def _in_order(words: Tensor, num_columns: int) -> Tensor:
+    codes = from_words(words, 4, num_columns)
+    ordered: Tensor = codes.unflatten(1, (-1, 8))[..., ORDER].flatten(1)
+    return ordered.T.contiguous()
+
+
+# The numbers of 8-bit and 4-bit floats.
+
+
+NAN = 0x7F  # both of e4m3's codes that are no numbers, but for their sign
+
+BIAS = 127  # of exponents of 8 bits (e8m0)
+
+
+def grid_weight(stored: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype) -> Weight:
+    """A matrix, or the experts of one tensor. Raises FormatError for codes or scales that are no numbers."""
+    codes, scales = stored.view(torch.uint8), numbers(scales)
+    if bool(((codes & NAN) == NAN).any()):
+        raise FormatError("its codes are not all numbers: the file is damaged")
+    if codes.dim() == 2:
+        return _matrix(codes, scales, block, dtype)
+    whole = torch.empty(stored.shape, dtype=dtype)
+    for expert, each in enumerate(codes):
+        whole[expert] = plain(_matrix(each, scales[expert], block, dtype))
+    return whole
+
+
+def _matrix(codes: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype) -> Weight:
+    rows, depth = codes.shape
+    if block is None:
+        return scaled("e4m3", codes, scales.reshape(-1, 1).expand(rows, 1).contiguous(), depth, dtype)
+    return scaled("e4m3", codes, scales[torch.arange(rows) // block[0]], block[1], dtype)
+
+
+def nvfp4_weight(codes: Tensor, scales: Tensor, whole: Tensor, is_divided: bool, dtype: torch.dtype) -> Weight:
+    """A scale of e4m3 for each group, and one for all that multiplies those, or that they are divided by.
+
+    Raises FormatError for scales that are no numbers.
+    """
+    groups, one = numbers(scales), numbers(whole).reshape(())
+    together = numbers(groups / one if is_divided else groups * one)
+    return scaled("e2m1", codes, together, codes.shape[1] * 2 // scales.shape[1], dtype)
+
+
+def mxfp4_weight(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight:
+    """An exponent for each group. Raises FormatError for one that stands for no number."""
+    return scaled("e2m1", codes, powers(exponents), codes.shape[1] * 2 // exponents.shape[1], dtype)
+
+
+def expert_weight(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight:
+    """`blocks [num_experts, rows, num_groups, 16]`: all experts' numbers, their rows as columns.
+
+    Raises FormatError as `mxfp4_weight` does.
+    """
+    codes, scales = blocks.flatten(2).flatten(0, 1), powers(exponents).flatten(0, 1)
+    return PackedExperts("e2m1", codes, scales, dtype, num_experts=len(blocks), is_transposed=True)
+
+
+def powers(exponents: Tensor) -> Tensor:
+    """Raises FormatError for the exponent that stands for no number."""
+    if bool((exponents == 255).any()):
+        raise FormatError("its scales are not all numbers: the file is damaged")
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - BIAS)

@@ -1,0 +1,158 @@
+"""GPTQ and AWQ: integers of 2 to 8 bits with zeros and scales in 32-bit words. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from swiftbatch.worker.model.formats.contract import (
+    Format,
+    FormatError,
+    Scheme,
+    StoredTensor,
+    fits,
+    form_of_integers,
+    matrix_shape,
+    one_of,
+    only,
+    part,
+    positive,
+    refuse_unknown,
+)
+from swiftbatch.worker.model.gguf.header import PackedKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from swiftbatch.worker.kernels.quantized_weights import Weight
+
+SUFFIXES = {".qweight": "qweight", ".qzeros": "qzeros", ".scales": "scales", ".g_idx": "g_idx"}
+SCALES = ("F16", "BF16", "F32")
+WORD = 32  # bits
+
+
+@dataclass(frozen=True)
+class GPTQScheme:
+    """`qweight [depth * bits / 32, num_columns]`, zeros packed along the columns and stored less `zero_is_less`."""
+
+    bits: int
+    group: int | None  # None: all of the depth
+    zero_is_less: int
+    is_shuffled: bool  # columns may stand in the order of their activations
+
+    @property
+    def numbers(self) -> str:
+        return f"int{self.bits}"
+
+    def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
+        only(heads, "qweight", "qzeros", "scales", "g_idx")
+        words, num_columns = matrix_shape(part(heads, "qweight", "I32"))
+        depth = _whole(words * WORD, self.bits)
+        num_groups = -(-depth // (self.group or depth))
+        fits("scales", part(heads, "scales", *SCALES).shape, (num_groups, num_columns))
+        fits("qzeros", part(heads, "qzeros", "I32").shape, (num_groups, -(-num_columns * self.bits // WORD)))
+        if "g_idx" in heads:
+            fits("g_idx", part(heads, "g_idx", "I32").shape, (depth,))
+        return num_columns, depth
+
+    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
+        if "g_idx" in heads and self.is_shuffled:
+            return None
+        scales = heads["scales"].dtype
+        return form_of_integers(self.bits, self.shape(heads)[1], self.group, scales, is_centred=False)
+
+    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
+        from swiftbatch.worker.model.formats.dequantization import gptq_weight
+
+        return gptq_weight(parts, self.bits, self.group, self.zero_is_less, dtype)
+
+
+@dataclass(frozen=True)
+class AWQScheme:
+    """`qweight [depth, num_columns / 8]`: 4 bits, the columns of a word in an order of their own."""
+
+    group: int | None
+    numbers: str = "int4"
+
+    def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
+        only(heads, "qweight", "qzeros", "scales")
+        depth, words = matrix_shape(part(heads, "qweight", "I32"))
+        num_groups = -(-depth // (self.group or depth))
+        fits("scales", part(heads, "scales", *SCALES).shape, (num_groups, words * 8))
+        fits("qzeros", part(heads, "qzeros", "I32").shape, (num_groups, words))
+        return words * 8, depth
+
+    def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
+        return form_of_integers(4, self.shape(heads)[1], self.group, heads["scales"].dtype, is_centred=False)
+
+    def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
+        from swiftbatch.worker.model.formats.dequantization import awq_weight
+
+        return awq_weight(parts, self.group, dtype)
+
+
+def _whole(num_bits: int, bits: int) -> int:
+    if num_bits % bits:
+        raise FormatError(f"its part 'qweight' holds no whole number of codes of {bits} bits")
+    return num_bits // bits
+
+
+# GPTQ: integers of 2, 3, 4 or 8 bits, also with columns in the order of their activations. Without torch.
+
+
+WHERE = "its quantization_config"
+ZERO_IS_LESS = {None: 1, "": 1, "gptq": 1, "gptq_v2": 0}  # what the stored zeros lack, by the form of the checkpoint
+GPTQ_KEYS = (
+    *("quant_method", "bits", "group_size", "desc_act", "static_groups", "sym", "true_sequential", "damp_percent"),
+    *("damp_auto_increment", "model_name_or_path", "model_file_base_name", "checkpoint_format", "format", "meta"),
+    *("tokenizer", "dataset", "batch_size", "exllama_config", "use_exllama", "disable_exllama", "max_input_length"),
+    *("block_name_to_quantize", "cache_block_outputs", "modules_in_block_to_quantize", "inside_layer_modules"),
+    *("module_name_preceding_first_block", "model_seqlen", "pad_token_id", "use_cuda_fp16", "mse", "pack_dtype"),
+    *("act_group_aware", "backend", "lm_head", "modules_to_not_convert", "quantizer", "mock_quantization", "method"),
+)
+
+
+def read_gptq(said: Mapping[str, Any]) -> Format:
+    """Raises FormatError."""
+    refuse_unknown(said, GPTQ_KEYS, WHERE)
+    bits = one_of(said, "bits", (2, 3, 4, 8), WHERE)
+    one_of(said, "pack_dtype", (None, "int32"), WHERE)
+    form = one_of(said, "checkpoint_format", tuple(ZERO_IS_LESS), WHERE) or one_of(
+        said, "format", tuple(ZERO_IS_LESS), WHERE
+    )
+    scheme = GPTQScheme(bits, group_size(said), ZERO_IS_LESS[form], bool(said.get("desc_act")))
+
+    def scheme_of(_: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
+        return scheme if "qweight" in heads else None
+
+    return Format("gptq", f"GPTQ (int{bits})", SUFFIXES, scheme_of, ".weight")
+
+
+def group_size(said: Mapping[str, Any]) -> int | None:
+    """The size of groups, None for all of the depth. Raises FormatError."""
+    return None if said.get("group_size") == -1 else positive(said, "group_size", WHERE)
+
+
+# AWQ: integers of 4 bits with zeros, in the order of its matrix kernels (`gemm`). Without torch.
+
+
+AWQ_KEYS = (
+    *("quant_method", "bits", "group_size", "q_group_size", "w_bit", "version", "format", "zero_point", "backend"),
+    *("modules_to_not_convert", "modules_to_fuse", "do_fuse", "fuse_max_seq_len", "exllama_config", "lm_head"),
+)
+
+
+def read_awq(said: Mapping[str, Any]) -> Format:
+    """Raises FormatError."""
+    refuse_unknown(said, AWQ_KEYS, WHERE)
+    one_of(said, "bits", (4,), WHERE)
+    one_of(said, "zero_point", (None, True), WHERE)
+    for key in ("version", "format"):
+        one_of(said, key, (None, "gemm", "GEMM"), WHERE)
+    scheme = AWQScheme(group_size(said))
+
+    def scheme_of(_: str, heads: Mapping[str, StoredTensor]) -> Scheme | None:
+        return scheme if "qweight" in heads else None
+
+    return Format("awq", "AWQ (int4)", SUFFIXES, scheme_of, ".weight")

@@ -1,0 +1,200 @@
+"""Reads a model's weights and hashes the bytes that it reads: what is computed with is what was hashed.
+
+The memory is the process's own. A mapped file would change under a running model when somebody writes into it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import RawIOBase
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.worker.kernels.quantized_weights import PackedExperts, PackedMatrix, Weight, plain
+from swiftbatch.worker.model.digests import Hashing, exactly, fill, weight_files
+from swiftbatch.worker.model.formats.contract import FormatError
+from swiftbatch.worker.model.formats.layout import Layout, PackedTensor
+from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
+from swiftbatch.worker.model.gguf.gguf_weights import gguf_weights
+from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
+from swiftbatch.worker.model.text_config import EMBEDDING, HEAD
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
+
+
+class Assembly:
+    """Takes the tensors of a model's files in any order, and gives back the weights of its text model.
+
+    A matrix is put together once all its parts were read, and the parts go.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
+        self._names, self.dtype = layout.names, dtype
+        self._places = {stored: (each, part) for each in layout.packed for part, stored in each.parts.items()}
+        self._parts: dict[str, dict[str, Tensor]] = {}
+
+    def take(self, stored: str, tensor: Tensor) -> tuple[str, Weight] | None:
+        """The weight that is whole with this tensor, and its name; None where parts are to come, or for no weight.
+
+        Raises FormatError for parts that are damaged.
+        """
+        if stored in self._names:
+            return self._names[stored], tensor
+        if stored not in self._places:
+            return None
+        matrix, part = self._places[stored]
+        parts = self._parts.setdefault(matrix.name, {})
+        parts[part] = tensor
+        return None if len(parts) < len(matrix.parts) else (matrix.name, self._whole(matrix))
+
+    def _whole(self, matrix: PackedTensor) -> Weight:
+        parts = self._parts.pop(matrix.name)
+        codes = max(parts.values(), key=lambda part: part.nbytes)
+        if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # which may stand for other numbers than zero
+            raise _blank(matrix.name)
+        try:
+            return matrix.scheme.weight(parts, self.dtype)
+        except FormatError as error:
+            raise FormatError(f"{matrix.name}: {error}") from None
+
+
+def read_tensors(
+    files: ModelFiles, dtype: torch.dtype, place: Callable[[Weight], Weight], kept: Collection[str] = ()
+) -> dict[str, Weight]:
+    """All weights of a text model's files by their names in it, each as `place` gives it back: on its device, say.
+
+    Quantized ones come as packed matrices of this dtype, or as its numbers; all others as they are stored. Those of the
+    names `kept` stay so, and are not placed. Those that change no text are
+    read and hashed, and left out; so is a head that is the tied embedding once more.
+
+    While one tensor is hashed the next one is read, so the host holds two at most that `place` has taken elsewhere,
+    and the parts of a matrix that is not whole. Raises ModelError for a damaged file, OtherModelError for one whose
+    bytes are not those of `files.digests`.
+    """
+    weights: dict[str, Weight] = {}
+    config = read_config(files.name, files.path)
+    assembly = Assembly(stored_layout(files.name, files.path), dtype)
+    for file in weight_files(files.path):
+        with file.open("rb", buffering=0) as stream, ThreadPoolExecutor(max_workers=1) as thread:
+            hashing = Hashing(thread)
+            try:
+                for name, weight in _weights_in(file, cast(RawIOBase, stream), hashing, assembly, config):
+                    _refuse_blank(name, weight)
+                    weights[name] = weight if name in kept else place(weight)
+            except FormatError as error:
+                raise ModelError(f"model {files.name}: {file} has {error}") from None
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                form = "GGUF" if file.suffix == SUFFIX else "safetensors"
+                raise ModelError(
+                    f"model {files.name}: {file} can't be read as {form} ({error}); copy it again"
+                ) from None
+            files.refuse_other_weights(file.name, hashing.digest())
+    if config.get("tie_word_embeddings") and EMBEDDING in weights:
+        _drop_head_of(weights, files)
+    return weights
+
+
+def _weights_in(
+    file: Path, stream: RawIOBase, hashing: Hashing, assembly: Assembly, config: dict[str, Any]
+) -> Iterator[tuple[str, Weight]]:
+    """The weights of one file by their names in the text model. Raises ValueError for one that is damaged."""
+    if file.suffix == SUFFIX:
+        yield from gguf_weights(file, stream, hashing, config, assembly.dtype)
+        return
+    for name, tensor in _stored(stream, hashing):
+        if (found := assembly.take(name, tensor)) is not None:
+            yield found
+
+
+def _refuse_blank(name: str, weight: Weight) -> None:
+    """Raise FormatError for a matrix of zeros: a download that reserved its room has left it out.
+
+    Biases may be zeros, and so may norms that are stored as distances from one.
+    """
+    if len(weight.shape) < 2 or min(weight.shape[-2:]) < 2 or name.endswith("bias") or "norm" in name:
+        return
+    if isinstance(weight, PackedMatrix):
+        number = weight.num_experts if isinstance(weight, PackedExperts) else 1
+        parts = (part.unflatten(0, (number, -1)) for part in (weight.scales, weight.offsets) if part is not None)
+        is_blank = any(all(map(_is_blank, of_one)) for of_one in zip(*parts, strict=True))
+    else:
+        is_blank = _has_blank(weight)
+    if is_blank:
+        raise _blank(name)
+
+
+def _blank(name: str) -> FormatError:
+    return FormatError(f"nothing but zeros in {name}: it was cut off, or is damaged; copy it again")
+
+
+def _has_blank(matrices: Tensor) -> bool:
+    """Tell whether a matrix, or one of several in a tensor, is zeros."""
+    return any(map(_is_blank, matrices if matrices.dim() > 2 else [matrices]))
+
+
+def _is_blank(matrix: Tensor) -> bool:
+    """Tell whether all is zeros; most often the first row says that it is not."""
+    return not bool(matrix[0].any()) and not bool(matrix.any())
+
+
+def _drop_head_of(weights: dict[str, Weight], files: ModelFiles) -> None:
+    """Drop a head that is stored beside the embedding it is tied to. Raises ModelError for another one."""
+    head = weights.pop(HEAD, None)
+    if head is not None and not torch.equal(plain(head), plain(weights[EMBEDDING])):
+        raise ModelError(
+            f"model {files.name}: config.json ties the head to the embedding, and its weights hold another {HEAD}; "
+            "copy all files again, or say tie_word_embeddings = false"
+        )
+
+
+def _stored(stream: RawIOBase, hashing: Hashing) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a safetensors file in the order of their bytes. Raises ValueError for one that is damaged."""
+    start = exactly(stream, 8)
+    size = int.from_bytes(start, "little")
+    if size > LONGEST_HEADER:
+        raise ValueError(f"found a header of {size:,} bytes")
+    header = exactly(stream, size)
+    hashing.take(start + header)
+    said = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+    end = 0
+    for name, entry in sorted(said.items(), key=lambda pair: tuple(pair[1]["data_offsets"])):
+        shape, dtype = _form(name, entry, end)
+        end = entry["data_offsets"][1]
+        data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        room = memoryview(cast(Any, data.numpy()))
+        fill(stream, room)
+        hashing.take(room)
+        yield name, data.view(dtype).view(shape)
+    if stream.read(1):
+        raise ValueError(f"found more than the {end:,} bytes of its tensors")
+
+
+def _form(name: str, entry: dict[str, Any], expected_start: int) -> tuple[list[int], torch.dtype]:
+    """Shape and dtype of a tensor. Raises ValueError where its bytes are none, or not those behind the last one's."""
+    shape, said, (start, end) = entry["shape"], entry["dtype"], entry["data_offsets"]
+    if said not in DTYPES:
+        raise ValueError(f"found {name} as {said}, expected one of {', '.join(DTYPES)}")
+    if start != expected_start or end - start != math.prod(shape) * DTYPES[said].itemsize or min(shape, default=0) < 0:
+        raise ValueError(f"found {name} of shape {shape} at bytes {start} to {end}")
+    return shape, DTYPES[said]

@@ -1,0 +1,223 @@
+"""Draws on a GPU: all rows of a step in one graph, the tokens in one copy, the walks down the trees on the host."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+
+import numpy as np
+import torch
+
+from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Upload, capture
+from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, most_slots
+from swiftbatch.worker.sampling.cuda.sampling_graphs import SampledRows, SamplingGraphs
+from swiftbatch.worker.sampling.cuda.sampling_rows import (
+    NUM_DRAFTED,
+    SamplingRow,
+    SamplingRowLayout,
+    SlotBuffers,
+    committed_tokens,
+    mask_rows,
+    needs_slot,
+    rows_of,
+)
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+from swiftbatch.worker.sampling.filters import needs_filters
+from swiftbatch.worker.sampling.gumbel_max import TokenSampler
+from swiftbatch.worker.sampling.logits_processors import Context, bias_row, masked_behind, output_counts
+from swiftbatch.worker.sampling.sampler import NO_MASKS, Masks, logprobs_by, together
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Candidates, Walk
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+NO_SLOT = 0  # of sequences without penalties and bias, of which nobody reads anything
+
+
+class TokenCounts:
+    """The place of a sequence's penalty window among the counts on the device."""
+
+    def __init__(self, sequence: Sequence, slot: int) -> None:
+        self.sequence = sequence
+        self.slot = slot
+        self.num_counted: int | None = None  # tokens that the device knows; None: the place holds another one's
+
+    def news(self, slots: SlotBuffers) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens that came into and left the window since the device's buffers heard of it.
+
+        Where these are too many, the place is written anew.
+        """
+        sequence, window = self.sequence, self.sequence.sampling.penalty_window
+        num_new = None if self.num_counted is None else len(sequence) - self.num_counted
+        self.num_counted = len(sequence)
+        if num_new is not None and num_new <= NUM_DRAFTED:
+            return committed_tokens(sequence.token_ids, num_new, window)
+        for buffer, token_ids in ((slots.counts, sequence.token_ids[-window:]), (slots.output, sequence.output_ids)):
+            fresh = np.bincount(token_ids, minlength=buffer.shape[1]).astype(np.int32)
+            buffer[self.slot] = torch.from_numpy(fresh).to(buffer.device)
+        if (bias := bias_row(sequence, slots.bias.device)) is not None:
+            slots.bias[self.slot] = bias
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+
+
+class CudaSampler:
+    """Draws one sequence's tokens, or those of its forks, by the drawing that made it."""
+
+    def __init__(self, drawing: CudaBatchSampler, sequence: Sequence, counts: TokenCounts) -> None:
+        self.sequence = sequence
+        self.counts = counts
+        self._batch_sampler = drawing
+
+    def fork(self, sequence: Sequence) -> CudaSampler:
+        return CudaSampler(self._batch_sampler, sequence, self.counts)
+
+    def context(self) -> Context:
+        sequence, device = self.sequence, self._batch_sampler.device
+        return Context(
+            bias_row(sequence, device),
+            masked_behind(sequence),
+            self._seen(),
+            output_counts(sequence, sequence.vocab_size, device),
+        )
+
+    def _seen(self) -> torch.Tensor | None:
+        sampling = self.sequence.sampling
+        if sampling.repetition_penalty == 1.0:
+            return None
+        seen = np.zeros(self.sequence.vocab_size, dtype=bool)
+        seen[self.sequence.token_ids[-sampling.penalty_window :]] = True
+        return torch.from_numpy(seen).to(self._batch_sampler.device)
+
+    def rows(self, tree: DraftTree, masks: np.ndarray | None) -> Iterator[SamplingRow]:
+        """The rows of a tree below the sequence's end."""
+        committed = self.counts.sequence
+        drafted = self.sequence.token_ids[len(committed) :].tolist()
+        return rows_of(committed, self.counts.slot, drafted, tree, masks)
+
+
+class CudaBatchSampler:
+    """A `BatchSampler` in Triton's kernels."""
+
+    def __init__(
+        self, vocab_size: int, device: torch.device, capture: Capture = capture, num_rows: int = NUM_ROWS
+    ) -> None:
+        self.device = device
+        self._vocab_size = vocab_size
+        self._most_slots = most_slots(num_rows)
+        self._layout = SamplingRowLayout(self._most_slots + 1, num_rows)
+        self._free = list(range(self._most_slots, NO_SLOT, -1))
+        self._graphs = SamplingGraphs(vocab_size, self._layout, device, capture)
+        self._table = Upload(self._graphs.table)
+        self._counts = weakref.WeakValueDictionary[int, TokenCounts]()  # by sequences, which counts keep alive
+
+    @property
+    def out(self) -> torch.Tensor:
+        """The results of a table of rows on the device, as `SamplingGraphs` has them."""
+        return self._graphs.out
+
+    def sampler(self, sequence: Sequence) -> CudaSampler:
+        """Make a sampler; engine and drafter share the counts. Raises RuntimeError for more than a worker takes.
+
+        Raises ValueError for a bias of a token that the model does not have.
+        """
+        if not needs_slot(sequence.sampling):
+            return CudaSampler(self, sequence, TokenCounts(sequence, NO_SLOT))
+        if known := self._counts.get(id(sequence)):
+            return CudaSampler(self, sequence, known)
+        if not self._free:
+            raise RuntimeError(f"more than {self._most_slots} sequences with penalties or a bias at a time")
+        counts = TokenCounts(sequence, self._free.pop())
+        weakref.finalize(counts, self._free.append, counts.slot)
+        self._counts[id(sequence)] = counts
+        return CudaSampler(self, sequence, counts)
+
+    def walks(
+        self,
+        samplers: Many[CudaSampler],
+        trees: Many[DraftTree],
+        logits: Many[torch.Tensor],
+        with_candidates: bool = False,
+        masks: Masks = NO_MASKS,
+    ) -> list[Walk]:
+        given = zip(samplers, trees, masks or [None] * len(trees), strict=True)
+        rows = [row for sampler, tree, words in given for row in sampler.rows(tree, words)]
+        if not rows:
+            return []
+        counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share one
+        news = {slot: counts.news(self._graphs.slots) for slot, counts in counted.items()}
+        tokens, ids, logprobs = self._drawn(rows, together(logits), news)
+        walks, start, drawn = list[Walk](), 0, tokens.tolist()
+        ids = ids.astype(np.int64) if with_candidates else ids
+        for tree in trees:
+            end = start + 1 + len(tree.token_ids)
+            candidates = (ids[start:end], logprobs[start:end]) if with_candidates else None
+            walks.append(_walk(tree, drawn, start, candidates))
+            start = end
+        return walks
+
+    def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        anyone = Sequence("candidates", [0], GREEDY, self._vocab_size)
+        _, ids, logprobs = self._drawn([SamplingRow(anyone, NO_SLOT, [])] * len(logits), logits, {})
+        return ids.astype(np.int64), logprobs
+
+    def logprobs(
+        self,
+        sampler: CudaSampler,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        walked: Walk,
+        mode: LogprobsMode,
+        mask: np.ndarray | None = None,
+    ) -> TokenLogprobs:
+        """Compute them in torch on the device, row by row: simple, and only for sequences that ask for them."""
+        sequence = sampler.sequence
+        behind = TokenSampler(sequence, self._vocab_size, self.device)
+        return logprobs_by(behind, sequence, logits, walked, mode, mask)
+
+    def _drawn(
+        self, rows: list[SamplingRow], logits: torch.Tensor, news: dict[int, tuple[np.ndarray, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens `[num_rows]`, candidates and their log-probabilities `[num_rows, TOP_K]`, a table at a time."""
+        found: list[SampledRows] = []
+        num_rows = self._layout.num_rows
+        for start in range(0, len(rows), num_rows):
+            part = rows[start : start + num_rows]
+            self._graphs.logits[: len(part)] = logits[start : start + len(part)]
+            self._layout.fill(self._table.buffer(), part, news)
+            self._table.send()
+            mask_rows(self._graphs.slots, part)
+            all_params = {id(row.sequence): row.sequence.sampling for row in part}  # rows of a tree have the same
+            found.append(self._graphs.replay(any(map(needs_filters, all_params.values()))))
+            news = {}
+        tokens, ids, logprobs = zip(*((each.tokens, each.top_ids, each.top_logprobs) for each in found), strict=True)
+        count = len(rows)
+        return _joined(tokens)[:count], _joined(ids)[:count], _joined(logprobs)[:count]
+
+
+def _joined(parts: Many[np.ndarray]) -> np.ndarray:
+    """Join rows of several tables; rows of a single one, the usual case, are not copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _walk(tree: DraftTree, tokens: list[int], root: int, candidates: Candidates | None) -> Walk:
+    """Follow the children that carry the drawn tokens, up to a row that none was drawn from; `tokens[root]` the root's.
+
+    Nodes stand behind their parents and siblings have different tokens: one look at each node finds the way.
+    """
+    token, draft_ids = tokens[root], tree.token_ids
+    if token >= 0 and token not in draft_ids:  # as most often
+        return Walk([], [token], None, candidates)
+    parent, path, drawn = ROOT, list[int](), list[int]()
+    if token >= 0:
+        drawn.append(token)
+        for node, token_id in enumerate(draft_ids):
+            if token_id == token and tree.parents[node] == parent:
+                path.append(node)
+                token, parent = tokens[root + 1 + node], node
+                if token < 0:
+                    break
+                drawn.append(token)
+    return Walk(path, drawn, None if token >= 0 else parent + 1, candidates)

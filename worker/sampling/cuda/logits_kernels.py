@@ -1,0 +1,252 @@
+"""Triton kernels of logits: bias, masks, penalties and their counts, temperature, Gumbel noise."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from swiftbatch.worker.sampling.cuda import sampling_rows as rows
+from swiftbatch.worker.sampling.cuda.sampling_rows import expect
+
+NUM_WORDS = tl.constexpr(rows.NUM_WORDS)
+NUM_DRAFTED = tl.constexpr(rows.NUM_DRAFTED)
+NUM_MASKED = tl.constexpr(rows.NUM_MASKED)
+NOISE_KEY = tl.constexpr(rows.column_of("noise_key"))
+POSITION = tl.constexpr(rows.column_of("position"))
+SLOT = tl.constexpr(rows.column_of("slot"))
+DEPTH = tl.constexpr(rows.column_of("depth"))
+WINDOW = tl.constexpr(rows.column_of("window"))
+TEMPERATURE = tl.constexpr(rows.column_of("temperature"))
+PENALTY = tl.constexpr(rows.column_of("penalty"))
+FREQUENCY = tl.constexpr(rows.column_of("frequency"))
+PRESENCE = tl.constexpr(rows.column_of("presence"))
+HAS_BIAS = tl.constexpr(rows.column_of("has_bias"))
+MASKS = tl.constexpr(rows.column_of("num_masked"))
+IS_RESTRICTED = tl.constexpr(rows.column_of("is_restricted"))
+
+
+@triton.jit
+def whole(rows_ptr, row, COLUMN: tl.constexpr):
+    """A word of a row's parameters as int32."""
+    return tl.load(rows_ptr + row * NUM_WORDS + COLUMN)
+
+
+@triton.jit
+def real(rows_ptr, row, COLUMN: tl.constexpr):
+    """A word of a row's parameters as float32."""
+    return tl.load(rows_ptr + row * NUM_WORDS + COLUMN).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def noise_key_of(rows_ptr, row):
+    """All 64 bits of a row's key."""
+    low = whole(rows_ptr, row, NOISE_KEY).to(tl.uint32).to(tl.uint64)
+    high = whole(rows_ptr, row, NOISE_KEY + 1).to(tl.uint32).to(tl.uint64)
+    return (high << 32) | low
+
+
+# Changes a row's logits in front of the noise: bias, masks, penalties, temperature; and how scores are ordered.
+
+
+LARGEST = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def order_of(x):
+    """An int32 that orders float32 as it is ordered: both zeros are one, and NaN is above all."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x != x, LARGEST, tl.where(bits < 0, bits ^ LARGEST, bits))
+
+
+@triton.jit
+def number_of(order):
+    """The float32 that has this order."""
+    return tl.where(order < 0, order ^ LARGEST, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rank_of(x, token_ids):
+    """An int64 that orders tokens by their float32 and puts the lower one of equals above the other."""
+    return (order_of(x).to(tl.int64) << 32) | (token_ids ^ LARGEST).to(tl.int64)
+
+
+@triton.jit
+def token_of(rank):
+    """The token of a rank, int32."""
+    return (rank & 0xFFFFFFFF).to(tl.int32) ^ LARGEST
+
+
+@triton.jit
+def occurrences(rows_ptr, row, counts_ptr, ancestors_ptr, leaving_ptr, tokens, inside, vocab):
+    """Count how often each token `[BLOCK]` lies in the penalty window at a row, int32.
+
+    The slot's counts are those behind its committed tokens. Each token of the row's own path comes into the window, and
+    one goes: a committed one, listed in `leaving`, or, where that has -1, in a short window, one of the path itself.
+    """
+    slot, depth, window = whole(rows_ptr, row, SLOT), whole(rows_ptr, row, DEPTH), whole(rows_ptr, row, WINDOW)
+    found = tl.load(counts_ptr + slot.to(tl.int64) * vocab + tokens, mask=inside, other=0)
+    for i in range(tl.maximum(depth - window, 0), depth):
+        found += (tokens == tl.load(ancestors_ptr + row * NUM_DRAFTED + i)).to(tl.int32)
+    for i in range(0, depth):
+        found -= (tokens == tl.load(leaving_ptr + slot * NUM_DRAFTED + i)).to(tl.int32)
+    return found
+
+
+@triton.jit
+def penalise(scores, found, penalty):
+    """Divide positive, multiply negative scores of the tokens that were found (Keskar et al. 2019)."""
+    penalised = tl.where(scores < 0.0, scores * penalty, tl.math.div_rn(scores, penalty))
+    return tl.where(found > 0, penalised, scores)
+
+
+@triton.jit
+def restricted(rows_ptr, row, allowed_ptr, scores, tokens, inside, vocab):
+    """Leave only what the row's mask has, where it has one."""
+    if whole(rows_ptr, row, IS_RESTRICTED) != 0:
+        words = allowed_ptr + row.to(tl.int64) * tl.cdiv(vocab, 32)
+        word = tl.load(words + tokens // 32, mask=inside, other=0)
+        scores = tl.where((word >> (tokens % 32)) & 1 != 0, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def biased(rows_ptr, row, bias_ptr, masked_ptr, scores, tokens, inside, vocab):
+    """Add the slot's bias, and mask what can't come at this row."""
+    if whole(rows_ptr, row, HAS_BIAS) != 0:
+        slot = whole(rows_ptr, row, SLOT).to(tl.int64)
+        scores += tl.load(bias_ptr + slot * vocab + tokens, mask=inside, other=0.0)
+    for i in range(0, whole(rows_ptr, row, MASKS)):
+        scores = tl.where(tokens == tl.load(masked_ptr + row * NUM_MASKED + i), float("-inf"), scores)
+    return scores
+
+
+@triton.jit
+def held_back(rows_ptr, row, output_ptr, ancestors_ptr, scores, tokens, inside, vocab):
+    """Take off what the penalties by counts say, in float64: a count's product is exact there, fused or not.
+
+    The slot's counts are those of its committed output; the row's own path comes on top.
+    """
+    frequency, presence = real(rows_ptr, row, FREQUENCY), real(rows_ptr, row, PRESENCE)
+    if (frequency != 0.0) | (presence != 0.0):
+        slot = whole(rows_ptr, row, SLOT).to(tl.int64)
+        found = tl.load(output_ptr + slot * vocab + tokens, mask=inside, other=0)
+        for i in range(0, whole(rows_ptr, row, DEPTH)):
+            found += (tokens == tl.load(ancestors_ptr + row * NUM_DRAFTED + i)).to(tl.int32)
+        taken = frequency.to(tl.float64) * found.to(tl.float64) + presence.to(tl.float64)
+        scores = tl.where(found > 0, scores - taken.to(tl.float32), scores)
+    return scores
+
+
+@triton.jit
+def row_peak(peaks_ptr, num_blocks, WIDTH: tl.constexpr):
+    """The best of all blocks of a row, float32; NaN where there is any."""
+    blocks = tl.arange(0, WIDTH)
+    return number_of(tl.max(tl.load(peaks_ptr + blocks, mask=blocks < num_blocks, other=-0x80000000), 0))
+
+
+@triton.jit
+def temper(scores, peak, temperature):
+    """Scores over temperature; where that leaves float32, their distances from the best one, which draw the same."""
+    leaves = (temperature < 1.0) & (tl.abs(tl.math.div_rn(peak, temperature)) == float("inf"))
+    shift = tl.where(leaves, peak, 0.0)
+    return tl.math.div_rn(scores - shift, temperature)
+
+
+@triton.jit
+def is_greedy(rows_ptr, row, peak):
+    """Return whether a row's best token is drawn without noise."""
+    return (real(rows_ptr, row, TEMPERATURE) == 0.0) | (tl.abs(peak) == float("inf"))
+
+
+@triton.jit
+def penalise_blocks(
+    logits_ptr,
+    logits_stride,
+    rows_ptr,
+    counts_ptr,
+    ancestors_ptr,
+    leaving_ptr,
+    output_ptr,
+    bias_ptr,
+    masked_ptr,
+    allowed_ptr,
+    scores_ptr,
+    peaks_ptr,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    """Penalised scores `[num_rows, vocab]`, and the best of each block, before and behind all that, as orders."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    if whole(rows_ptr, row, SLOT) < 0:
+        return
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocab
+    logits = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + tokens, mask=inside, other=float("-inf"))
+    scores = restricted(rows_ptr, row, allowed_ptr, logits, tokens, inside, vocab)
+    scores = biased(rows_ptr, row, bias_ptr, masked_ptr, scores, tokens, inside, vocab)
+    penalty = real(rows_ptr, row, PENALTY)
+    if penalty != 1.0:
+        found = occurrences(rows_ptr, row, counts_ptr, ancestors_ptr, leaving_ptr, tokens, inside, vocab)
+        scores = penalise(scores, found, penalty)
+    scores = held_back(rows_ptr, row, output_ptr, ancestors_ptr, scores, tokens, inside, vocab)
+    tl.store(scores_ptr + row.to(tl.int64) * vocab + tokens, scores, mask=inside)
+    peaks = peaks_ptr + row * tl.num_programs(1) + block
+    tl.store(peaks, tl.max(order_of(logits), 0))
+    tl.store(peaks + tl.num_programs(0) * tl.num_programs(1), tl.max(order_of(scores), 0))
+
+
+# The tokens in each slot's penalty window and in its output: what a commit brings in and what it moves out.
+
+
+BLOCK = 64  # tokens of one program
+NUM_WARPS = 1
+
+
+@triton.jit
+def count_tokens(counts_ptr, output_ptr, arriving_ptr, leaving_ptr, vocab, width, BLOCK: tl.constexpr):
+    """Add one for each arriving token and take one for each leaving; whole numbers: their order is no matter."""
+    slot = tl.program_id(0)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    counts, output = counts_ptr + slot.to(tl.int64) * vocab, output_ptr + slot.to(tl.int64) * vocab
+    arriving = tl.load(arriving_ptr + slot * width + places, mask=places < width, other=-1)
+    leaving = tl.load(leaving_ptr + slot * width + places, mask=places < width, other=-1)
+    tl.atomic_add(counts + arriving, 1, mask=arriving >= 0, sem="relaxed")
+    tl.atomic_add(output + arriving, 1, mask=arriving >= 0, sem="relaxed")
+    tl.atomic_add(counts + leaving, -1, mask=leaving >= 0, sem="relaxed")
+
+
+def update_counts(counts: torch.Tensor, output: torch.Tensor, arriving: torch.Tensor, leaving: torch.Tensor) -> None:
+    """Bring `counts` and `output [num_slots, vocab] int32` up to what was committed since; from the latter none leaves.
+
+    `arriving` and `leaving [num_slots, width] int32`: tokens below `vocab` (this is not checked), -1 for none; a token
+    that leaves in the same step comes in as well. Raises ValueError for buffers that do not fit.
+    """
+    num_slots, vocab_size = counts.shape
+    width = arriving.shape[-1]
+    expect(counts, "counts", (num_slots, vocab_size), torch.int32)
+    expect(output, "output", (num_slots, vocab_size), torch.int32)
+    expect(arriving, "arriving", (num_slots, width), torch.int32)
+    expect(leaving, "leaving", (num_slots, width), torch.int32)
+    grid = (num_slots, triton.cdiv(width, BLOCK))
+    count_tokens[grid](counts, output, arriving, leaving, vocab_size, width, BLOCK=BLOCK, num_warps=NUM_WARPS)
+
+
+# The noise of worker/sampling/noise.py where it is used: Philox4x32-10 keyed as there, on (token / 4, position).
+
+
+@triton.jit
+def noise_words(key, position_low, position_high, first, BLOCK: tl.constexpr):
+    """Words `[BLOCK] uint32` of the tokens from `first` on, a multiple of 4; the position comes in two words."""
+    quads = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)  # four tokens share a counter
+    zeros = tl.zeros_like(quads)
+    low, high = zeros + position_low.to(tl.uint32), zeros + position_high.to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(key, quads, low, high, zeros)
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # in the order of the tokens
+
+
+@triton.jit
+def gumbel(words):
+    """Standard Gumbel noise of some words, float32. The words are equal everywhere, logarithms are the device's own."""
+    uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32: exact, inside (0, 1)
+    return (-tl.log(-tl.log(uniform))).to(tl.float32)

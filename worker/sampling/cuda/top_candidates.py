@@ -1,0 +1,327 @@
+"""Triton kernels of each row's best tokens: candidates for drafters, and a draft model's ranking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from swiftbatch.worker.sampling.cuda.filter_kernels import LOG_MIN_P, TOP_K_COLUMN
+from swiftbatch.worker.sampling.cuda.logits_kernels import (
+    POSITION,
+    SLOT,
+    TEMPERATURE,
+    gumbel,
+    is_greedy,
+    noise_key_of,
+    noise_words,
+    number_of,
+    order_of,
+    penalise_blocks,
+    rank_of,
+    real,
+    row_peak,
+    temper,
+    token_of,
+    whole,
+)
+from swiftbatch.worker.sampling.cuda.sampling_rows import (
+    BLOCK,
+    NUM_DRAFTED,
+    NUM_WORDS,
+    SlotBuffers,
+    expect,
+    expect_logits,
+)
+from swiftbatch.worker.sampling.sampler import UNLIKELY
+from swiftbatch.worker.sampling.verification import TOP_K
+
+SMALLEST = tl.constexpr(-0x8000000000000000)
+
+
+@triton.jit
+def kept_by_cut(scores, tokens, cut_scores_ptr, cut_tokens_ptr, row):
+    """Return whether tokens lie from a row's cut on, in the order (score, token)."""
+    score, first = tl.load(cut_scores_ptr + row), tl.load(cut_tokens_ptr + row)
+    return (scores > score) | ((scores == score) & (tokens >= first))
+
+
+@triton.jit
+def best_of_blocks(
+    rows_ptr,
+    scores_ptr,
+    peaks_ptr,
+    cut_scores_ptr,
+    cut_tokens_ptr,
+    best_ptr,
+    vocab,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_CUT: tl.constexpr,
+):
+    """The rank of each block's best token, `[num_rows, num_blocks] int64`."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    if whole(rows_ptr, row, SLOT) < 0:
+        return
+    num_rows, num_blocks = tl.num_programs(0), tl.num_programs(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocab
+    values = tl.load(scores_ptr + row.to(tl.int64) * vocab + tokens, mask=inside, other=float("-inf"))
+    peak = row_peak(peaks_ptr + (num_rows + row) * num_blocks, num_blocks, WIDTH)
+    if not is_greedy(rows_ptr, row, peak):
+        temperature = real(rows_ptr, row, TEMPERATURE)
+        values = temper(values, peak, temperature)
+        kept = values >= temper(peak, peak, temperature) + real(rows_ptr, row, LOG_MIN_P)
+        if IS_CUT:
+            kept = kept & kept_by_cut(values, tokens, cut_scores_ptr, cut_tokens_ptr, row)
+        values = tl.where(kept, values, float("-inf"))
+        if tl.max(kept.to(tl.int32), 0) > 0:  # else noise changes nothing
+            low, high = whole(rows_ptr, row, POSITION), whole(rows_ptr, row, POSITION + 1)
+            values += gumbel(noise_words(noise_key_of(rows_ptr, row), low, high, block * BLOCK, BLOCK))
+    ranks = tl.where(inside, rank_of(values, tokens), SMALLEST)
+    tl.store(best_ptr + row * num_blocks + block, tl.max(ranks, 0))
+
+
+@triton.jit
+def best_of_rows(rows_ptr, peaks_ptr, best_ptr, tokens_ptr, highest_ptr, num_blocks, WIDTH: tl.constexpr):
+    """Each row's token, -1 where nothing can be drawn, and its highest logit, NaN where there is any."""
+    row = tl.program_id(0)
+    if whole(rows_ptr, row, SLOT) < 0:
+        tl.store(tokens_ptr + row, -1)
+        tl.store(highest_ptr + row, float("nan"))
+        return
+    blocks = tl.arange(0, WIDTH)
+    rank = tl.max(tl.load(best_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=SMALLEST), 0)
+    highest = row_peak(peaks_ptr + row * num_blocks, num_blocks, WIDTH)
+    tl.store(highest_ptr + row, highest)
+    tl.store(tokens_ptr + row, tl.where(tl.abs(highest) < float("inf"), token_of(rank), -1))
+
+
+BLOCK_WARPS = 4
+ROW_WARPS = 8
+
+
+@triton.jit
+def best_ranks(ranks, out_ptr, TOP: tl.constexpr):
+    """Store the `TOP` highest of some ranks, which all differ."""
+    for place in tl.static_range(TOP):
+        best = tl.max(ranks, 0)
+        tl.store(out_ptr + place, best)
+        ranks = tl.where(ranks == best, SMALLEST, ranks)
+
+
+@triton.jit
+def store_block(logits, tokens, inside, place, ranks_ptr, peaks_ptr, sums_ptr, TOP: tl.constexpr):
+    """Store a block's best ranks, its best order, and the sum of e^(logit - best) in its own fixed order."""
+    best_ranks(tl.where(inside, rank_of(logits, tokens), SMALLEST), ranks_ptr + place * TOP, TOP)
+    order = tl.max(order_of(logits), 0)
+    peak = number_of(order)
+    shift = tl.where(tl.abs(peak) < float("inf"), peak, 0.0)
+    tl.store(peaks_ptr + place, order)
+    tl.store(sums_ptr + place, tl.sum(tl.exp(logits - shift), 0))
+
+
+@triton.jit
+def candidates_of_blocks(
+    rows_ptr, logits_ptr, logits_stride, ranks_ptr, peaks_ptr, sums_ptr, vocab, BLOCK: tl.constexpr, TOP: tl.constexpr
+):
+    """Store the best tokens of every block of logits, as `store_block` does."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    if whole(rows_ptr, row, SLOT) < 0:
+        return
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocab
+    logits = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + tokens, mask=inside, other=float("-inf"))
+    store_block(logits, tokens, inside, row * tl.num_programs(1) + block, ranks_ptr, peaks_ptr, sums_ptr, TOP)
+
+
+@triton.jit
+def log_denominator(peaks_ptr, sums_ptr, num_blocks, WIDTH: tl.constexpr):
+    """The logarithm of the sum of e^logit, float32; the best logit itself where that is not finite."""
+    blocks = tl.arange(0, WIDTH)
+    inside = blocks < num_blocks
+    orders = tl.load(peaks_ptr + blocks, mask=inside, other=-0x80000000)
+    peak = number_of(tl.max(orders, 0))
+    parts = tl.load(sums_ptr + blocks, mask=inside, other=0.0)
+    distances = tl.where(inside, number_of(orders) - peak, float("-inf"))
+    total = tl.sum((parts * tl.exp(distances)).to(tl.float64), 0)
+    return tl.where(tl.abs(peak) < float("inf"), (peak.to(tl.float64) + tl.log(total)).to(tl.float32), peak)
+
+
+@triton.jit
+def candidates_of_rows(
+    rows_ptr, ranks_ptr, peaks_ptr, sums_ptr, ids_ptr, logprobs_ptr, num_blocks,
+    UNLIKELY: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr,
+):  # fmt: skip
+    """Ids and log-probabilities `[num_rows, TOP]`; of a padding row token 0, as unlikely as can be."""
+    row = tl.program_id(0)
+    ids, logprobs = ids_ptr + row * TOP, logprobs_ptr + row * TOP
+    if whole(rows_ptr, row, SLOT) < 0:
+        tl.store(ids + tl.arange(0, TOP), tl.zeros([TOP], tl.int32))
+        tl.store(logprobs + tl.arange(0, TOP), tl.full([TOP], UNLIKELY, tl.float32))
+        return
+    peaks, sums = peaks_ptr + row * num_blocks, sums_ptr + row * num_blocks
+    total = log_denominator(peaks, sums, num_blocks, WIDTH)
+    places = tl.arange(0, WIDTH * TOP)
+    ranks = tl.load(ranks_ptr + row * num_blocks * TOP + places, mask=places < num_blocks * TOP, other=SMALLEST)
+    for place in tl.static_range(TOP):
+        best = tl.max(ranks, 0)
+        ranks = tl.where(ranks == best, SMALLEST, ranks)
+        logprob = number_of((best >> 32).to(tl.int32)) - total
+        tl.store(ids + place, token_of(best))
+        tl.store(logprobs + place, tl.where(logprob == logprob, logprob, UNLIKELY))
+
+
+@dataclass(frozen=True)
+class CandidateBuffers:
+    """The buffers that `TopCandidates` reads and writes; they stay where they are."""
+
+    logits: torch.Tensor  # [num_rows, vocab] float32
+    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of row_words.py; of a padding row nothing is read
+    ids: torch.Tensor  # [num_rows, TOP_K] int32, written: best first, equals in the order of their ids
+    logprobs: torch.Tensor  # [num_rows, TOP_K] float32, written; of a row with NaN all as unlikely as can be
+
+    def check(self) -> None:
+        """Raise ValueError for buffers that do not fit each other."""
+        num_rows = len(self.rows)
+        expect_logits(self.logits, num_rows, least=TOP_K)
+        expect(self.rows, "rows", (num_rows, NUM_WORDS), torch.int32)
+        expect(self.ids, "ids", (num_rows, TOP_K), torch.int32)
+        expect(self.logprobs, "logprobs", (num_rows, TOP_K), torch.float32)
+
+
+class TopCandidates:
+    """Finds the best tokens in two launches, of the same shape whatever the rows are."""
+
+    def __init__(self, buffers: CandidateBuffers) -> None:
+        """Allocate what lies between the launches. Raises ValueError for buffers that do not fit each other."""
+        buffers.check()
+        self._buffers = buffers
+        num_rows, vocab_size = buffers.logits.shape
+        self._grid = (num_rows, triton.cdiv(vocab_size, BLOCK))
+        device = buffers.logits.device
+        self._ranks = torch.empty(*self._grid, TOP_K, dtype=torch.int64, device=device)
+        self._peaks = torch.empty(self._grid, dtype=torch.int32, device=device)
+        self._sums = torch.empty(self._grid, device=device)
+
+    def launch(self) -> None:
+        """Find the candidates of all rows."""
+        given, (num_rows, num_blocks) = self._buffers, self._grid
+        candidates_of_blocks[self._grid](
+            given.rows,
+            given.logits,
+            given.logits.stride(0),
+            self._ranks,
+            self._peaks,
+            self._sums,
+            given.logits.shape[1],
+            BLOCK=BLOCK,
+            TOP=TOP_K,
+            num_warps=BLOCK_WARPS,
+        )
+        candidates_of_rows[(num_rows,)](
+            given.rows,
+            self._ranks,
+            self._peaks,
+            self._sums,
+            given.ids,
+            given.logprobs,
+            num_blocks,
+            UNLIKELY=UNLIKELY,
+            WIDTH=triton.next_power_of_2(num_blocks),
+            TOP=TOP_K,
+            num_warps=ROW_WARPS,
+        )
+
+
+# The tokens that a draft model is surest of at every row, with the penalty and the noise that the target will have.
+
+
+NUM_WARPS = 4
+ROW_WARPS = 8
+
+
+@dataclass(frozen=True)
+class RankingBuffers:
+    """The buffers that `Ranking` reads and writes; they stay where they are."""
+
+    logits: torch.Tensor  # [num_rows, vocab] float32, penalised in place
+    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of row_words.py; of a padding row nothing is read
+    ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32, as in `SamplingBuffers`
+    slots: SlotBuffers
+    leaving: torch.Tensor  # [num_slots, NUM_DRAFTED] int32, as in `SamplingBuffers`
+    ids: torch.Tensor  # [num_rows, num_candidates] int32, written: best first; their number is a power of 2
+    confidences: torch.Tensor  # [num_rows, num_candidates] float32, written: logarithms; -inf for what is cut off
+
+    def check(self) -> None:
+        """Raise ValueError for buffers that do not fit each other."""
+        num_rows, num_candidates = len(self.rows), self.ids.shape[1]
+        expect_logits(self.logits, num_rows, least=num_candidates)
+        expect(self.logits, "logits", (num_rows, self.logits.shape[1]), torch.float32)
+        expect(self.rows, "rows", (num_rows, NUM_WORDS), torch.int32)
+        expect(self.ancestors, "ancestors", (num_rows, NUM_DRAFTED), torch.int32)
+        self.slots.check(num_rows, self.logits.shape[1], self.leaving)
+        expect(self.ids, "ids", (num_rows, triton.next_power_of_2(num_candidates)), torch.int32)
+        expect(self.confidences, "confidences", (num_rows, num_candidates), torch.float32)
+
+
+@triton.jit
+def rank_blocks(
+    rows_ptr, scores_ptr, peaks_ptr, ranks_ptr, tops_ptr, sums_ptr, vocab,
+    SPREAD: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr,
+):  # fmt: skip
+    """Program (row, block): (score + T * noise) / spread of what min-p keeps, as worker/drafters/ranking.py has it."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    if whole(rows_ptr, row, SLOT) < 0:
+        return
+    num_rows, num_blocks = tl.num_programs(0), tl.num_programs(1)
+    tokens = block * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocab
+    values = tl.load(scores_ptr + row.to(tl.int64) * vocab + tokens, mask=inside, other=float("-inf"))
+    temperature = real(rows_ptr, row, TEMPERATURE)
+    if (temperature > 0.0) & (whole(rows_ptr, row, TOP_K_COLUMN) != 1):
+        peak = row_peak(peaks_ptr + (num_rows + row) * num_blocks, num_blocks, WIDTH)
+        kept = values >= peak + temperature * real(rows_ptr, row, LOG_MIN_P)
+        values = tl.where(kept, values, float("-inf"))
+        if tl.max(kept.to(tl.int32), 0) > 0:  # else noise changes nothing
+            low, high = whole(rows_ptr, row, POSITION), whole(rows_ptr, row, POSITION + 1)
+            noise = gumbel(noise_words(noise_key_of(rows_ptr, row), low, high, block * BLOCK, BLOCK))
+            values += temperature * noise
+    values = values / SPREAD
+    store_block(values, tokens, inside, row * num_blocks + block, ranks_ptr, tops_ptr, sums_ptr, TOP)
+
+
+class Ranking:
+    """Ranks candidates in three launches, of the same shape whatever the rows are."""
+
+    def __init__(self, buffers: RankingBuffers, spread: float) -> None:
+        """`spread` of the guesses' error, in logits. Raises ValueError for buffers that do not fit each other."""
+        buffers.check()
+        self._buffers, self._spread = buffers, spread
+        num_rows, vocab_size = buffers.logits.shape
+        self._grid = (num_rows, triton.cdiv(vocab_size, BLOCK))
+        self._width, self._top = triton.next_power_of_2(self._grid[1]), buffers.ids.shape[1]
+        device = buffers.logits.device
+        self._peaks = torch.empty(2, *self._grid, dtype=torch.int32, device=device)
+        self._ranks = torch.empty(*self._grid, self._top, dtype=torch.int64, device=device)
+        self._tops = torch.empty(self._grid, dtype=torch.int32, device=device)
+        self._sums = torch.empty(self._grid, device=device)
+
+    def launch(self) -> None:
+        """Rank all rows."""
+        given, slots, vocab_size = self._buffers, self._buffers.slots, self._buffers.logits.shape[1]
+        penalise_blocks[self._grid](
+            given.logits, vocab_size, given.rows, slots.counts, given.ancestors, given.leaving,
+            slots.output, slots.bias, slots.masked, slots.allowed, given.logits, self._peaks, vocab_size,
+            BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        rank_blocks[self._grid](
+            given.rows, given.logits, self._peaks, self._ranks, self._tops, self._sums, vocab_size,
+            SPREAD=self._spread, BLOCK=BLOCK, WIDTH=self._width, TOP=self._top, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        candidates_of_rows[(self._grid[0],)](
+            given.rows, self._ranks, self._tops, self._sums, given.ids, given.confidences, self._grid[1],
+            UNLIKELY=UNLIKELY, WIDTH=self._width, TOP=self._top, num_warps=ROW_WARPS,
+        )  # fmt: skip

@@ -1,0 +1,130 @@
+"""The filters of sampling in their order, and the numbers that kernels are given of each.
+
+All that repeats over filters follows from this list: the order in torch, the struct that C reads, the words of a row
+that Triton reads, and whether a GPU has to sort. A new filter is a field of jobs/sampling_params.py, its definition
+in torch and an entry here, its Triton code in filter_kernels.py, and its C code with the struct's members in
+worker/kernels/source/filters.h. C and Triton call their filters in an order of their own text: a test holds it to this.
+
+The definitions in torch are those that C and Triton meet; they take one row of scores `[vocab] float32`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.sampling.logits_processors import MASKED
+
+SUM_UNITS = 2.0**60  # units of a running sum: 1 + its rounding stays below 2^63
+
+
+def keep_top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Mask all but the `top_k` highest scores, and their ties."""
+    smallest = torch.topk(scores, min(top_k, len(scores))).values[-1]
+    return scores.masked_fill(scores < smallest, MASKED)
+
+
+def keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keep the smallest set of most probable tokens whose mass reaches `top_p` (Holtzman et al. 2020)."""
+    ascending, order = torch.sort(scores, stable=True)
+    removed = running_sum(torch.softmax(ascending, dim=-1)) <= 1.0 - top_p
+    removed[-1] = False
+    return scores.masked_fill(torch.zeros_like(removed).scatter(0, order, removed), MASKED)
+
+
+def running_sum(probabilities: torch.Tensor) -> torch.Tensor:
+    """Sums of the first i + 1 of some probabilities `[n] float32`."""
+    if probabilities.device.type == "cpu":
+        return probabilities.cumsum(dim=-1)  # one after the other
+    return running_sum_in_any_order(probabilities)
+
+
+def running_sum_in_any_order(probabilities: torch.Tensor) -> torch.Tensor:
+    """Running sums over whole numbers, where no order of summation changes a bit: GPUs choose theirs as they run."""
+    units = (probabilities.double() * SUM_UNITS).long()
+    return (units.cumsum(dim=-1).double() / SUM_UNITS).float()
+
+
+def keep_min_p(scores: torch.Tensor, min_p: float) -> torch.Tensor:
+    """Mask tokens less probable than `min_p` times the most probable one (Nguyen et al. 2024)."""
+    return scores.masked_fill(scores < scores.max() + math.log(min_p), MASKED)
+
+
+def keep_eta(scores: torch.Tensor, eta: float) -> torch.Tensor:
+    """Mask tokens below min(eta, sqrt(eta) * exp(-entropy)) (Hewitt et al. 2022); the best one stays."""
+    probabilities = torch.softmax(scores, dim=-1)
+    entropy = torch.special.entr(probabilities).sum()
+    removed = probabilities < torch.clamp(math.sqrt(eta) * torch.exp(-entropy), max=eta)
+    removed[torch.argmax(scores)] = False
+    return scores.masked_fill(removed, MASKED)
+
+
+@dataclass(frozen=True)
+class FilterNumber:
+    """A number that kernels read: float32, or a whole one, as they call it."""
+
+    name: str
+    of: Callable[[Any], float]  # the value of the filter's field; also where that is off
+    is_whole: bool = False
+
+
+@dataclass(frozen=True)
+class Filter:
+    """One filter: a field of `SamplingParams`, and what it does to a row."""
+
+    field: str
+    off: float  # the value at which it leaves all tokens
+    keep: Callable[[torch.Tensor, Any], torch.Tensor]
+    numbers: tuple[FilterNumber, ...]
+    is_sorted: bool = True  # on a GPU it needs the row sorted
+
+    def is_on(self, params: SamplingParams) -> bool:
+        """Return whether it is asked for."""
+        return bool(getattr(params, self.field) != self.off)
+
+
+def _as_it_is(value: float) -> float:
+    return value
+
+
+def _rest(top_p: float) -> float:
+    """The mass of what is left out; below 0: off."""
+    return 1.0 - top_p if top_p < 1.0 else -1.0
+
+
+def _log(min_p: float) -> float:
+    """-inf: off."""
+    return math.log(min_p) if min_p > 0.0 else -math.inf
+
+
+FILTERS = (
+    Filter("top_k", 0, keep_top_k, (FilterNumber("top_k", _as_it_is, is_whole=True),)),
+    Filter("top_p", 1.0, keep_top_p, (FilterNumber("rest", _rest),)),
+    # min-p needs no more than the row's best score
+    Filter("min_p", 0.0, keep_min_p, (FilterNumber("log_min_p", _log),), is_sorted=False),
+    Filter("eta", 0.0, keep_eta, (FilterNumber("eta", _as_it_is), FilterNumber("root_eta", math.sqrt))),
+)
+NUMBERS = tuple(number for each in FILTERS for number in each.numbers)
+
+
+def filtered(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Apply all filters that are asked for to one row behind the temperature."""
+    for each in FILTERS:
+        if each.is_on(params):
+            scores = each.keep(scores, getattr(params, each.field))
+    return scores
+
+
+def filter_numbers(params: SamplingParams) -> tuple[float, ...]:
+    """The values of `NUMBERS`."""
+    return tuple([number.of(getattr(params, each.field)) for each in FILTERS for number in each.numbers])
+
+
+def needs_filters(params: SamplingParams) -> bool:
+    """Return whether a row has to be sorted on a GPU."""
+    return any(each.is_sorted and each.is_on(params) for each in FILTERS)

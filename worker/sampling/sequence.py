@@ -1,0 +1,137 @@
+"""One generation in progress: its tokens, its sampling parameters and its noise."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+
+from swiftbatch.jobs.checkpoints.token_log import Rewind
+from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.sampling.logprobs import KeptLogprobs
+from swiftbatch.worker.sampling.noise import GumbelNoise, noise_key
+from swiftbatch.worker.sampling.token_masks import Rule
+
+
+class Sequence:
+    """Prompt and committed tokens of one job in one growing buffer. Positions are absolute: the prompt starts at 0."""
+
+    def __init__(
+        self,
+        sequence_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        bad_word_ids: tuple[tuple[int, ...], ...] = (),
+        rules: tuple[Rule, ...] = (),
+    ) -> None:
+        """`bad_word_ids`, `rules`: what `TextCodec` makes of `sampling.bad_words` and of what restricts the output."""
+        if bool(bad_word_ids) != bool(sampling.bad_words):
+            raise ValueError(f"sequence {sequence_id}: bad words {sampling.bad_words} are {bad_word_ids} as tokens")
+        if sampling.structured_outputs is not None and not rules:
+            raise ValueError(f"sequence {sequence_id}: nothing knows what its structured output may be")
+        if not prompt_ids:
+            raise ValueError(f"sequence {sequence_id}: the prompt has no tokens; expected at least one")
+        self.sequence_id = sequence_id
+        self.sampling = sampling
+        self.num_prompt_tokens = len(prompt_ids)
+        self.max_length = self.num_prompt_tokens + sampling.max_tokens
+        self.vocab_size = vocab_size
+        self.eos_token_ids: frozenset[int] = frozenset()  # the model's; known once an engine has the sequence
+        self.bad_word_ids, self.rules = bad_word_ids, rules
+        self.finish_reason: str | None = None
+        self.error: str | None = None  # what went wrong, where the finish reason is an error
+        self.error_code: str | None = None
+        self._buffer = np.empty(self.max_length, dtype=np.int64)
+        self._length = 0
+        self.logprobs = None if sampling.logprobs is None else KeptLogprobs(sampling.max_tokens, sampling.logprobs)
+        self.extend(prompt_ids)
+        self._device = device
+        self.set_rewinds(())
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """Prompt and output so far, a view `[length] int64`."""
+        return self._buffer[: self._length]
+
+    @property
+    def last_token_id(self) -> int:
+        """The newest token."""
+        token_id: int = self._buffer.item(self._length - 1)
+        return token_id
+
+    @property
+    def last_token_ids(self) -> tuple[int, int]:
+        """The newest token behind the one before it; a single one is its own neighbour."""
+        last = self._length - 1
+        return self._buffer.item(last - 1 if last else 0), self._buffer.item(last)
+
+    def token_id(self, position: int) -> int:
+        """The token at a position below the length."""
+        token_id: int = self._buffer.item(position)
+        return token_id
+
+    def ahead(self, num_tokens: int) -> np.ndarray:
+        """The room for the next tokens, a view `[num_tokens] int64` behind `token_ids`; extending makes them count."""
+        return self._buffer[self._length : self._length + num_tokens]
+
+    @property
+    def output_ids(self) -> np.ndarray:
+        """Committed output tokens, a view `[num_generated] int64`."""
+        return self._buffer[self.num_prompt_tokens : self._length]
+
+    @property
+    def kept_logprobs(self) -> TokenLogprobs | None:
+        """The log-probabilities of the output tokens, a view; None where they are not asked for."""
+        return None if self.logprobs is None else self.logprobs.all
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return self._length - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        return self.max_length - self._length
+
+    def fork(self) -> Sequence:
+        """This sequence, to be extended by a draft. Nothing is copied: what is committed here later overwrites it."""
+        return copy.copy(self)
+
+    def set_rewinds(self, rewinds: tuple[Rewind, ...]) -> None:
+        """Draw what comes next with the noise that follows so many rewinds; before an engine has the sequence."""
+        self.rewinds = rewinds
+        self.noise_key = noise_key(self.sampling.seed or 0, self._buffer[: self.num_prompt_tokens], len(rewinds))
+        self.noise = GumbelNoise(self.noise_key, self.vocab_size, self._device)
+
+    def with_output(self, output_ids: list[int]) -> Sequence:
+        """A sequence of its own with another output, which goes on behind it; log-probabilities are not asked for."""
+        again = copy.copy(self)
+        again._buffer, again._length = self._buffer.copy(), self.num_prompt_tokens
+        again.finish_reason = None
+        again.extend(output_ids)
+        return again
+
+    def rewound(self, num_tokens: int) -> Sequence:
+        """A sequence of its own with the first `num_tokens` of the output, which goes on with other noise."""
+        again = copy.copy(self)
+        again._buffer = self._buffer.copy()
+        again.logprobs = None if self.logprobs is None else self.logprobs.first(num_tokens)
+        again._length = self.num_prompt_tokens + num_tokens
+        again.finish_reason = None
+        again.set_rewinds((*self.rewinds, Rewind(self.num_generated_tokens, num_tokens)))
+        return again
+
+    def extend(self, token_ids: list[int] | np.ndarray) -> None:
+        """Append committed tokens."""
+        end = self._length + len(token_ids)
+        if len(token_ids) == 1:
+            self._buffer[self._length] = token_ids[0]  # as most often, in a third of a slice's time
+        else:
+            self._buffer[self._length : end] = token_ids
+        self._length = end

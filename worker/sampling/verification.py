@@ -1,0 +1,97 @@
+"""Verifies draft trees, and holds what one verified step tells its drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
+
+GUESSED = -1  # in place of the number of a node that no drafter proposed
+TOP_K = 8  # candidates of the target kept at every verified row
+
+
+Candidates = tuple[np.ndarray, np.ndarray]
+"""Ids `[num_rows, TOP_K] int64` and log-probabilities `[num_rows, TOP_K] float32` of the best tokens of rows."""
+
+
+class Verification(NamedTuple):
+    """Outcome of verifying one draft tree. Row 0 is the root (last committed token), row i + 1 is node i."""
+
+    tree: DraftTree
+    path: list[int]  # accepted nodes, root side first
+    committed_ids: list[int]  # accepted tokens, then the bonus token; cut short where the sequence ends
+    row_token_ids: Many[int]  # [num_rows]
+    top_ids: np.ndarray | None  # [num_rows, TOP_K] int64, the target's best candidates after each row
+    top_logprobs: np.ndarray | None  # [num_rows, TOP_K] float32, of the unprocessed logits
+    hidden: torch.Tensor | None = None  # [1 + num_accepted, hidden] final states of the root and the accepted path
+    draft_kind: str = "tree"  # of `metrics.worker_counters.DRAFT_KINDS`
+    numbers: list[int] | None = None  # of the tree's nodes in the proposed tree; None: that one itself was verified
+    num_left_out: int = 0  # nodes of that tree
+    num_steps: int = 1  # that brought the tokens: several where nothing was drafted
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return len(self.tree)
+
+    @property
+    def num_proposed_tokens(self) -> int:
+        if self.numbers is None:
+            return len(self.tree.token_ids) + self.num_left_out
+        return len(self.tree) + self.num_left_out - self.numbers.count(GUESSED)
+
+    @property
+    def proposed_path(self) -> list[int]:
+        """The accepted nodes with their numbers in the tree that was proposed."""
+        if self.numbers is None:
+            return self.path
+        numbers = self.numbers
+        return [numbers[node] for node in self.path if numbers[node] != GUESSED]
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Accepted draft tokens; never counts the bonus token."""
+        return len(self.path)
+
+
+class Walk(NamedTuple):
+    """The outcome of one walk down a draft tree."""
+
+    path: list[int]  # accepted nodes, root side first
+    drawn: list[int]  # tokens of the path, then the bonus token
+    failed_row: int | None = None  # the row behind `drawn`, where nothing can be drawn from its logits
+    candidates: Candidates | None = None  # of all rows, walked or not; None where nobody asked for them
+
+    def until(self, num_tokens: int) -> Walk:
+        """A walk of only the first tokens, behind which the sequence ends."""
+        return Walk(self.path[:num_tokens], self.drawn[:num_tokens], candidates=self.candidates)
+
+
+def walk(
+    tree: DraftTree,
+    logits: torch.Tensor,
+    draw: Callable[[torch.Tensor], int],
+    is_drawable: Callable[[torch.Tensor], bool] = lambda logits: True,
+    masked: Callable[[torch.Tensor, int], torch.Tensor] = lambda logits, row: logits,
+) -> Walk:
+    """Draw from the root on and follow the children that carry the drawn tokens, up to a row that is not `is_drawable`.
+
+    `logits [num_rows, vocab] float32`, row 0 the root's; `masked` leaves of a row what may come there. Every token is
+    drawn from the given logits, so no drafter can bias it.
+    """
+    children = tree.children()
+    path: list[int] = []
+    drawn: list[int] = []
+    node: int | None = ROOT
+    while node is not None:
+        if not is_drawable(logits[node + 1]):
+            return Walk(path, drawn, node + 1)
+        drawn.append(draw(masked(logits[node + 1], node + 1)))
+        node = children.get(node, {}).get(drawn[-1])
+        if node is not None:
+            path.append(node)
+    return Walk(path, drawn)

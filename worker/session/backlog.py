@@ -1,0 +1,147 @@
+"""Jobs that a worker has and has not begun: each takes the place of one that leaves, without a word to the driver.
+
+Where the caches of a worker's jobs outgrow its memory, some of them go back to the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
+from swiftbatch.worker.kv.kv_capacity import (
+    PAGE,
+    ROOM_BEHIND,
+    Growth,
+    HeldPositions,
+    WindowPages,
+    has_window_pages,
+    most_pages,
+    pages_of,
+)
+from swiftbatch.worker.session.work_messages import Assignment, Orders
+
+MOST_READ = 5 * ROW_CHOICES[-1]  # known tokens of a job in a step: twice copied, then read in three forwards at most
+
+if TYPE_CHECKING:  # a session without a model imports this, and no torch
+    from swiftbatch.worker.session.running_job import RunningJob
+
+
+@dataclass(frozen=True)
+class JobSizes:
+    """The memory of a worker's jobs."""
+
+    num_beside: int = 0  # positions that the states of a job's layers take room of
+    page: int | None = None  # positions of a page, as `pages_of` has it
+    held: HeldPositions | None = None  # of a job's positions; None for all
+    windows: WindowPages | None = None  # of layers that have pages of their own
+
+    def num_pages(self, jobs: Iterable[RunningJob]) -> int:
+        """The pages that jobs take for all tokens that they have, those that are still to be read included."""
+        return sum(pages_of(self._held(job) + self.num_beside, self.page) for job in jobs)
+
+    def num_window_pages(self, jobs: Iterable[RunningJob]) -> int:
+        """Count the pages of layers with a window in the same way, with those that a lagging checkpoint keeps there."""
+        return 0 if self.windows is None else sum(self._in_windows(job, self.windows.held) for job in jobs)
+
+    def _in_windows(self, job: RunningJob, held: HeldPositions) -> int:
+        """Return the pages that a job is expected to hold, or has and takes for a step if those are more.
+
+        Pages that it keeps for others do not count: they are given up where room is short.
+        """
+        num_tokens, cache = len(job.sequence), job.cache
+        end = min(num_tokens + ROOM_BEHIND, cache.length + MOST_READ)
+        return max(pages_of(held.of(num_tokens), self.page), cache.num_window_pages_for(end))
+
+    def _held(self, job: RunningJob) -> int:
+        """The positions that take as much; those of a shared prompt are all held, for others."""
+        num_positions = len(job.sequence)
+        return num_positions if self.held is None else self.held.of(num_positions, job.assignment.num_shared_tokens)
+
+
+class CacheRoom(NamedTuple):
+    """The memory of a worker for caches: so many pages, None where that is no question."""
+
+    num_pages: int | None
+    sizes: JobSizes = JobSizes()
+
+    def has_room(self, jobs: Collection[RunningJob], assignment: Assignment) -> bool:
+        """Tell whether a job may be expected to fit beside others for a while; alone it always does."""
+        if self.num_pages is None or not jobs:
+            return True
+        job, num_tokens = assignment.sent, assignment.num_reported_tokens
+        growths = [self._growth_of(job) for job in jobs]
+        growths.append(self._growth(job.num_prompt_tokens, num_tokens, assignment))
+        has_pages = most_pages(growths, self.sizes.page, self.sizes.held) <= self.num_pages
+        return has_pages and has_window_pages(growths, self.sizes.page or PAGE, self.sizes.windows)
+
+    def _growth_of(self, job: RunningJob) -> Growth:
+        sequence = job.sequence
+        return self._growth(sequence.num_prompt_tokens, sequence.num_generated_tokens, job.assignment)
+
+    def _growth(self, num_prompt_tokens: int, num_tokens: int, assignment: Assignment) -> Growth:
+        num_before, num_expected = num_prompt_tokens + self.sizes.num_beside, assignment.num_expected_tokens
+        end = num_before + max(num_tokens, num_expected)
+        return Growth(num_before + num_tokens, end, assignment.num_shared_tokens)
+
+
+class Backlog:
+    """The jobs of one worker that are still to begin, in the order in which the driver gave them."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Assignment] = {}
+        self._num_slots: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def follow(self, orders: Orders) -> list[str]:
+        """Take new jobs in, and drop what is cancelled; returns the recalled jobs that have not begun."""
+        self._num_slots = orders.num_slots
+        for job_id in orders.cancelled:
+            self._waiting.pop(job_id, None)
+        recalled = [job_id for job_id in orders.recalled if self._waiting.pop(job_id, None)]
+        self._waiting |= {assignment.job_id: assignment for assignment in orders.reserve}
+        return recalled
+
+    def keep_to(self, num_jobs: int) -> None:
+        """Have no more than so many jobs run until the next orders: memory has run out."""
+        self._num_slots = num_jobs
+
+    def next(self, jobs: Collection[RunningJob], room: CacheRoom) -> Assignment | None:
+        """Take the first job that has room beside those that run; None if none.
+
+        A shorter one may go before a long one, which is asked for first again when that has ended.
+        """
+        if self._num_slots is not None and len(jobs) >= max(1, self._num_slots):
+            return None
+        found = next((each for each in self._waiting.values() if room.has_room(jobs, each)), None)
+        return self._waiting.pop(found.job_id) if found else None
+
+    def give_up(self) -> list[str]:
+        """Hand all back."""
+        waiting, self._waiting = list(self._waiting), {}
+        return waiting
+
+
+def without_room(
+    jobs: Collection[RunningJob],
+    num_pages: int | None,
+    sizes: JobSizes = JobSizes(),
+    num_window_pages: int | None = None,
+) -> list[RunningJob]:
+    """The jobs that have to leave before the next step: the youngest, as few as possible; the eldest always stays.
+
+    Age counts from a job's first attempt in the run. So no job ever makes an older one leave, on no worker: two can't
+    throw each other out in turns, and the eldest of all reaches its end. The youngest is, as a rule, the one that loses
+    least, too: it has run for the shortest time, and long jobs begin first.
+    """
+    by_age = sorted(jobs, key=lambda job: job.assignment.seniority)
+    leaving: list[RunningJob] = []
+    for most, num_taken in ((num_pages, sizes.num_pages), (num_window_pages, sizes.num_window_pages)):
+        num_used = num_taken(by_age)
+        while most is not None and num_used > most and len(by_age) > 1:
+            leaving.append(by_age.pop())
+            num_used -= num_taken(leaving[-1:])
+    return leaving

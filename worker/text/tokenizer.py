@@ -1,0 +1,492 @@
+"""Text to tokens and back with the model's own tokenizer, and the most text that one token can stand for."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import takewhile
+from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+from swiftbatch.jobs.chat import Message, TemplateOptions
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.job import Job, LastMarker
+from swiftbatch.jobs.run.compute_options import ThinkingMarkers
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.constraints.grammar import GrammarTokenizer
+from swiftbatch.worker.constraints.thinking import Markers, Opening, Thinking, ThinkingRule, markers_of
+from swiftbatch.worker.model.digests import TEKKEN_FILE, has_tekken_alone
+from swiftbatch.worker.model.gguf.gguf_model import link_names
+from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
+from swiftbatch.worker.sampling.token_masks import ConstraintError, Rule
+from swiftbatch.worker.text.chat_template import ChatTemplate, words_of
+from swiftbatch.worker.text.output_text import BROKEN_CHARACTER, ByteText, LibraryText, OutputText
+from swiftbatch.worker.text.tekken import BYTES_AS_THEY_ARE, TekkenBytes, TekkenChat, TekkenTokenizer
+from swiftbatch.worker.text.token_bytes import DecoderSteps, TokenBytes, steps_of
+from swiftbatch.worker.text.tokenizer_cache import WordTokens, cuts_at_spaces
+
+COMPOSED = 4  # no character decomposes, canonically, into more characters: Unicode promises that it stays so
+FACTORS = {"NFC": COMPOSED, "NFKC": COMPOSED, "NFD": 1, "NFKD": 1, "Prepend": 1, "ByteLevel": 1}
+KEEPING = {"ByteLevel", "Metaspace", "Digits"}
+
+
+def max_chars_per_token(tokenizer: Any) -> int | None:
+    """The most characters of a text that come to one token; None where that has no bound, or none that is known.
+
+    Only for byte pair encoding that knows every byte, and where nothing on the way to it can drop characters.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    parts = json.loads(backend.to_str())
+    factor = _factor(parts["normalizer"])
+    added = parts["added_tokens"]
+    takes_more = any(token["lstrip"] or token["rstrip"] for token in added)  # the whitespace around it, however long
+    if factor is None or takes_more or not _keeps_all(parts["pre_tokenizer"]) or not _knows_all(parts):
+        return None
+    names = [*parts["model"]["vocab"], *(unicodedata.normalize("NFKD", token["content"]) for token in added)]
+    return max(map(len, names)) * factor
+
+
+def _factor(normalizer: Any) -> int | None:
+    """The number of characters that become one at most; None where they may also vanish."""
+    if normalizer is None:
+        return 1
+    if normalizer["type"] == "Sequence":
+        factor: int | None = 1
+        for part in normalizer["normalizers"]:
+            one = _factor(part)
+            factor = None if factor is None or one is None else factor * one
+        return factor
+    if normalizer["type"] == "Replace":
+        found = normalizer["pattern"].get("String")
+        return 1 if found is not None and len(found) <= len(normalizer["content"]) else None
+    return FACTORS.get(normalizer["type"])
+
+
+def _keeps_all(pre_tokenizer: Any) -> bool:
+    if pre_tokenizer is None:
+        return True
+    if pre_tokenizer["type"] == "Sequence":
+        return all(_keeps_all(part) for part in pre_tokenizer["pretokenizers"])
+    if pre_tokenizer["type"] in ("Split", "Punctuation"):
+        return bool(pre_tokenizer["behavior"] != "Removed")
+    return str(pre_tokenizer["type"]) in KEEPING
+
+
+def _knows_all(parts: dict[str, Any]) -> bool:
+    """Return whether each byte has a token: one that has none is dropped, or joined with its neighbours."""
+    model = parts["model"]
+    if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return False
+    if '"ByteLevel"' in json.dumps([parts["normalizer"], parts["pre_tokenizer"]]):
+        return set(ByteLevel.alphabet()) <= set(model["vocab"])
+    return bool(model["byte_fallback"]) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+
+
+# Text to tokens and back, with the model's own tokenizer.
+
+
+GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
+NUM_STOPS = 4096  # stop texts that are looked at once
+PLAIN_KINDS = ("llama", "qwen3")  # whose tokenizers are what `tokenizer.json` says
+
+
+NO_MARKERS = "and no markers of thinking are known of this model (--thinking-markers names them)"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat whose tokens are yet to be found."""
+
+    messages: Sequence[Message]
+    options: TemplateOptions | None
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt in tokens, and the marker of thinking that comes last in what begins the answer."""
+
+    token_ids: list[int]
+    last_marker: LastMarker | None = None
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text whose tokens are yet to be found."""
+
+    text: str
+    adds_special_tokens: bool
+
+
+class TextCodec:
+    """A model's tokenizer, and the markers between which it thinks: those named, none for (), else the model's own.
+
+    `clock` is the time that chat templates hear, None for now.
+    Raises ModelError where the model folder has none that loads, and for markers that can't be.
+    """
+
+    def __init__(self, files: ModelFiles, thinking_markers: ThinkingMarkers = None, clock: str | None = None) -> None:
+        try:
+            self._tokenizer = _without_dropout(_loaded(files))
+        except ImportError as error:  # of a library that is optional
+            raise ModelError(f"model {files.name}: {error}") from None
+        except Exception as error:  # of any kind: the library raises bare ones
+            raise ModelError(
+                f"model {files.name}: its tokenizer cannot be loaded from {files.path}: {words_of(error)}; "
+                "expected files that this version of transformers and tokenizers can read"
+            ) from error
+        self._max_positions, self._vocab_size = files.max_positions, files.vocab_size
+        self._eos_token_ids = eos_token_ids_of(files)
+        self._tokenizer.model_max_length = files.max_positions
+        self._idle_stop = lru_cache(NUM_STOPS)(self._found_idle_stop)
+        is_tekken = isinstance(self._tokenizer, TekkenTokenizer)
+        self.chat = TekkenChat(self._tokenizer) if is_tekken else ChatTemplate(self._tokenizer, clock)
+        self.markers = self._found_markers(files, thinking_markers)
+
+    def prompt_of(self, job: Job) -> EncodedPrompt:
+        """A job's prompt, or its messages through the tokenizer's chat template; to be made once, see `JobRecord`.
+
+        Raises ValueError as `encode_prompt` and `encode_chat` do.
+        """
+        chat = None if job.messages is None else Chat(job.messages, job.template)
+        return self._encode_one(chat or job.prompt_ids or job.prompt or "")
+
+    def encode_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
+        """Token ids of a prompt; those that it has already stay as they are.
+
+        Raises ValueError, with a reason for the user, where there are no tokens, where the text is so long that it has
+        no room in the model, however it is cut into tokens, and where a token is none of the model's.
+        """
+        return self._encode_one(prompt).token_ids
+
+    def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int]:
+        """Token ids of messages. Raises ValueError as `encode_prompt`, and as `ChatTemplate.render`."""
+        return self._encode_one(Chat(messages, options)).token_ids
+
+    def _encode_one(self, asked: str | tuple[int, ...] | Chat) -> EncodedPrompt:
+        [found] = self.encode_all([asked])
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def encode_all(self, asked: Sequence[str | tuple[int, ...] | Chat]) -> list[EncodedPrompt | ValueError]:
+        """The prompt that comes of each, or the error that `encode_prompt` or `encode_chat` would raise for it.
+
+        Many at once cost less than each alone.
+        """
+        self.chat.prepare((each.messages, each.options) for each in asked if isinstance(each, Chat))
+        begun = [self._begun_with(each) for each in asked]
+        tokens = {}
+        for adds in (True, False):
+            texts = [each.text for each in begun if isinstance(each, _Text) and each.adds_special_tokens == adds]
+            encoded = self._encode_many(texts, adds)
+            tokens[adds] = map(self._with_one_bos, encoded) if adds else iter(encoded)
+        found = [next(tokens[each.adds_special_tokens]) if isinstance(each, _Text) else each for each in begun]
+        return [self._prompt_or_error(*each) for each in zip(asked, begun, found, strict=True)]
+
+    def _begun_with(self, asked: str | tuple[int, ...] | Chat) -> list[int] | ValueError | _Text:
+        """The tokens of what says them itself, else the text that they come of, or why they can't."""
+        try:
+            if isinstance(asked, Chat):
+                if (token_ids := self.chat.own_tokens(asked.messages, asked.options)) is not None:
+                    return token_ids
+                # a template writes its own special tokens
+                text = _Text(self.chat.render(asked.messages, asked.options), adds_special_tokens=False)
+                self.chat.refuse_lost(asked.messages, asked.options, text.text)
+            elif isinstance(asked, tuple):
+                return self._known(asked)
+            else:
+                text = _Text(asked, adds_special_tokens=True)
+            self._refuse_far_too_long(text.text)
+        except ValueError as error:
+            return error
+        return text
+
+    def _known(self, token_ids: tuple[int, ...]) -> list[int]:
+        if (most := max(token_ids)) >= self._vocab_size:
+            raise ValueError(f"prompt: found the token id {most:,}, expected ids below {self._vocab_size:,}")
+        return list(token_ids)
+
+    def _encode_many(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of texts, as `encode`, by one call of the library where its class encodes as the library does."""
+        first = [
+            self.encode(text, add_special_tokens) for text in texts[:1]
+        ]  # which also settles the library's options
+        if not self._is_the_library_s:
+            return first + [self.encode(text, add_special_tokens) for text in texts[1:]]
+        if len(texts) < 2:
+            return first
+        if self._words is not None and self._words.encode(texts[:1], add_special_tokens) == first:
+            return first + self._words.encode(texts[1:], add_special_tokens)
+        many = self._tokenizer.backend_tokenizer.encode_batch_fast(texts[1:], add_special_tokens=add_special_tokens)
+        return first + [each.ids for each in many]
+
+    @cached_property
+    def _words(self) -> WordTokens | None:
+        library = self._tokenizer.backend_tokenizer
+        return WordTokens(library) if cuts_at_spaces(library) else None
+
+    @cached_property
+    def _is_the_library_s(self) -> bool:
+        from transformers import PreTrainedTokenizerFast
+
+        method = "_encode_plus"  # what `encode` calls, and few kinds of models have another
+        own = getattr(type(self._tokenizer), method, None)
+        return own is not None and own is getattr(PreTrainedTokenizerFast, method, None)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+
+    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens that each of some words may come as, as vLLM has them: without a space in front and with one.
+
+        The latter where it changes the first token and not their number. Raises ValueError for a word that has no
+        tokens, or one that is none of the model's.
+        """
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            bare = tuple(self.encode(word.lstrip(), add_special_tokens=False))
+            spaced = tuple(self.encode(" " + word.lstrip(), add_special_tokens=False))
+            if not bare or max(bare) >= self._vocab_size:
+                raise ValueError(f"field 'bad_words': {word!r} has no tokens of the model's")
+            found.append(bare)
+            if len(spaced) == len(bare) and spaced[0] != bare[0]:
+                found.append(spaced)
+        return tuple(dict.fromkeys(found))
+
+    def with_stop_tokens(self, params: SamplingParams) -> SamplingParams:
+        """The same parameters with the ids of the stop texts that are special tokens: no text shows these."""
+        found = {self._special_tokens[each] for each in params.stop if each in self._special_tokens}
+        if not found:
+            return params
+        return params.model_copy(update={"stop_token_ids": tuple(sorted(found.union(params.stop_token_ids)))})
+
+    def without_effect(self, prompts: Sequence[str | tuple[int, ...]], stop: tuple[str, ...]) -> set[str]:
+        """Say what changes nothing: a BOS token that the tokenizer adds as well, stop texts that can't come."""
+        found = {self._idle_stop(each) for each in stop} - {""}
+        bos = self._added_bos
+        if bos is not None and any(isinstance(each, str) and each.startswith(bos) for each in prompts):
+            found.add(f"prompt: {bos} at its start, which the tokenizer adds itself")
+        return found
+
+    def thinking(self, job: Job, last: LastMarker | None) -> Thinking | None:
+        """Tell how a job's output thinks behind its prompt, whose last marker is known.
+
+        None for a model that does not think, as far as is known.
+        """
+        if self.markers is None:
+            return None
+        opening: Opening = "anywhere"
+        if job.sampling.structured_outputs is not None:  # which begins with the output, or behind the thought
+            is_new = job.messages is not None and not (job.template and job.template.continue_final_message)
+            opening = "first" if is_new and last is None else "never"
+        return Thinking(self.markers, last == "start", opening)
+
+    def rules(self, params: SamplingParams, thinking: Thinking | None = None) -> tuple[Rule, ...]:
+        """The rules of a job's output. Raises ConstraintError, a ValueError for the user, where they can't be."""
+        budget, structure = params.thinking_token_budget, params.structured_outputs
+        if budget is not None and self.markers is None:
+            raise ConstraintError(
+                f"field 'thinking_token_budget': found {budget}, and no markers of thinking are known of this model; "
+                "expected no such field, or a run with --thinking-markers"
+            )
+        if params.thinking_end == "close" and self.markers is None:
+            raise ConstraintError(f"field 'thinking_end': found 'close', {NO_MARKERS}; expected no such field")
+        text = None if structure is None else self._grammars.grammar(structure)
+        thinks = thinking is not None and (thinking.is_open or thinking.opening != "never")
+        if thinking is None or not thinks or (budget is None and text is None):
+            return () if text is None else (text,)
+        return (ThinkingRule(thinking, budget, text),)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of tokens, without the special ones."""
+        return self.output_text.decode(list(map(int, token_ids)))
+
+    def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """Count the characters of the text in front of each token; see `OutputText`."""
+        return self.output_text.offsets(token_ids)[:-1]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, special ones too; none for one that the tokenizer does not have."""
+        return self._bytes.of(token_id)
+
+    def _with_one_bos(self, token_ids: list[int]) -> list[int]:
+        """The tokens of a text that begins with the BOS token, without the one that was added in front of it."""
+        is_there_twice = self._added_bos is not None and len(token_ids) > 1 and token_ids[0] == token_ids[1]
+        return token_ids[1:] if is_there_twice else token_ids
+
+    def _prompt_or_error(
+        self, asked: str | tuple[int, ...] | Chat, begun: list[int] | _Text | ValueError, found: list[int] | ValueError
+    ) -> EncodedPrompt | ValueError:
+        if isinstance(found, ValueError):
+            return found
+        try:
+            text = begun.text if isinstance(begun, _Text) else None
+            return EncodedPrompt(self._checked(found), self._last_marker(asked, text, found))
+        except ValueError as error:
+            return error
+
+    def _found_idle_stop(self, text: str) -> str:
+        """Say why a stop text can't come; nothing of one that may, or that is a special token."""
+        if text in self._special_tokens:
+            return ""
+        named = [each for each in self._special_tokens if each in text and len(each) > 2]
+        if named and not set(self.encode(text, add_special_tokens=False)).isdisjoint(self._special_tokens.values()):
+            return f"stop: {max(named, key=len)} with more around it, though texts do not show special tokens"
+        if self._steps is not None and not set(text.replace(BROKEN_CHARACTER, "").encode()) <= self._written_bytes:
+            return "stop: a text with characters that no token has"
+        return ""
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        """The ids of the model's special tokens, by their names."""
+        if isinstance(self._tokenizer, TekkenTokenizer):
+            return self._tokenizer.get_vocab()
+        entries = self._tokenizer.added_tokens_decoder.items()
+        return {str(token): number for number, token in entries if token.special and number < self._vocab_size}
+
+    @cached_property
+    def _written_bytes(self) -> set[int]:
+        """The bytes that texts may have."""
+        found = set[int]()
+        for token_id in range(self._vocab_size):
+            found.update(self._bytes[token_id])
+            if len(found) == 256:
+                break
+        return found
+
+    @cached_property
+    def _added_bos(self) -> str | None:
+        """The BOS token, where the tokenizer puts one in front of texts."""
+        bos = getattr(self._tokenizer, "bos_token", None)
+        return str(bos) if bos and self.encode("a")[:1] == [self._tokenizer.bos_token_id] else None
+
+    def _checked(self, token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise ValueError("prompt: no tokens come of it; expected at least one")
+        if (most := max(token_ids)) >= self._vocab_size:
+            raise ValueError(
+                f"prompt: token {most:,} ({self._tokenizer.convert_ids_to_tokens(most)!r}) comes of it, and the model "
+                f"has {self._vocab_size:,} tokens; its tokenizer is larger than its config.json says (vocab_size)"
+            )
+        return token_ids
+
+    def _found_markers(self, files: ModelFiles, named: ThinkingMarkers) -> Markers | None:
+        if named is not None and len(named) == 0:
+            return None
+
+        def encode(text: str) -> list[int]:
+            return self.encode(text, add_special_tokens=False)
+
+        try:
+            return markers_of(self._tokenizer, encode, files.vocab_size, named)
+        except ValueError as error:
+            raise ModelError(f"model {files.name}: {error}") from None
+
+    def _last_marker(
+        self, asked: str | tuple[int, ...] | Chat, text: str | None, token_ids: list[int]
+    ) -> LastMarker | None:
+        """The marker that comes last in a prompt; of a chat only what belongs to the answer counts.
+
+        `text` is what the tokens come of, None where they were there before.
+        """
+        if self.markers is None:
+            return None
+        if isinstance(asked, Chat) and asked.options is not None and asked.options.continue_final_message:
+            return self.markers.last_in(asked.messages[-1].content)
+        if text is None:
+            text = str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        if not isinstance(asked, Chat) or self.markers.last_in(text) is None:
+            return self.markers.last_in(text)
+        before = self.chat.without_answer(asked.messages, asked.options)
+        common = takewhile(lambda pair: pair[0] == pair[1], zip(text, before, strict=False))
+        return self.markers.last_in(text, sum(1 for _ in common))
+
+    def _refuse_far_too_long(self, text: str) -> None:
+        if len(text) <= self._max_positions or self._max_chars_per_token is None:
+            return
+        num_tokens = -(-len(text) // self._max_chars_per_token)
+        if num_tokens > self._max_positions:
+            raise ValueError(
+                f"prompt: its {len(text):,} characters are at least {num_tokens:,} tokens, expected at most the "
+                f"model's {self._max_positions:,}"
+            )
+
+    @cached_property
+    def output_text(self) -> OutputText:
+        """The text that tokens come to."""
+        if self._steps is None:
+            return LibraryText(lambda token_ids: str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
+        return ByteText(self._bytes, self._steps)
+
+    @cached_property
+    def _steps(self) -> DecoderSteps | None:
+        if isinstance(self._tokenizer, TekkenTokenizer):
+            return BYTES_AS_THEY_ARE
+        return steps_of(self._tokenizer)
+
+    @cached_property
+    def _bytes(self) -> TokenBytes:
+        if isinstance(self._tokenizer, TekkenTokenizer):
+            return TekkenBytes(self._tokenizer)
+        return TokenBytes(self._tokenizer, self._steps)
+
+    @cached_property
+    def textless_ids(self) -> tuple[int, ...]:
+        """The model's ids that are no tokens of the tokenizer and end no text, ascending: they have no text."""
+        known: Container[int]
+        if isinstance(self._tokenizer, TekkenTokenizer):
+            known = range(self._tokenizer.num_tokens)
+        else:
+            known = {*self._tokenizer.get_vocab().values(), *self._tokenizer.added_tokens_decoder}
+        return tuple(id_ for id_ in range(self._vocab_size) if id_ not in known and id_ not in self._eos_token_ids)
+
+    @cached_property
+    def _grammars(self) -> GrammarTokenizer:
+        return GrammarTokenizer(self._tokenizer, self._vocab_size, self._eos_token_ids)
+
+    @cached_property
+    def _max_chars_per_token(self) -> int | None:
+        return max_chars_per_token(self._tokenizer)
+
+
+def _loaded(files: ModelFiles) -> Any:
+    """The tokenizer of a model folder, without clean-up of spaces. Raises ImportError where a library is missing."""
+    if has_tekken_alone(files.path):
+        return TekkenTokenizer(files.path)
+    # where mistral-common is installed, AutoTokenizer would prefer Mistral's file beside the one that is read without
+    said = {"mistral_format": False} if (files.path / TEKKEN_FILE).is_file() else {}
+    return _loader(files).from_pretrained(
+        files.path, trust_remote_code=False, local_files_only=True, clean_up_tokenization_spaces=False, **said
+    )
+
+
+def _loader(files: ModelFiles) -> Any:
+    """The class that AutoTokenizer would choose, without it where that is sure: it costs torch, seconds, 300 MB."""
+    config = read_config(files.name, files.path)
+    path = files.path / "tokenizer_config.json"
+    said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    is_plain = config.get("model_type") in PLAIN_KINDS or bool(link_names(files.path))  # those of GGUF files are
+    if is_plain and said.get("tokenizer_class") == GENERIC and "auto_map" not in said:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _without_dropout(tokenizer: Any) -> Any:
+    """A tokenizer that cuts a text into the same tokens every time: what it leaves to chance is for training alone."""
+    if getattr(tokenizer, "sp_model_kwargs", {}).get("enable_sampling"):
+        raise ValueError("it cuts texts at random (sp_model_kwargs in tokenizer_config.json: enable_sampling)")
+    model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if getattr(model, "dropout", None):
+        model.dropout = None
+    return tokenizer

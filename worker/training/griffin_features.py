@@ -1,0 +1,188 @@
+"""The texts that GRIFFIN's draft model learns from: books and the target's own, with the target's features along them.
+
+They are computed once and kept in three Arrow files, so that a training that goes on, or another one, finds them: the
+own texts take minutes to sample. What is learned from and measured on are windows of their rows, in the entries that
+the draft model sees in use."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from swiftbatch.worker.drafters.griffin.draft_input import NUM_SINKS, WINDOW, window_start
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.training.feature_file import TextFeatures, read_features, write_features
+from swiftbatch.worker.training.recipes import LEARNED_SAMPLING, OWN_SAMPLING, GriffinRecipe, HeadRecipe
+from swiftbatch.worker.training.training_texts import (
+    CorpusError,
+    Text,
+    book_texts,
+    held_out_texts,
+    jumping_positions,
+    learned_texts,
+    read_books,
+)
+
+FOLDER = "features"  # in the output, where no other one is named
+TRAIN, TEST = "*train*.jsonl", "*test*.jsonl"
+NUM_HELD_OUT_TOKENS = 1024  # of each test book, at most
+
+Texts = dict[str, list[Text]]
+
+
+@dataclass(frozen=True)
+class GriffinFeatures:
+    """Texts with features; a window fits into each of those to learn from."""
+
+    books: list[TextFeatures]
+    own: list[TextFeatures]  # none where the recipe wants none
+    held_out: list[TextFeatures]  # none where there are no test books
+
+
+def griffin_features(
+    target: TargetModel, data: Path, folder: Path, recipe: GriffinRecipe, report: Callable[[str], None]
+) -> GriffinFeatures:
+    """Read the features in `folder`; what is not there is computed and written first.
+
+    Raises CorpusError: no books, texts shorter than a window, or a file there that was made from something else.
+    """
+    texts, length, cache = recipe.texts, recipe.window_length, _Cache(target, folder, report)
+    origin = {"data": data_digest(data, TRAIN), "num_book_tokens": texts.num_book_tokens, "window_length": length}
+    books = cache.features(
+        "books", origin, lambda: {"books": book_texts(data, TRAIN, target.files, texts.num_book_tokens, length)}
+    )
+    own_origin = origin | {"num_own_texts": texts.num_own_texts, **_own_origin(texts, list(LEARNED_SAMPLING))}
+    own = cache.features("own", own_origin, lambda: _own(target, books, recipe)) if texts.num_own_texts else []
+    return GriffinFeatures(books, own, _held_out(cache, data, texts))
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """Files of features in one folder."""
+
+    target: TargetModel
+    folder: Path
+    report: Callable[[str], None]
+
+    def features(self, name: str, origin: dict[str, Any], make: Callable[[], Texts]) -> list[TextFeatures]:
+        """Return the texts in the file of that name; where there is none, make it."""
+        path = self.folder / f"{name}.arrow"
+        origin = {"model": self.target.files.fingerprint, **origin}
+        if not path.is_file():
+            write_features(path, self.target, make(), origin)
+        found = read_features(path, origin)
+        self.report(f"{name}: {len(found)} texts, {sum(len(text.token_ids) for text in found):,} tokens")
+        return found
+
+
+def _held_out(cache: _Cache, data: Path, texts: HeadRecipe) -> list[TextFeatures]:
+    """Test books, and what the target says behind their beginnings."""
+    if not any(data.rglob(TEST)):
+        cache.report(f"{data}: no {TEST}; the accuracy is not measured")
+        return []
+    tested = replace(texts, num_book_tokens=min(texts.num_book_tokens, NUM_HELD_OUT_TOKENS))
+    origin = {"data": data_digest(data, TEST), "num_book_tokens": tested.num_book_tokens}
+    origin |= _own_origin(texts, list(OWN_SAMPLING.values()))
+    return cache.features("held-out", origin, lambda: held_out_texts(cache.target, data, tested, cache.report))
+
+
+def data_digest(data: Path, pattern: str) -> str:
+    """SHA-256 over the files that `read_books` reads. Raises CorpusError as it does, where there are none."""
+    next(read_books(data, pattern), None)
+    digest = hashlib.sha256()
+    for path in [data] if data.is_file() else sorted(data.rglob(pattern)):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _own(target: TargetModel, books: list[TextFeatures], recipe: GriffinRecipe) -> Texts:
+    """Own texts behind stretches of the books."""
+    prompted = [Text(book.token_ids.tolist()) for book in books]
+    longest = max(len(book.token_ids) for book in books)
+    size = min(recipe.texts.num_prompt_tokens, longest) + recipe.texts.num_own_tokens
+    if size < recipe.window_length:
+        raise CorpusError(
+            f"own texts of {size} tokens, prompt included, are too short; expected {recipe.window_length} or more: "
+            "longer books make longer prompts"
+        )
+    return {"own texts": learned_texts(target, prompted, recipe.texts)}
+
+
+def _own_origin(texts: HeadRecipe, ways: list[Any]) -> dict[str, Any]:
+    """Describe all that decides own texts, beside the model and the books."""
+    sampling = [texts.own_sampling(way).model_dump(mode="json", exclude_defaults=True) for way in ways]
+    return {"num_prompt_tokens": texts.num_prompt_tokens, "sampling": sampling}
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Rows in entries 0, 1, ... of windows of equal length."""
+
+    token_ids: torch.Tensor  # [num_windows, length] int64
+    inputs: torch.Tensor  # [num_windows, length, hidden]: the feature in front of each token; zeros for a text's first
+    features: torch.Tensor  # [num_windows, length, hidden]: the feature at each token
+    num_before: torch.Tensor  # [num_windows, length] int64: rows in front of it without a gap in the text
+
+    @classmethod
+    def gather(cls, picks: list[tuple[TextFeatures, np.ndarray]], device: torch.device) -> Windows:
+        """Copy windows out of texts; each is given by its positions in the text, `[length]`."""
+        windows = [_rows(text, positions) for text, positions in picks]
+        return cls(*(torch.stack(tensors).to(device) for tensors in zip(*windows, strict=True)))
+
+    def entries(self) -> torch.Tensor:
+        """`[num_windows, length]`."""
+        num_windows, length = self.token_ids.shape
+        return torch.arange(length, device=self.token_ids.device).expand(num_windows, -1)
+
+
+def _rows(text: TextFeatures, positions: np.ndarray) -> tuple[torch.Tensor, ...]:
+    places = torch.from_numpy(positions)
+    inputs = text.features[(places - 1).clamp(min=0)]
+    inputs[places == 0] = 0.0
+    new = np.flatnonzero(np.diff(positions, prepend=-2) != 1)  # rows without their predecessor
+    rows = np.arange(len(positions))
+    num_before = rows - new[np.searchsorted(new, rows, side="right") - 1]
+    return text.token_ids[places].long(), inputs, text.features[places], torch.from_numpy(num_before)
+
+
+class FeatureWindowSource:
+    """Draws the windows of a step, which depend on the recipe's seed and the step's number alone."""
+
+    def __init__(self, books: list[TextFeatures], own: list[TextFeatures], recipe: GriffinRecipe) -> None:
+        self._recipe = recipe
+        num_own = round(recipe.own_share * recipe.num_step_windows) if own else 0
+        self._parts = [(books, recipe.num_step_windows - num_own), (own, num_own)]
+
+    def windows(self, step: int, device: torch.device) -> Windows:
+        """Windows from books and own texts, a share of them as the model reads a long text in use."""
+        random, length = np.random.default_rng([self._recipe.seed, step]), self._recipe.window_length
+        num_sinks = min(NUM_SINKS, length // 2)
+        picks = []
+        for texts, num_windows in self._parts:
+            if num_windows:
+                sizes = np.asarray([len(text.token_ids) for text in texts], dtype=np.float64)
+                chosen = random.choice(len(texts), size=num_windows, p=sizes / sizes.sum())
+                drawn = [(texts[index], len(texts[index].token_ids)) for index in chosen]
+                picks += [(text, jumping_positions(random, size, length, num_sinks)) for text, size in drawn]
+        return Windows.gather(picks, device)
+
+
+def windows_in_use(text: TextFeatures, device: torch.device) -> Iterator[tuple[Windows, int]]:
+    """Yield one window after the other and the first row that is new in it: together, all rows of a text.
+
+    Each row sees what it sees in use, when all tokens up to its own are committed.
+    """
+    num_tokens = len(text.token_ids)
+    ends = [*range(2 * WINDOW - 1, num_tokens, WINDOW), num_tokens]  # of the rows before the window begins anew
+    for first, end in pairwise([0, *ends]):
+        start = window_start(first + 1)
+        positions = np.concatenate([np.arange(min(NUM_SINKS, end)), np.arange(start, end)])
+        yield Windows.gather([(text, positions)], device), len(positions) - (end - first)

@@ -1,0 +1,45 @@
+"""All that belongs to a model's weights, in order: `swiftbatch train all`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER
+from swiftbatch.worker.training import defaults
+from swiftbatch.worker.training.griffin_features import FOLDER as FEATURES
+from swiftbatch.worker.training.model_card import write_card
+from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, DraftRecipe, GriffinRecipe, HeadRecipe, draft_recipe
+from swiftbatch.worker.training.target_recipe import TargetRecipe
+from swiftbatch.worker.training.train_draft import train_draft
+from swiftbatch.worker.training.train_griffin import train_griffin
+from swiftbatch.worker.training.train_target import train_target
+from swiftbatch.worker.training.train_tokenswift import train_heads
+from swiftbatch.worker.training.training_lock import held
+
+EMBEDDED_HEADS = HeadRecipe(num_own_texts=512)
+
+
+def train_all(
+    data: Path,
+    output: Path,
+    target: TargetRecipe,
+    report: Callable[[str], None],
+    heads: HeadRecipe = EMBEDDED_HEADS,
+    draft: DraftRecipe | None = None,
+    griffin: GriffinRecipe = GRIFFIN_RECIPE,
+) -> None:
+    """Train a target model and every part that engines draft with, and write the card; what is finished stays.
+
+    The folders of all of them are held from the beginning. Raises CorpusError and ModelError as each training does.
+    """
+    model, parts = str(output), output / PARTS_FOLDER
+    with held(output), held(parts), held(parts / DRAFT_FOLDER):
+        train_target(data, output, target, report)
+        train_heads(model, data, parts, heads, report)
+        draft = draft or draft_recipe(defaults.DRAFT_STEPS, defaults.SEED)
+        train_draft(model, data, parts / DRAFT_FOLDER, draft, report)
+        train_griffin(model, data, parts, griffin, report)
+        shutil.rmtree(parts / FEATURES, ignore_errors=True)
+        write_card(output)

@@ -1,0 +1,200 @@
+"""Training of a small draft model for a target: `swiftbatch train draft`.
+
+It is distilled: at every token it learns the whole distribution that the target has there, since what it is to guess is
+what the target draws, with the same noise, and not what an author wrote. Half of the text is the target's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from swiftbatch.jobs.errors import ModelError
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.triforce import NUM_SINKS, WINDOW, window_of
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.sampling.gumbel_max import draw
+from swiftbatch.worker.sampling.noise import GumbelNoise
+from swiftbatch.worker.training.recipes import NUM_BOOK_TOKENS, DraftRecipe, draft_config
+from swiftbatch.worker.training.train_target import save_target
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
+from swiftbatch.worker.training.training_lock import held
+from swiftbatch.worker.training.training_loop import Optimizers, StepLoss, repeatable, run_steps
+from swiftbatch.worker.training.training_texts import (
+    Text,
+    book_texts,
+    held_out_texts,
+    hidden_states,
+    jumping_positions,
+    learned_texts,
+    load_target,
+)
+
+FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
+NUM_STATE_STEPS = 100  # between two states
+NUM_LOGITS = 2**21  # held at once, whatever the vocabulary; more than fits the processor's cache is slower
+SAMPLING = {
+    "T 0": SamplingParams(max_tokens=1, temperature=0.0),
+    "T 1": SamplingParams(max_tokens=1, temperature=1.0),
+    "T 1, min-p 0.1": SamplingParams(max_tokens=1, temperature=1.0, min_p=0.1),
+}
+"""How both models draw, by name."""
+
+
+class DraftWindows:
+    """Draws random windows of equal length from texts, a share of them as a draft model reads a long text in use."""
+
+    def __init__(self, texts: list[Text]) -> None:
+        self._texts = [np.asarray(text.token_ids) for text in texts]
+        sizes = np.asarray([len(text) for text in self._texts], dtype=np.float64)
+        self._shares = sizes / sizes.sum()
+
+    def batch(self, random: np.random.Generator, num_windows: int, length: int) -> torch.Tensor:
+        """Return windows `[num_windows, length] int64`; no text may be shorter than one."""
+        chosen = [self._texts[index] for index in random.choice(len(self._texts), num_windows, p=self._shares)]
+        windows = [text[jumping_positions(random, len(text), length, NUM_SINKS)] for text in chosen]
+        return torch.from_numpy(np.stack(windows))
+
+
+def train_draft(model: str, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None]) -> None:
+    """Train a draft model for a model on books under `data` and on own texts; write it and its log to `output`.
+
+    A training that was killed goes on, to the same weights; one that is finished is left as it is. Where `data` has
+    test books (`*test*.jsonl`), agreement with the target is measured before and after. Raises ModelError and
+    CorpusError.
+    """
+    files = locate_model(model)
+    if output.resolve() == files.path.resolve():
+        raise ModelError(f"output {output}: holds the target model itself; give another folder, as {output / 'draft'}")
+    with held(output):
+        _train(files, data, output, recipe, report)
+
+
+def _train(files: ModelFiles, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None]) -> None:
+    folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
+    if folder.is_finished(report):
+        return
+    target = load_target(files)
+    batch = window_source(target, data, recipe)
+    held_out = held_out_texts(target, data, recipe.texts, report)
+    torch.manual_seed(recipe.seed)
+    draft = LlamaForCausalLM(draft_config(target.model.config)).to(target.device)
+    optimizers = Optimizers(draft, recipe)
+    step, seconds = folder.restore(draft, optimizers)
+    report(f"{draft.num_parameters():,} parameters, {step:,} of {recipe.num_steps:,} steps behind it")
+
+    def add_gradients(step: int) -> StepLoss:
+        windows = batch(step)
+        return StepLoss("draft", windows.numel(), distil(draft, target, windows))
+
+    with repeatable(draft.device), folder.open_log(step) as log:
+        if step == 0:
+            write_measured(log, measure_agreement("before", target, draft, held_out), report)
+            folder.save(draft, optimizers, 0, 0.0)
+        for done in run_steps(draft, optimizers, recipe, add_gradients, step, seconds):
+            write_record(log, done)
+            if done.step % NUM_STATE_STEPS == 0 or done.step == recipe.num_steps:
+                folder.save(draft, optimizers, done.step, done.seconds)
+        save_target(draft, AutoTokenizer.from_pretrained(files.path, local_files_only=True), output)
+        write_measured(log, measure_agreement("after", target, draft, held_out), report)
+    folder.finish()
+
+
+def window_source(target: TargetModel, data: Path, recipe: DraftRecipe) -> Callable[[int], torch.Tensor]:
+    """Return a source of each step's windows: some from books, some from what the target says behind parts of them."""
+    length = recipe.window_length
+    texts = book_texts(data, "*train*.jsonl", target.files, NUM_BOOK_TOKENS, length)
+    books, own = DraftWindows(texts), DraftWindows(learned_texts(target, texts, recipe.texts))
+    num_own = round(recipe.own_share * recipe.num_step_windows)
+
+    def batch(step: int) -> torch.Tensor:
+        random = np.random.default_rng([recipe.seed, step])
+        parts = [books.batch(random, recipe.num_step_windows - num_own, length), own.batch(random, num_own, length)]
+        return torch.cat(parts)
+
+    return batch
+
+
+def distil(draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor) -> float:
+    """Add the gradients of the cross entropy against the target's distributions in `windows [num_windows, length]`.
+
+    Returns it, in nats per token. The target sees the same window.
+    """
+    total = 0.0
+    for part in windows.to(target.device).split(max(1, NUM_LOGITS // (target.vocab_size * windows.shape[1]))):
+        labels = target_distributions(target, part).flatten(0, 1)
+        with torch.autocast(target.device.type, dtype=torch.bfloat16):
+            logits = draft(input_ids=part, use_cache=False).logits  # [part, length, vocab]
+        loss = cross_entropy(logits.flatten(0, 1).float(), labels, reduction="sum") / windows.numel()
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def target_distributions(target: TargetModel, windows: torch.Tensor) -> torch.Tensor:
+    """The target's distributions behind every token of `windows [num_windows, length]`: `[..., vocab] float32`."""
+    hidden = target.model.model(input_ids=windows, use_cache=False).last_hidden_state
+    return target.logits(hidden).softmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class DraftAgreementRecord:
+    """Agreement along held-out texts, as the log keeps it."""
+
+    when: str  # before or after training
+    texts: str
+    num_rows: int
+    same: dict[str, float]  # share of rows where both draw the same token, by the way of drawing
+
+    def in_words(self) -> str:
+        shares = ", ".join(f"{share:.1%} at {name}" for name, share in self.same.items())
+        return f"{self.when} training, {self.texts}: the same token as the target for {shares}"
+
+
+def measure_agreement(
+    when: str, target: TargetModel, draft: LlamaForCausalLM, held_out: dict[str, list[Text]]
+) -> Iterator[DraftAgreementRecord]:
+    for name, texts in held_out.items():
+        yield DraftAgreementRecord(when, name, *agreement(target, draft, texts))
+
+
+@torch.inference_mode()
+def agreement(target: TargetModel, draft: LlamaForCausalLM, texts: list[Text]) -> tuple[int, dict[str, float]]:
+    """Rows compared, and the share of them where both models draw the same token for each `SAMPLING`."""
+    num_rows = 0
+    num_same = dict.fromkeys(SAMPLING, 0)
+    for seed, text in enumerate(texts):
+        noise = GumbelNoise(seed, target.vocab_size, target.device)
+        hidden = hidden_states(target, text.token_ids)  # [num_tokens, hidden]
+        for first_row, drafted in windowed_logits(draft, text.token_ids):
+            said = target.logits(hidden[first_row : first_row + len(drafted)])
+            for row in range(max(0, text.first_row - first_row), len(drafted)):
+                num_rows += 1
+                for name, params in SAMPLING.items():
+                    position = first_row + row + 1  # of the token that the row predicts
+                    num_same[name] += draw(said[row], position, params, noise) == draw(
+                        drafted[row], position, params, noise
+                    )
+    return num_rows, {name: round(count / num_rows, 4) for name, count in num_same.items()}
+
+
+def windowed_logits(draft: LlamaForCausalLM, token_ids: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the first row and the logits `[num_rows, vocab] float32` of stretches that together are the whole text.
+
+    Each row is computed from what a draft model reads there in use, see `window_of`.
+    """
+    ids = np.asarray(token_ids)
+    begins = [1, *range(2 * WINDOW, len(ids) + 1, WINDOW), len(ids) + 1]  # lengths at which the window begins anew
+    for first, behind in pairwise(begins):
+        read = torch.from_numpy(window_of(ids[: behind - 1], first)).to(draft.device)
+        with torch.autocast(draft.device.type, dtype=torch.bfloat16):
+            logits = draft(input_ids=read[None], use_cache=False).logits[0, first - behind :]
+        yield first - 1, logits.float()

@@ -1,0 +1,426 @@
+"""Training of GRIFFIN's draft model behind a frozen target: `swiftbatch train griffin`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.nn.functional import cross_entropy
+from transformers import AttentionInterface
+
+from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel
+from swiftbatch.worker.drafters.griffin.griffin_weights import save_griffin
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.model.model_files import GRIFFIN_FILE, ModelFiles, locate_model
+from swiftbatch.worker.sampling.noise import GumbelNoise
+from swiftbatch.worker.training.feature_file import TextFeatures
+from swiftbatch.worker.training.griffin_features import (
+    FOLDER,
+    FeatureWindowSource,
+    GriffinFeatures,
+    Windows,
+    griffin_features,
+    windows_in_use,
+)
+from swiftbatch.worker.training.recipes import FEATURE_WEIGHT, GriffinRecipe
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
+from swiftbatch.worker.training.training_lock import held
+from swiftbatch.worker.training.training_loop import check_loss
+from swiftbatch.worker.training.training_texts import load_target
+
+PASSES_ATTENTION = "swiftbatch_griffin_passes"
+NUM_LOGITS = 2**21  # held at once, whatever the vocabulary
+
+
+@dataclass(frozen=True)
+class Pass:
+    predicted: torch.Tensor  # [num_windows, length, hidden], for the language model head
+    regressed: torch.Tensor  # [num_windows, length, hidden], in place of the target's features at these rows
+    has_draft: torch.Tensor  # [num_windows, length] bool: the rows in front that such a draft needs are there
+
+
+@dataclass
+class PassKeys:
+    """Keys and values `[num_windows, num_kv_heads, length, head_dim]` of each pass so far."""
+
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+
+
+def forward_passes(model: GriffinModel, embeddings: torch.Tensor, windows: Windows, num_passes: int) -> list[Pass]:
+    """Run the passes 1 to `num_passes`; `embeddings [num_windows, length, hidden]` of the windows' tokens.
+
+    A row whose draft would begin in front of the window, or of a gap in the text, has no draft: what it says means
+    nothing, and no row that has one depends on it.
+    """
+    model.set_attention(PASSES_ATTENTION)
+    entries, passes = windows.entries(), PassKeys()
+    inputs, outputs = windows.inputs.to(embeddings.dtype), list[Pass]()
+    for number in range(1, num_passes + 1):
+        predicted, regressed = model(inputs, embeddings, entries, passes=passes)
+        outputs.append(Pass(predicted, regressed, windows.num_before >= number - 1))
+        inputs = regressed.roll(1, dims=1)  # the row that comes round has no draft
+    return outputs
+
+
+def attend_to_passes(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [num_windows, num_heads, length, head_dim]
+    key: torch.Tensor,  # [num_windows, num_kv_heads, length, head_dim]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    passes: PassKeys,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Row p of pass n sees pass 1 up to row p - n + 1, and pass s at row p - n + s for s = 2 to n.
+
+    Returns `[num_windows, length, num_heads, head_dim]`.
+    """
+    passes.keys.append(key)
+    passes.values.append(value)
+    number, length = len(passes.keys), key.shape[2]
+    grouped = query.unflatten(1, (key.shape[1], -1))  # [num_windows, num_kv_heads, group, length, head_dim]
+    scores = [_hidden_behind(grouped @ passes.keys[0][:, :, None].mT, number)]
+    scores += [(grouped * _moved(keys, number - s)).sum(-1, keepdim=True) for s, keys in _later(passes.keys)]
+    weights = (torch.cat(scores, dim=-1).float() * scaling).softmax(dim=-1).to(value.dtype)
+    output = weights[..., :length] @ passes.values[0][:, :, None]
+    for s, values in _later(passes.values):
+        output = output + weights[..., length + s - 2, None] * _moved(values, number - s)
+    return output.flatten(1, 2).transpose(1, 2), None
+
+
+def _hidden_behind(scores: torch.Tensor, number: int) -> torch.Tensor:
+    """Hide from each row of pass `number` the rows of pass 1 that its draft has not got: `[..., length, length]`."""
+    length = scores.shape[-1]
+    seen = torch.ones(length, length, dtype=torch.bool, device=scores.device).tril(1 - number)
+    return scores.masked_fill(~seen, float("-inf"))
+
+
+def _later(tensors: list[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+    """The passes behind the first, with their numbers."""
+    return list(enumerate(tensors[1:], start=2))
+
+
+def _moved(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Bring row p - `num_rows` to row p: `[num_windows, num_kv_heads, 1, length, head_dim]`."""
+    return tensor.roll(num_rows, dims=2)[:, :, None]
+
+
+AttentionInterface.register(PASSES_ATTENTION, attend_to_passes)
+
+
+def accumulate_gradients(
+    model: GriffinModel, target: TargetModel, windows: Windows, recipe: GriffinRecipe
+) -> tuple[list[float], list[float]]:
+    """Add the gradients of all passes' losses, summed; return each pass's loss and its share of aligned rows.
+
+    Pass n counts the rows where each of the last n - 1 tokens of the text was among the `align_top_k` best of the pass
+    that would have drafted it.
+    """
+    with torch.autocast(target.device.type, dtype=torch.bfloat16):
+        embeddings = target.model.get_input_embeddings()(windows.token_ids)
+        passes = forward_passes(model, embeddings, windows, recipe.num_passes)
+    aligned = torch.ones_like(windows.token_ids, dtype=torch.bool)  # [num_windows, length]
+    losses, shares, roots, gradients = [], [], [], []
+    for output in passes:
+        counted = aligned & output.has_draft
+        num_rows = counted.sum().clamp(min=1)
+        tokens, gradient, ranks = token_loss(target, output.predicted, windows, counted)
+        distances = (output.regressed.float() - windows.features.float()).abs().mean(dim=-1)  # [num_windows, length]
+        distance = FEATURE_WEIGHT * distances[counted].sum() / num_rows
+        roots += [output.predicted, distance]
+        gradients += [gradient / num_rows, torch.ones_like(distance)]
+        losses.append(round(float(tokens / num_rows + distance.detach()), 4))
+        shares.append(round(float(counted.float().mean()), 4))
+        if recipe.align_top_k is not None:
+            aligned = (counted & (ranks < recipe.align_top_k)).roll(1, dims=1)  # the row that comes round has no draft
+    torch.autograd.backward(roots, gradients)
+    return losses, shares
+
+
+def token_loss(
+    target: TargetModel, predicted: torch.Tensor, windows: Windows, counted: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cross entropy against the target's own distributions, summed over the rows in `counted [num_windows, length]`.
+
+    Returns it, its gradient for `predicted [num_windows, length, hidden]`, and the rank of the text's next token,
+    `[num_windows, length]`, 0 where it is the best. The logits are never all in memory.
+    """
+    states, features = predicted.detach().flatten(0, 1), windows.features.flatten(0, 1)
+    next_ids = windows.token_ids.roll(-1, dims=1).flatten()
+    total, gradient, ranks = states.new_zeros((), dtype=torch.float32), torch.zeros_like(states), next_ids.clone()
+    for rows in counted.flatten().nonzero()[:, 0].split(max(1, NUM_LOGITS // target.vocab_size)):
+        state = states[rows].requires_grad_()
+        logits = target.model.get_output_embeddings()(state.to(target.dtype)).float()  # [num_rows, vocab]
+        loss = cross_entropy(logits, target.logits(features[rows]).softmax(dim=-1), reduction="sum")
+        [gradient[rows]] = torch.autograd.grad(loss, state)
+        total += loss.detach()
+        ranks[rows] = (logits > logits.gather(1, next_ids[rows, None])).sum(dim=1)
+    return total, gradient.view_as(predicted), ranks.view_as(counted)
+
+
+# The share of a GRIFFIN draft's forwards that give the target's token: greedily, and with the same noise.
+
+
+NUM_FORWARDS = 6  # as deep as a draft tree is
+WAYS = ("T 0", "T 1")  # of drawing
+
+
+@dataclass(frozen=True)
+class GriffinAccuracyRecord:
+    """Accuracy of each forward along held-out texts, as the log keeps it; rates are by way of drawing, then forward."""
+
+    when: str  # before, during or after training
+    step: int
+    texts: str
+    num_rows: int  # that have drafts of all forwards
+    same: dict[str, list[float]]  # rows where draft model and target draw the same token, the text's in front of it
+    misaligned: dict[str, list[float]]  # rows where they do not, of those whose earlier forwards all did (figure 1c)
+
+    def in_words(self) -> str:
+        rates = (f"{' / '.join(f'{share:.1%}' for share in shares)} at {way}" for way, shares in self.same.items())
+        return f"{self.when} training, {self.texts}: the target's token by forward {', '.join(rates)}"
+
+
+def measure_accuracy(
+    when: str, step: int, target: TargetModel, model: GriffinModel, texts: list[TextFeatures]
+) -> Iterator[GriffinAccuracyRecord]:
+    """Accuracy along texts, a record for each name among them."""
+    for name, named in groupby(texts, key=lambda text: text.name):
+        same = torch.cat([same_tokens(target, model, text, seed) for seed, text in enumerate(named)], dim=-1)
+        yield _record(when, step, name, same)
+
+
+def _record(when: str, step: int, name: str, same: torch.Tensor) -> GriffinAccuracyRecord:
+    """`same [2 ways, 2, num_forwards, num_rows]`, see `same_tokens`."""
+    shares, rates = {}, {}
+    for way, (right, reached) in zip(WAYS, same, strict=True):
+        shares[way] = _rounded(right.float().mean(dim=1))
+        rates[way] = _rounded((reached & ~right).sum(dim=1) / reached.sum(dim=1).clamp(min=1))
+    return GriffinAccuracyRecord(when, step, name, same.shape[-1], shares, rates)
+
+
+def _rounded(rates: torch.Tensor) -> list[float]:
+    return [round(rate, 4) for rate in rates.tolist()]
+
+
+@torch.no_grad()
+def same_tokens(target: TargetModel, model: GriffinModel, text: TextFeatures, seed: int) -> torch.Tensor:
+    """Compare each row of a text with the target, for each way of drawing and each forward.
+
+    `[2 ways, 2, num_forwards, num_rows] bool`: whether its token is the target's, and whether a draft whose tokens all
+    are the target's reaches it; rows behind the prompt that have drafts of all forwards.
+    """
+    noise = GumbelNoise(seed, target.vocab_size, target.device)
+    first, parts = 0, []
+    for windows, new in windows_in_use(text, target.device):
+        with torch.autocast(target.device.type, dtype=torch.bfloat16):
+            embeddings = target.model.get_input_embeddings()(windows.token_ids)
+            passes = forward_passes(model, embeddings, windows, NUM_FORWARDS)
+        rows = torch.arange(max(0, new - NUM_FORWARDS), windows.token_ids.shape[1])  # new ones, drafts that reach them
+        right = _same_in_rows(target, windows, passes, noise, rows, first - new)
+        reached = torch.ones_like(right)
+        for forward in range(1, NUM_FORWARDS):
+            reached[:, forward] = (right & reached)[:, forward - 1].roll(1, dims=-1)
+        counted = passes[-1].has_draft[0, rows] & (rows >= max(new, text.first_row - first + new)).to(target.device)
+        parts.append(torch.stack([right, reached], dim=1)[..., counted].cpu())
+        first += windows.token_ids.shape[1] - new
+    return torch.cat(parts, dim=-1)
+
+
+def _same_in_rows(
+    target: TargetModel, windows: Windows, passes: list[Pass], noise: GumbelNoise, rows: torch.Tensor, offset: int
+) -> torch.Tensor:
+    """Tell whether both draw the same token at each row of one window: `[2 ways, num_forwards, num_rows] bool`.
+
+    `offset`: how far these rows' positions in the text are behind their entries.
+    """
+    same = []
+    for part in rows.split(max(1, NUM_LOGITS // target.vocab_size)):
+        gumbel = torch.stack([noise.row(offset + row + 1) for row in part.tolist()])  # [num_rows, vocab]
+        said = _drawn(target.logits(windows.features[0, part]), gumbel)
+        drafted = [_drawn(target.logits(output.predicted[0, part].to(target.dtype)), gumbel) for output in passes]
+        same.append(torch.stack([tokens == said for tokens in drafted], dim=1))
+    return torch.cat(same, dim=-1)
+
+
+def _drawn(logits: torch.Tensor, gumbel: torch.Tensor) -> torch.Tensor:
+    """Tokens drawn from `logits [num_rows, vocab] float32` at T = 0 and T = 1: `[2 ways, num_rows]`."""
+    return torch.stack([logits.argmax(dim=-1), (logits + gumbel).argmax(dim=-1)])
+
+
+# Training of GRIFFIN's draft model behind a frozen target: `swiftbatch train griffin`.
+
+
+FILES = TrainingFiles("griffin_log.jsonl", "griffin_state.pt", GRIFFIN_FILE)
+PLOT = "griffin_training.png"
+NUM_STATE_STEPS = 100  # between two states, and two points of the accuracy curve
+NUM_CURVE_TEXTS = 2  # that the curve is measured on, of the first name
+WIDTH_INCHES, HEIGHT_INCHES, DPI = 11.0, 4.2, 150
+STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))  # of the passes and forwards: told apart without colours
+SMOOTHING = 0.9  # running mean of the losses: a step's windows differ much
+
+
+@dataclass(frozen=True)
+class GriffinStepRecord:
+    """One optimiser step, as the log keeps it."""
+
+    step: int
+    losses: list[float]  # of each pass: nats per token and the weighted distance of features
+    aligned: list[float]  # share of the rows that each pass learns from
+    seconds: float
+
+
+def train_griffin(
+    model: str,
+    data: Path,
+    output: Path,
+    recipe: GriffinRecipe,
+    report: Callable[[str], None],
+    features: Path | None = None,
+) -> None:
+    """Train a draft model for a model on books under `data` and own texts; write it, its log and a plot to `output`.
+
+    The target's features lie in `features`, or in a folder in `output`, and are computed where they are not there. A
+    training that was killed goes on, to the same weights; one that is finished is left as it is. Where `data` has test
+    books (`*test*.jsonl`), accuracy is measured. Raises ModelError and CorpusError.
+    """
+    files = locate_model(model)
+    with held(output):
+        _train(files, data, output, recipe, report, features or output / FOLDER)
+
+
+def _train(
+    files: ModelFiles, data: Path, output: Path, recipe: GriffinRecipe, report: Callable[[str], None], features: Path
+) -> None:
+    folder = griffin_folder(output, files.fingerprint, recipe)
+    if folder.is_finished():
+        report(f"{output}: holds this training, finished; nothing to do")
+        return
+    target = load_target(files)
+    texts = griffin_features(target, data, features, recipe, report)
+    torch.manual_seed(recipe.seed)
+    draft = GriffinModel(recipe.config(target.model.config)).to(target.device)
+    run_training(draft, target, texts, recipe, folder, report)
+    save_griffin(output, draft, files.fingerprint)
+    with folder.open_log(recipe.num_steps) as log:
+        write_measured(log, measure_accuracy("after", recipe.num_steps, target, draft, texts.held_out), report)
+    plot_training(folder.records(), output / PLOT)
+    folder.finish()
+
+
+def griffin_folder(path: Path, model_fingerprint: str, recipe: GriffinRecipe) -> TrainingFolder:
+    """The folder of a training for one model with one recipe."""
+    return TrainingFolder(path, FILES, {"model": model_fingerprint, "recipe": asdict(recipe)})
+
+
+def run_training(
+    draft: GriffinModel,
+    target: TargetModel,
+    texts: GriffinFeatures,
+    recipe: GriffinRecipe,
+    folder: TrainingFolder,
+    report: Callable[[str], None],
+) -> None:
+    """All steps that are left, from the state in the folder; every `NUM_STATE_STEPS` a new one."""
+    optimizer = torch.optim.AdamW(draft.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True)
+    step, seconds = folder.restore(draft, optimizer)
+    report(f"{sum(p.numel() for p in draft.parameters()):,} parameters, {step} of {recipe.num_steps} steps behind it")
+    source = FeatureWindowSource(texts.books, texts.own, recipe)
+    with folder.open_log(step) as log:
+        if step == 0:
+            write_measured(log, measure_accuracy("before", 0, target, draft, texts.held_out), report)
+            folder.save(draft, optimizer, step, seconds)
+        for done in run_steps(draft, target, source, recipe, optimizer, step, seconds):
+            write_record(log, done)
+            if done.step % NUM_STATE_STEPS == 0:
+                for record in measure_accuracy("during", done.step, target, draft, texts.held_out[:NUM_CURVE_TEXTS]):
+                    write_record(log, record)
+                folder.save(draft, optimizer, done.step, done.seconds)
+
+
+def run_steps(
+    draft: GriffinModel,
+    target: TargetModel,
+    source: FeatureWindowSource,
+    recipe: GriffinRecipe,
+    optimizer: torch.optim.Optimizer,
+    first: int,
+    seconds: float,
+) -> Iterator[GriffinStepRecord]:
+    """Train from step `first` (0 at the beginning), `seconds` behind it, and yield every step when it is done."""
+    start = time.monotonic() - seconds
+    columns = (TextColumn("griffin"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task("griffin", total=recipe.num_steps, completed=first, loss=float("nan"))
+        for step in range(first, recipe.num_steps):
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate(step, draft.config.hidden_size)
+            losses, aligned = accumulate_gradients(draft, target, source.windows(step, target.device), recipe.at(step))
+            check_loss(step + 1, sum(losses))
+            torch.nn.utils.clip_grad_value_(draft.parameters(), recipe.clip_value)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            progress.update(task, advance=1, loss=losses[0])
+            yield GriffinStepRecord(step + 1, losses, aligned, round(time.monotonic() - start, 2))
+
+
+def plot_training(records: list[dict[str, Any]], path: Path) -> None:
+    """Draw the records of a training log into a PNG file."""
+    figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display
+    losses, accuracy = figure.subplots(1, 2)
+    _losses(losses, [record for record in records if "losses" in record])
+    _accuracy(accuracy, [record for record in records if "same" in record])
+    figure.savefig(path, dpi=DPI, format="png")
+
+
+def _losses(axes: Axes, steps: list[dict[str, Any]]) -> None:
+    """Loss of every pass, smoothed, over the steps that had it."""
+    for number in range(max(len(step["losses"]) for step in steps)):
+        known = [(step["step"], step["losses"][number]) for step in steps if number < len(step["losses"])]
+        means = [known[0][1]]
+        for _, loss in known[1:]:
+            means.append(SMOOTHING * means[-1] + (1 - SMOOTHING) * loss)
+        _line(axes, number, [step for step, _ in known], means, f"pass {number + 1}")
+    axes.set_title("Loss of each pass over its aligned rows", fontsize=10)
+    axes.set_ylabel("loss [nats and 0.1 x L1]")
+    _finish(axes)
+
+
+def _accuracy(axes: Axes, records: list[dict[str, Any]]) -> None:
+    """Share of the target's tokens by forward along what is measured most often, with the noise at T = 1."""
+    measured = [record for record in records if record["texts"] == records[0]["texts"]]
+    for forward in range(len(measured[0]["same"]["T 1"]) if measured else 0):
+        shares = [record["same"]["T 1"][forward] for record in measured]
+        _line(axes, forward, [record["step"] for record in measured], shares, f"forward {forward + 1}")
+    name = f", {measured[0]['texts']}" if measured else ""
+    axes.set_title(f"The target's token, T = 1 with its noise{name}", fontsize=10)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylim(0.0, 1.0)
+    _finish(axes)
+
+
+def _line(axes: Axes, number: int, steps: list[int], values: list[float], label: str) -> None:
+    axes.plot(steps, values, linestyle=STYLES[number % len(STYLES)], linewidth=1.6, label=label)
+
+
+def _finish(axes: Axes) -> None:
+    axes.set_xlabel("step")
+    axes.grid(color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(framealpha=1.0, edgecolor="white", fontsize=9, ncols=2)

@@ -1,0 +1,200 @@
+"""Training of a layer that predicts further tokens behind a frozen target: `swiftbatch train mtp`.
+
+The labels are the target's distributions, as they are for GRIFFIN's draft model, along books and the target's own
+texts. Pass n reads, in place of the target's hidden states, what pass n - 1 gave one row before: so chains are learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from swiftbatch.worker.drafters.catalogue import FINGERPRINT
+from swiftbatch.worker.drafters.mtp.predictor import PredictorModule
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.model.causal_lm import decoder_of
+from swiftbatch.worker.model.model_files import MTP_FILE, let_others_read, locate_model, read_config
+from swiftbatch.worker.training import defaults
+from swiftbatch.worker.training.feature_file import TextFeatures
+from swiftbatch.worker.training.griffin_features import FOLDER, GriffinFeatures, Windows, griffin_features
+from swiftbatch.worker.training.recipes import GRIFFIN_TEXTS, GriffinRecipe, HeadRecipe
+from swiftbatch.worker.training.train_griffin import token_loss
+from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
+from swiftbatch.worker.training.training_lock import held
+from swiftbatch.worker.training.training_loop import Optimizers, Recipe, StepLoss, run_steps
+from swiftbatch.worker.training.training_texts import load_target
+
+FILES = TrainingFiles("mtp_log.jsonl", "mtp_state.pt", MTP_FILE)
+NUM_STATE_STEPS = 100  # between two states
+
+
+@dataclass(frozen=True)
+class MTPRecipe:
+    """Sizes of the training, and its texts: those of GRIFFIN's, with which it can share their features."""
+
+    num_steps: int = defaults.MTP_STEPS
+    num_step_windows: int = 4
+    window_length: int = 512  # rows
+    num_passes: int = 3  # in the last steps; one alone in the first half, which costs least and teaches most
+    own_share: float = 0.5  # of the windows, where there are own texts
+    texts: HeadRecipe = GRIFFIN_TEXTS
+    seed: int = defaults.SEED
+
+    def passes_at(self, step: int) -> int:
+        """The passes of a step (from 0)."""
+        later = 2 * step / self.num_steps - 1.0
+        return 1 if later < 0 else min(self.num_passes, 2 + int(later * (self.num_passes - 1)))
+
+    def steps(self) -> Recipe:
+        """The settings of the optimizers."""
+        return Recipe(self.num_steps, embedding_learning_rate=1e-3, num_warmup_steps=20, seed=self.seed)
+
+
+@dataclass(frozen=True)
+class MTPAccuracyRecord:
+    """The share of rows where the layer's best token behind rows of held-out texts is the target's, by pass."""
+
+    when: str
+    step: int
+    texts: str
+    num_rows: int
+    same: list[float]
+
+    def in_words(self) -> str:
+        shares = " / ".join(f"{share:.1%}" for share in self.same)
+        return f"{self.when} training, {self.texts}: the target's best token by pass {shares}"
+
+
+def train_mtp(
+    model: str,
+    data: Path,
+    output: Path,
+    recipe: MTPRecipe,
+    report: Callable[[str], None],
+    features: Path | None = None,
+) -> None:
+    """Train such a layer for a model on books under `data` and own texts; write it and its log to `output`.
+
+    The target's features lie in `features`, or in a folder in `output`, and are computed where they are not there. A
+    training that was killed goes on; one that is finished is left as it is. Raises ModelError and CorpusError.
+    """
+    files = locate_model(model)
+    with held(output):
+        folder = TrainingFolder(output, FILES, {"model": files.fingerprint, "recipe": asdict(recipe)})
+        if folder.is_finished():
+            report(f"{output}: holds this training, finished; nothing to do")
+            return
+        target = load_target(files)
+        shared = GriffinRecipe(texts=recipe.texts, window_length=recipe.window_length)
+        texts = griffin_features(target, data, features or output / FOLDER, shared, report)
+        torch.manual_seed(recipe.seed)
+        module = PredictorModule(read_config(files.name, files.path)).to(target.device).train()
+        module.begin_as(decoder_of(target.model))
+        run_training(module, target, texts, recipe, folder, report)
+        save_mtp(output, module, files.fingerprint)
+        folder.finish()
+
+
+def save_mtp(folder: Path, module: PredictorModule, model_fingerprint: str) -> None:
+    """Write the layer in bf16, with the fingerprint of its target, to `folder`."""
+    tensors = {name: each.detach().to("cpu", torch.bfloat16).contiguous() for name, each in module.tensors().items()}
+    save_file(tensors, folder / MTP_FILE, metadata={FINGERPRINT: model_fingerprint})
+    let_others_read(folder / MTP_FILE)
+
+
+def run_training(
+    module: PredictorModule,
+    target: TargetModel,
+    texts: GriffinFeatures,
+    recipe: MTPRecipe,
+    folder: TrainingFolder,
+    report: Callable[[str], None],
+) -> None:
+    """All steps that are left, from the state in the folder; every `NUM_STATE_STEPS` a new one."""
+    settings = recipe.steps()
+    optimizers = Optimizers(module, settings)
+    step, seconds = folder.restore(module, optimizers)
+    report(f"{sum(p.numel() for p in module.parameters()):,} parameters, {step} of {recipe.num_steps} steps behind it")
+
+    def add_gradients(number: int) -> StepLoss:
+        windows = draw_windows(texts, recipe, number, target.device)
+        return StepLoss(
+            "mtp", windows.token_ids.numel(), accumulate_gradients(module, target, windows, recipe.passes_at(number))
+        )
+
+    with folder.open_log(step) as log:
+        for done in run_steps(module, optimizers, settings, add_gradients, step, seconds):
+            write_record(log, done)
+            if done.step % NUM_STATE_STEPS == 0:
+                folder.save(module, optimizers, done.step, done.seconds)
+        write_measured(log, measure(module, target, texts.held_out, recipe), report)
+
+
+def draw_windows(texts: GriffinFeatures, recipe: MTPRecipe, step: int, device: torch.device) -> Windows:
+    """The windows of a step, which depend on the recipe's seed and the step's number alone."""
+    random, length = np.random.default_rng([recipe.seed, step]), recipe.window_length
+    num_own = round(recipe.own_share * recipe.num_step_windows) if texts.own else 0
+    picks: list[tuple[TextFeatures, np.ndarray]] = []
+    for among, number in ((texts.books, recipe.num_step_windows - num_own), (texts.own, num_own)):
+        for _ in range(number):
+            text = among[random.integers(len(among))]
+            start = random.integers(len(text.token_ids) - length + 1)
+            picks.append((text, np.arange(start, start + length)))
+    return Windows.gather(picks, device)
+
+
+def accumulate_gradients(module: PredictorModule, target: TargetModel, windows: Windows, num_passes: int) -> float:
+    """Add the gradients of all passes' losses; return the first pass's, in nats a token."""
+    outputs = forward_passes(module, target, windows, num_passes)
+    losses, gradients = [], []
+    for number, output in enumerate(outputs):
+        counted = torch.ones_like(windows.token_ids, dtype=torch.bool)
+        counted[:, : 1 + number] = False  # in front of a window's first rows stands nothing that is known
+        loss, gradient, _ = token_loss(target, output, windows, counted)
+        losses.append(float(loss / counted.sum()))
+        gradients.append(gradient / counted.sum() / len(outputs))
+    torch.autograd.backward(outputs, gradients)
+    return round(losses[0], 4)
+
+
+def forward_passes(
+    module: PredictorModule, target: TargetModel, windows: Windows, num_passes: int
+) -> list[torch.Tensor]:
+    """Compute what each pass gives the head, `[num_windows, length, hidden]`."""
+    outputs: list[torch.Tensor] = []
+    with torch.autocast(target.device.type, dtype=torch.bfloat16):
+        embeddings = target.model.get_input_embeddings()(windows.token_ids)
+        hidden = windows.inputs.to(embeddings.dtype)
+        for _ in range(num_passes):
+            outputs.append(module(hidden, embeddings))
+            hidden = outputs[-1].roll(1, dims=1)
+    return outputs
+
+
+@torch.no_grad()
+def measure(
+    module: PredictorModule, target: TargetModel, texts: list[TextFeatures], recipe: MTPRecipe
+) -> list[MTPAccuracyRecord]:
+    """The accuracy along the beginnings of held-out texts, a record for each name among them."""
+    records = []
+    for name, named in groupby(texts, key=lambda text: text.name):
+        same = torch.cat([_same(module, target, text, recipe) for text in named], dim=1)
+        shares = [round(share, 4) for share in same.float().mean(dim=1).tolist()]
+        records.append(MTPAccuracyRecord("after", recipe.num_steps, name, same.shape[1], shares))
+    return records
+
+
+def _same(module: PredictorModule, target: TargetModel, text: TextFeatures, recipe: MTPRecipe) -> torch.Tensor:
+    """Tell whether each pass says what the target says behind the rows of a text, `[num_passes, num_rows]`."""
+    windows = Windows.gather([(text, np.arange(min(len(text.token_ids), recipe.window_length)))], target.device)
+    said = target.logits(windows.features[0]).argmax(dim=-1)
+    outputs = forward_passes(module, target, windows, recipe.num_passes)
+    guessed = [target.logits(output[0].to(target.dtype)).argmax(dim=-1) for output in outputs]
+    first = max(text.first_row, recipe.num_passes)
+    return torch.stack([tokens == said for tokens in guessed])[:, first:].cpu()
