@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from shutil import rmtree
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -16,6 +17,7 @@ class BuildKernels(build_py):
     """Compiles into the package itself: an editable install finds the libraries there, a wheel takes them along."""
 
     def run(self) -> None:
+        rmtree(self.build_lib, ignore_errors=True)  # modules that are gone by now lie there since an earlier build
         for problem in compile_all(stale) if (stale := stale_variants()) else ():
             print(f"swiftbatch: kernels were not built, torch serves instead: {problem}", file=sys.stderr)
         super().run()

@@ -104,7 +104,7 @@ REAL_KINDS["thinking"] = KINDS["thinking"] | {"thinking_token_budget": 10}
 COSTS = StepCosts((64, 8192), 1e-3 * np.array([[2.0, 2.2, 2.5, 3.0, 4.0, 7.0], [3.5, 3.8, 4.2, 5.0, 7.0, 12.0]]))
 
 
-class Variant(EngineEntry):
+class Setting(EngineEntry):
     """An engine that benchmarks alone can name: `place` is its name there."""
 
     def factory(self) -> Any:
@@ -115,7 +115,7 @@ def prepare() -> None:
     """Have sessions find variants too, share models that were loaded, and not time forwards."""
     for name in BY_NAME.keys() - ENGINES.keys() - CHECKPOINT_ENGINES.keys():
         of = next(entry for known, entry in ENGINES.items() if name.startswith(known))
-        CHECKPOINT_ENGINES[name] = Variant(**vars(of) | {"place": name})
+        CHECKPOINT_ENGINES[name] = Setting(**vars(of) | {"place": name})
     load, known = TargetModel.load, {}
 
     def loaded(files: ModelFiles, *how: Any) -> TargetModel:

@@ -123,7 +123,13 @@ class EndedRun:
     def _line(self, number: int) -> dict[str, Any]:
         marks = {"seconds": [0, 8 - number], "num_tokens": [1, 9], "num_drafts": [0, 0], "num_accepted_tokens": [0, 0]}
         timeline = {"started": 101.0 + number, **marks}
-        attempt = {"attempt": 1, "worker_id": f"w{number}", "claimed": 100.0 + 2 * number, "timeline": timeline}
+        attempt = {
+            "attempt": 1,
+            "number": 1_000_001,
+            "worker_id": f"w{number}",
+            "claimed": 100.0 + 2 * number,
+            "timeline": timeline,
+        }
         body = {
             "created": 120,
             "usage": {"completion_tokens": 9},

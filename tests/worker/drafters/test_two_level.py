@@ -276,7 +276,7 @@ ENGINES_RUN = """
 import sys
 from swiftbatch.jobs.sampling_params import SamplingParams
 from tests.worker.drafters.drafter_parts import free_rows
-from swiftbatch.worker.caches import summary_cache
+from swiftbatch.worker.kv import sparse_cache
 from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
 from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
 from swiftbatch.worker.engine.engine import Engine
@@ -284,7 +284,7 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.forward.target_model import TargetModel
 
-summary_cache.NUM_RECENT, summary_cache.PERIOD = 48, 32
+sparse_cache.NUM_RECENT, sparse_cache.PERIOD = 48, 32
 target = TargetModel.load(locate_model("embedded"), "bfloat16", "cpu")
 for drafter in (
     triforce(target, free_rows, None, TriForceOptions(budget=64, gammas=(2, 6))),

@@ -1,5 +1,5 @@
 // Best-first trees over rows of candidates, ranked with the noise of the coming positions. The definition is
-// worker/drafters/best_first.py over worker/drafters/ranking.py.
+// worker/drafters/tree_budget.py over worker/drafters/ranking.py.
 #include "recycling.h"
 
 #include <math.h>

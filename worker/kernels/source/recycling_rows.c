@@ -1,4 +1,4 @@
-// Rows of candidates: found, mixed, written. The definition is worker/drafters/recycling/recycling_matrix.py.
+// Rows of candidates: found, mixed, written. The definition is worker/drafters/recycling/token_recycling.py.
 #include "recycling_rows.h"
 
 #include <float.h>

@@ -270,11 +270,10 @@ def test_heads_of_other_widths_fit_into_shared_memory(compiled: Callable[..., li
 
 
 def test_every_kernel_that_is_launched_is_among_them() -> None:
-    rooms = ("kernels/cuda", "kernels/cuda/scan", "kernels/cuda/states")
-    moving = ("move_rows.py", "row_means.py")  # which are among the launches of `compile_parts.py`
-    paths = (path for room in rooms for path in (ROOT / "worker" / room).glob("*.py"))
-    sources = [path for path in paths if path.name not in moving]
-    apart = ("exactness/gpu_doctor/machine_checks", "papers/griffin/cuda_griffin", "papers/griffin/draft_layer_kernels")
+    moving = "kv_kernels.py"  # whose launches are among those of `compile_parts.py`
+    sources = [path for path in (ROOT / "worker/kernels/cuda").glob("*.py") if path.name != moving]
+    griffin = (f"drafters/griffin/{name}" for name in ("cuda_griffin", "draft_layer_kernels"))
+    apart = ("exactness/gpu_doctor/machine_checks", *griffin)
     sources += [ROOT / "worker" / f"{name}.py" for name in apart]
     launch = re.compile(r"^(?: {4}| {8})(\w+)\[.*\]\(", re.MULTILINE)
     launched = {name for path in sources for name in launch.findall(path.read_text())}
