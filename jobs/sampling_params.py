@@ -26,12 +26,12 @@ TOKEN = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 LogitBias = tuple[tuple[int, float], ...]
 """Token ids, ascending, each with the number that is added to its logit."""
+MAX_TOP_LOGPROBS = 20  # of OpenAI's chats
 MAX_COUNT = 2**31 - 1
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # of signed and unsigned 64-bit numbers, which other servers take
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 128
-MAX_TOP_LOGPROBS = 20  # of OpenAI's chats
 MAX_OUTPUT_PENALTY = 2.0  # OpenAI's bound of the two penalties that count output tokens
 MIN_TEMPERATURE = 1e-30  # below, quotients of ordinary logits leave float32
 MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6

@@ -31,7 +31,6 @@ from swiftbatch.metrics.metric import Histogram, Summary
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-    from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric as Family
 
     from swiftbatch.metrics.counters import DriverCounters, EngineCounters, ServerCounters

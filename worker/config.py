@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from swiftbatch.jobs.checkpoints.checkpoint_writer import CHECKPOINT_SECONDS, CHECKPOINT_TOKENS, GRACE_SECONDS
 from swiftbatch.jobs.repetition_detection import LoopAction
 from swiftbatch.jobs.run.compute_options import (
     AttentionName,
@@ -17,6 +18,7 @@ from swiftbatch.jobs.run.compute_options import (
     ThinkingMarkers,
 )
 from swiftbatch.jobs.sampling_params import ThinkingEnd
+from swiftbatch.jobs.storage.retries import STORE_RETRY_SECONDS
 from swiftbatch.worker.drafters.catalogue import DEFAULT_ENGINE
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 
@@ -60,11 +62,11 @@ class CheckpointSettings:
     """The settings of checkpoints; they may differ from one resume to the next."""
 
     checkpoint: CheckpointKind = "state"  # what is written: token logs alone, or the caches as well
-    checkpoint_tokens: int = 1024  # of one job, between two states
-    checkpoint_seconds: float = 5.0  # between two token logs
-    grace_seconds: float = 20.0  # to write checkpoints in, after SIGTERM
+    checkpoint_tokens: int = CHECKPOINT_TOKENS  # of one job, between two states
+    checkpoint_seconds: float = CHECKPOINT_SECONDS  # between two token logs
+    grace_seconds: float = GRACE_SECONDS  # to write checkpoints in, after SIGTERM
     keep_state: bool = False  # of jobs that ended at their max_tokens, whose caches then stay
-    store_retry_seconds: float = 120.0  # for which a failing store is tried again
+    store_retry_seconds: float = STORE_RETRY_SECONDS  # for which a failing store is tried again
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, WorkerLogs
 from swiftbatch.jobs.logprobs import TokenLogprobs
 
+CHECKPOINT_TOKENS = 1024  # of one job, between two states: the default of --checkpoint-tokens
+CHECKPOINT_SECONDS = 5.0  # between two token logs
+GRACE_SECONDS = 20.0  # to write checkpoints in, after SIGTERM
+
 FileKind = Literal["tokens", "state"]
 WriteFile = Callable[[CheckpointStore], int]  # writes one file and returns its bytes
 

@@ -7,12 +7,9 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay
-
-if TYPE_CHECKING:
-    from tenacity import RetryCallState
 
 MIN_JITTER_SECONDS = 0.2
 MAX_DOUBLINGS = 64  # more would leave the range of floats some day
@@ -34,11 +31,10 @@ class Backoff:
         return random.uniform(MIN_JITTER_SECONDS, max(MIN_JITTER_SECONDS, self.seconds(state.attempt_number)))
 
 
-# Retries for a storage that fails for a while, with longer and longer pauses, within a bound.
-
-
 Result = TypeVar("Result")
 
+STORE_RETRY_SECONDS = 120.0  # for which a failing store is tried again: the default of --store-retry-seconds
+START_RETRY_SECONDS = 10.0  # before anything runs: a wrong address should show soon
 STORE_BACKOFF = Backoff(first=0.2, longest=10.0).at_random  # so that workers don't come at once
 
 FULL_OR_BUSY = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EBUSY, errno.EAGAIN}

@@ -20,7 +20,7 @@ from swiftbatch.worker.kv.kv_capacity import PAGE, ROOM_BEHIND, Growth, has_wind
 from swiftbatch.worker.session.work_messages import Assignment
 
 if TYPE_CHECKING:
-    from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
+    from swiftbatch.scheduler.driver.worker_fleet import Fleet
 
 MAX_BACKLOG = 1000  # jobs: more would be a second's work for nobody, and orders would be large
 MEMORY_SHARE = 0.8  # of what is free, for caches; drafts and checkpoints on their way need some, too

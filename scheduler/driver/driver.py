@@ -23,14 +23,18 @@ from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
 from swiftbatch.scheduler.driver.run_lease import RunLease
 from swiftbatch.scheduler.driver.run_progress import ProgressCounter
 from swiftbatch.scheduler.driver.shard_writing import ShardWriter
-from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, slice_seconds
+from swiftbatch.scheduler.driver.worker_fleet import (
+    MAX_FAILED_STARTS,
+    MAX_STARTS_WITHOUT_MEMORY,
+    Event,
+    Lost,
+    slice_seconds,
+)
 from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
 
 WAIT_SECONDS = 0.2
 DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive
 LOST_CLUSTER_SECONDS = 20.0  # Ray ends a process that has not heard of its head for 60 s, half of which have passed
-MAX_FAILED_STARTS = 3
-MAX_STARTS_WITHOUT_MEMORY = 6  # in about a minute: a worker that was killed gives a GPU's memory back late
 
 
 class DriverError(UserError):

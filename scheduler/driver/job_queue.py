@@ -22,6 +22,7 @@ from swiftbatch.scheduler.driver.remaining_tokens import RemainingTokens
 from swiftbatch.scheduler.driver.waiting_jobs import Strikes, UnfinishedJob, UntouchedJobs, WaitingJobs
 from swiftbatch.worker.kv.kv_capacity import Growth
 
+MAX_ATTEMPTS = 5  # in a row that were lost without progress: the default of --max-attempts
 RETRY_BACKOFF = Backoff(first=0.5, longest=60.0)
 NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them
 

@@ -21,12 +21,22 @@ from swiftbatch.worker.session.work_messages import Orders, WorkReport
 if TYPE_CHECKING:
     from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 
+NUM_WORKERS = 1  # the default of --workers
+WORKER_TIMEOUT = 120.0  # seconds without a report after which a worker is replaced
+STORE_SLACK_SECONDS = 30.0  # a worker that waits for the store is to say so before it is given up
 RESTART_BACKOFF = Backoff(first=1.0, longest=30.0)
+MAX_FAILED_STARTS = 3  # in a row, of all workers
+MAX_STARTS_WITHOUT_MEMORY = 6  # in about a minute: a worker that was killed gives a GPU's memory back late
 DEATH_REASONS = ("worker_died", "worker_unreachable")  # for a reason of its own, or with its node
 SILENCE_CHECK_SECONDS = 1.0  # between two looks for workers that are silent: each goes through all of them
 SLICE_SECONDS = 0.5  # the work of a worker between two reports
 SECONDS_PER_WORKER = 0.002  # of a slice: from so many workers on, each reports the more seldom the more there are
 PATIENCE_FACTOR = 10  # times the patience, where a worker reads a prompt or gigabytes of checkpoints before it reports
+
+
+def worker_patience(worker_timeout: float | None, store_retry_seconds: float) -> float:
+    """Return the seconds without a report after which a worker is replaced."""
+    return max(WORKER_TIMEOUT, store_retry_seconds + STORE_SLACK_SECONDS) if worker_timeout is None else worker_timeout
 
 
 @dataclass(eq=False)

@@ -56,7 +56,7 @@ from swiftbatch.worker.model.model_files import ModelFiles, locate_model, read_c
 from swiftbatch.worker.text.tokenizer import NO_MARKERS, Chat, EncodedPrompt, TextCodec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
     import pyarrow as pa
 

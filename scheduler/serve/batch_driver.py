@@ -19,6 +19,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO
 
+from swiftbatch.jobs.checkpoints.checkpoint_writer import GRACE_SECONDS
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.process.signals import BAD_INPUT
@@ -41,7 +42,7 @@ class DriverOptions:
 
     of_run: tuple[str, ...] = ()
     of_start: tuple[str, ...] = ()
-    grace_seconds: float = 20.0
+    grace_seconds: float = GRACE_SECONDS
 
 
 def driver_arguments(batch: Batch, files: StoredFiles, options: DriverOptions) -> list[str]:

@@ -19,6 +19,7 @@ from swiftbatch.scheduler.serve.batch_driver import DriverProcess
 from swiftbatch.scheduler.serve.batch_status import is_submitted
 from swiftbatch.scheduler.serve.batches import Batch
 
+MAX_RUNNING = 1  # batches at a time: the default of --max-running
 MAX_EXPIRED = 1  # beside the others: they are read to name their lines, and run nothing
 DAY = 86400.0
 HALF_LIFE = 3600.0  # in which tokens come to weigh half as much between owners

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from swiftbatch.scheduler.serve.batch_queue import MAX_RUNNING
+
 if TYPE_CHECKING:
     from swiftbatch.scheduler.display.webhooks import Receiver
 
@@ -19,7 +21,7 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = 8080
-    max_running: int = 1
+    max_running: int = MAX_RUNNING
     max_file_bytes: int = 2 * 2**30
     api_keys: str | None = None
     is_open: bool = False

@@ -13,7 +13,6 @@ from swiftbatch.worker.kv.kv_capacity import GB, GPU_PAGE, MAX_TREE_NODES, MEMOR
 from swiftbatch.worker.kv.model_sizes import ModelSizes
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.kv.model_sizes import ModelSizes
     from swiftbatch.worker.model.layer_types import RecurrentShape
 
 CAPACITY_BLOCK = 64  # a slot is whole blocks of the attention kernels

@@ -30,7 +30,6 @@ from swiftbatch.worker.kv.kv_capacity import (
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
-    from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 
 Place = Callable[[int], int]
 """The place of a slot's entry in a pool."""

@@ -14,7 +14,8 @@ import click
 from swiftbatch.scheduler.commands.options.model_options import all_of, filled
 from swiftbatch.scheduler.commands.options.option_types import Command, Number, WholeNumber, options_of
 from swiftbatch.scheduler.driver.run_limits import Deadline, Limits, parse_deadline
-from swiftbatch.scheduler.runs.run_settings import STORE_SLACK_SECONDS, WORKER_TIMEOUT, Settings
+from swiftbatch.scheduler.driver.worker_fleet import STORE_SLACK_SECONDS, WORKER_TIMEOUT
+from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS, ROW_CHOICES

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from swiftbatch.worker.sampling.filters import NUMBERS, filter_numbers
 from swiftbatch.worker.sampling.logits_processors import counts_output, has_bias, masked_behind
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import num_mask_words
-
-if TYPE_CHECKING:
-    from swiftbatch.worker.sampling.sequence import Sequence
 
 ROW = np.dtype(
     [
