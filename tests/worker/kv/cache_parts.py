@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.kv import host_memory as cache_hosts
 from swiftbatch.worker.kv import kv_offload
+from swiftbatch.worker.kv import offload_hosts as cache_hosts
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.sparse_cache import Queries, SparseCache
 

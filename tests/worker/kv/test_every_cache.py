@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.kv import host_memory as cache_hosts
+from swiftbatch.worker.kv import offload_hosts as cache_hosts
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.kv.kv_capacity import PoolSize

@@ -18,11 +18,11 @@ from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.step_costs import measure_step_costs
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kv import host_memory as cache_hosts
 from swiftbatch.worker.kv import kv_offload
-from swiftbatch.worker.kv.host_memory import FileHost
+from swiftbatch.worker.kv import offload_hosts as cache_hosts
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from swiftbatch.worker.kv.kv_offload import OffloadedKVCache
+from swiftbatch.worker.kv.offload_hosts import FileHost
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.simulated_clock import SimulatedClock

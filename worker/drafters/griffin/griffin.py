@@ -210,9 +210,7 @@ def griffin(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: GriffinOptions = DEFAULTS
 ) -> GriffinDrafter:
     """A `DrafterFactory`. Raises ModelError where there is no draft model for this target."""
-    from swiftbatch.worker.drafters.griffin.draft_forwards import (
-        rows_of,  # needs transformers, whose import takes seconds
-    )
+    from swiftbatch.worker.drafters.griffin.draft_forwards import rows_of
     from swiftbatch.worker.drafters.griffin.griffin_weights import load_griffin
 
     rows = rows_of(load_griffin(parts_folder, target), target, options.num_expanded)
