@@ -20,7 +20,7 @@ from swiftbatch.jobs.storage.object_store import shown_uri
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE, engine_entry
-from swiftbatch.worker.exactness.doctor import known_verdict, verdict_key
+from swiftbatch.worker.exactness.doctor_verdicts import known_verdict, verdict_key
 from swiftbatch.worker.forward.hardware import cpu_capability, gpu_here, hardware_of, has_cuda
 from swiftbatch.worker.forward.rows_per_forward import RunLoad, most_rows, rows_that_pay
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS

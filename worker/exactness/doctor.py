@@ -1,13 +1,8 @@
-"""The verdicts that `doctor` found on this machine, kept so that a run's manifest can give them. Needs no torch."""
+"""`swiftbatch doctor`: says whether this machine and model keep the exactness contract."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import platform
-from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 import transformers
@@ -17,6 +12,7 @@ from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, num_caches, probe_rows
+from swiftbatch.worker.exactness.doctor_verdicts import keep_verdict, verdict_key
 from swiftbatch.worker.exactness.transformers_agreement import Agreement, compare
 from swiftbatch.worker.forward.hardware import cpu_capability, hardware_of
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -24,52 +20,6 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, with_kv
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant, numerics_of, runnable_variants, why_none
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import locate_model
-
-
-def verdict_key(
-    fingerprint: str, dtype: str, device: str, num_threads: int, hardware: str, torch: str, kernels: str
-) -> str:
-    """Names everything that a verdict depends on; `hardware` as `hardware_of` says it, `kernels` `chosen_numerics`.
-
-    Which of both a model needs is known where it is loaded alone, so both are named.
-    """
-    named = json.dumps([fingerprint, dtype, device, num_threads, hardware, torch, kernels])
-    return hashlib.sha256(named.encode()).hexdigest()
-
-
-def keep_verdict(key: str, verdict: Exactness) -> None:
-    """Remember a verdict; a cache folder that cannot be written is no reason to fail."""
-    path = _path(key)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(verdict, encoding="utf-8")
-    except OSError:
-        return
-
-
-def known_verdict(key: str) -> Exactness:
-    """The verdict that `doctor` gave under this key; `not probed` where it never ran."""
-    try:
-        text = _path(key).read_text(encoding="utf-8")
-    except OSError:
-        return "not probed"
-    if text == "exact":
-        return "exact"
-    return "exact up to ties" if text == "exact up to ties" else "not probed"
-
-
-def _path(key: str) -> Path:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "swiftbatch" / "doctor" / key
-
-
-def exactness_of(verdict: Exactness, numerics: Iterable[str]) -> Exactness:
-    """The run's verdict for a job whose attempts all had the same numerics, else that it holds up to ties."""
-    return verdict if len(set(numerics)) <= 1 else "exact up to ties"
-
-
-# `swiftbatch doctor`: says whether this machine and model keep the exactness contract.
-
 
 NUM_PROBED_ROWS = 2000
 

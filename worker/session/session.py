@@ -33,7 +33,7 @@ from swiftbatch.worker.drafters.catalogue import create_drafter, engine_entry
 from swiftbatch.worker.drafters.engine_memory import slots_wanted
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import closed, may_be_extended, may_rewind, rewind_distance, rewound, text_of
-from swiftbatch.worker.exactness.doctor import exactness_of
+from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.step_costs import step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel

@@ -17,7 +17,7 @@ from swiftbatch.jobs.run.compute_options import LinearName
 from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.scheduler.cli import main
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.doctor import known_verdict, verdict_key
+from swiftbatch.worker.exactness.doctor_verdicts import known_verdict, verdict_key
 from swiftbatch.worker.exactness.gpu_doctor import gpu_doctor
 from swiftbatch.worker.exactness.gpu_doctor.findings import Check, Finding
 from swiftbatch.worker.exactness.gpu_doctor.gpu_doctor import FirstRun, run_checks

@@ -19,7 +19,8 @@ from swiftbatch.scheduler.runs import run_manifest as manifests
 from swiftbatch.scheduler.runs.run_manifest import computation_of, kept_or_new_manifest, with_model, with_rows
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.doctor import diagnose, keep_verdict, verdict_key
+from swiftbatch.worker.exactness.doctor import diagnose
+from swiftbatch.worker.exactness.doctor_verdicts import keep_verdict, verdict_key
 from swiftbatch.worker.forward.hardware import hardware_of, has_cuda
 from swiftbatch.worker.kernels import gpu_kernel_choice
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels

@@ -12,7 +12,7 @@ from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.run.compute_options import AttentionName, LinearName
 from swiftbatch.jobs.run.run_records import Exactness
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.doctor import keep_verdict, verdict_key
+from swiftbatch.worker.exactness.doctor_verdicts import keep_verdict, verdict_key
 from swiftbatch.worker.exactness.gpu_doctor.attention_check import check_attention, check_attention_speed
 from swiftbatch.worker.exactness.gpu_doctor.findings import Check, Result
 from swiftbatch.worker.exactness.gpu_doctor.forward_checks import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.exactness.doctor import known_verdict, verdict_key
+from swiftbatch.worker.exactness.doctor_verdicts import known_verdict, verdict_key
 from swiftbatch.worker.exactness.gpu_doctor import gemm_checks, gpu_doctor
 from swiftbatch.worker.exactness.gpu_doctor.findings import Check, Finding
 from swiftbatch.worker.exactness.gpu_doctor.gemm_checks import FORMS, check_gemms, check_packed_gemms
