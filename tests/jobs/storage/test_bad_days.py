@@ -125,7 +125,7 @@ def test_a_command_that_only_reads_still_gets_over_one_503(s3_store: Store, s3_p
 def test_a_process_whose_store_is_dark_comes_to_its_end(s3_store: Store, s3_proxy: FaultProxy) -> None:
     program = (
         "import sys, threading, time\n"
-        "from swiftbatch.jobs.storage import object_stores; object_stores.ANSWER_SECONDS = 1.0\n"
+        "from swiftbatch.jobs.storage import object_store; object_store.ANSWER_SECONDS = 1.0\n"
         "from swiftbatch.jobs.storage.retries import Retries; from swiftbatch.jobs.storage.store import Store\n"
         "store = Store(sys.argv[1], Retries(1000))\n"
         "write = lambda: store.write('file', bytes(25_000_000))\n"
