@@ -17,9 +17,10 @@ from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
 
 KIND_TESTS = "tests/worker/test_gpu_kinds.py"
+BIT_TESTS = "tests/worker/test_gpu_bits.py"
 ROW_TESTS = "tests/worker/test_gpu_rows.py"
 PREDICTOR_TESTS = "tests/worker/test_gpu_predictors.py"
-GPU_TESTS = tuple(f"tests/worker/{name}.py" for name in ("test_gpu", "caches/test_every_cache", "caches/test_copies"))
+GPU_TESTS = tuple(f"tests/worker/{name}.py" for name in ("test_gpu", "kv/test_every_cache", "kv/test_host_copies"))
 CHAOS = ("chaos", "--jobs", "3", "--tokens", "600", "--kills", "3", "--workers", "1")
 LAST_LINES = 4
 
@@ -27,6 +28,11 @@ LAST_LINES = 4
 def kinds(trial: Trial) -> Iterator[Try]:
     """A small model of every kind against transformers, in the order of the tests."""
     yield "kinds", functools.partial(_tests, trial, KIND_TESTS)
+
+
+def bits(trial: Trial) -> Iterator[Try]:
+    """Pages, keys in 8 bits, experts, caches on the host, forced rounds: bits against those of the plain way."""
+    yield "bits", functools.partial(_tests, trial, BIT_TESTS)
 
 
 def rows_of_kinds(trial: Trial) -> Iterator[Try]:

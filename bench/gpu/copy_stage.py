@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bench.gpu.decoding import random_ids
-from bench.gpu.round_stages import offloaded_target
 from bench.gpu.trial import Trial, Try, streams_of
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
-from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
+from swiftbatch.worker.forward.cuda.cuda_forwards import OffloadedForwards
 from swiftbatch.worker.forward.forward_backend import DTYPES
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
@@ -109,6 +109,14 @@ def _step_seconds(target: TargetModel, cache: FullKVCache) -> float:
         target.synchronize()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:])
+
+
+def offloaded_target(parts: Parts, num_slots: int, longest: int) -> ArenaTarget:
+    """The model with caches in the host's memory."""
+    arena = OffloadedArena(parts.cache_shape(), num_slots, longest, streams_of(parts.device))
+    arena.buffer.zero_()
+    forwards = OffloadedForwards(parts.weights, arena, frozenset(), parts.num_splits, parts.kernels, parts.capture)
+    return ArenaTarget(forwards, parts.files)
 
 
 def _offloaded_steps(trial: Trial, parts: Parts) -> Finding:

@@ -12,21 +12,12 @@ import numpy as np
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.bench_texts import BenchEngine
 from swiftbatch.worker.decode_bench import digest
-from swiftbatch.worker.drafters.auto.auto import NUM_BEST, RecycledProposer
 from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
-from swiftbatch.worker.drafters.self_speculation.draft_chain import RoundPlan
-from swiftbatch.worker.drafters.self_speculation.round_planner import Planner
-from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
-from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.scan_cache import ScanKVCache
 from swiftbatch.worker.sampling.sequence import Sequence
 
 NUM_WARM_STEPS = 4
-FORCED = RoundPlan(num_rounds=TILE_ROWS, num_round_nodes=0, chain_length=7, num_nodes=7)
 
 
 @dataclass(frozen=True)
@@ -59,12 +50,6 @@ def sequences_of(target: TargetModel, prompts: Many[list[int]], num_tokens: int)
         )
         made.append(Sequence(f"s{number}", prompt, params, target.vocab_size, target.device))
     return made
-
-
-def forced_rounds_of(target: TargetModel, costs: Costs) -> SelfSpeculationDrafter:
-    """A drafter that draws chains with scanned keys, whether that pays or not."""
-    recycling = TokenRecyclingDrafter(target, costs)
-    return SelfSpeculationDrafter(target, RecycledProposer(recycling), Planner(FORCED), ScanKVCache, NUM_BEST)
 
 
 def decoded(

@@ -27,15 +27,15 @@ STAGES = (
     GPUStage("products", ".exact_stages:products", 90, ("Another GPU",)),
     GPUStage("rows", ".exact_stages:rows", 120, ("Another GPU",)),
     GPUStage("attention", ".exact_stages:attention", 90, ("Another GPU",)),
-    GPUStage("pages", ".exact_stages:pages", 60, ("Pages",)),
     GPUStage("packed", ".exact_stages:packed", 90, ("Packed weights",)),
     GPUStage("kept rows", ".exact_stages:kept_rows", 90, ("Keys and values in 8 bits",)),
-    GPUStage("experts", ".expert_stage:experts", 120, ("Experts",)),
+    GPUStage(
+        *("bits", ".command_stages:bits", 300),
+        ("Pages", "Keys and values in 8 bits", "Experts", "Offloaded caches", "Scanned texts"),
+    ),
     GPUStage(
         *("rows of kinds", ".command_stages:rows_of_kinds", 240), ("Experts", "Latent attention", "Layers with states")
     ),
-    GPUStage("forced rounds", ".round_stages:forced_rounds", 120, ("Scanned texts",)),
-    GPUStage("offload", ".round_stages:offload", 120, ("Offloaded caches", "Scanned texts")),
     GPUStage("draws", ".draw_stage:draws", 90, ("Sorting for top-k, top-p and eta",)),
     GPUStage("jobs", ".job_stage:jobs", 150, ("Steps of many jobs", "The reserves", "Forwards of 128 and 256 rows")),
     GPUStage("families", ".family_stage:families", 150, ("Experts", "Latent attention", "Layers with states")),

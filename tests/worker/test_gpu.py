@@ -42,8 +42,7 @@ pytestmark = [
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton interprets; run with TRITON_INTERPRET=0"),
 ]
 
-# Chains behind scanned texts, caches on the host, filters, flash-attn, pages, 8 bits, experts: in small sizes.
-SMALL_STAGES = ("pages", "packed", "kept rows", "experts", "forced rounds", "offload", "draws", "copies", "flash")
+SMALL_STAGES = ("packed", "kept rows", "draws", "copies", "flash")
 PARAMS = SamplingParams(max_tokens=200, seed=5, min_p=0.1, ignore_eos=True)
 
 

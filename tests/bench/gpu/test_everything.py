@@ -35,7 +35,7 @@ pytestmark = pytest.mark.long
 CPU = torch.device("cpu")
 BROKEN = (sys.executable, "-m", broken_stages.__name__)
 NEEDS_COMMANDS = (  # start processes of their own
-    *("rows of kinds", "kinds of models", "tests", "Ray", "second process", "restart"),
+    *("bits", "rows of kinds", "kinds of models", "tests", "Ray", "second process", "restart"),
 )
 PUBLISHED_NUMBERS = {  # of models that docs/gpu.md has tables of; that of the first follows from its config
     "Qwen3.5 27B": 26_895_998_464,
@@ -174,7 +174,7 @@ def test_a_stage_passes_in_the_interpreter(stage: GPUStage, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["restart", "rows of kinds", "kinds of models", "tests"])
+@pytest.mark.parametrize("name", ["restart", "bits", "rows of kinds", "kinds of models", "tests"])
 def test_a_stage_that_starts_processes_passes_too(name: str, tmp_path: Path) -> None:
     test_a_stage_passes_in_the_interpreter(next(stage for stage in STAGES if stage.name == name), tmp_path)
 
