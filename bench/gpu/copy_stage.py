@@ -19,6 +19,7 @@ from swiftbatch.worker.forward.forward_backend import DTYPES
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.kv_offload import OffloadedArena
 from swiftbatch.worker.kv.offload_hosts import PinnedMemory
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.sampling.draft_tree import DraftTree

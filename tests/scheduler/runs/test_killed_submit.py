@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -24,7 +23,6 @@ from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.run_lease import RunLease
 from swiftbatch.scheduler.process.process_id import own_key
 from swiftbatch.scheduler.runs import launch, submission
-from swiftbatch.scheduler.runs import submission as prompt_checks
 from swiftbatch.scheduler.runs.run_settings import Settings
 from tests.jobs.run.run_parts import FINISHED, write_result
 
@@ -109,8 +107,21 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_drive", finish)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill leaves what was written
     monkeypatch.setattr(launch, "connect", lambda *_: contextlib.nullcontext())
-    for module, name in ((submission, "locate_model"), (prompt_checks, "TextCodec")):
-        monkeypatch.setattr(module, name, functools.cache(getattr(module, name)))
+    for name in ("locate_model", "TextCodec"):
+        monkeypatch.setattr(submission, name, remembered(getattr(submission, name)))
+
+
+def remembered(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Call `make` once for arguments that read the same."""
+    made: dict[str, Any] = {}
+
+    def once(*arguments: Any) -> Any:
+        key = repr(arguments)
+        if key not in made:
+            made[key] = make(*arguments)
+        return made[key]
+
+    return once
 
 
 def submit_killed(path: str, uri: str, patch: pytest.MonkeyPatch) -> None:
