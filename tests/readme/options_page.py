@@ -1,0 +1,49 @@
+"""docs/options.md, which has every option's default: `python -m tests.readme.options_page` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from swiftbatch.scheduler.cli import main
+from tests import ROOT
+
+PAGE = ROOT / "docs" / "options.md"
+HEAD = """# Options and their defaults
+
+`python -m tests.readme.options_page` makes this page from the commands. An option that is missing here is off by default,
+or its value is found out when the run starts. A default stands in the module that applies it ([map](structure.md)).
+"""
+
+
+def commands(group: click.Group, path: str = "swiftbatch") -> Iterator[tuple[str, click.Command]]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{path} {name}")
+        else:
+            yield f"{path} {name}", command
+
+
+def shown_default(option: click.Option) -> str:
+    default = option.to_info_dict()["default"]
+    is_off = default is None or default is False or default == () or option.multiple or "Sentinel" in repr(default)
+    return "" if is_off else f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+
+
+def page() -> str:
+    """Return the page: a table for each command, with the options that have a default in it."""
+    parts = [HEAD]
+    for name, command in commands(main):  # type: ignore[arg-type]
+        options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
+        rows = [f"| `{each.opts[0]}` | {default} |" for each in options if (default := shown_default(each))]
+        if rows:
+            parts.append("\n".join([f"\n## `{name}`\n", "| option | default |", "|---|---|", *rows, ""]))
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
