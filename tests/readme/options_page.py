@@ -12,7 +12,7 @@ from tests import ROOT
 PAGE = ROOT / "docs" / "options.md"
 HEAD = """# Options and their defaults
 
-`python -m tests.readme.options_page` makes this page from the commands. An option that is missing here is off by default,
+`python -m tests.readme.options_page` makes this page from the commands. An option that is missing here is off,
 or its value is found out when the run starts. A default stands in the module that applies it ([map](structure.md)).
 """
 
