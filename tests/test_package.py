@@ -51,3 +51,4 @@ def test_a_wheel_has_every_module_and_what_goes_with_the_code_and_nothing_else(t
     data = {name for name in held if not name.endswith(".py")}
     assert {name.split("/")[2] for name in data} == {"embedded", "kernels", "report", "serve"}
     assert {"swiftbatch/worker/embedded/model.safetensors", "swiftbatch/worker/kernels/source/rows.c"} <= data
+    assert not [name for name in data if name.endswith(".jsonl")]  # a training's log

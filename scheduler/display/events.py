@@ -247,7 +247,7 @@ class WebhookFailed(Event):
     reason: str
 
 
-# The events that happen to a job in a run; see `events.py`.
+# The events that happen to a job in a run.
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[
     }
 
 
-# Dense decoders straight from their files, without `transformers`, whose import takes seconds: see `dense_config`.
+# Dense decoders straight from their files, without `transformers`, whose import takes seconds: see `decoder_config`.
 
 
 CPU = torch.device("cpu")

@@ -44,7 +44,6 @@ SIGNATURES = {
     "sampling_draw": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)),
     "sampling_follow": (None, (c_void_p, c_void_p, c_int64)),
     "sampling_noise": (None, (c_uint64, c_void_p, c_void_p, c_int64, c_void_p)),
-    "sampling_noise_row": (None, (c_uint64, c_int64, c_int64, c_void_p)),
     "sampling_top_candidates": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
 }
 ALL_TOKENS = 2**62  # as a window
@@ -374,13 +373,6 @@ def noise(noise_key: int, positions: np.ndarray, token_ids: np.ndarray) -> np.nd
         raise ValueError(f"found token {tokens.min()}, expected none below 0")
     values = np.empty(len(places), dtype=np.float32)
     kernels().sampling_noise(noise_key, address_of(places), address_of(tokens), len(places), address_of(values))
-    return values
-
-
-def noise_row(noise_key: int, position: int, vocab_size: int) -> np.ndarray:
-    """The noise `[vocab] float32` of all tokens at a position."""
-    values = np.empty(vocab_size, dtype=np.float32)
-    kernels().sampling_noise_row(noise_key, position, vocab_size, address_of(values))
     return values
 
 

@@ -5,13 +5,16 @@ Counter-based generator Philox4x32-10 (Salmon et al. 2011, "Parallel random numb
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from ctypes import c_int64, c_uint64, c_void_p
+from typing import Any
 
 import numpy as np
 import torch
 
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant
-from swiftbatch.worker.sampling.native_sampler import noise_row
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library
+from swiftbatch.worker.kernels.row_tables import address_of
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -58,6 +61,20 @@ def gumbel_block(key: int, first_position: int, vocab_size: int, device: torch.d
     bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]  # [BLOCK, vocab]
     uniform = (bits.double() + 0.5) * 2.0**-32  # inside (0, 1), never at its ends
     return (-torch.log(-torch.log(uniform))).float()
+
+
+def noise_row(noise_key: int, position: int, vocab_size: int) -> np.ndarray:
+    """The noise `[vocab] float32` of all tokens at a position, as the kernels in C make it."""
+    values = np.empty(vocab_size, dtype=np.float32)
+    _native_row(str(chosen_variant()))(noise_key, position, vocab_size, address_of(values))
+    return values
+
+
+@functools.cache
+def _native_row(variant: str) -> Any:
+    function = load_library(variant).sampling_noise_row
+    function.restype, function.argtypes = None, (c_uint64, c_int64, c_int64, c_void_p)
+    return function
 
 
 class GumbelNoise:

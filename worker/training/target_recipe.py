@@ -59,7 +59,7 @@ class WindowRecipe(Recipe):
 
 @dataclass(frozen=True)
 class LongTextRecipe(WindowRecipe):
-    """Whole long texts, read segment by segment, each beside windows of these kinds: see `long_texts`."""
+    """Whole long texts, read segment by segment, each beside windows of these kinds."""
 
     num_texts: int = 0
     length: int = 98_304  # tokens of a text

@@ -20,7 +20,7 @@ _FIRST_BITS = 32  # bits of the first token in a key of `_fronts`; the count sta
 class NgramTable:
     """Counts of the tokens that followed each token. A pure function of the tokens taken in, whatever the pieces."""
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size: int) -> None:
         """Count n-grams of `size` tokens. Raises ValueError where `size` leaves none behind the first."""
         if size < 2:
             raise ValueError(f"n-grams of {size} tokens: expected 2 or more")

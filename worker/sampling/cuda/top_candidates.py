@@ -240,7 +240,6 @@ class TopCandidates:
 
 
 NUM_WARPS = 4
-ROW_WARPS = 8
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def test_it_ranks_as_a_count_of_all_ngrams_does(tokens: list[int], size: int, k:
 @settings(max_examples=50)
 @given(st.lists(token_lists, max_size=8))
 def test_pieces_give_the_table_that_all_tokens_at_once_give(pieces: list[list[int]]) -> None:
-    by_pieces = NgramTable()
+    by_pieces = NgramTable(4)
     for piece in pieces:
         by_pieces.extend(np.array(piece, dtype=np.uint32))
     at_once = table_of([token for piece in pieces for token in piece])
@@ -77,7 +77,7 @@ def test_the_more_frequent_comes_first_and_of_two_the_more_recent() -> None:
 
 
 def test_a_token_without_ngrams_gives_none() -> None:
-    assert NgramTable().most_frequent(5, 20) == []
+    assert NgramTable(4).most_frequent(5, 20) == []
     table = table_of([5, 6, 7])
     assert len(table) == 3
     assert table.most_frequent(5, 20) == []
@@ -120,7 +120,7 @@ def test_a_token_costs_a_bounded_number_of_operations_whatever_was_seen_before(n
         return count_lines
 
     tokens = streams(5_000)[name]
-    table = NgramTable()
+    table = NgramTable(4)
     tracer = sys.gettrace()
     sys.settrace(count_lines)
     try:

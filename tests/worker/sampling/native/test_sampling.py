@@ -12,7 +12,7 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling import native_sampler as sampling
 from swiftbatch.worker.sampling.gumbel_max import draw
-from swiftbatch.worker.sampling.noise import BLOCK, GumbelNoise, gumbel_block
+from swiftbatch.worker.sampling.noise import BLOCK, GumbelNoise, gumbel_block, noise_row
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.sampling.native.sampling_parts import INF, Reference, cases, in_every_variant, penalised_counts
 
@@ -95,7 +95,7 @@ def test_noise_is_that_of_the_reference(seed: int, position: int) -> None:
     expected = gumbel_block(seed, position, vocab_size, torch.device("cpu")).numpy()
     ids = np.array([0, 1, 2, 3, 77, vocab_size - 1])
     for _ in in_every_variant():
-        rows = np.stack([sampling.noise_row(seed, position + i, vocab_size) for i in range(BLOCK)])
+        rows = np.stack([noise_row(seed, position + i, vocab_size) for i in range(BLOCK)])
         assert np.array_equal(rows, expected)
         assert np.array_equal(sampling.noise(seed, np.full(6, position), ids), expected[0, ids])
 
@@ -107,7 +107,7 @@ def test_no_skipped_token_could_have_won(vocab_size: int, scale: float) -> None:
     rows = torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(2)) * scale
     params = SamplingParams(max_tokens=1)
     for position, row in enumerate(rows):
-        expected = int(torch.argmax(row + torch.from_numpy(sampling.noise_row(9, position, vocab_size))))
+        expected = int(torch.argmax(row + torch.from_numpy(noise_row(9, position, vocab_size))))
         assert sampling.draw(row, position, params, 9) == expected
 
 
