@@ -50,6 +50,7 @@ PROGRAMS = {  # by the command's name: their modules, which are imported then al
     "sizing": ("sizing", "Print the tables of docs/gpu.md of the memory that models need."),
     "speed-page": ("speed_page", "Write the figures of a folder into docs/speed.md."),
 }
+WITH_OPTIONS = ("ablation", "digests")  # programs that say themselves what they take
 SINGLES = [name for name in ENGINES if name not in (Computation.engine, "autoregressive")]
 
 
@@ -63,7 +64,7 @@ def _program(name: str, module: str, words: str) -> click.Command:
         sys.argv = [module, *arguments]
         runpy.run_module(f"bench.{module}", run_name="__main__")
 
-    settings = {"ignore_unknown_options": True, "help_option_names": []}
+    settings = {"ignore_unknown_options": True, "help_option_names": [] if name in WITH_OPTIONS else ["--help"]}
     taken = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
     return click.Command(name, settings, run, [taken], help=words)
 

@@ -16,7 +16,7 @@ from bench.ablation_commands import ablation
 from bench.agreement import AgreementOptions
 from bench.auto import AutoBenchOptions
 from bench.checkpoints import CheckpointBenchOptions
-from bench.commands import PROGRAMS, main
+from bench.commands import PROGRAMS, WITH_OPTIONS, main
 from bench.fields import FieldBenchOptions
 from bench.gpu.gpu_figures import GPUBenchOptions
 from bench.griffin_ablation import GriffinAblationOptions
@@ -117,3 +117,10 @@ def test_an_interrupted_bench_all_tells_how_to_go_on(tmp_path: Path, monkeypatch
     assert result.exit_code == 130
     hint = "`python -m bench all` with the same options goes on from what is in"
     assert result.stderr.strip() == f"interrupted; {hint} {tmp_path / 'figures'}"
+
+
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - set(WITH_OPTIONS)))
+def test_a_program_without_options_says_what_it_does_and_does_it_not(name: str) -> None:
+    told = CliRunner().invoke(main, [name, "--help"])
+    assert told.exit_code == 0
+    assert f"Usage: main {name}" in told.output

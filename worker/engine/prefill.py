@@ -1,6 +1,6 @@
 """Reads known tokens into caches: prompts, and outputs that a resume replays.
 
-One of several sequences reads what all of them begin with, see `shared_prefixes.py`. Where a row takes time of
+One of several sequences reads what all of them begin with, see `prefix_cache.py`. Where a row takes time of
 its own, tiles of one sequence are read in front of a step, for a bounded time. Where every forward has the same rows
 anyway, on a GPU, known tokens ride in those that the step's trees leave unused.
 """

@@ -2,7 +2,7 @@
 
 A sequence has pages of both pools. A position lies at the same entry of either, so kernels read the same blocks in the
 same order as without this; a second table says in which page of the second pool one is. A page whose positions no row
-sees any more is another sequence's. `windowed_cache.py` says what is held beyond that, and for whom.
+sees any more is another sequence's. `sliding_window_cache.py` says what is held beyond that, and for whom.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class _Observer:
 
 
 def recurrent_layers(model: Any) -> dict[int, Any]:
-    """The recurrent parts of a model, by their layers; those that `recurrent_rows.py` knows."""
+    """The recurrent parts of a model, by their layers; those that `transformers_recurrent.py` knows."""
     layers = enumerate(getattr(decoder_of(model), "layers", ()))
     parts = ((number, part) for number, layer in layers for part in layer.children())
     return {number: part for number, part in parts if type(part).__name__ in FORMS}

@@ -1,8 +1,8 @@
 """Coupled sampling: x_t = argmax_v(processed_logit_t[v] / T + G(key, t, v)), the same token whenever it is drawn.
 
-Processors and their order are those of `transformers`: what comes in front of the temperature (adjustments.py), the
-temperature, the filters in the order of filters/filter_list.py; all in float32. Each works on one row,
-`[vocab] float32`, so that a row's neighbours cannot change it.
+Processors and their order are those of `transformers`: what comes in front of the temperature (logits_processors.py),
+the temperature, the filters in the order of filters.py; all in float32. Each works on one row, `[vocab] float32`, so
+that a row's neighbours cannot change it.
 """
 
 from __future__ import annotations

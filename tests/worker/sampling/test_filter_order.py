@@ -1,6 +1,6 @@
 """The filters' order, stated once here: torch, C and Triton draw what is drawn in it, and not what another order draws.
 
-A new filter is in the list of worker/sampling/filters, or this file says what is missing.
+A new filter is in the list of worker/sampling/filters.py, or this file says what is missing.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class SamplingBuffers:
     """The buffers that a draw reads and writes; they stay where they are."""
 
     logits: torch.Tensor  # [num_rows, vocab] float32
-    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of row_words.py
+    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of sampling_rows.py
     ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32: tokens of the row's path, root side first, its own last
     slots: SlotBuffers
     leaving: torch.Tensor  # [num_slots, NUM_DRAFTED] int32: committed tokens that leave it next, in turn; -1: none does

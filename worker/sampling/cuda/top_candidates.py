@@ -179,7 +179,7 @@ class CandidateBuffers:
     """The buffers that `TopCandidates` reads and writes; they stay where they are."""
 
     logits: torch.Tensor  # [num_rows, vocab] float32
-    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of row_words.py; of a padding row nothing is read
+    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of sampling_rows.py; of a padding row nothing is read
     ids: torch.Tensor  # [num_rows, TOP_K] int32, written: best first, equals in the order of their ids
     logprobs: torch.Tensor  # [num_rows, TOP_K] float32, written; of a row with NaN all as unlikely as can be
 
@@ -247,7 +247,7 @@ class RankingBuffers:
     """The buffers that `Ranking` reads and writes; they stay where they are."""
 
     logits: torch.Tensor  # [num_rows, vocab] float32, penalised in place
-    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of row_words.py; of a padding row nothing is read
+    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of sampling_rows.py; of a padding row nothing is read
     ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32, as in `SamplingBuffers`
     slots: SlotBuffers
     leaving: torch.Tensor  # [num_slots, NUM_DRAFTED] int32, as in `SamplingBuffers`

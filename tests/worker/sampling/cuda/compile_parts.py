@@ -76,7 +76,7 @@ class Launch:
 
 
 def every_launch() -> list[Launch]:
-    """Return the launches of draw.py, candidates.py, counts.py, move_rows.py and row_means.py, with heads of 128."""
+    """Return the launches of sampling on a GPU, and of moved rows and means, with heads of 128."""
     block, top = {"BLOCK": sampling_rows.BLOCK}, {"TOP": TOP_K}
     ranked = {"TOP": 16}  # candidates of a draft model's row
     width = {"WIDTH": 128}  # a head's, and that of 128,256 tokens in blocks

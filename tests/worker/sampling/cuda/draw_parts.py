@@ -1,4 +1,4 @@
-"""Steps of some sequences with draft trees as the device gets them, and what `sampling.py` draws at each row."""
+"""Steps of some sequences with draft trees as the device gets them, and what `gumbel_max.py` draws at each row."""
 
 from __future__ import annotations
 
