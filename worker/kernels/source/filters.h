@@ -1,10 +1,10 @@
-// The filters of worker/sampling/filters over what is left of one row, as in `transformers`: all that C has of them.
+// The filters of worker/sampling/filters.py over what is left of one row, as in `transformers`: all that C has of them.
 #pragma once
 #include <math.h>
 
 #include "elementary.h"
 
-// What is asked of them: the numbers of filter_list.py, in their order there.
+// What is asked of them: the numbers of filters.py, in their order there.
 typedef struct {
     int64_t top_k;    // 0: all
     float rest;       // 1 - top_p; below 0: no such filter
@@ -228,7 +228,7 @@ static void keep_eta(candidates *kept, float eta, float root_eta, const filter_r
     if (lowest[0] > -INFINITY) keep_from(kept, (cut_point){lowest[0], 0}, room);
 }
 
-// Apply those that are asked for, in the order of filter_list.py.
+// Apply those that are asked for, in the order of filters.py.
 static void filter(candidates *kept, const filter_params *params, const filter_room *room) {
     if (params->top_k) keep_top_k(kept, params->top_k, room);
     if (params->rest >= 0.0f) keep_top_p(kept, params->rest, room);

@@ -1,4 +1,4 @@
-// For `swiftbatch bench kernels` alone: what this machine allows at most, and a matrix by itself.
+// For `python -m bench kernels` alone: what this machine allows at most, and a matrix by itself.
 #include <stdlib.h>
 
 #include "linear.h"
