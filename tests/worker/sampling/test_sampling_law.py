@@ -45,7 +45,7 @@ def paper_tree() -> DraftTree:
     text = list(PROMPT)
     for _ in range(500):
         text.append(int(torch.multinomial(law[text[-1]], 1, generator=generator)))
-    table = NgramTable()
+    table = NgramTable(4)
     table.extend(text)
     best = levels[0][0]
     ngrams = [
