@@ -210,7 +210,7 @@ class Bench:
         return {f"{kind}/{place}": sha([_without(each, "metrics") for each in found[kind]]) for kind in self._kinds}
 
     def drafts(self, engine: str, num_jobs: int) -> Cells:
-        """What an engine proposes for jobs together, while a clock runs that goes on with every look at it."""
+        """The proposals of an engine for jobs together. Its clock goes on with every look at it."""
         ticks, clock = itertools.count(), time.perf_counter
         time.perf_counter = lambda: 1e-4 * next(ticks)
         try:

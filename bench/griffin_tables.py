@@ -131,7 +131,7 @@ Plan = Literal["own", "paper"]
 """As many nodes and levels as pay; or the paper's whole trees: 60 nodes, depth 6 (appendix C.2)."""
 
 Expansion = Literal["hidden", "double"]
-"""Of the second fusion, where it is not the target's feed-forward size: its hidden size, or twice the former."""
+"""The sizes of the second fusion besides the target's feed-forward size: its hidden size, or twice the former."""
 
 Layout = Literal["arms", "forwards", "order"]
 """Speed-up and accept length of every row; misaligned rates per forward; means and ranges over seeds."""

@@ -1,4 +1,4 @@
-"""What the command line says, and the names of all metrics: texts, since people read where they differ."""
+"""The texts of the command line and the names of all metrics. They stay texts, so that a difference can be read."""
 
 from __future__ import annotations
 

@@ -45,10 +45,7 @@ class Computation:
     logprobs_mode: LogprobsMode = "raw_logprobs"  # the logits that jobs' log-probabilities are taken from
     loop_guard: LoopAction | None = None  # for a job that says nothing of loops; None: they are not looked for
     thinking_end: ThinkingEnd | None = None  # for a job that says nothing of it; None: a text may end within a thought
-    thinking_markers: ThinkingMarkers = (
-        None  # texts between which the model thinks; None: its own, where they are known
-    )
-
+    thinking_markers: ThinkingMarkers = None  # texts around a thought; None: the model's own, where they are known
     clock: str | None = None  # the ISO time that chat templates hear as now; None: when the run is made
 
     @property

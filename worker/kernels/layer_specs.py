@@ -1,4 +1,4 @@
-"""What layers differ in: norm, activation, routing, window, and the sizes of recurrent ones (light to import)."""
+"""The specs that layers differ in: norm, activation, routing, window, sizes of recurrent layers. Light to import."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ OWN_SAMPLING = {
     "T 1, min-p 0.1, penalty 1.2": SamplingParams(max_tokens=512, temperature=1.0, min_p=0.1, repetition_penalty=1.2),
     "T 0": SamplingParams(max_tokens=512, temperature=0.0),
 }
-"""How a target is sampled to measure heads on its own texts, by name."""
+"""The ways to sample a target, by name, when heads are measured on its own texts."""
 
 LEARNED_SAMPLING = [sampling for sampling in OWN_SAMPLING.values() if sampling.temperature > 0]
-"""How it is sampled for heads to learn from; at temperature 0 a small model soon says the same again and again."""
+"""The sampling of texts that heads learn from. At temperature 0 a small model soon repeats itself."""
 
 
 @dataclass(frozen=True)
