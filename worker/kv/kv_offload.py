@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.kernels.kernel_sizes import RING_LAYERS
+from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.host_copies import CopyComputation, CopyEvent, CopyLane
-from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, MEMORY, KVRoom
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.kv.offload_hosts import BLOCK_POSITIONS, CacheHost, FileHost, PinnedHost, PinnedMemory
 from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena, SlotLease
 
