@@ -23,8 +23,7 @@ from swiftbatch.worker.decode_bench import BenchOptions, EngineContestant, bench
 from swiftbatch.worker.forward.step_costs import step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.token_masks import Rule
+from swiftbatch.worker.sampling.sequence import Rule, Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 NOTHING = "nothing set"

@@ -122,14 +122,8 @@ def imports_of_all() -> dict[str, Imports]:
 
 
 @pytest.fixture(scope="module")
-def imports(imports_of_all: dict[str, Imports]) -> Graph:
-    """The modules of the product that each of them imports while it runs."""
-    return {name: its.found for name, its in imports_of_all.items()}
-
-
-@pytest.fixture(scope="module")
 def known(imports_of_all: dict[str, Imports]) -> Graph:
-    """The modules of `imports` and those for types alone, which a reader of a module has to know as well."""
+    """The modules of the product that each of them imports, also for types alone: a reader has to know these, too."""
     return {name: its.found | its.for_types for name, its in imports_of_all.items()}
 
 
@@ -150,9 +144,9 @@ def test_rooms_import_one_way(known: Graph) -> None:
     assert upwards == []
 
 
-def test_no_modules_import_each_other_in_a_circle(imports: Graph) -> None:
+def test_no_modules_import_each_other_in_a_circle_nor_for_types(known: Graph) -> None:
     try:
-        TopologicalSorter(imports).prepare()
+        TopologicalSorter(known).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 

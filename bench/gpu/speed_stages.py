@@ -22,7 +22,7 @@ from swiftbatch.worker.forward.forward_interface import partial_rows
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.gemm import cublas_linear, triton_linear
-from swiftbatch.worker.kernels.decoder_weights import AnyLinear
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 from swiftbatch.worker.kv.scan_cache import ScanKVCache
 from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree

@@ -17,8 +17,7 @@ from swiftbatch.worker.sampling.batch_sampler import masked_by
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.logits_processors import penalise
 from swiftbatch.worker.sampling.sampler import TokenSampler, process
-from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.token_masks import Rule
+from swiftbatch.worker.sampling.sequence import Rule, Sequence
 from swiftbatch.worker.sampling.verification import walk
 from tests.worker.constraints.words import allowed_behind, grammar
 

@@ -37,12 +37,11 @@ from swiftbatch.worker.forward.step_costs import step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
-from swiftbatch.worker.kernels.decoder_weights import linear_from
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, TILE_ROWS
 from swiftbatch.worker.kernels.kv_quantization import CODES
 from swiftbatch.worker.kernels.layer_specs import Routing, Score
-from swiftbatch.worker.kernels.quantized_weights import Code, Weight
+from swiftbatch.worker.kernels.quantized_weights import Code, Weight, linear_from
 from swiftbatch.worker.kv.gpu_memory_plan import most_of_a_job
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, PoolSize
 from swiftbatch.worker.kv.paged_arena import KVArena, PagedArena

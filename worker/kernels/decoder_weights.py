@@ -17,7 +17,7 @@ from swiftbatch.worker.kernels.layer_specs import (
     Routing,
     recurrent_weight_shapes,
 )
-from swiftbatch.worker.kernels.quantized_weights import PackedMatrix, Weight
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear, Linear, Weight
 from swiftbatch.worker.kernels.rope_scaling import Rotary, rotary_of
 
 
@@ -179,39 +179,6 @@ class DecoderSizes:
     def norm_width(self) -> int:
         """Numbers of a norm of rows: its weights, and behind them its biases where it has some."""
         return self.hidden * (2 if self.norm_form == NormForm.SHIFTED else 1)
-
-
-@dataclass(frozen=True)
-class Linear:
-    """`weight [columns, depth]` as torch has it, and `bias [columns]`."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class PackedLinear:
-    """A linear layer whose weight lies in 8 or 4 bits."""
-
-    weight: PackedMatrix
-    bias: Tensor | None = None
-
-    def plain(self) -> Linear:
-        """The layer that this one stands for."""
-        return Linear(self.weight.dequantized(), self.bias)
-
-
-AnyLinear = Linear | PackedLinear
-
-
-def linear_from(weight: Weight, bias: Tensor | None = None) -> AnyLinear:
-    """A linear layer of a weight in either form."""
-    return PackedLinear(weight, bias) if isinstance(weight, PackedMatrix) else Linear(weight, bias)
-
-
-def plain_linear(linear: AnyLinear) -> Linear:
-    """A linear layer without packed weights."""
-    return linear.plain() if isinstance(linear, PackedLinear) else linear
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK, LANES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from swiftbatch.worker.kernels.decoder_weights import AnyLinear
-    from swiftbatch.worker.kernels.quantized_weights import Weight
+    from swiftbatch.worker.kernels.quantized_weights import AnyLinear, Weight
 
 
 class NormForm(IntEnum):

@@ -13,15 +13,11 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team, shared_team
 from swiftbatch.worker.kernels.decoder_weights import (
-    AnyLinear,
     DecoderSizes,
     DecoderWeights,
     LayerWeights,
-    Linear,
-    PackedLinear,
     float_shapes,
     other_rotary,
-    plain_linear,
     shapes,
 )
 from swiftbatch.worker.kernels.instruction_sets import load_library
@@ -29,7 +25,7 @@ from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView, recurrent_float_shapes
 from swiftbatch.worker.kernels.native_quantized_weights import load_experts, packed_rows, quantized_rows
 from swiftbatch.worker.kernels.native_recurrent_layers import SequenceTable, load_recurrent_layer
-from swiftbatch.worker.kernels.quantized_weights import Weight, plain
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear, Linear, PackedLinear, Weight, plain, plain_linear
 from swiftbatch.worker.kernels.rope_cos_sin import AngleTable, QueryScaleTable
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape, Rows, RowTable

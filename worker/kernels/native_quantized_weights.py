@@ -10,8 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.decoder_weights import AnyLinear, ExpertWeights, PackedLinear, plain_linear
-from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, TABLES, Code, PackedMatrix, Weight
+from swiftbatch.worker.kernels.decoder_weights import ExpertWeights
+from swiftbatch.worker.kernels.quantized_weights import (
+    CODE_BITS,
+    TABLES,
+    AnyLinear,
+    Code,
+    PackedLinear,
+    PackedMatrix,
+    Weight,
+    plain_linear,
+)
 
 CODE_TYPES: dict[Code, int] = {"uint4": 0, "e2m1": 0, "iq4_nl": 0, "int8": 1, "uint8": 2, "e4m3": 3}  # in source/api.h
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # in the order of `scale_type`, the first that holds all

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftbatch.worker.kernels.decoder_weights import AnyLinear, PackedLinear, plain_linear
 from swiftbatch.worker.kernels.layer_specs import MOST_ROWS, RecurrentWeights
 from swiftbatch.worker.kernels.native_quantized_weights import quantized_rows
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear, PackedLinear, plain_linear
 from swiftbatch.worker.kernels.row_tables import Rows
 
 RECURRENT_ROLES = {  # `mixer_role` of source/api.h

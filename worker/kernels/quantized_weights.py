@@ -168,3 +168,36 @@ Weight = Tensor | PackedMatrix
 def plain(weight: Weight) -> Tensor:
     """A weight as numbers, whatever it is stored as."""
     return weight.dequantized() if isinstance(weight, PackedMatrix) else weight
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`weight [columns, depth]` as torch has it, and `bias [columns]`."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A linear layer whose weight lies in 8 or 4 bits."""
+
+    weight: PackedMatrix
+    bias: Tensor | None = None
+
+    def plain(self) -> Linear:
+        """The layer that this one stands for."""
+        return Linear(self.weight.dequantized(), self.bias)
+
+
+AnyLinear = Linear | PackedLinear
+
+
+def linear_from(weight: Weight, bias: Tensor | None = None) -> AnyLinear:
+    """A linear layer of a weight in either form."""
+    return PackedLinear(weight, bias) if isinstance(weight, PackedMatrix) else Linear(weight, bias)
+
+
+def plain_linear(linear: AnyLinear) -> Linear:
+    """A linear layer without packed weights."""
+    return linear.plain() if isinstance(linear, PackedLinear) else linear

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from swiftbatch.worker.kernels.decoder_weights import (
-    AnyLinear,
-    DecoderSizes,
-    DecoderWeights,
-    ExpertWeights,
-    LayerWeights,
-    Linear,
-    linear_from,
-)
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, DecoderWeights, ExpertWeights, LayerWeights
 from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentWeights
-from swiftbatch.worker.kernels.quantized_weights import PackedExperts, PackedMatrix, Weight, plain
+from swiftbatch.worker.kernels.quantized_weights import (
+    AnyLinear,
+    Linear,
+    PackedExperts,
+    PackedMatrix,
+    Weight,
+    linear_from,
+    plain,
+)
 from swiftbatch.worker.model.architectures.attention_layers import UP, MLAConfig
 from swiftbatch.worker.model.architectures.moe_layers import ROLES, FusedNames, MoEConfig
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,7 +13,14 @@ from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling.logprobs import KeptLogprobs
 from swiftbatch.worker.sampling.noise import GumbelNoise, noise_key
-from swiftbatch.worker.sampling.token_masks import Rule
+from swiftbatch.worker.sampling.token_masks import Constraint
+
+
+class Rule(Protocol):
+    """Restricts a job's output. It is never changed; sequences share it."""
+
+    def start(self, sequence: Sequence) -> Constraint:
+        """The rule in front of the first output token of a sequence, whose prompt it may look at."""
 
 
 class Sequence:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from swiftbatch.worker.sampling.sequence import Sequence
 
 WORD_BITS = 32  # tokens of one word of a mask
 CONSTRAINT_REFUSED = "constraint_refused"  # the error code of a job whose rules can't be followed from where it stands
@@ -37,13 +34,6 @@ class Constraint(Protocol):
 
     def pop(self, num_tokens: int) -> None:
         """Go back to before the last tokens."""
-
-
-class Rule(Protocol):
-    """Restricts a job's output. It is never changed; sequences share it."""
-
-    def start(self, sequence: Sequence) -> Constraint:
-        """The rule in front of the first output token of a sequence, whose prompt it may look at."""
 
 
 def num_mask_words(vocab_size: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from swiftbatch.worker.text.stop_strings import PrefixSearch, StreamSearch
+from swiftbatch.worker.text.text_search import PrefixSearch, StreamSearch
 from swiftbatch.worker.text.token_bytes import ByteStream, DecoderSteps, TokenBytes, continues, settled_characters
 
 BROKEN_CHARACTER = "\ufffd"  # what a tokenizer makes of a character whose last bytes are yet to come

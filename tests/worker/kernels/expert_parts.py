@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from swiftbatch.worker.kernels.decoder_weights import ExpertWeights, Linear
+from swiftbatch.worker.kernels.decoder_weights import ExpertWeights
 from swiftbatch.worker.kernels.layer_specs import Routing, Score
+from swiftbatch.worker.kernels.quantized_weights import Linear
 
 Normal = Callable[..., Tensor]
 

@@ -7,8 +7,15 @@ from collections.abc import Callable
 
 import torch
 
-from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderWeights, linear_from, plain_linear
-from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
+from swiftbatch.worker.kernels.quantized_weights import (
+    CODE_BITS,
+    AnyLinear,
+    Code,
+    PackedMatrix,
+    linear_from,
+    plain_linear,
+)
 from tests.worker.kernels.kernel_parts import Shape, random_weights
 
 PRODUCTS = ("query", "key", "value", "output", "gate", "up", "down")

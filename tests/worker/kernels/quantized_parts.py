@@ -7,8 +7,16 @@ from collections.abc import Iterator
 
 import torch
 
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear, PackedLinear, plain_linear
-from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, SIGNIFICANT_BITS, Code, PackedMatrix
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights
+from swiftbatch.worker.kernels.quantized_weights import (
+    CODE_BITS,
+    SIGNIFICANT_BITS,
+    Code,
+    Linear,
+    PackedLinear,
+    PackedMatrix,
+    plain_linear,
+)
 from tests.worker.kernels.kernel_parts import Shape, random_weights
 
 LINEARS = ("query", "key", "value", "output", "gate", "up", "down")

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, Activation, AttentionView, NormForm
+from swiftbatch.worker.kernels.quantized_weights import Linear
 from swiftbatch.worker.kernels.rope_cos_sin import angles, query_scales
 from swiftbatch.worker.kernels.row_tables import Rows
 from tests.worker.kernels.reference_experts import reference_experts

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from swiftbatch.worker.kernels.decoder_weights import AnyLinear, ExpertWeights, plain_linear
+from swiftbatch.worker.kernels.decoder_weights import ExpertWeights
 from swiftbatch.worker.kernels.layer_specs import Routing, Score
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear, plain_linear
 
 Rounded = Callable[[Tensor], Tensor]
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights, plain_linear
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights
+from swiftbatch.worker.kernels.quantized_weights import plain_linear
 
 EPSILON = 1e-6  # of the norms of latent vectors, whatever that of the others is
 Rounding = Callable[[Tensor], Tensor]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.forward.tile_packing import tree_rows
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights, Linear
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, LayerWeights
 from swiftbatch.worker.kernels.layer_specs import Routing, Score
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
+from swiftbatch.worker.kernels.quantized_weights import Linear
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape
 from tests.worker.kernels.kernel_parts import (

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from swiftbatch.worker.exactness.batch_invariance import random_tree
 from swiftbatch.worker.forward.tile_packing import known_rows, tree_rows
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, Linear, PackedLinear
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentSizes, RecurrentWeights
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
+from swiftbatch.worker.kernels.quantized_weights import Linear, PackedLinear
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.recurrent_cache import RecurrentCache, new_cache_of
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, Shape, needs_kernels, random_weights

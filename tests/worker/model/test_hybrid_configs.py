@@ -19,8 +19,8 @@ from swiftbatch.worker.exactness.batch_invariance import probe_rows
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model
-from swiftbatch.worker.kernels.decoder_weights import PackedLinear
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kernels.quantized_weights import PackedLinear
 from swiftbatch.worker.model.causal_lm import load_causal_lm
 from swiftbatch.worker.model.decoder_config import OtherDecoderError, read_decoder_config
 from swiftbatch.worker.model.decoder_loading import dense_weights

@@ -21,8 +21,9 @@ from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.cuda.norm_rope_kernels import add_norm, rope_store
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_layer
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch, attend
-from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes, Linear
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear, Linear
 from swiftbatch.worker.kernels.rope_cos_sin import angles
 from swiftbatch.worker.kv.full_cache import CacheShape
 from swiftbatch.worker.kv.paged_arena import KVArena

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.compute_threads import ELEMENTS, Team
-from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights, Linear
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights
 from swiftbatch.worker.kernels.kernel_sizes import LANES
 from swiftbatch.worker.kernels.native_decoder import NativeLayers, check_weights, checked
+from swiftbatch.worker.kernels.quantized_weights import Linear
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.kernels.row_tables import Rows
 

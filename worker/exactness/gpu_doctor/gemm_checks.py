@@ -13,8 +13,7 @@ from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differ
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, WeightKernel, packed_linear, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
-from swiftbatch.worker.kernels.decoder_weights import AnyLinear
-from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix, Weight
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, AnyLinear, Code, PackedMatrix, Weight
 
 COMPARED_COLUMNS = 1024  # in float64
 SUM_ERROR = 1e-5  # error allowed to a float32 sum, as a share of the sum of all products' sizes

@@ -36,10 +36,11 @@ from swiftbatch.worker.kernels.cuda.norm_rope_kernels import add_norm, embed, no
 from swiftbatch.worker.kernels.cuda.scan_attention import ScanAttention
 from swiftbatch.worker.kernels.cuda.scan_buffers import ScannedTexts
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedLayer, StackedWeights
-from swiftbatch.worker.kernels.decoder_weights import AnyLinear, other_rotary
+from swiftbatch.worker.kernels.decoder_weights import other_rotary
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS, RING_LAYERS
 from swiftbatch.worker.kernels.kv_quantization import cuda_row_width
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 from swiftbatch.worker.kernels.rope_cos_sin import angles, kept_as, query_scales
 from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers, StateLayout, StateTable, walk, weigh_paths
 from swiftbatch.worker.kernels.cuda.gemm import WeightKernel
 from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
-from swiftbatch.worker.kernels.decoder_weights import AnyLinear
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kernels.layer_specs import (
     RecurrentForm,
@@ -23,6 +22,7 @@ from swiftbatch.worker.kernels.layer_specs import (
     StepLayout,
     recurrent_float_shapes,
 )
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
 DELTA_NET, CONVOLUTION = tl.constexpr(int(RecurrentForm.DELTA_NET)), tl.constexpr(int(RecurrentForm.CONVOLUTION))
 LENGTH_EPSILON = tl.constexpr(1e-6)  # of queries' and keys' lengths in delta nets

@@ -24,9 +24,10 @@ from swiftbatch.worker.kernels.cuda.tree_attention import (
     split_blocks,
 )
 from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
-from swiftbatch.worker.kernels.decoder_weights import AnyLinear, DecoderSizes
+from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, BLOCK_DEPTH, LANES, NUM_ROWS, MLASizes, least_blocks
 from swiftbatch.worker.kernels.layer_specs import NormForm
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
 LEAST_DEPTH = LANES  # of a product of tensor cores
 

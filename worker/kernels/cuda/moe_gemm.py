@@ -32,10 +32,9 @@ from swiftbatch.worker.kernels.cuda.moe_router import (
 from swiftbatch.worker.kernels.cuda.norm_rope_kernels import is_padding
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
 from swiftbatch.worker.kernels.cuda.triton_primitives import dot, narrowed, rounded
-from swiftbatch.worker.kernels.decoder_weights import AnyLinear
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, Routing
-from swiftbatch.worker.kernels.quantized_weights import PackedMatrix
+from swiftbatch.worker.kernels.quantized_weights import AnyLinear, PackedMatrix
 
 SUMMED_COLUMNS = 1024  # of a program
 NO_FORM: dict[str, Any] = {"DECODE": None, "PER_BYTE": 1, "NUM_GROUPS": 1, "GROUP": 1, "HAS_OFFSETS": False}

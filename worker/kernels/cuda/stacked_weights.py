@@ -11,18 +11,23 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.cuda_recurrent_layers import StackedRecurrentLayer, stacked_recurrent_layer
 from swiftbatch.worker.kernels.cuda.gemm import is_multiplied_packed
 from swiftbatch.worker.kernels.decoder_weights import (
-    AnyLinear,
     DecoderSizes,
     DecoderWeights,
     ExpertWeights,
     LayerWeights,
-    Linear,
     MayBeLatent,
-    linear_from,
-    plain_linear,
 )
 from swiftbatch.worker.kernels.layer_specs import Routing
-from swiftbatch.worker.kernels.quantized_weights import PackedMatrix, Weight, plain, stacked
+from swiftbatch.worker.kernels.quantized_weights import (
+    AnyLinear,
+    Linear,
+    PackedMatrix,
+    Weight,
+    linear_from,
+    plain,
+    plain_linear,
+    stacked,
+)
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 
 

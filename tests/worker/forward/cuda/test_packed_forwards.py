@@ -11,9 +11,9 @@ from swiftbatch.jobs.run.compute_options import LinearName
 from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_weights
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights, Linear, PackedLinear, plain_linear
+from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
-from swiftbatch.worker.kernels.quantized_weights import Code, PackedMatrix
+from swiftbatch.worker.kernels.quantized_weights import Code, Linear, PackedLinear, PackedMatrix, plain_linear
 from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from tests.worker.forward.cuda.checked_graph import CheckedGraph

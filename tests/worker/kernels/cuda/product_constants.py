@@ -8,9 +8,8 @@ import torch
 
 from swiftbatch.worker.kernels.cuda import gemm, moe_gemm, moe_router
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedExperts
-from swiftbatch.worker.kernels.decoder_weights import linear_from
 from swiftbatch.worker.kernels.layer_specs import Activation, Routing, Score
-from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, TABLES, Code, PackedMatrix, Weight
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, TABLES, Code, PackedMatrix, Weight, linear_from
 
 HIDDEN = 4096  # of Llama 3.1 8B
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

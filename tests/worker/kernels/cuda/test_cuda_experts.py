@@ -14,10 +14,10 @@ from swiftbatch.worker.kernels.cuda.gemm import WeightKernel, triton_linear
 from swiftbatch.worker.kernels.cuda.moe_gemm import CudaExperts
 from swiftbatch.worker.kernels.cuda.moe_router import TILE, num_tiles
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_experts
-from swiftbatch.worker.kernels.decoder_weights import ExpertWeights, Linear, PackedLinear, linear_from, plain_linear
+from swiftbatch.worker.kernels.decoder_weights import ExpertWeights
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, Routing, Score
-from swiftbatch.worker.kernels.quantized_weights import Code
+from swiftbatch.worker.kernels.quantized_weights import Code, Linear, PackedLinear, linear_from, plain_linear
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.expert_parts import EXPERT_SHAPES, ExpertShape, random_experts
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32

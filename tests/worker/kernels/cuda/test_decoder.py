@@ -15,8 +15,8 @@ from torch import Tensor
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.gemm import LinearKernel, cublas_linear, triton_linear
 from swiftbatch.worker.kernels.cuda.stacked_weights import stacked_weights
-from swiftbatch.worker.kernels.decoder_weights import Linear
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.kernels.quantized_weights import Linear
 from tests.worker.kernels.cuda.arenas import CAPACITY, NAN, NUM_SPLITS, Arena, arena_of, random_arena, random_rows
 from tests.worker.kernels.cuda.launches import launched
 from tests.worker.kernels.kernel_parts import (

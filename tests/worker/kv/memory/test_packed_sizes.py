@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, stacked_weights
-from swiftbatch.worker.kernels.decoder_weights import AnyLinear
-from swiftbatch.worker.kernels.quantized_weights import CODE_BITS
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, AnyLinear
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.gguf.blocks import UNPACKED, packed_from

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kernels.decoder_weights import PackedLinear
+from swiftbatch.worker.kernels.quantized_weights import PackedLinear
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import locate_model
 from tests.worker.kernels.kernel_parts import needs_kernels
