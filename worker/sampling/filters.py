@@ -1,9 +1,10 @@
 """The filters of sampling in their order, and the numbers that kernels are given of each.
 
 All that repeats over filters follows from this list: the order in torch, the struct that C reads, the words of a row
-that Triton reads, and whether a GPU has to sort. A new filter is a field of jobs/sampling_params.py, its definition
-in torch and an entry here, its Triton code in filter_kernels.py, and its C code with the struct's members in
-worker/kernels/source/filters.h. C and Triton call their filters in an order of their own text: a test holds it to this.
+that Triton reads, and whether a GPU has to search for a cut. A new filter is a field of jobs/sampling_params.py, its
+definition in torch and an entry here, its Triton code in filter_kernels.py, and its C code with the struct's members
+in worker/kernels/source/filters.h. C and Triton call their filters in an order of their own text: a test holds it to
+this.
 
 The definitions in torch are those that C and Triton meet; they take one row of scores `[vocab] float32`.
 """
@@ -81,7 +82,7 @@ class Filter:
     off: float  # the value at which it leaves all tokens
     keep: Callable[[torch.Tensor, Any], torch.Tensor]
     numbers: tuple[FilterNumber, ...]
-    is_sorted: bool = True  # on a GPU it needs the row sorted
+    is_searched: bool = True  # on a GPU its cut is searched for
 
     def is_on(self, params: SamplingParams) -> bool:
         """Return whether it is asked for."""
@@ -106,7 +107,7 @@ FILTERS = (
     Filter("top_k", 0, keep_top_k, (FilterNumber("top_k", _as_it_is, is_whole=True),)),
     Filter("top_p", 1.0, keep_top_p, (FilterNumber("rest", _rest),)),
     # min-p needs no more than the row's best score
-    Filter("min_p", 0.0, keep_min_p, (FilterNumber("log_min_p", _log),), is_sorted=False),
+    Filter("min_p", 0.0, keep_min_p, (FilterNumber("log_min_p", _log),), is_searched=False),
     Filter("eta", 0.0, keep_eta, (FilterNumber("eta", _as_it_is), FilterNumber("root_eta", math.sqrt))),
 )
 NUMBERS = tuple(number for each in FILTERS for number in each.numbers)
@@ -126,5 +127,5 @@ def filter_numbers(params: SamplingParams) -> tuple[float, ...]:
 
 
 def needs_filters(params: SamplingParams) -> bool:
-    """Return whether a row has to be sorted on a GPU."""
-    return any(each.is_sorted and each.is_on(params) for each in FILTERS)
+    """Return whether the cut of a row is searched for on a GPU."""
+    return any(each.is_searched and each.is_on(params) for each in FILTERS)

@@ -19,7 +19,7 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.kernels.build import SOURCE
 from swiftbatch.worker.sampling import native_sampler
-from swiftbatch.worker.sampling.cuda.sampling_graphs import FilteredSampling
+from swiftbatch.worker.sampling.cuda.sampling_graphs import Draw
 from swiftbatch.worker.sampling.cuda.sampling_rows import ROW
 from swiftbatch.worker.sampling.filters import FILTERS, NUMBERS, Filter
 from swiftbatch.worker.sampling.noise import GumbelNoise
@@ -132,7 +132,7 @@ def test_triton_has_the_order(pair: tuple[str, str]) -> None:
         branch.sequence.noise_key = SEED
     buffers = step_of([*branches])
     with np.errstate(all="ignore"):  # the device's infinities are numpy's warnings
-        FilteredSampling(buffers).launch()
+        Draw(buffers, is_filtered=True).launch()
     assert buffers.tokens.tolist() == [case.expected for case in made]
 
 

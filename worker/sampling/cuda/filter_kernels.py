@@ -1,347 +1,247 @@
-"""Triton kernels of top-k, top-p, min-p and eta, over sorted rows or only over the best tokens."""
+"""Triton kernels of top-k, top-p, min-p and eta: each cuts a row's tokens in the order (score, token), without a sort.
+
+A search sums up the tokens by a byte of their rank, opens the value of the byte that holds the cut, and goes on with
+the next byte. All sums are of whole numbers, so that no order of summation changes a bit.
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from swiftbatch.worker.kernels.cuda.triton_primitives import byte_at, count_bytes
-from swiftbatch.worker.sampling.cuda.logits_kernels import (
-    SLOT,
-    TEMPERATURE,
-    number_of,
-    order_of,
-    real,
-    row_peak,
-    temper,
-    whole,
-)
-from swiftbatch.worker.sampling.cuda.sampling_rows import column_of
+from swiftbatch.worker.sampling.cuda.logits_kernels import SLOT, TEMPERATURE, order_of, real, row_peak, temper, whole
+from swiftbatch.worker.sampling.cuda.sampling_rows import BLOCK, column_of
 
 TOP_K_COLUMN = tl.constexpr(column_of("top_k"))
 REST = tl.constexpr(column_of("rest"))
 LOG_MIN_P = tl.constexpr(column_of("log_min_p"))
-ETA = tl.constexpr(column_of("eta"))
+ETA_COLUMN = tl.constexpr(column_of("eta"))
 ROOT_ETA = tl.constexpr(column_of("root_eta"))
-WEIGHT_UNITS = tl.constexpr(2.0**44)  # of a weight e^(score - peak): as many as MAX_VOCAB of them stay below 2^63
+WEIGHT_UNITS = tl.constexpr(2.0**44)  # of a weight e^(score - best): as many as MAX_VOCAB of them stay below 2^63
 MASS_UNITS = tl.constexpr(2.0**60)  # of a probability: 1 and its rounding stay below 2^63
+TOP_K, TOP_P, ETA = (tl.constexpr(number) for number in range(3))  # the filters that need more than the best score
+TOKEN_BYTES = tl.constexpr(3)  # of a rank, behind the four of the score
+RANK_BYTES = tl.constexpr(7)
+NO_RANK = tl.constexpr(1 << 56)  # above all of them
+BELOW = tl.constexpr(RANK_BYTES * 256)  # behind the sums by bytes: the sum of what is too unlikely to be looked at
+TOTAL, SPREAD, LOWEST = (tl.constexpr(RANK_BYTES * 256 + number) for number in (1, 2, 3))
+NUM_SUMS = tl.constexpr(RANK_BYTES * 256 + 4)  # of a row and a filter
+SEARCH_BLOCK, NUM_WARPS = 4096, 16
 
 
 @triton.jit
-def has_filters(rows_ptr, row):
-    """Return whether anything but min-p cuts the row."""
-    cuts = (whole(rows_ptr, row, TOP_K_COLUMN) > 0) | (real(rows_ptr, row, REST) >= 0.0)
-    return cuts | (real(rows_ptr, row, ETA) > 0.0)
-
-
-@triton.jit
-def is_cut(rows_ptr, row, peak):
-    """Return whether a row has to be sorted."""
-    return has_filters(rows_ptr, row) & (tl.abs(peak) < float("inf")) & (real(rows_ptr, row, TEMPERATURE) > 0.0)
+def rank_in_row(scores, tokens):
+    """An int64 of 7 bytes that orders tokens by their score, and those of one score by their number."""
+    return ((order_of(scores).to(tl.int64) + 0x80000000) << (TOKEN_BYTES * 8)) | tokens
 
 
 @triton.jit
 def temper_blocks(rows_ptr, scores_ptr, peaks_ptr, tempered_ptr, vocab, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Scores to be sorted, `[num_rows, vocab]`; other rows keep what is there."""
+    """Scores behind the temperature, `[num_rows, vocab]`, of rows that something can be drawn from with noise."""
     row, block = tl.program_id(0), tl.program_id(1)
-    if whole(rows_ptr, row, SLOT) < 0:
-        return
     num_blocks = tl.num_programs(1)
     peak = row_peak(peaks_ptr + (tl.num_programs(0) + row) * num_blocks, num_blocks, WIDTH)
-    if is_cut(rows_ptr, row, peak):
+    temperature = real(rows_ptr, row, TEMPERATURE)
+    if (whole(rows_ptr, row, SLOT) >= 0) & (tl.abs(peak) < float("inf")) & (temperature > 0.0):
         places = row.to(tl.int64) * vocab + block * BLOCK + tl.arange(0, BLOCK)
         inside = block * BLOCK + tl.arange(0, BLOCK) < vocab
-        scores = temper(tl.load(scores_ptr + places, mask=inside, other=0.0), peak, real(rows_ptr, row, TEMPERATURE))
-        tl.store(tempered_ptr + places, tl.where(scores == 0.0, 0.0, scores), mask=inside)  # no -0: a sort tells them
+        scores = tl.load(scores_ptr + places, mask=inside, other=0.0)
+        tl.store(tempered_ptr + places, temper(scores, peak, temperature), mask=inside)
 
 
 @triton.jit
-def first_from(sorted_ptr, start, end, floor):
-    """The first place between `start` and `end` whose score is no less than `floor`; `end` without one."""
-    while start < end:
-        middle = (start + end) // 2
-        is_less = tl.load(sorted_ptr + middle) < floor
-        start = tl.where(is_less, middle + 1, start)
-        end = tl.where(is_less, end, middle)
-    return start
+def asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, FILTER: tl.constexpr, WIDTH: tl.constexpr):
+    """Return whether a row asks for a filter, and its best score behind the temperature."""
+    peak = row_peak(peaks_ptr + (tl.num_programs(0) + row) * num_blocks, num_blocks, WIDTH)
+    temperature = real(rows_ptr, row, TEMPERATURE)
+    is_asked = (whole(rows_ptr, row, SLOT) >= 0) & (tl.abs(peak) < float("inf")) & (temperature > 0.0)
+    if FILTER == TOP_K:
+        top_k = whole(rows_ptr, row, TOP_K_COLUMN)
+        is_asked = is_asked & (top_k > 0) & (top_k < vocab)
+    elif FILTER == TOP_P:
+        is_asked = is_asked & (real(rows_ptr, row, REST) >= 0.0)
+    else:
+        is_asked = is_asked & (real(rows_ptr, row, ETA_COLUMN) > 0.0)
+    return is_asked, temper(peak, peak, tl.where(is_asked, temperature, 1.0))
 
 
 @triton.jit
-def weights(sorted_ptr, places, start, vocab, peak):
-    """e^(score - peak) at some places, and the distances peak - score; nothing before `start`."""
-    inside = (places >= start) & (places < vocab)
-    distances = peak - tl.load(sorted_ptr + places, mask=inside, other=float("-inf"))
+def left_in_block(
+    rows_ptr, tempered_ptr, cuts_ptr, row, vocab, best, FILTER: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Scores and ranks of a block's tokens, and which of these the filters in front of this one have left."""
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    scores = tl.load(tempered_ptr + row.to(tl.int64) * vocab + tokens, mask=tokens < vocab, other=float("-inf"))
+    ranks = rank_in_row(scores, tokens)
+    is_left = (tokens < vocab) & (ranks >= tl.load(cuts_ptr + row))
+    if FILTER == ETA:  # min-p is in front of it
+        is_left = is_left & (scores >= best + real(rows_ptr, row, LOG_MIN_P))
+    return scores, ranks, is_left
+
+
+@triton.jit
+def weights(scores, is_left, best):
+    """e^(score - best) of what is left, 0 of all else; and the distances best - score."""
+    distances = best - tl.where(is_left, scores, float("-inf"))
     return tl.exp(-distances), distances
 
 
 @triton.jit
-def denominator(sorted_ptr, start, vocab, peak, BLOCK: tl.constexpr):
-    """Sum of the weights from a place on, float64; and that of weight times distance, their entropy's part."""
-    total = tl.zeros([], tl.int64)
-    spread = tl.zeros([], tl.int64)
-    for first in range(start // BLOCK * BLOCK, vocab, BLOCK):
-        weight, distance = weights(sorted_ptr, first + tl.arange(0, BLOCK), start, vocab, peak)
+def in_units(sums_ptr, place):
+    """A sum of weights, float64."""
+    return tl.load(sums_ptr + place).to(tl.float64) / WEIGHT_UNITS
+
+
+@triton.jit
+def sum_weights(
+    rows_ptr, peaks_ptr, tempered_ptr, cuts_ptr, sums_ptr, vocab, num_blocks,
+    FILTER: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add up the weights of what is left, the denominator; and weight times distance, their entropy's part."""
+    row = tl.program_id(0)
+    is_asked, best = asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, FILTER, WIDTH)
+    if is_asked:
+        scores, _, is_left = left_in_block(rows_ptr, tempered_ptr, cuts_ptr, row, vocab, best, FILTER, BLOCK)
+        weight, distance = weights(scores, is_left, best)
         weight = weight.to(tl.float64) * WEIGHT_UNITS
-        total += tl.sum(weight.to(tl.int64), 0)
-        spread += tl.sum(tl.where(weight > 0.0, weight * distance.to(tl.float64), 0.0).to(tl.int64), 0)
-    return total.to(tl.float64) / WEIGHT_UNITS, spread.to(tl.float64) / WEIGHT_UNITS
+        spread = tl.where(weight > 0.0, weight * distance.to(tl.float64), 0.0)
+        sums = sums_ptr + row * NUM_SUMS
+        tl.atomic_add(sums + TOTAL, tl.sum(weight.to(tl.int64), 0), sem="relaxed")
+        tl.atomic_add(sums + SPREAD, tl.sum(spread.to(tl.int64), 0), sem="relaxed")
 
 
 @triton.jit
-def probabilities(sorted_ptr, places, start, vocab, peak, total):
-    """The probabilities of the tokens at some places, float32."""
-    weight, _ = weights(sorted_ptr, places, start, vocab, peak)
-    return tl.math.div_rn(weight, total.to(tl.float32))
+def cut_bytes(rows_ptr, row, sums_ptr, vocab, FILTER: tl.constexpr, NUM_BYTES: tl.constexpr):
+    """The first bytes of the rank that a filter cuts at: the first one at which the sum so far exceeds a limit.
 
-
-@triton.jit
-def top_p_start(sorted_ptr, start, vocab, peak, rest, BLOCK: tl.constexpr):
-    """The first place at which the mass so far exceeds `rest`; the best token stays whatever it is."""
-    total, _ = denominator(sorted_ptr, start, vocab, peak, BLOCK)
-    below = tl.zeros([], tl.int64)
-    num_removed = start
-    for first in range(start // BLOCK * BLOCK, vocab, BLOCK):
-        places = first + tl.arange(0, BLOCK)
-        mass = (probabilities(sorted_ptr, places, start, vocab, peak, total).to(tl.float64) * MASS_UNITS).to(tl.int64)
-        running = ((below + tl.cumsum(mass, 0)).to(tl.float64) / MASS_UNITS).to(tl.float32)
-        num_removed += tl.sum(((running <= rest) & (places >= start) & (places < vocab)).to(tl.int32), 0)
-        below += tl.sum(mass, 0)
-    return tl.minimum(num_removed, vocab - 1)
-
-
-@triton.jit
-def eta_start(sorted_ptr, start, vocab, peak, eta, root_eta, BLOCK: tl.constexpr):
-    """The first place whose probability is at least min(eta, sqrt(eta) e^-entropy) (Hewitt et al. 2022)."""
-    total, spread = denominator(sorted_ptr, start, vocab, peak, BLOCK)
-    entropy = tl.log(total) + spread / total
-    least = tl.minimum(root_eta * tl.exp(-entropy.to(tl.float32)), eta)
-    num_removed = start
-    for first in range(start // BLOCK * BLOCK, vocab, BLOCK):
-        places = first + tl.arange(0, BLOCK)
-        is_less = probabilities(sorted_ptr, places, start, vocab, peak, total) < least
-        num_removed += tl.sum((is_less & (places >= start) & (places < vocab)).to(tl.int32), 0)
-    return tl.minimum(num_removed, vocab - 1)
-
-
-@triton.jit
-def first_kept(rows_ptr, row, sorted_ptr, vocab, best, BLOCK: tl.constexpr):
-    """The place from which on a sorted row is kept: here the filters come one behind the other."""
-    start = tl.zeros([], tl.int32)
-    top_k, rest, eta = whole(rows_ptr, row, TOP_K_COLUMN), real(rows_ptr, row, REST), real(rows_ptr, row, ETA)
-    if (top_k > 0) & (top_k < vocab):
-        start = first_from(sorted_ptr, start, vocab, tl.load(sorted_ptr + vocab - top_k))
-    if rest >= 0.0:
-        start = top_p_start(sorted_ptr, start, vocab, best, rest, BLOCK)
-    start = first_from(sorted_ptr, start, vocab, best + real(rows_ptr, row, LOG_MIN_P))
-    if eta > 0.0:
-        start = eta_start(sorted_ptr, start, vocab, best, eta, real(rows_ptr, row, ROOT_ETA), BLOCK)
-    return start
-
-
-@triton.jit
-def find_cuts(
-    rows_ptr, peaks_ptr, sorted_ptr, order_ptr, cut_scores_ptr, cut_tokens_ptr, vocab, num_blocks, num_rows,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The score and the token from which on each row is kept; nothing is cut off a row that no filter is asked for."""
-    row = tl.program_id(0)
-    score, token = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int64)
-    if whole(rows_ptr, row, SLOT) >= 0:
-        peak = row_peak(peaks_ptr + (num_rows + row) * num_blocks, num_blocks, WIDTH)
-        if is_cut(rows_ptr, row, peak):
-            best = temper(peak, peak, real(rows_ptr, row, TEMPERATURE))
-            scores = sorted_ptr + row.to(tl.int64) * vocab
-            start = first_kept(rows_ptr, row, scores, vocab, best, BLOCK)
-            score = tl.load(scores + start)
-            token = tl.load(order_ptr + row.to(tl.int64) * vocab + start)
-    tl.store(cut_scores_ptr + row, score)
-    tl.store(cut_tokens_ptr + row, token.to(tl.int32))
-
-
-# The filters in Triton without a sort of the vocabulary: over a row's best tokens, which alone are sorted.
-
-
-NOTHING = tl.constexpr(-0x8000000000000000)  # in place of the rank of a token
-
-
-@triton.jit
-def load_keys(scores_ptr, tokens, vocab):
-    """Scores as whole numbers without a sign, in the same order."""
-    scores = tl.load(scores_ptr + tokens, mask=tokens < vocab, other=float("-inf"))
-    return order_of(scores).to(tl.uint32, bitcast=True) ^ 0x80000000
-
-
-@triton.jit
-def list_best(
-    rows_ptr, peaks_ptr, tempered_ptr, ranks_ptr, counts_ptr, vocab, num_blocks, num_rows,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    """The tokens above the score of the `MOST`-th one, all where there are no more: ranks (score, token), their number.
-
-    So all tokens of one score are listed, or none.
+    Top-k sums up tokens, and its limit is the number of those that go. Top-p sums up their mass. The best token stays.
     """
-    row = tl.program_id(0)
-    count = tl.zeros([], tl.int32)
-    if whole(rows_ptr, row, SLOT) >= 0:
-        peak = row_peak(peaks_ptr + (num_rows + row) * num_blocks, num_blocks, WIDTH)
-        if is_cut(rows_ptr, row, peak):
-            scores = tempered_ptr + row.to(tl.int64) * vocab
-            limit = key_at(scores, vocab, MOST, BLOCK)
-            for first in range(0, vocab, BLOCK):
-                tokens = first + tl.arange(0, BLOCK)
-                keys = load_keys(scores, tokens, vocab)
-                is_best = (tokens < vocab) & (keys > limit)
-                orders = (keys ^ 0x80000000).to(tl.int32, bitcast=True)
-                places = row * MOST + count + tl.cumsum(is_best.to(tl.int32), 0) - 1
-                tl.store(ranks_ptr + places, (orders.to(tl.int64) << 32) | tokens, mask=is_best)
-                count += tl.sum(is_best.to(tl.int32), 0)
-    n = tl.arange(0, MOST)
-    tl.store(ranks_ptr + row * MOST + n, tl.full([MOST], NOTHING, tl.int64), mask=n >= count)
-    tl.store(counts_ptr + row, count)
-
-
-@triton.jit
-def key_at(scores_ptr, vocab, place, BLOCK: tl.constexpr):
-    """The key of the score at a place, from 1 on, the best one first; 0 where all tokens have a place."""
-    found, left = tl.full((), 0, tl.uint32), tl.full((), place, tl.int32)
-    if vocab > place:
-        for shift in range(24, -1, -8):
-            counts = tl.zeros([256], tl.int32)
-            for first in range(0, vocab, BLOCK):
-                tokens = first + tl.arange(0, BLOCK)
-                counts += count_bytes(load_keys(scores_ptr, tokens, vocab), tokens < vocab, found, shift)
-            value, left = byte_at(counts, left)
-            found |= value << shift
+    found, below = tl.zeros([], tl.int64), tl.load(sums_ptr + BELOW)
+    values = tl.arange(0, 256)
+    for number in tl.static_range(NUM_BYTES):
+        sums = tl.load(sums_ptr + number * 256 + values)
+        so_far = tl.cumsum(sums, 0)
+        if FILTER == TOP_K:
+            goes = below + so_far <= vocab - whole(rows_ptr, row, TOP_K_COLUMN)
+        else:
+            goes = ((below + so_far).to(tl.float64) / MASS_UNITS).to(tl.float32) <= real(rows_ptr, row, REST)
+        value = tl.sum((goes & (so_far < tl.sum(sums, 0))).to(tl.int32), 0)
+        below += tl.sum(tl.where(values < value, sums, 0), 0)
+        found = (found << 8) | value
     return found
 
 
 @triton.jit
-def listed_denominator(scores, is_kept, peak):
-    """Sums over listed scores as `denominator` has them over a sorted row."""
-    distances = peak - tl.where(is_kept, scores, float("-inf"))
-    weight = tl.exp(-distances).to(tl.float64) * WEIGHT_UNITS
-    total = tl.sum(weight.to(tl.int64), 0)
-    spread = tl.sum(tl.where(weight > 0.0, weight * distances.to(tl.float64), 0.0).to(tl.int64), 0)
-    return total.to(tl.float64) / WEIGHT_UNITS, spread.to(tl.float64) / WEIGHT_UNITS
-
-
-@triton.jit
-def listed_probabilities(scores, is_kept, peak, total):
-    """Probabilities of listed scores, float32, 0 where they are not kept."""
-    weight = tl.exp(-(peak - tl.where(is_kept, scores, float("-inf"))))
-    return tl.math.div_rn(weight, total.to(tl.float32))
-
-
-@triton.jit
-def mass_of_all(scores_ptr, vocab, peak, total, BLOCK: tl.constexpr):
-    """Sum of the probabilities of all tokens, in whole units."""
-    mass = tl.zeros([], tl.int64)
-    for first in range(0, vocab, BLOCK):
-        tokens = first + tl.arange(0, BLOCK)
-        found = probabilities(scores_ptr, tokens, 0, vocab, peak, total)
-        mass += tl.sum((found.to(tl.float64) * MASS_UNITS).to(tl.int64), 0)
-    return mass
-
-
-@triton.jit
-def num_unlikely(scores_ptr, vocab, peak, total, least, BLOCK: tl.constexpr):
-    """Count the tokens of a lower probability."""
-    count = tl.zeros([], tl.int32)
-    for first in range(0, vocab, BLOCK):
-        tokens = first + tl.arange(0, BLOCK)
-        is_less = probabilities(scores_ptr, tokens, 0, vocab, peak, total) < least
-        count += tl.sum((is_less & (tokens < vocab)).to(tl.int32), 0)
-    return count
-
-
-@triton.jit
-def top_p_place(scores_ptr, scores, n, start, has_more, vocab, peak, rest, BLOCK: tl.constexpr, MOST: tl.constexpr):
-    """The first listed place at which the mass so far exceeds `rest`; -1 where it does so below.
-
-    `has_more`: not all tokens that are left are listed.
-    """
-    is_kept = n >= start
-    total, _ = listed_denominator(scores, is_kept, peak)
-    if has_more:
-        total, _ = denominator(scores_ptr, 0, vocab, peak, BLOCK)
-    mass = (listed_probabilities(scores, is_kept, peak, total).to(tl.float64) * MASS_UNITS).to(tl.int64)
-    below = tl.zeros([], tl.int64)
-    if has_more:
-        below = mass_of_all(scores_ptr, vocab, peak, total, BLOCK) - tl.sum(mass, 0)
-    running = ((below + tl.cumsum(mass, 0)).to(tl.float64) / MASS_UNITS).to(tl.float32)
-    place = tl.minimum(start + tl.sum(((running <= rest) & is_kept).to(tl.int32), 0), MOST - 1)
-    is_below = has_more & ((below.to(tl.float64) / MASS_UNITS).to(tl.float32) > rest)
-    return tl.where(is_below, -1, place)
-
-
-@triton.jit
-def eta_place(
-    scores_ptr, scores, n, start, has_more, vocab, peak, eta, root_eta, BLOCK: tl.constexpr, MOST: tl.constexpr
+def sum_bytes(
+    rows_ptr, peaks_ptr, tempered_ptr, cuts_ptr, sums_ptr, vocab, num_blocks,
+    FILTER: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The first listed place whose probability is high enough, as `eta_start` has it; -1 where one below it is."""
-    is_kept = n >= start
-    total, spread = listed_denominator(scores, is_kept, peak)
-    if has_more:
-        total, spread = denominator(scores_ptr, 0, vocab, peak, BLOCK)
-    entropy = tl.log(total) + spread / total
-    least = tl.minimum(root_eta * tl.exp(-entropy.to(tl.float32)), eta)
-    is_less = is_kept & (listed_probabilities(scores, is_kept, peak, total) < least)
-    place = start + tl.sum(is_less.to(tl.int32), 0)
-    if has_more:
-        place = num_unlikely(scores_ptr, vocab, peak, total, least, BLOCK) - (vocab - MOST)
-    return tl.where(place < start, -1, tl.minimum(place, MOST - 1))
-
-
-@triton.jit
-def first_listed(
-    rows_ptr, row, scores_ptr, scores, n, count, vocab, best, BLOCK: tl.constexpr, MOST: tl.constexpr
-):  # fmt: skip
-    """Return the first place in the list that a row keeps, through all filters in their order; -1 for one below it."""
-    start, has_more = MOST - count, count < vocab
-    top_k, rest, eta = whole(rows_ptr, row, TOP_K_COLUMN), real(rows_ptr, row, REST), real(rows_ptr, row, ETA)
-    is_known = count > 0
-    if (top_k > 0) & (top_k < vocab):
-        lowest = tl.max(tl.where(n == MOST - top_k, scores, float("-inf")), 0)
-        is_known = is_known & (top_k <= count)
-        start += tl.sum(((n >= start) & (scores < lowest)).to(tl.int32), 0)
-        has_more = count < 0
-    if rest >= 0.0:
-        start = top_p_place(scores_ptr, scores, n, start, has_more, vocab, best, rest, BLOCK, MOST)
-        is_known = is_known & (start >= 0)
-        has_more = count < 0
-    floor = best + real(rows_ptr, row, LOG_MIN_P)
-    num_lower = tl.sum(((n >= start) & (scores < floor)).to(tl.int32), 0)
-    is_known = is_known & ((has_more == 0) | (num_lower > 0) | (floor == float("-inf")))
-    start += num_lower
-    has_more = has_more & (num_lower == 0)
-    if eta > 0.0:
-        root_eta = real(rows_ptr, row, ROOT_ETA)
-        start = eta_place(scores_ptr, scores, n, start, has_more, vocab, best, eta, root_eta, BLOCK, MOST)
-        is_known = is_known & (start >= 0)
-        has_more = count < 0
-    return tl.where(is_known & (has_more == 0), start, -1)
-
-
-@triton.jit
-def find_cuts_of_best(
-    rows_ptr, peaks_ptr, tempered_ptr, ranks_ptr, counts_ptr, cut_scores_ptr, cut_tokens_ptr, undecided_ptr,
-    vocab, num_blocks, num_rows, BLOCK: tl.constexpr, WIDTH: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    """Cuts as `find_cuts` stores them, by ranks that are sorted; and which rows are undecided."""
+    """Sum up by a byte of their rank the tokens that have the bytes found so far in front of it."""
     row = tl.program_id(0)
-    score, token = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.int32)
-    place = tl.zeros([], tl.int32)
-    if whole(rows_ptr, row, SLOT) >= 0:
-        peak = row_peak(peaks_ptr + (num_rows + row) * num_blocks, num_blocks, WIDTH)
-        if is_cut(rows_ptr, row, peak):
-            n = tl.arange(0, MOST)
-            ranks = tl.load(ranks_ptr + row * MOST + n)
-            scores = number_of((ranks >> 32).to(tl.int32))
-            best = temper(peak, peak, real(rows_ptr, row, TEMPERATURE))
-            scores_ptr, count = tempered_ptr + row.to(tl.int64) * vocab, tl.load(counts_ptr + row)
-            place = first_listed(rows_ptr, row, scores_ptr, scores, n, count, vocab, best, BLOCK, MOST)
-            score = tl.max(tl.where(n == place, scores, float("-inf")), 0)
-            token = tl.max(tl.where(n == place, (ranks & 0x7FFFFFFF).to(tl.int32), 0), 0)
-    tl.store(cut_scores_ptr + row, score)
-    tl.store(cut_tokens_ptr + row, token)
-    tl.store(undecided_ptr + row, place < 0)
+    is_asked, best = asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, FILTER, WIDTH)
+    if is_asked:
+        scores, ranks, is_left = left_in_block(rows_ptr, tempered_ptr, cuts_ptr, row, vocab, best, FILTER, BLOCK)
+        sums = sums_ptr + row * NUM_SUMS
+        found, shift = cut_bytes(rows_ptr, row, sums, vocab, FILTER, NUMBER), (RANK_BYTES - 1 - NUMBER) * 8
+        is_opened = is_left & ((ranks >> shift >> 8) == found)
+        values = (ranks >> shift) & 255
+        sums += NUMBER * 256
+        if FILTER == TOP_K:
+            counts = tl.histogram(values.to(tl.int32), 256, mask=is_opened).to(tl.int64)
+            tl.atomic_add(sums + tl.arange(0, 256), counts, mask=counts > 0, sem="relaxed")
+        else:
+            total, rest = in_units(sums_ptr + row * NUM_SUMS, TOTAL), real(rows_ptr, row, REST)
+            weight, _ = weights(scores, is_left, best)
+            mass = (tl.math.div_rn(weight, total.to(tl.float32)).to(tl.float64) * MASS_UNITS).to(tl.int64)
+            # Tokens below this have half of `rest` at the most, all together: they need not be told apart.
+            floor = best + tl.log(rest * total.to(tl.float32) / (2.0 * vocab))
+            if NUMBER == 0:
+                unlikely = tl.sum(tl.where(scores < floor, mass, 0), 0)
+                tl.atomic_add(sums + BELOW, unlikely, sem="relaxed")
+            tl.atomic_add(sums + values, mass, mask=is_opened & (scores >= floor), sem="relaxed")
+
+
+@triton.jit
+def find_lowest(
+    rows_ptr, peaks_ptr, tempered_ptr, cuts_ptr, sums_ptr, vocab, num_blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Find the lowest rank that eta keeps: of a probability of at least min(eta, sqrt(eta) e^-entropy).
+
+    (Hewitt et al. 2022.) The best token stays. It is stored as its distance from `NO_RANK`, of which 0 says nothing.
+    """
+    row = tl.program_id(0)
+    is_asked, best = asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, ETA, WIDTH)
+    if is_asked:
+        scores, _, is_left = left_in_block(rows_ptr, tempered_ptr, cuts_ptr, row, vocab, best, ETA, BLOCK)
+        sums = sums_ptr + row * NUM_SUMS
+        total, spread = in_units(sums, TOTAL), in_units(sums, SPREAD)
+        entropy = tl.log(total) + spread / total
+        eta, root_eta = real(rows_ptr, row, ETA_COLUMN), real(rows_ptr, row, ROOT_ETA)
+        least = tl.minimum(root_eta * tl.exp(-entropy.to(tl.float32)), eta)
+        weight, _ = weights(scores, is_left, best)
+        stays = is_left & ((tl.math.div_rn(weight, total.to(tl.float32)) >= least) | (scores == best))
+        lowest = tl.min(tl.where(stays, rank_in_row(scores, 0), NO_RANK), 0)
+        tl.atomic_max(sums + LOWEST, -lowest + NO_RANK, sem="relaxed")
+
+
+@triton.jit
+def settle_cuts(
+    rows_ptr, peaks_ptr, cuts_ptr, sums_ptr, vocab, num_blocks,
+    FILTER: tl.constexpr, NUM_BYTES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store the rank from which on each row is kept, `[num_rows] int64`; rows that ask for no filter keep theirs."""
+    row = tl.program_id(0)
+    is_asked, _ = asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, FILTER, WIDTH)
+    if is_asked:
+        sums, cut = sums_ptr + row * NUM_SUMS, tl.load(cuts_ptr + row)
+        if FILTER == ETA:
+            cut = tl.maximum(cut, -tl.load(sums + LOWEST) + NO_RANK)
+        else:
+            found = cut_bytes(rows_ptr, row, sums, vocab, FILTER, NUM_BYTES)
+            cut = tl.maximum(cut, found << ((RANK_BYTES - NUM_BYTES) * 8))
+        tl.store(cuts_ptr + row, cut)
+
+
+class RowCuts:
+    """Finds where the filters cut each row, with the same launches whatever the rows are."""
+
+    def __init__(self, rows: torch.Tensor, scores: torch.Tensor, peaks: torch.Tensor) -> None:
+        """`rows` of sampling_rows.py, `scores [num_rows, vocab]` in front of the temperature, `peaks` of blocks."""
+        self._rows, self._scores, self._peaks = rows, scores, peaks
+        num_rows, vocab_size = scores.shape
+        self._tempered = torch.zeros_like(scores)
+        self.ranks = torch.zeros(num_rows, dtype=torch.int64, device=scores.device)  # from which on a row is kept
+        self._sums = torch.zeros(3, num_rows, NUM_SUMS.value, dtype=torch.int64, device=scores.device)
+        self._sums_of = list(self._sums)  # of each filter
+        self._width = triton.next_power_of_2(peaks.shape[2])
+        self._grid = (num_rows, triton.cdiv(vocab_size, SEARCH_BLOCK))
+
+    def launch(self) -> None:
+        """Find the cuts of all rows."""
+        num_rows, num_blocks = self._peaks.shape[1:]
+        self.ranks.zero_()
+        self._sums.zero_()
+        given = self._rows, self._scores, self._peaks, self._tempered, self._scores.shape[1]
+        temper_blocks[(num_rows, num_blocks)](*given, BLOCK=BLOCK, WIDTH=self._width, num_warps=NUM_WARPS)
+        self._search(TOP_K.value, RANK_BYTES.value - TOKEN_BYTES.value)  # which keeps all of one score
+        self._over_blocks(sum_weights, TOP_P.value, FILTER=TOP_P.value)
+        self._search(TOP_P.value, RANK_BYTES.value)
+        self._over_blocks(sum_weights, ETA.value, FILTER=ETA.value)
+        self._over_blocks(find_lowest, ETA.value)
+        self._settle(ETA.value)
+
+    def _search(self, number: int, num_bytes: int) -> None:
+        for byte in range(num_bytes):
+            self._over_blocks(sum_bytes, number, FILTER=number, NUMBER=byte)
+        self._settle(number, num_bytes)
+
+    def _over_blocks(self, kernel: triton.JITFunction, number: int, **constants: int) -> None:
+        sizes = self._scores.shape[1], self._peaks.shape[2]
+        given = self._rows, self._peaks, self._tempered, self.ranks, self._sums_of[number]
+        kernel[self._grid](*given, *sizes, **constants, BLOCK=SEARCH_BLOCK, WIDTH=self._width, num_warps=NUM_WARPS)
+
+    def _settle(self, number: int, num_bytes: int = 0) -> None:
+        sizes = self._scores.shape[1], self._peaks.shape[2]
+        given = self._rows, self._peaks, self.ranks, self._sums_of[number]
+        settle_cuts[(len(self._rows),)](*given, *sizes, FILTER=number, NUM_BYTES=num_bytes, WIDTH=self._width)

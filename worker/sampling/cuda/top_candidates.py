@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from swiftbatch.worker.sampling.batch_sampler import UNLIKELY
-from swiftbatch.worker.sampling.cuda.filter_kernels import LOG_MIN_P, TOP_K_COLUMN
+from swiftbatch.worker.sampling.cuda.filter_kernels import LOG_MIN_P, TOP_K_COLUMN, rank_in_row
 from swiftbatch.worker.sampling.cuda.logits_kernels import (
     POSITION,
     SLOT,
@@ -42,26 +42,17 @@ SMALLEST = tl.constexpr(-0x8000000000000000)
 
 
 @triton.jit
-def kept_by_cut(scores, tokens, cut_scores_ptr, cut_tokens_ptr, row):
-    """Return whether tokens lie from a row's cut on, in the order (score, token)."""
-    score, first = tl.load(cut_scores_ptr + row), tl.load(cut_tokens_ptr + row)
-    return (scores > score) | ((scores == score) & (tokens >= first))
-
-
-@triton.jit
 def best_of_blocks(
     rows_ptr,
     scores_ptr,
     peaks_ptr,
-    cut_scores_ptr,
-    cut_tokens_ptr,
+    cuts_ptr,
     best_ptr,
     vocab,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    IS_CUT: tl.constexpr,
 ):
-    """The rank of each block's best token, `[num_rows, num_blocks] int64`."""
+    """The rank of each block's best token, `[num_rows, num_blocks] int64`; of rows that are cut, from their cut on."""
     row, block = tl.program_id(0), tl.program_id(1)
     if whole(rows_ptr, row, SLOT) < 0:
         return
@@ -74,8 +65,8 @@ def best_of_blocks(
         temperature = real(rows_ptr, row, TEMPERATURE)
         values = temper(values, peak, temperature)
         kept = values >= temper(peak, peak, temperature) + real(rows_ptr, row, LOG_MIN_P)
-        if IS_CUT:
-            kept = kept & kept_by_cut(values, tokens, cut_scores_ptr, cut_tokens_ptr, row)
+        if cuts_ptr is not None:
+            kept = kept & (rank_in_row(values, tokens) >= tl.load(cuts_ptr + row))
         values = tl.where(kept, values, float("-inf"))
         if tl.max(kept.to(tl.int32), 0) > 0:  # else noise changes nothing
             low, high = whole(rows_ptr, row, POSITION), whole(rows_ptr, row, POSITION + 1)

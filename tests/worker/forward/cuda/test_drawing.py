@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import random
 
 import numpy as np
-import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling.batch_sampler import TorchBatchSampler
-from swiftbatch.worker.sampling.cuda import sampling_graphs
 from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
-from swiftbatch.worker.sampling.cuda.sampling_graphs import TopTokensSampling
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import allows, mask_of
@@ -85,10 +81,7 @@ def test_each_row_of_a_tree_is_drawn_from_what_may_come_there() -> None:
             sequence.extend(walk.drawn)
 
 
-def test_rows_whose_cut_lies_below_the_listed_tokens_are_drawn_by_a_sort_and_counts_stay(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sampling_graphs, "TopTokensSampling", functools.partial(TopTokensSampling, num_listed=16))
+def test_rows_with_filters_draw_as_elsewhere_and_their_counts_stay() -> None:
     drawing, plain = (
         CudaBatchSampler(300, torch.device("cpu"), CheckedGraph),
         TorchBatchSampler(300, torch.device("cpu")),
@@ -104,5 +97,5 @@ def test_rows_whose_cut_lies_below_the_listed_tokens_are_drawn_by_a_sort_and_cou
         assert walks == plain.walks(twins, [DraftTree()] * 3, logits)
         for sequence, walk in zip(sequences, walks, strict=True):
             sequence.extend(walk.drawn)
-    graphs = (drawing._graphs._quick, drawing._graphs._sorted)
-    assert [graph.num_replays for graph in graphs if isinstance(graph, CheckedGraph)] == [4, 4]
+    graphs = (drawing._graphs._plain, drawing._graphs._filtered)
+    assert [graph.num_replays for graph in graphs if isinstance(graph, CheckedGraph)] == [0, 4]

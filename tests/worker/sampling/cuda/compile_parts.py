@@ -21,7 +21,6 @@ from swiftbatch.worker.sampling.cuda import (
     sampling_rows,
     top_candidates,
 )
-from swiftbatch.worker.sampling.cuda import filter_kernels as best_kernels
 from swiftbatch.worker.sampling.cuda import logits_kernels as scores
 from swiftbatch.worker.sampling.cuda import top_candidates as choice
 from swiftbatch.worker.sampling.cuda import top_candidates as ranking
@@ -44,10 +43,7 @@ TYPES = {
     "peaks_ptr": INTS,
     "tops_ptr": INTS,
     "tempered_ptr": FLOATS,
-    "sorted_ptr": FLOATS,
-    "order_ptr": LONGS,
-    "cut_scores_ptr": FLOATS,
-    "cut_tokens_ptr": INTS,
+    "cuts_ptr": LONGS,
     "best_ptr": LONGS,
     "tokens_ptr": INTS,
     "highest_ptr": FLOATS,
@@ -56,8 +52,8 @@ TYPES = {
     "ids_ptr": INTS,
     "logprobs_ptr": FLOATS,
     "arriving_ptr": INTS,
-    "undecided_ptr": "*i1",
 }
+SUMMING = TYPES | {"sums_ptr": LONGS}
 UNLIKELY_LOGPROB = {"UNLIKELY": UNLIKELY}
 MOVING_TYPES = {"arena_ptr": "*i16", "source_ptr": "*i16", "out_ptr": "*i16"} | dict.fromkeys(
     ("moves_ptr", "entries_ptr", "pages_ptr"), INTS
@@ -80,19 +76,31 @@ def every_launch() -> list[Launch]:
     block, top = {"BLOCK": sampling_rows.BLOCK}, {"TOP": TOP_K}
     ranked = {"TOP": 16}  # candidates of a draft model's row
     width = {"WIDTH": 128}  # a head's, and that of 128,256 tokens in blocks
-    sorted_block, listed = {"BLOCK": sampling_graphs.SORTED_BLOCK}, {"MOST": sampling_graphs.NUM_LISTED}
+    searched = width | {"BLOCK": filter_kernels.SEARCH_BLOCK}
+    top_k, top_p, eta = ({"FILTER": number} for number in range(3))
     moved = width | {"HEAD_DIM": 128}
     gathered = moved | {"NUM_ROWS": kv_kernels.NUM_ROWS, "IS_CODED": False, "PAGE": GPU_PAGE}
     averaged = moved | {"CHUNK_WIDTH": CHUNK_SIZE, "PAGE": GPU_PAGE}
     return [
         Launch(scores.penalise_blocks, TYPES, block, sampling_graphs.NUM_WARPS),
-        Launch(choice.best_of_blocks, TYPES, block | width | {"IS_CUT": False}, sampling_graphs.NUM_WARPS),
-        Launch(choice.best_of_blocks, TYPES, block | width | {"IS_CUT": True}, sampling_graphs.NUM_WARPS),
+        Launch(choice.best_of_blocks, TYPES, block | width | {"cuts_ptr": None}, sampling_graphs.NUM_WARPS),
+        Launch(choice.best_of_blocks, TYPES, block | width, sampling_graphs.NUM_WARPS),
         Launch(choice.best_of_rows, TYPES, width, sampling_graphs.NUM_WARPS),
-        Launch(filter_kernels.temper_blocks, TYPES, block | width, sampling_graphs.NUM_WARPS),
-        Launch(filter_kernels.find_cuts, TYPES, sorted_block | width, sampling_graphs.SORTED_WARPS),
-        Launch(best_kernels.list_best, TYPES, sorted_block | width | listed, sampling_graphs.SORTED_WARPS),
-        Launch(best_kernels.find_cuts_of_best, TYPES, sorted_block | width | listed, sampling_graphs.LISTED_WARPS),
+        Launch(filter_kernels.temper_blocks, TYPES, block | width, filter_kernels.NUM_WARPS),
+        *(
+            Launch(filter_kernels.sum_weights, SUMMING, searched | each, filter_kernels.NUM_WARPS)
+            for each in (top_p, eta)
+        ),
+        Launch(filter_kernels.sum_bytes, SUMMING, searched | top_k | {"NUMBER": 3}, filter_kernels.NUM_WARPS),
+        *(
+            Launch(filter_kernels.sum_bytes, SUMMING, searched | top_p | {"NUMBER": number}, filter_kernels.NUM_WARPS)
+            for number in (0, 6)
+        ),
+        Launch(filter_kernels.find_lowest, SUMMING, searched, filter_kernels.NUM_WARPS),
+        *(
+            Launch(filter_kernels.settle_cuts, SUMMING, width | {"FILTER": number, "NUM_BYTES": num_bytes})
+            for number, num_bytes in enumerate((4, 7, 0))
+        ),
         Launch(top_candidates.candidates_of_blocks, TYPES, block | top, top_candidates.BLOCK_WARPS),
         Launch(top_candidates.candidates_of_rows, TYPES, width | top | UNLIKELY_LOGPROB, top_candidates.ROW_WARPS),
         Launch(ranking.rank_blocks, TYPES, block | width | ranked | {"SPREAD": 0.4}, ranking.NUM_WARPS),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+import tests.worker.interpreter  # noqa: F401
 from swiftbatch.worker.sampling import filters
 
 

@@ -30,7 +30,7 @@ NAN = float("nan")
 UNSEEN_COUNT = 2**30
 UNSEEN_TOKEN = 0  # a real one: whoever looks at it counts it
 VOCAB = 300
-NO_FILTERS = {each.field: each.off for each in FILTER_LIST if each.is_sorted}
+NO_FILTERS = {each.field: each.off for each in FILTER_LIST if each.is_searched}
 FILTERS = {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "eta": 0.01}
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from swiftbatch.worker.sampling.cuda.sampling_graphs import Draw, FilteredSampling, SamplingBuffers
+from swiftbatch.worker.sampling.cuda.sampling_graphs import Draw, SamplingBuffers
 from swiftbatch.worker.sampling.cuda.sampling_rows import BLOCK
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.filters import needs_filters
@@ -29,8 +29,8 @@ from tests.worker.sampling.native.sampling_parts import INF, any_adjustments, an
 pytestmark = pytest.mark.long
 
 
-def drawn(buffers: SamplingBuffers, kind: type[Draw] = FilteredSampling) -> list[int]:
-    kind(buffers).launch()
+def drawn(buffers: SamplingBuffers, is_filtered: bool = True) -> list[int]:
+    Draw(buffers, is_filtered).launch()
     return buffers.tokens.tolist()
 
 
@@ -52,8 +52,8 @@ def test_rows_without_filters_draw_the_same_in_three_launches() -> None:
     branches += [any_branch(chance, any_params(chance)) for _ in range(24)]
     buffers, expected = step_of(list(branches)), [branch.expected() for branch in branches]
     unfiltered = [i for i, branch in enumerate(branches) if not needs_filters(branch.sequence.sampling)]
-    for kind in (Draw, FilteredSampling):
-        tokens = drawn(buffers, kind)
+    for is_filtered in (False, True):
+        tokens = drawn(buffers, is_filtered)
         assert [tokens[i] for i in unfiltered] == [expected[i] for i in unfiltered]
 
 
@@ -71,7 +71,7 @@ def test_each_row_of_a_tree_is_penalised_for_its_own_path(window: int) -> None:
     deepest = DraftTree.chain([chance.randrange(12) for _ in range(63)])
     branches[-1] = branches_of(sequence, deepest, torch.zeros(64, 12))[-1]
     expected = [branch.expected() for branch in branches if branch]
-    assert drawn(step_of(branches, num_slots=2), Draw) == expected
+    assert drawn(step_of(branches, num_slots=2), is_filtered=False) == expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -88,7 +88,7 @@ def test_each_row_of_a_tree_counts_its_own_path_and_ends_no_bad_word_of_it(tempe
         tree = any_tree(chance, 20, 12)
         rows = torch.randn(21, 12, generator=torch.Generator().manual_seed(num_output))
         branches += branches_of(sequence, tree, rows)
-    assert drawn(step_of(list(branches)), Draw) == [branch.expected() for branch in branches]
+    assert drawn(step_of(list(branches)), is_filtered=False) == [branch.expected() for branch in branches]
 
 
 def test_a_row_draws_the_same_alone_in_company_and_in_another_place() -> None:
@@ -103,9 +103,10 @@ def test_a_row_draws_the_same_alone_in_company_and_in_another_place() -> None:
         for i, branch in enumerate(kept):
             neighbours = [None] * 5 if company is None else [*wild[company : company + 3], None, *kept[:i]]
             place = 0 if company is None else company + 1
-            drawing = FilteredSampling(buffers := step_of([*neighbours[:place], branch, *neighbours[place:]]))
+            drawing = Draw(buffers := step_of([*neighbours[:place], branch, *neighbours[place:]]), is_filtered=True)
             drawing.launch()
-            found = (buffers.tokens, buffers.highest, drawing.cut_scores, drawing.cut_tokens)
+            assert drawing.cuts is not None
+            found = (buffers.tokens, buffers.highest, drawing.cuts.ranks)
             results.append((i, *(column[place].item() for column in found)))
     assert len(set(results)) == len(kept)
     assert [result[1] for result in results[: len(kept)]] == [branch.expected() for branch in kept]
@@ -119,7 +120,7 @@ def test_of_equal_sums_the_lower_token_wins_across_blocks(temperature: float) ->
     rows[3:, :1500] = -INF
     branches = [Branch(sequence_of([1] * (i + 1), params, vocab_size), [], row) for i, row in enumerate(rows)]
     expected = [branch.expected() for branch in branches]
-    assert drawn(step_of(list(branches)), Draw) == expected
+    assert drawn(step_of(list(branches)), is_filtered=False) == expected
     assert len(set(expected[:3])) <= 3
 
 
@@ -155,7 +156,7 @@ def test_rows_that_nothing_can_be_drawn_from_are_told(temperature: float, settin
     branches = [Branch(sequence_of([1], params, 12), [], row) for row in rows]
     buffers = step_of([*branches, None])
     expected = [-1, -1, -1, -1, branches[4].expected(), branches[5].expected(), -1]
-    for kind in (Draw, FilteredSampling) if not settings else (FilteredSampling,):
-        assert drawn(buffers, kind) == expected
+    for is_filtered in (False, True) if not settings else (True,):
+        assert drawn(buffers, is_filtered) == expected
         assert buffers.highest.isfinite().tolist() == [token >= 0 for token in expected]
         assert torch.equal(buffers.highest[:-1].nan_to_num(nan=-1e9), rows.amax(1).nan_to_num(nan=-1e9))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swiftbatch.worker.sampling.cuda import sampling_graphs
-from swiftbatch.worker.sampling.cuda.sampling_graphs import Draw, FilteredSampling, SamplingBuffers, TopTokensSampling
+from swiftbatch.worker.sampling.cuda import filter_kernels, sampling_graphs
+from swiftbatch.worker.sampling.cuda.sampling_graphs import Draw
 from swiftbatch.worker.sampling.cuda.sampling_rows import MAX_VOCAB
 from tests.worker.sampling.cuda.draw_parts import FILTERS, Branch, any_branch, plain, sequence_of, step_of
 
@@ -32,27 +32,24 @@ def address(argument: object) -> object:
 
 
 class Refusal(TorchDispatchMode):
-    """Refuses every operation of torch but a sort into memory that is there, and one that marks tokens in place."""
+    """Refuses every operation of torch but that which writes zeros into memory that is there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (torch.ops.aten.sort.values_stable, torch.ops.aten.masked_fill_.Scalar):
+        if func is not torch.ops.aten.zero_.default:
             raise AssertionError(f"{func} within a draw")
         return func(*args, **kwargs)
 
 
-def quick(buffers: SamplingBuffers) -> TopTokensSampling:
-    return TopTokensSampling(FilteredSampling(buffers))
-
-
-@pytest.mark.parametrize(("kind", "num_launches"), [(Draw, 3), (FilteredSampling, 5), (quick, 6)])
+@pytest.mark.parametrize(("is_filtered", "num_launches"), [(False, 3), (True, 21)])
 def test_a_draw_allocates_nothing_and_launches_the_same_whatever_the_rows_are(
-    kind: Callable[[SamplingBuffers], Draw | TopTokensSampling], num_launches: int, monkeypatch: pytest.MonkeyPatch
+    is_filtered: bool, num_launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers, launches = step_of([any_branch(random.Random(1), plain()), None]), []
-    names = ("penalise_blocks", "best_of_blocks", "best_of_rows", "temper_blocks", "find_cuts")
-    for name in (*names, "list_best", "find_cuts_of_best"):
+    for name in ("penalise_blocks", "best_of_blocks", "best_of_rows"):
         monkeypatch.setattr(sampling_graphs, name, Recorder(launches))
-    drawing = kind(buffers)
+    for name in ("temper_blocks", "sum_bytes", "sum_weights", "find_lowest", "settle_cuts"):
+        monkeypatch.setattr(filter_kernels, name, Recorder(launches))
+    drawing = Draw(buffers, is_filtered)
     with Refusal():
         drawing.launch()
         first = launches.copy()
