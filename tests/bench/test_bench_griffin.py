@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -14,7 +15,7 @@ from click.testing import CliRunner, Result
 from bench import griffin_ablation
 from bench.ablation_commands import ablation
 from bench.griffin_ablation import OPTIONS, GriffinAblationOptions, run_griffin_ablation
-from bench.griffin_tables import ROWS, TEMPERATURES, GriffinFigures
+from bench.griffin_tables import TEMPERATURES, GriffinFigures
 from bench.variants import GRIFFIN_PAPER
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.bench_texts import BenchError, encode, read_text
@@ -74,12 +75,18 @@ def make_options(folder: Path, tiny_model: Path) -> Callable[..., GriffinAblatio
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "table", [pytest.param(table, marks=[] if table == "5" else [pytest.mark.slow]) for table in "2345678"]
+)
 def test_a_table_runs_and_shows_what_its_json_holds(
-    make_options: Callable[..., GriffinAblationOptions], tmp_path: Path
+    table: str, make_options: Callable[..., GriffinAblationOptions], tmp_path: Path
 ) -> None:
-    path, rows = tmp_path / "table.json", list(ROWS)
-    lines = words(run_griffin_ablation(make_options(num_prompts=1, json_path=path), recipe=FAST))
+    path = tmp_path / "table.json"
+    options = make_options(table=table, num_prompts=1, json_path=path)
+    lines = words(run_griffin_ablation(options, recipe=FAST))
     document = json.loads(path.read_text())
+    rows = list(options.layout.rows)
+    assert [training["row"] for training in document["trainings"]] == rows
     figures = {
         (arm["row"], arm["temperature"], arm["plan"]): GriffinFigures.model_validate(arm["figures"])
         for arm in document["arms"]
@@ -101,19 +108,67 @@ def test_plans_are_what_pays_and_the_paper_s_trees() -> None:
 
 
 @pytest.mark.slow
-def test_trainings_are_used_again_and_another_recipe_in_the_same_folder_is_refused(
+def test_trainings_are_shared_by_tables_and_used_again(
     make_options: Callable[..., GriffinAblationOptions], folder: Path
 ) -> None:
-    run_griffin_ablation(make_options(num_prompts=1), recipe=FAST)
+    run_griffin_ablation(make_options(table="1c"), recipe=FAST)
     weights = {path: path.stat().st_mtime_ns for path in (folder / "work").glob("*/*.safetensors")}
     said: list[str] = []
-    run_griffin_ablation(make_options(num_prompts=1), said.append, FAST)
+    run_griffin_ablation(make_options(table="5", num_prompts=1), said.append, FAST)
     assert any("griffin-0" in line and "nothing to do" in line for line in said)
-    assert {path: path.stat().st_mtime_ns for path in (folder / "work").glob("*/*.safetensors")} == weights
+    after = {path: path.stat().st_mtime_ns for path in (folder / "work").glob("*/*.safetensors")}
+    assert weights.items() <= after.items()
+    trained = {path.parent.name for path in after}
+    assert trained >= {"eagle-2-0", "hass-0", "griffin-0", "fusion-feature-0", "fusion-fused-0"}
     assert len(list((folder / "work").glob("features/*.arrow"))) == 3
+
+
+def test_another_recipe_in_the_same_folder_is_refused(make_options: Callable[..., GriffinAblationOptions]) -> None:
+    run_griffin_ablation(make_options(table="1c"), recipe=FAST)
     with pytest.raises(ModelError, match="num_steps") as caught:
-        run_griffin_ablation(make_options(num_steps=3), recipe=FAST)
+        run_griffin_ablation(make_options(table="1c", num_steps=3), recipe=FAST)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_figure_1c_shows_the_misaligned_rates_of_the_trainings_logs(
+    make_options: Callable[..., GriffinAblationOptions], folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "figure.json"
+    options = make_options(table="1c", text=None, json_path=path)
+    lines = words(run_griffin_ablation(options, recipe=FAST))
+    trainings = json.loads(path.read_text())["trainings"]
+    for name, training in zip(("eagle-2", "hass", "griffin"), trainings, strict=True):
+        log = (folder / "work" / f"{name}-0" / "griffin_log.jsonl").read_text().splitlines()
+        logged = [record for record in map(json.loads, log) if record.get("when") == "after"]
+        assert training["accuracy"] == logged != []
+        for record in logged:
+            for way, rates in record["misaligned"].items():
+                cells = [training["row"], *(f"{rate:.1%}" for rate in rates)]
+                assert len(rates) == 6
+                assert any(way.split()[1] in line and line[-7:] == cells for line in lines)
+
+
+@pytest.mark.slow
+def test_the_order_has_a_mean_and_a_range_over_seeds(
+    make_options: Callable[..., GriffinAblationOptions], tmp_path: Path
+) -> None:
+    path = tmp_path / "order.json"
+    options = make_options(table="order", num_seeds=2, seed=3, num_prompts=1, json_path=path)
+    lines = words(run_griffin_ablation(options, recipe=FAST))
+    document = json.loads(path.read_text())
+    assert [training["seed"] for training in document["trainings"]] == [3] * 5 + [4] * 5
+    assert {arm["plan"] for arm in document["arms"]} == {"paper"}
+    taus = [
+        arm["figures"]["tokens_per_step"]
+        for arm in document["arms"]
+        if arm["row"] == "w/o fusion" and arm["temperature"] == 0
+    ]
+    assert len(taus) == 2
+    [row] = [line for line in lines if line[:2] == ["w/o", "fusion"] and len(line) == 6]
+    assert row[2] == f"{np.mean(taus):.2f}"
+    below = lines[lines.index(row) + 1]
+    assert below[:3] == [f"{min(taus):.2f}", "to", f"{max(taus):.2f}"]
 
 
 class Vandal(Drafter):
@@ -136,7 +191,7 @@ def test_a_wrong_token_stops_the_bench_in_one_line(
 ) -> None:
     monkeypatch.setattr(griffin_ablation, "griffin", lambda *parts: Vandal())
     with pytest.raises(BenchError, match=r"token \d+ at T = 0: found \d+, expected \d+") as caught:
-        run_griffin_ablation(make_options(num_tokens=30), recipe=FAST)
+        run_griffin_ablation(make_options(table="5", num_tokens=30), recipe=FAST)
     assert "\n" not in str(caught.value)
 
 
@@ -144,11 +199,11 @@ def test_prompts_are_stretches_from_all_over_the_text(
     make_options: Callable[..., GriffinAblationOptions], tiny_model: Path
 ) -> None:
     files = locate_model(str(tiny_model))
-    options = make_options(num_prompts=3)
+    options = make_options(table="2", num_prompts=3)
     ids = encode(files, read_text(options.text))
-    prompts = griffin_ablation.prompts_of(options, files)
+    prompts = griffin_ablation._prompts(options, files)
     third = len(ids) // 3
-    assert prompts == [ids[i * third : i * third + PREFILL] for i in range(3)]
+    assert [prompt.token_ids for prompt in prompts] == [ids[i * third : i * third + PREFILL] for i in range(3)]
 
 
 def bench(folder: Path, model: Path, *args: str) -> Result:
@@ -159,15 +214,17 @@ def bench(folder: Path, model: Path, *args: str) -> Result:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--table", "2"], "--text"),
-        (["--table", "9"], "'2'"),
+        (["--table", "2"], "--text FILE"),
+        (["--table", "9"], "'order'"),
+        (["--table", "2", "--text", "TEXT", "--seeds", "2"], "--seeds is for table order"),
         (["--table", "2", "--text", "TEXT", "--tokens", "7"], "num_tokens"),
         (["--table", "2", "--text", "TEXT", "--steps", "0"], "num_steps"),
         (["--table", "2", "--text", "TEXT", "--prefill", "4000"], "4000 + 256 tokens"),
         (["--table", "2", "--text", "TEXT", "--prompts", "9", "--prefill", "200"], "9 prompts of 200 need 1800"),
         (["--table", "2", "--text", "TEXT", "--prefill", "70", "--work", "/proc/none"], "/proc/none"),
-        (["--text", "TEXT", "--prefill", "70", "--json", "/proc/none/2.json"], "/proc/none"),
-        (["--table", "2", "--text", "TEXT", "--prefill", "70", "--data", "EMPTY"], "*train*.jsonl"),
+        (["--table", "1c", "--json", "/proc/none/1c.json"], "/proc/none"),
+        (["--table", "1c", "--data", "EMPTY"], "*test*.jsonl"),
+        (["--table", "5", "--text", "TEXT", "--prefill", "70", "--data", "EMPTY"], "*train*.jsonl"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(
@@ -186,9 +243,9 @@ def test_the_command_prints_table_and_progress(tiny_model: Path, tmp_path: Path)
     books.mkdir()
     (books / "train.jsonl").write_text(json.dumps({"text": SENTENCE * 60}) + "\n", encoding="utf-8")
     sizes = ["--prefill", "70", "--tokens", "12", "--prompts", "1", "--steps", "1", "--own-texts", "0"]
-    result = bench(tmp_path, tiny_model, "--table", "2", "--text", str(books / "train.jsonl"), *sizes)
+    result = bench(tmp_path, tiny_model, "--table", "7", "--text", str(books / "train.jsonl"), *sizes)
     assert result.exit_code == 0, result.output
-    assert "Table 2" in result.stdout
+    assert "Table 7" in result.stdout
     assert "appendix H" in result.stdout
     assert "each arm generates 12 behind it" in result.stderr
-    assert "GRIFFIN, T = 1, paper tree:" in result.stderr
+    assert "twice that, seed 0, T = 1, paper tree:" in result.stderr

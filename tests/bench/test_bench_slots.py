@@ -47,11 +47,11 @@ def few_long(**shared: Any) -> None:
 
 
 def tokenswift_table(**shared: Any) -> None:
-    run_ablation(AblationOptions(num_tokens=320, seed=0, **shared))
+    run_ablation(AblationOptions(table="14", engine="tokenswift", num_tokens=320, seed=0, **shared))
 
 
 def triforce_table(**shared: Any) -> None:
-    run_prompt_ablation(PromptAblationOptions(prefill=300, num_tokens=40, seed=0, **shared))
+    run_prompt_ablation(PromptAblationOptions(table="1", prefill=300, num_tokens=40, seed=0, **shared))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ class _LoadedError(Exception):
 
 @pytest.mark.parametrize(
     ("benchmark", "slots"),
-    [(tokenswift_table, SlotsWanted(4416, 0, 2)), (triforce_table, SlotsWanted(340, 1024, 2))],
+    [(tokenswift_table, SlotsWanted(8512, 2048, 2)), (triforce_table, SlotsWanted(340, 1024, 2))],
 )
 def test_tables_ask_for_their_longest_texts(
     one_layer_model: Path,
@@ -101,7 +101,7 @@ def test_tables_ask_for_their_longest_texts(
         benchmark(model=str(one_layer_model), text=tmp_path / "text.txt", num_threads=1)
     [found] = loaded.value.args
     assert (found.partial_budget, found.num_slots) == (slots.partial_budget, slots.num_slots)
-    assert found.longest_job == slots.longest_job
+    assert slots.longest_job <= found.longest_job < slots.longest_job + 150  # as much as a needle may take
 
 
 def test_partial_caches_are_those_of_the_engine_that_keeps_most() -> None:

@@ -1,10 +1,10 @@
-"""The table of TriForce: every arm says what plain decoding says, and what is shown is what was measured."""
+"""The tables of TriForce: every arm says what plain decoding says, and what is shown is what was measured."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,19 @@ from click.testing import CliRunner, Result
 
 from bench.ablation_arms import PromptFigures
 from bench.ablation_commands import ablation
-from bench.triforce_ablation import PromptAblationOptions, arms_of, render, run_prompt_ablation, triforce_options
+from bench.ablation_prompts import NEEDLE, Prompts, make_prompts
+from bench.compared_caches import PARTIAL_CACHES, RetrievalKVCache
+from bench.triforce_ablation import PromptAblationOptions, run_prompt_ablation, triforce_options
+from bench.triforce_tables import MEASURES, PROMPT_TABLES, PromptTable, Results, arm_name, render
 from bench.variants import TRIFORCE_PAPER
+from swiftbatch.worker.bench_texts import encode
+from swiftbatch.worker.drafters.triforce import TriForceOptions
 from swiftbatch.worker.kv.sparse_cache import SummaryKVCache
+from swiftbatch.worker.model.model_files import locate_model
 from tests.bench.bench_parts import words
+
+PREFILL = 300
+NUM_TOKENS = 40
 
 
 @pytest.fixture(autouse=True)
@@ -35,18 +44,77 @@ def bench(*args: str) -> Result:
     return CliRunner().invoke(ablation, ["triforce", *args])
 
 
+@pytest.mark.parametrize("table", PROMPT_TABLES)
 @pytest.mark.parametrize("prefill", [300, 32_768, 100_000])
-def test_every_arm_can_run_behind_a_prompt_longer_than_its_cache(prefill: int) -> None:
-    arms = arms_of(prefill)
-    assert [t for _, t in arms][:7] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0", "1.2"]
-    assert all(triforce_options(arm).budget < prefill for arm in arms.values())
+def test_every_arm_can_run_and_every_column_has_an_arm(table: str, prefill: int) -> None:
+    layout = PROMPT_TABLES[table](prefill, "embedded")
+    assert len(layout.rows) >= 1
+    for row in layout.rows:
+        assert len(row.labels) == len(layout.label_headers)
+        for arm in row.arms.values():
+            options = triforce_options(arm)
+            assert options.cache in PARTIAL_CACHES.values() or table == "6b"
+            assert options.budget < prefill or table == "4"
+    for column in layout.columns:
+        assert column.measure in MEASURES
+        assert any(column.arm in row.arms for row in layout.rows)
+    names = [arm_name(layout, (i, name)) for i, row in enumerate(layout.rows) for name in row.arms]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("table", "about"),
+    [
+        ("1", {"cache", "prompts"}),
+        ("2", {"temperature", "plan", "cache", "gammas", "budget"}),
+        ("3", {"temperature"}),
+        ("4", {"temperature", "plan", "prompts", "budget"}),
+        ("6a", {"budget"}),
+        ("6b", {"chunk_size"}),
+    ],
+)
+def test_arms_differ_in_what_the_table_is_about_and_in_nothing_else(table: str, about: set[str]) -> None:
+    layout = PROMPT_TABLES[table](100_000, "embedded")
+    everything = [
+        asdict(TriForceOptions())
+        | arm.options
+        | {"temperature": arm.temperature, "plan": arm.plan, "prompts": arm.prompts}
+        for row in layout.rows
+        for arm in row.arms.values()
+    ]
+    assert {name for name in everything[0] if len({str(arm[name]) for arm in everything}) > 1} == about
 
 
 def test_draft_caches_are_those_that_rows_are_named_after() -> None:
-    options = {row: triforce_options(arm) for row, arm in arms_of(32_768).items()}
-    assert options["TriForce", "0.6"].cache is SummaryKVCache
-    assert options["TriForce, retrieval cache", "0.6"].cache is options["the same, gammas 2 and 6", "0.6"].cache
-    assert options["the same, gammas 2 and 6", "0.6"] == replace(TRIFORCE_PAPER, budget=4096)
+    table_2 = {row.labels: triforce_options(row.arms["triforce"]) for row in PROMPT_TABLES["2"](32_768, "m").rows}
+    assert table_2["TriForce", "0.6"].cache is SummaryKVCache
+    assert table_2["TriForce, retrieval cache", "0.6"].cache is table_2["the same, gammas 2 and 6", "0.6"].cache
+    assert table_2["the same, gammas 2 and 6", "0.6"] == replace(TRIFORCE_PAPER, budget=4096)
+    sizes = [triforce_options(row.arms["triforce"]).cache for row in PROMPT_TABLES["6b"](32_768, "m").rows]
+    assert [(cache.func, cache.keywords["chunk_size"]) for cache in sizes[:2]] == [
+        (RetrievalKVCache, 1),
+        (RetrievalKVCache, 2),
+    ]  # type: ignore[attr-defined]
+
+
+def test_tables_have_the_rows_of_the_paper() -> None:
+    labels = {table: [row.labels for row in make(100_000, "embedded").rows] for table, make in PROMPT_TABLES.items()}
+    assert [label[0] for label in labels["1"]] == ["Top-K (ref.)", "StreamingLLM", "H2O", "retrieval", "summary (ours)"]
+    assert [label[1] for label in labels["2"]][:7] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0", "1.2"]
+    assert labels["3"] == [("embedded", "0.6"), ("embedded", "0.0")]
+    assert labels["4"][::2] == [
+        ("(2, 56.0K)", "(2, 1024)", "0.0"),
+        ("(6, 19.0K)", "(6, 768)", "0.0"),
+        ("(10, 12.0K)", "(10, 768)", "0.0"),
+    ]
+    assert [label[0] for label in labels["6a"]] == ["256", "512", "1,024", "2,048", "4,096", "8,192", "16,384"]
+    assert [label[0] for label in labels["6b"]] == [f"{2**power:,}" for power in range(12)]
+
+
+def test_a_short_prompt_leaves_out_budgets_and_chunks_that_hold_all_of_it() -> None:
+    labels = {table: [row.labels[0] for row in PROMPT_TABLES[table](2048, "embedded").rows] for table in ("6a", "6b")}
+    assert labels["6a"] == ["256", "512", "1,024"]
+    assert labels["6b"] == ["1", "2", "4", "8", "16", "32", "64", "128"]
 
 
 def made_up(key: int) -> PromptFigures:
@@ -59,6 +127,7 @@ def made_up(key: int) -> PromptFigures:
         speedup=10 + key,
         acceptance=key / 100,
         middle_acceptance=None if key % 2 else key / 1000,
+        needle_share=key / 100,
         tokens_per_step=12.34,
         drafted_per_step=23.45,
         rounds_per_step=34.56,
@@ -69,39 +138,103 @@ def made_up(key: int) -> PromptFigures:
     )
 
 
+def paper_rows(layout: PromptTable, figures: Results) -> list[list[str]]:
+    """The words of the paper's table as they should be."""
+    rows = []
+    for number, row in enumerate(layout.rows):
+        cells = [
+            MEASURES[column.measure](figures[number, column.arm]) if column.arm in row.arms else "-"
+            for column in layout.columns
+        ]
+        rows.append(" ".join([*row.labels, *cells]).split())
+    return rows
+
+
+@pytest.mark.parametrize("prefill", [32_768, 122_880])
+@pytest.mark.parametrize("table", PROMPT_TABLES)
+def test_a_table_has_a_row_for_each_of_the_paper_s_and_is_shown_whole(table: str, prefill: int) -> None:
+    layout = PROMPT_TABLES[table](prefill, "embedded")
+    keys = [(number, name) for number, row in enumerate(layout.rows) for name in row.arms]
+    figures = {key: made_up(index) for index, key in enumerate(keys)}
+    lines = words(render(layout, figures))
+    for row in paper_rows(layout, figures):
+        assert row in lines
+
+
 def test_rows_show_the_paper_s_measures() -> None:
-    arms = arms_of(122_880)
-    figures = {(*row, arm.plan): made_up(10 * n) for n, (row, arm) in enumerate(arms.items())}
-    naive = {(*row, "naive"): made_up(10 * n + 1) for n, row in enumerate(arms) if row[0] == "TriForce"}
-    lines = words(render(arms, figures | naive))
+    layout = PROMPT_TABLES["2"](122_880, "embedded")
+    figures = {(n, name): made_up(10 * n + (name == "naive")) for n, row in enumerate(layout.rows) for name in row.arms}
+    lines = words(render(layout, figures))
     assert ["TriForce", "0.6", "40.00x", "(0.300)", "0.030", "41.00x", "(0.310)"] in lines
     assert ["retrieval", "w/o", "hierarchy", "0.6", "100.00x", "(0.900)", "0.090", "-"] in lines
 
 
 @pytest.mark.slow
-def test_a_run_shows_what_its_json_holds(tiny_model: Path, text: Path, tmp_path: Path) -> None:
-    path, said = tmp_path / "table.json", list[str]()
-    options = PromptAblationOptions(
-        model=str(tiny_model), prefill=300, num_tokens=40, seed=0, text=text, json_path=path
-    )
-    lines = words(run_prompt_ablation(options, said.append))
-    figures = {
-        (*arm["row"], arm["plan"]): PromptFigures.model_validate(arm["figures"])
-        for arm in json.loads(path.read_text())["arms"]
+@pytest.mark.parametrize("table", ["1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("3", "4", "6a"))])
+def test_a_run_shows_what_its_json_holds(table: str, tiny_model: Path, text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    extra = {"3": {"kv_offload": tmp_path}}.get(table, {})
+    fields = {
+        "model": str(tiny_model),
+        "table": table,
+        "prefill": PREFILL,
+        "num_tokens": NUM_TOKENS,
+        "seed": 0,
+        "text": text,
     }
-    assert len(figures) == 7 + 11
-    naive = figures["TriForce", "0.6", "naive"].speedup
-    assert any(line[:2] == ["TriForce", "0.6"] and f"{naive:.2f}x" in line for line in lines)
-    assert said[0].startswith("reading 300 tokens; each arm generates 40")
+    options = PromptAblationOptions.model_validate(fields | {"json_path": path} | extra)
+    lines = words(run_prompt_ablation(options))
+    document = json.loads(path.read_text())
+    layout = options.layout()
+    rows = [list(row.labels) for row in layout.rows]
+    figures = {
+        (rows.index(arm["row"]), arm["name"]): PromptFigures.model_validate(arm["figures"]) for arm in document["arms"]
+    }
+    assert figures.keys() == {(number, name) for number, row in enumerate(layout.rows) for name in row.arms}
+    for row in paper_rows(layout, figures):
+        assert row in lines
+    assert document["settings"]["table"] == table
+
+
+def test_the_needle_lies_behind_a_tenth_and_the_prompt_ends_as_it_begins(tiny_model: Path) -> None:
+    files = locate_model(str(tiny_model))
+    needle, text_ids = encode(files, NEEDLE), [7] * 1000
+    [prompt] = make_prompts(Prompts("needle"), 1000, text_ids, files)
+    cue = len(needle) // 3
+    assert len(prompt.token_ids) == 1000
+    assert prompt.token_ids[100 : 100 + len(needle)] == needle
+    assert prompt.token_ids[-cue:] + prompt.expected_ids == needle
+    assert set(prompt.token_ids[:100] + prompt.token_ids[100 + len(needle) : -cue]) == {7}
+
+
+def test_sequences_of_a_batch_read_different_stretches(tiny_model: Path) -> None:
+    files = locate_model(str(tiny_model))
+    prompts = make_prompts(Prompts("books", 6, 0.19), 1000, list(range(1140)), files)
+    assert [prompt.token_ids for prompt in prompts] == [list(range(i * 190, (i + 1) * 190)) for i in range(6)]
+
+
+def test_long_prompts_have_fewer_tokens_of_plain_decoding(text: Path) -> None:
+    def num_plain(prefill: int, num_tokens: int) -> int:
+        return PromptAblationOptions(
+            table="2", prefill=prefill, num_tokens=num_tokens, seed=0, text=text
+        ).num_plain_tokens
+
+    assert num_plain(32_768, 256) == 256
+    assert num_plain(100_000, 256) == 64
+    assert num_plain(100_000, 40) == 40
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
+        (["--table", "3"], "table 3 needs it"),
+        (["--table", "2", "--kv-offload", "."], "--kv-offload DIR belongs to table 3"),
         (["--table", "2", "--tokens", "20"], "num_tokens"),
-        (["--table", "2", "--prefill", "256"], "prefill"),
+        (["--table", "6a", "--prefill", "256"], "prefill"),
         (["--table", "2", "--prefill", "4090"], "4090 + 40 tokens"),
-        (["--table", "7"], "'2'"),
+        (["--table", "4", "--prefill", "1500"], "the highest position needs 1800"),
+        (["--table", "7"], "'6b'"),
+        (["--table", "3", "--kv-offload", "/proc/none"], "/proc/none"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(args: list[str], says: str, tiny_model: Path, text: Path) -> None:
@@ -122,3 +255,25 @@ def test_a_model_without_a_draft_model_is_refused_before_anything_is_read(
     assert result.exit_code == 2
     assert "no draft model" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_command_prints_table_and_progress(tiny_model: Path, text: Path) -> None:
+    args = [
+        "--table",
+        "6a",
+        "--model",
+        str(tiny_model),
+        "--prefill",
+        "300",
+        "--tokens",
+        "40",
+        "--threads",
+        "1",
+        "--text",
+        str(text),
+    ]
+    result = bench(*args)
+    assert result.exit_code == 0, result.output
+    assert "Figure 6a" in result.stdout
+    assert result.stderr.splitlines()[0].startswith("reading 1 x 300 tokens; each arm generates 40")

@@ -1,8 +1,8 @@
-"""GRIFFIN's table: what it compares, and what its figures count."""
+"""GRIFFIN's tables: what they compare, and what their figures count."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,19 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from bench.ablation_arms import PromptArms, read_prompt
-from bench.griffin_tables import ROWS, GriffinFigures, predicted_speedup
+from bench.ablation_arms import PromptArms, num_plain_tokens
+from bench.ablation_prompts import Prompt, read_prompt
+from bench.griffin_ablation import recipe_of
+from bench.griffin_tables import (
+    GRIFFIN_TABLES,
+    ArmKey,
+    GriffinFigures,
+    Results,
+    Training,
+    Variant,
+    predicted_speedup,
+    render,
+)
 from bench.variants import create_bench_drafter
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
@@ -22,7 +33,9 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE
+from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE, GriffinRecipe
+from swiftbatch.worker.training.train_griffin import GriffinAccuracyRecord
+from tests.bench.bench_parts import words
 from tests.simulated_clock import SimulatedClock
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.griffin.griffin_training_parts import EAGLE2_RECIPE, HASS_RECIPE
@@ -35,21 +48,97 @@ def tiny_target(tiny_model: Path) -> TargetModel:
     return TargetModel.load(locate_model(str(tiny_model)), "bfloat16", "cpu")
 
 
-def test_rows_differ_in_what_the_table_is_about_and_are_the_paper_s_recipes() -> None:
-    recipes = {row: replace(GRIFFIN_RECIPE, **variant.changes) for row, variant in ROWS.items()}
-    assert list(recipes) == ["GRIFFIN", "w/o TAT", "w/o TAD", "w/o both (EAGLE-2)", "HASS (ours, added)"]
-    assert recipes["w/o both (EAGLE-2)"] == EAGLE2_RECIPE
-    assert recipes["HASS (ours, added)"] == HASS_RECIPE
-    assert recipes["GRIFFIN"] == GRIFFIN_RECIPE
-    fields = [asdict(each) for each in recipes.values()]
-    differing = {name for name in fields[0] if len({str(each[name]) for each in fields}) > 1}
-    assert differing == {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}
-    assert len({variant.name for variant in ROWS.values()}) == len(set(recipes.values())) == len(ROWS)
+def all_variants() -> list[Variant]:
+    return [variant for table in GRIFFIN_TABLES.values() for variant in table.rows.values()]
+
+
+def recipe(variant: Variant, tiny_model: Path) -> GriffinRecipe:
+    return recipe_of(variant, GRIFFIN_RECIPE, 0, AutoConfig.from_pretrained(tiny_model))
+
+
+def test_tables_have_the_rows_of_the_paper() -> None:
+    rows = {name: list(table.rows) for name, table in GRIFFIN_TABLES.items()}
+    assert rows["1c"] == ["EAGLE-2", "HASS", "GRIFFIN"]
+    assert rows["2"] == ["GRIFFIN", "w/o TAT", "w/o TAD", "w/o both (EAGLE-2)", "HASS (ours, added)"]
+    assert rows["3"] == ["NA", "1", "3", "5", "10"]
+    assert rows["4"] == ["1", "2", "3", "4", "5"]
+    assert rows["5"] == ["token (ours)", "feature", "fused"]
+    assert rows["6"] == ["GRIFFIN", "ablation 1", "ablation 2", "ablation 3"]
+    assert rows["7"] == ["hidden size", "feed-forward size (ours)", "twice that"]
+    assert rows["8"] == ["GRIFFIN", "w/o TEH", "w/o TGF", "w/o both"]
+    assert rows["order"] == ["GRIFFIN", "w/o head", "w/o fusion", "w/o alignment", "none of them (EAGLE-2)"]
+
+
+@pytest.mark.parametrize(
+    ("table", "about"),
+    [
+        ("1c", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
+        ("2", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
+        ("3", {"align_top_k"}),
+        ("4", {"num_passes", "align_top_k"}),  # with one pass there is nothing to mask
+        ("5", {"fusion"}),
+        ("6", {"fusion", "expansion_size"}),
+        ("7", {"expansion_size"}),
+        ("8", {"fusion", "has_token_enhanced_head"}),
+        ("order", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
+    ],
+)
+def test_trainings_differ_in_what_the_table_is_about_and_in_nothing_else(
+    table: str, about: set[str], tiny_model: Path
+) -> None:
+    recipes = [asdict(recipe(variant, tiny_model)) for variant in GRIFFIN_TABLES[table].rows.values()]
+    assert {name for name in recipes[0] if len({str(each[name]) for each in recipes}) > 1} == about
+    assert asdict(GRIFFIN_RECIPE) in recipes
+
+
+def test_a_folder_s_name_stands_for_one_recipe_and_no_recipe_has_two(tiny_model: Path) -> None:
+    recipes = {variant.name: recipe(variant, tiny_model) for variant in all_variants()}
+    assert all(recipe(variant, tiny_model) == recipes[variant.name] for variant in all_variants())
+    assert len(set(recipes.values())) == len(recipes) == 21
+
+
+def test_recipes_are_the_paper_s(tiny_model: Path) -> None:
+    settings = [recipe(variant, tiny_model) for variant in GRIFFIN_TABLES["1c"].rows.values()]
+    assert settings == [EAGLE2_RECIPE, HASS_RECIPE, GRIFFIN_RECIPE]
+    assert recipe_of(all_variants()[0], GRIFFIN_RECIPE, 3, AutoConfig.from_pretrained(tiny_model)).seed == 3
+    steps = [recipe(variant, tiny_model).num_passes for variant in GRIFFIN_TABLES["4"].rows.values()]
+    top_ks = [recipe(variant, tiny_model).align_top_k for variant in GRIFFIN_TABLES["3"].rows.values()]
+    sizes = [recipe(variant, tiny_model).expansion_size for variant in GRIFFIN_TABLES["7"].rows.values()]
+    assert (steps, top_ks) == ([1, 2, 3, 4, 5], [None, 1, 3, 5, 10])
+    assert sizes == [64, None, 256]  # of the tiny model: hidden 64, feed-forward 128
 
 
 def test_the_formula_gives_the_paper_s_number() -> None:
     assert round(predicted_speedup(25.0, 25.0, 6, 1.5, 5.0), 2) == 3.68
     assert predicted_speedup(25.0, 41.0, 6, 1.5, 5.0) == 2.5  # a tree that costs more than one row
+
+
+def made_up(tau: float) -> GriffinFigures:
+    """Figures of an arm, as wide as they come."""
+    times = dict.fromkeys(("ms_per_token", "plain_ms_per_token", "plain_verify_ms", "verify_ms", "level_ms"), 123.45)
+    rates = dict.fromkeys(("speedup", "predicted_speedup", "predicted_tree_speedup"), 10 + tau)
+    counts = {"num_tokens": 500, "num_plain_tokens": 64, "tokens_per_step": tau, "nodes_per_step": 59.9}
+    return GriffinFigures(**times, **rates, **counts, levels_per_step=5.9, tokens_sha256="")
+
+
+def test_whether_the_paper_s_order_holds_is_said_for_every_temperature() -> None:
+    table = GRIFFIN_TABLES["order"]
+    results = Results()
+    falling, swapped = [5.0, 4.0, 3.0, 2.0, 1.0], [5.0, 3.0, 4.0, 2.0, 1.0]
+    for seed, at_0, at_1 in ((0, falling, swapped), (1, falling, swapped), (2, swapped, [3.5, *swapped[1:]])):
+        for row, tau_0, tau_1 in zip(table.rows, at_0, at_1, strict=True):
+            record = GriffinAccuracyRecord(
+                "after", 2, "test books", 10, {"T 0": [tau_0 / 10] * 6, "T 1": [0.0] * 6}, {}
+            )
+            results.trainings.append(Training(row, seed, Path(), GRIFFIN_RECIPE, [record]))
+            results.figures[ArmKey(row, seed, 0.0, "paper")] = made_up(tau_0)
+            results.figures[ArmKey(row, seed, 1.0, "paper")] = made_up(tau_1)
+    lines = words(render(table, results, "compared"))
+    text = " ".join(word for line in lines for word in line)
+    assert "T = 0: tau falls in the paper's order with 2 of 3 seeds; by its mean: GRIFFIN > w/o head > w/o f" in text
+    assert "T = 1: tau falls in the paper's order with 0 of 3 seeds; by its mean: GRIFFIN > w/o fusion > w/o h" in text
+    assert ["w/o", "head", "3.67", "3.00", "36.7%", "0.0%"] in lines
+    assert ["3.00", "to", "4.00", "3.00", "to", "3.00", "30.0%", "to", "40.0%", "0.0%", "to", "0.0%"] in lines
 
 
 class Oracle(Drafter):
@@ -68,7 +157,7 @@ class Oracle(Drafter):
 
 def arms_behind(target: TargetModel, seed: int) -> PromptArms:
     ids = np.random.default_rng(seed).integers(3, target.vocab_size, PREFILL).tolist()
-    return PromptArms(target, [read_prompt(target, ids, 40)], 40, 40, seed)
+    return PromptArms(target, [read_prompt(target, Prompt(ids, []), 40)], 40, 40, seed)
 
 
 def test_tau_is_tokens_over_steps_of_all_prompts_behind_their_first_steps(tiny_target: TargetModel) -> None:
@@ -120,10 +209,17 @@ def test_the_paper_s_trees_have_60_nodes_of_6_levels_and_times_are_those_of_the_
 
 def test_every_row_has_a_draft_model_that_runs(tiny_model: Path) -> None:
     target = AutoConfig.from_pretrained(tiny_model)
-    for variant in ROWS.values():
+    for variant in all_variants():
+        config = recipe(variant, tiny_model).config(target)
         rows = torch.zeros(1, 3, 64)
-        model = GriffinModel(replace(GRIFFIN_RECIPE, **variant.changes).config(target))
+        model = GriffinModel(config)
         model.set_attention("eager")
         assert model(rows, rows, torch.arange(3)[None], attention_mask=None)[0].shape == rows.shape
-        assert (model.fusion.down is None) == ("fusion" in variant.changes)
+        assert (model.fusion.down is None) == ("fusion" in variant.changes and variant.changes["fusion"] == "none")
         assert (model.head is None) == (variant.changes.get("has_token_enhanced_head") is False)
+
+
+def test_long_prompts_have_fewer_tokens_of_plain_decoding() -> None:
+    assert num_plain_tokens(256, 32_768) == 256
+    assert num_plain_tokens(256, 32_769) == 64
+    assert num_plain_tokens(40, 100_000) == 40

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench.ablation_arms import PromptArms, PromptFigures, ReadPrompt, num_plain_tokens, read_prompt
-from bench.triforce_ablation import TOP_P, Plan, PromptArm, new_drafter
+from bench.ablation_arms import PromptArms, PromptFigures
+from bench.ablation_prompts import Prompt, ReadPrompt, read_prompt
+from bench.triforce_ablation import new_drafter
+from bench.triforce_tables import TOP_P, Plan, PromptArm
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
@@ -24,6 +26,7 @@ from swiftbatch.worker.drafters.triforce import hierarchy
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.kv_offload import OffloadedKVCache
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -50,9 +53,12 @@ def tiny_target(tiny_model: Path) -> TargetModel:
 def make_read(tiny_target: TargetModel) -> Callable[..., list[ReadPrompt]]:
     """Prompts of random tokens, in their caches."""
 
-    def make(num_sequences: int = 1) -> list[ReadPrompt]:
+    def make(num_sequences: int = 1, expected_ids: tuple[int, ...] = ()) -> list[ReadPrompt]:
         random = np.random.default_rng(3)
-        prompts = [random.integers(1, tiny_target.vocab_size, PREFILL).tolist() for _ in range(num_sequences)]
+        prompts = [
+            Prompt(random.integers(1, tiny_target.vocab_size, PREFILL).tolist(), list(expected_ids))
+            for _ in range(num_sequences)
+        ]
         return [read_prompt(tiny_target, prompt, NUM_TOKENS) for prompt in prompts]
 
     return make
@@ -94,8 +100,8 @@ def arms_behind(read: list[ReadPrompt], target: TargetModel, num_plain_tokens: i
     return PromptArms(target, read, NUM_TOKENS, num_plain_tokens, SEED, TOP_P)
 
 
-def run(arms: PromptArms, drafter: Drafter) -> PromptFigures:
-    return PromptFigures.of(*arms.run(drafter, TEMPERATURE))
+def run(arms: PromptArms, drafter: Drafter, expected_ids: tuple[int, ...] = ()) -> PromptFigures:
+    return PromptFigures.of(*arms.run(drafter, TEMPERATURE), list(expected_ids))
 
 
 def plain_ids(read: list[ReadPrompt], target: TargetModel) -> list[np.ndarray]:
@@ -105,7 +111,7 @@ def plain_ids(read: list[ReadPrompt], target: TargetModel) -> list[np.ndarray]:
         sampling = SamplingParams(
             max_tokens=NUM_TOKENS, temperature=TEMPERATURE, top_p=0.9, seed=SEED + number, ignore_eos=True
         )
-        sequence = Sequence("alone", prompt.token_ids, sampling, target.vocab_size)
+        sequence = Sequence("alone", prompt.prompt.token_ids, sampling, target.vocab_size)
         engine = Engine(target, AutoregressiveDrafter())
         engine.start(sequence)
         while sequence.finish_reason is None:
@@ -169,6 +175,7 @@ def test_acceptance_is_accepted_over_drafted(
 def test_plain_decoding_drafts_nothing(tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]) -> None:
     figures = run(arms_behind(make_read(), tiny_target), AutoregressiveDrafter())
     assert (figures.acceptance, figures.middle_acceptance, figures.tokens_per_step) == (None, None, 1.0)
+    assert figures.needle_share is None
     assert figures.speedup > 0
 
 
@@ -223,7 +230,25 @@ def test_plans_are_the_paper_s_or_as_many_as_pay(tiny_target: TargetModel) -> No
     assert type(own._planner) is not type(naive._planner)
 
 
-def test_long_prompts_have_fewer_tokens_of_plain_decoding() -> None:
-    assert num_plain_tokens(256, 32_768) == 256
-    assert num_plain_tokens(256, 32_769) == 64
-    assert num_plain_tokens(40, 100_000) == 40
+def test_the_needle_s_share_is_what_plain_decoding_says_of_it(
+    tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]
+) -> None:
+    [said] = plain_ids(make_read(), tiny_target)
+    for num_wrong, share in ((0, 1.0), (10, 0.75), (NUM_TOKENS, 0.0)):
+        expected = (*(said[:num_wrong] ^ 1).tolist(), *said[num_wrong:].tolist())
+        figures = run(arms_behind(make_read(), tiny_target), Oracle(said), expected)
+        assert figures.needle_share == share
+
+
+def test_a_cache_outside_the_device_says_the_same(
+    tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]], tmp_path: Path
+) -> None:
+    read = make_read()
+    outside = TargetModel(tiny_target.forwards, tiny_target.files, str(tmp_path))
+    copies = [prompt.copy_to(outside, NUM_TOKENS) for prompt in read]
+    assert isinstance(copies[0].cache, OffloadedKVCache)
+    figures = [
+        run(arms_behind(prompts, target), new_drafter(target, free_rows, ARM, None))
+        for target, prompts in ((tiny_target, read), (outside, copies))
+    ]
+    assert figures[0].tokens_sha256 == figures[1].tokens_sha256

@@ -1,4 +1,4 @@
-"""The partial caches of TriForce hold retrieved chunks, or the newest positions."""
+"""The partial caches of TriForce hold retrieved chunks, the newest positions, or heavy hitters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import compared_caches as retrieval_cache
-from bench.compared_caches import ImportanceKVCache, RetrievalKVCache, StreamingKVCache
+from bench.compared_caches import HeavyHitterKVCache, ImportanceKVCache, RetrievalKVCache, StreamingKVCache
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
 from tests.bench.partial_cache_parts import BUDGET, PROMPT, SHAPE, check_copies, follow, queries, random_cache, text
@@ -20,6 +20,7 @@ KINDS: dict[str, Callable[[], ImportanceKVCache]] = {
     "retrieval": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), chunk_size=CHUNK),
     "large chunks": lambda: RetrievalKVCache(SHAPE, BUDGET, text(PROMPT + 1), chunk_size=17),
     "streaming": lambda: StreamingKVCache(SHAPE, BUDGET, text(PROMPT + 1)),
+    "h2o": lambda: HeavyHitterKVCache(SHAPE, BUDGET, text(PROMPT + 1)),
 }
 
 
@@ -31,6 +32,7 @@ def full() -> FullKVCache:
 @pytest.fixture(autouse=True)
 def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrieval_cache, "STRIDE", STRIDE)
+    monkeypatch.setattr(retrieval_cache, "OBSERVED_EVERY", 6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,3 +116,21 @@ def test_streaming_holds_the_newest_positions(full: FullKVCache) -> None:
     for length in (BUDGET + 3, 150, 153, 161):
         follow(cache, full, length)
         assert set(cache.positions[1, 1].tolist()) == {*range(NUM_PINNED), *range(length - 24, length)}
+
+
+def test_heavy_hitters_stay_and_what_was_evicted_never_comes_back(full: FullKVCache) -> None:
+    cache = KINDS["h2o"]()
+    heavy = 60
+    query = torch.full((SHAPE.num_layers, SHAPE.num_kv_heads, 2, SHAPE.head_dim), 3.0)
+    for layer in range(SHAPE.num_layers):
+        full.layer(layer)[0][:, heavy] = 5.0
+    evicted: set[int] = set()
+    for length in range(BUDGET, 300, 6):  # where it is built
+        full.roll_back(0)
+        full.advance(length)
+        cache.follow(full, lambda _: query)
+        held = set(cache.positions[0, 1].tolist())
+        assert not held & evicted
+        evicted |= set(range(length)) - held
+        assert heavy in held or length <= heavy
+    assert len(evicted) == length - BUDGET

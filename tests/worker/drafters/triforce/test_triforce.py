@@ -32,7 +32,7 @@ SAMPLERS = {
 }
 HARDEST = "T=1, penalty"
 NUM_TOKENS = 100
-CACHES = ("retrieval", "streaming", "summary")
+CACHES = ("retrieval", "streaming", "h2o", "topk", "summary")
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,7 @@ def target(tiny_model: Path) -> TargetModel:
 @pytest.fixture(autouse=True)
 def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrieval_cache, "STRIDE", 24)
+    monkeypatch.setattr(retrieval_cache, "OBSERVED_EVERY", 8)
 
 
 def new_sequence(target: TargetModel, sampler: str, name: str = "a", seed: int = 5) -> Sequence:

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=24, dtype=torch.float32, device=CPU)
 BUDGET, LONGEST = 64, 400
 LENGTHS = (20, 150, 151, 260, 300)
-EXACT = ("dynamic", "static", "full", "streaming")
+EXACT = ("dynamic", "static", "full", "streaming", "h2o", "topk")
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +32,7 @@ def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_cache, "NUM_RECENT", 48)
     monkeypatch.setattr(sparse_cache, "PERIOD", 32)
     monkeypatch.setattr(retrieval_cache, "STRIDE", 24)
+    monkeypatch.setattr(retrieval_cache, "OBSERVED_EVERY", 8)
 
 
 def text(max_length: int = LONGEST) -> Sequence:
