@@ -120,11 +120,11 @@ class BenchWorker:
 
     def _work(self, seconds: float) -> None:
         report = self._session.work(self._orders, seconds)
-        if not report.progress:
-            reasons = [*(words for _, words in report.failed), *(words for *_, words in report.refused)]
+        if not report.of("running"):
+            reasons = [outcome.reason for outcome in report.of("failed", "refused")]
             ended = "; ".join(reasons) or "take other positions"
             raise BenchError(f"the job ended while it was measured: {ended}")
-        [progress] = report.progress
+        [progress] = report.of("running")
         self._orders = Orders()
         self.num_tokens = progress.num_generated_tokens
 

@@ -199,10 +199,10 @@ class Bench:
         while left:
             report = worker.work(orders, seconds)
             orders = Orders(num_slots=orders.num_slots)
-            if refused := (*report.failed, *report.refused):
+            if refused := report.of("failed", "refused"):
                 raise RuntimeError(f"{refused}")
-            left -= len(report.finished)
-            if report.progress and fmean(each.num_generated_tokens for each in report.progress) >= most:
+            left -= len(report.of("finished"))
+            if report.of("running") and fmean(each.num_generated_tokens for each in report.of("running")) >= most:
                 return
 
     def _cells(self, run: Run, place: str) -> Cells:

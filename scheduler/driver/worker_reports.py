@@ -31,7 +31,7 @@ from swiftbatch.scheduler.display.events import (
 from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED, with_results, write_cancelled
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, Reported, Started, Worker
-from swiftbatch.worker.session.work_messages import WorkReport
+from swiftbatch.worker.session.work_messages import JobOutcome, WorkReport
 
 Result = TypeVar("Result")
 
@@ -234,43 +234,53 @@ class ReportIntake:
         if report.counters is not None:
             self._counters.take_in(worker.id, report.counters)
         self._spent.num_tokens += report.num_generated_tokens
-        self._take_progress(worker, report)
-        left = [progress.job_id for progress in (*report.released, *report.evicted)]
-        self._settlement.take_results([*left, *(job_id for job_id, *_ in (*report.failed, *report.refused))])
-        for job_id, message in report.failed:
-            self._settlement.put_back(job_id, "attempt_failed", message)
-        for job_id, code, message in report.refused:
-            self._settlement.refuse(job_id, code, message)
-        self._take_back_evicted(worker, report)
-        for job_id in report.unbegun:
-            self._settlement.take_back(job_id)
+        for outcome in report.outcomes:
+            self._take_progress(worker, outcome)
+        self._settlement.take_results(
+            outcome.job_id for outcome in report.of("failed", "refused", "released", "evicted")
+        )
         reason = worker.drain_reason or ("worker_terminated" if report.is_draining else "migrated")
-        for progress in report.released:
-            self._settlement.release(progress.job_id, reason)
+        for outcome in report.outcomes:
+            self._take_back(outcome, reason)
+        self._count_fitting(worker, report)
         if report.is_draining:
             self._take_leave(worker, reason)
         else:
             self._settlement.cancel_held(worker)
 
-    def _take_progress(self, worker: Worker, report: WorkReport) -> None:
-        """Note how far a worker's jobs are, those first that it began by itself."""
-        for job_id in report.begun:
+    def _take_progress(self, worker: Worker, outcome: JobOutcome) -> None:
+        """Note how far a job is, also one that its worker began by itself."""
+        job_id, num_tokens = outcome.job_id, outcome.num_generated_tokens
+        if outcome.kind != "unbegun":
             self._settlement.begin(worker, job_id)
-        for progress in (*report.progress, *report.released, *report.evicted):
-            self._queue.progress(progress.job_id, progress.num_generated_tokens)
-        for progress in report.ended:
-            self._queue.end(progress.job_id, progress.num_generated_tokens)
-        for progress in report.finished:
-            self._settlement.finish(progress.job_id, progress.num_generated_tokens)
+        match outcome.kind:
+            case "running" | "released" | "evicted":
+                self._queue.progress(job_id, num_tokens)
+            case "ended":
+                self._queue.end(job_id, num_tokens)
+            case "finished":
+                self._settlement.finish(job_id, num_tokens)
 
-    def _take_back_evicted(self, worker: Worker, report: WorkReport) -> None:
-        """Queue jobs again that a worker's memory did not hold, and note how many it holds."""
-        for progress in report.evicted:
-            self._settlement.release(progress.job_id, MEMORY_FULL)
+    def _take_back(self, outcome: JobOutcome, reason: str) -> None:
+        """Queue a job again that its worker has no more, or give it up; `reason` as in `Lost`, of released ones."""
+        match outcome.kind:
+            case "failed":
+                self._settlement.put_back(outcome.job_id, "attempt_failed", outcome.reason)
+            case "refused":
+                self._settlement.refuse(outcome.job_id, outcome.error_code, outcome.reason)
+            case "evicted":
+                self._settlement.release(outcome.job_id, MEMORY_FULL)
+            case "released":
+                self._settlement.release(outcome.job_id, reason)
+            case "unbegun":
+                self._settlement.take_back(outcome.job_id)
+
+    def _count_fitting(self, worker: Worker, report: WorkReport) -> None:
+        """Note how many jobs a worker holds where its memory has run out, until one of them has left."""
         num_held = self._queue.num_held_by(worker.id)
-        if report.evicted:
+        if report.of("evicted"):
             worker.num_fitting = num_held
-        elif worker.num_fitting is not None and (report.ended or num_held < worker.num_fitting):
+        elif worker.num_fitting is not None and (report.of("ended") or num_held < worker.num_fitting):
             worker.num_fitting = None
 
     def _take_leave(self, worker: Worker, reason: str) -> None:

@@ -18,7 +18,7 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
 from swiftbatch.worker.sampling.verification import Verification
 from swiftbatch.worker.session.resume import Recovery
-from swiftbatch.worker.session.work_messages import Assignment, JobProgress
+from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, OutcomeKind
 
 LARGEST_N = 4  # as in TokenSwift's tables
 
@@ -82,9 +82,8 @@ class RunningJob:
     def job_id(self) -> str:
         return self.assignment.job_id
 
-    @property
-    def progress(self) -> JobProgress:
-        return JobProgress(self.job_id, self.sequence.num_generated_tokens)
+    def outcome(self, kind: OutcomeKind, reason: str = "", error_code: str = "") -> JobOutcome:
+        return JobOutcome(kind, self.job_id, self.sequence.num_generated_tokens, reason, error_code)
 
     @property
     def num_recovered_tokens(self) -> int:

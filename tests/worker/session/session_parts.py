@@ -96,20 +96,18 @@ def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignmen
 def to_the_end(worker: WorkerSession, *assignments: Assignment) -> WorkReport:
     """Work until nothing runs; returns the sum of what ended."""
     report = worker.work(Orders(assignments), 0.05)
-    finished, failed, refused = list(report.finished), list(report.failed), list(report.refused)
-    while report.progress:
+    outcomes = report.outcomes
+    while report.of("running"):
         report = worker.work(Orders(), 0.05)
-        finished += report.finished
-        failed += report.failed
-        refused += report.refused
-    return WorkReport(finished=tuple(finished), failed=tuple(failed), refused=tuple(refused))
+        outcomes += report.outcomes
+    return WorkReport(outcomes)
 
 
 def until(worker: WorkerSession, job: JobRecord, num_tokens: int, *assignments: Assignment) -> int:
     """Work until a job has that many tokens; returns how many it has."""
     report = worker.work(Orders(assignments), 0.0)
     while True:
-        [progress] = [progress for progress in report.progress if progress.job_id == job.job_id]
+        [progress] = [each for each in report.of("running") if each.job_id == job.job_id]
         if progress.num_generated_tokens >= num_tokens:
             return progress.num_generated_tokens
         report = worker.work(Orders(), 1e-5)  # one step: a fast machine does many in a millisecond
