@@ -19,7 +19,7 @@ from bench.peak_memory import peak_bytes, reset_peak
 from bench.tables import new_table
 from swiftbatch.jobs.checkpoints.checkpoint_files import ResumeRecord
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.job import Job, JobRecord, SentJob, packed
+from swiftbatch.jobs.job import Job, JobRecord, packed
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunManifest
@@ -86,7 +86,7 @@ class BenchWorker:
         self._session = WorkerSession(config, str(folder), "bench")
         self._checkpoints = CheckpointStore.of(run)
         attempt = max(self._checkpoints.attempts(JOB_ID), default=0) + 1
-        self._orders = Orders((Assignment(SentJob.of(record), attempt, num_attempts=attempt),))
+        self._orders = Orders((Assignment.of(record, attempt, num_attempts=attempt),))
         self.num_tokens = 0
 
     @property

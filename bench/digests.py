@@ -36,7 +36,7 @@ import numpy as np
 
 from bench.surface import surface
 from bench.variants import BY_NAME
-from swiftbatch.jobs.job import SentJob, unpacked
+from swiftbatch.jobs.job import unpacked
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
@@ -187,7 +187,7 @@ class Bench:
         put_logs_in_place(run)
         ended, _ = run.ended()
         given = [
-            Assignment(SentJob.of(record), attempt, attempt)
+            Assignment.of(record, attempt, attempt)
             for record in self.records
             if record.job_id not in ended and (ids is None or record.job_id in ids)
         ]

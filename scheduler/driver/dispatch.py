@@ -281,7 +281,10 @@ class Dispatcher:
         """An attempt at a job: whoever had it before can't touch the new attempt's files."""
         queue, job_id = self._queue, entry.job_id
         return Assignment(
-            self._bodies.sent(entry),
+            entry.job_id,
+            entry.line_number,
+            entry.num_prompt_tokens,
+            self._bodies.at(entry.place),
             number,
             num_attempts,
             num_reported_tokens=queue.num_reported_tokens(job_id),

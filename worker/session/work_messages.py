@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Self
 
-from swiftbatch.jobs.job import JobRecord, SentJob
+from swiftbatch.jobs.job import JobRecord
 from swiftbatch.metrics.counters import EngineCounters
 
 
@@ -14,7 +14,10 @@ from swiftbatch.metrics.counters import EngineCounters
 class Assignment:
     """One attempt at one job; the attempt's files carry its number, which no other attempt has."""
 
-    sent: SentJob
+    job_id: str
+    line_number: int
+    num_prompt_tokens: int
+    body: bytes  # the rest of its record, as `JobRecord.body`: the driver reads none of it
     attempt: int
     num_attempts: int = 1  # that the job has had with this one: people count so
     num_reported_tokens: int = 0  # what the last attempt had reported when it was lost
@@ -22,14 +25,14 @@ class Assignment:
     seniority: int = 0  # the lower one was given to a worker sooner, in its first attempt
     num_expected_tokens: int = 0  # that it may end with, so far as the driver can tell
 
-    @property
-    def job_id(self) -> str:
-        return self.sent.job_id
+    @classmethod
+    def of(cls, record: JobRecord, attempt: int, num_attempts: int = 1) -> Self:
+        return cls(record.job_id, record.line_number, record.num_prompt_tokens, record.body, attempt, num_attempts)
 
     @cached_property
     def record(self) -> JobRecord:
         """The whole of the job, which the worker reads."""
-        return self.sent.read()
+        return JobRecord.of_body(self.job_id, self.line_number, self.num_prompt_tokens, self.body)
 
 
 @dataclass(frozen=True)

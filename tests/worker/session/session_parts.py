@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.job import Job, JobRecord, SentJob, packed
+from swiftbatch.jobs.job import Job, JobRecord, packed
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
@@ -77,7 +77,7 @@ class WorkerWithPrompts(WorkerSession):
             prompt = self._codec.prompt_of(record.job)
             ids = packed(prompt.token_ids)
             record = replace(record, prompt_token_ids=ids, last_marker=prompt.last_marker)
-        return replace(assignment, sent=SentJob.of(record))
+        return replace(assignment, body=record.body)
 
 
 # plain decoding that writes no checkpoint on its way: of a text that nothing disturbs
@@ -90,7 +90,7 @@ def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignmen
     place = (run.store.uri, job.job_id)
     found = CheckpointStore.of(run).attempts(job.job_id)
     _newest[place] = attempt = max([*found, _newest.get(place, 0)]) + 1
-    return Assignment(SentJob.of(job), attempt, attempt, num_reported_tokens)
+    return replace(Assignment.of(job, attempt, attempt), num_reported_tokens=num_reported_tokens)
 
 
 def to_the_end(worker: WorkerSession, *assignments: Assignment) -> WorkReport:

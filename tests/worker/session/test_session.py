@@ -17,7 +17,7 @@ from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import PackedLogs
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.job import JobRecord, SentJob, packed
+from swiftbatch.jobs.job import JobRecord, packed
 from swiftbatch.jobs.run.output import METRIC_COLUMNS
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -201,7 +201,7 @@ def test_a_job_whose_attempts_had_other_numerics_is_marked(run: Run, tiny_model:
     claim(CheckpointStore.of(made_with(run, tiny_model)), job.job_id, "w9", "cuda, another machine")
     worker = session(run, tiny_model)
     attempt = claim(CheckpointStore.of(run), job.job_id, "w0", worker.numerics)
-    to_the_end(worker, Assignment(SentJob.of(job), attempt, attempt))
+    to_the_end(worker, Assignment.of(job, attempt, attempt))
     assert body(run, job)["metrics"]["exactness"] == "exact up to ties"
 
 
