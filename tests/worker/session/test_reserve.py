@@ -17,8 +17,7 @@ NO_ROOM_MATTERS = CacheRoom(None)
 
 
 def assignment(name: str, num_tokens: int = 10) -> Assignment:
-    job: Any = SimpleNamespace(job_id=name, num_prompt_tokens=5)
-    return Assignment(job, 1, num_expected_tokens=num_tokens)
+    return Assignment(name, 1, 5, b"", 1, num_expected_tokens=num_tokens)
 
 
 def running(num_tokens: int, num_expected: int) -> Any:
