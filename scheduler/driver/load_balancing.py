@@ -124,9 +124,9 @@ class LoadBalancer:
 
         Those with the least left stay, as many as leave it in time; none is handed back for this twice.
         """
-        held = [(self._queue.num_expected(entry.job_id), entry) for entry in self._queue.held_by(last.worker.id)]
-        held.sort(key=lambda job: job[0])
-        lefts = [num_left for num_left, _ in held]
+        forecast = self._queue.forecast()
+        held = sorted(self._queue.held_by(last.worker.id), key=lambda job: job.num_expected(forecast))
+        lefts = [job.num_expected(forecast) for job in held]
         alone = lefts[-1] * self._fleet.pace.seconds_per_token(1)
         num_kept = len(held) - 1
         while num_kept and self._seconds_of([*lefts[:num_kept], lefts[-1]]) > END_SLACK * max(
@@ -135,7 +135,7 @@ class LoadBalancer:
             num_kept -= 1
         if self._seconds_of(lefts) - self._seconds_of([*lefts[:num_kept], lefts[-1]]) < MIN_RELIEF_SECONDS:
             return []
-        surplus = [entry.job_id for _, entry in held[num_kept:-1] if entry.job_id not in self._relieved]
+        surplus = [job.job_id for job in held[num_kept:-1] if job.job_id not in self._relieved]
         self._relieved.update(surplus)
         return surplus
 

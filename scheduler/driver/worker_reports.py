@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import FoundLogs, PackedLogs
-from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
 from swiftbatch.jobs.run.run_records import NUM_READERS
@@ -30,6 +29,7 @@ from swiftbatch.scheduler.display.events import (
 )
 from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED, with_results, write_cancelled
+from swiftbatch.scheduler.driver.waiting_jobs import QueuedJob
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, Reported, Started, Worker
 from swiftbatch.worker.session.work_messages import JobOutcome, WorkReport
 
@@ -51,34 +51,33 @@ class AttemptSettlement:
 
     def put_back(self, job_id: str, reason: str, message: str) -> None:
         """Queue a job whose attempt was lost, or give it up; `reason` and `message` as in `Lost`."""
-        entry = self._queue.entry(job_id)
-        if entry is None or self._has_ended(job_id):
+        job = self._queue.find(job_id)
+        if job is None or self._has_ended(job_id):
             return
         self._counters.num_preemptions[reason] += 1
-        num_tokens = self._queue.num_reported_tokens(job_id)
         has_attempts_left = self._queue.lose(job_id, self._clock())
-        self._attempts.note_strikes(job_id, self._queue.strikes(job_id) if has_attempts_left else None)
+        self._attempts.note_strikes(job_id, job.strikes if has_attempts_left else None)
         if has_attempts_left:
-            self._display.note(JobPutBack(entry.name, reason, num_tokens, is_lost=True))
+            self._display.note(JobPutBack(job.name, reason, job.num_generated_tokens, is_lost=True))
         else:
             text = f"given up after {self._attempts.count(job_id)} attempts; the last one: {message}"
             self._give_up(job_id, "attempts_failed", text)
 
     def begin(self, worker: Worker, job_id: str) -> None:
         """Note that a worker has begun with a job of its reserve."""
-        if entry := self._queue.begin(job_id):
-            num_attempts, num_tokens = self._attempts.note_begun(job_id), self._queue.num_reported_tokens(job_id)
-            self._display.note(JobStarted(entry.name, worker.id, num_attempts, num_tokens))
+        if job := self._queue.begin(job_id):
+            num_attempts = self._attempts.note_begun(job_id)
+            self._display.note(JobStarted(job.name, worker.id, num_attempts, job.num_generated_tokens))
 
     def take_back(self, job_id: str) -> None:
         """Queue a job again that a worker had in its reserve, and has not begun, as it says."""
-        if self._queue.entry(job_id) is not None and not self._has_ended(job_id):
+        if self._queue.find(job_id) is not None and not self._has_ended(job_id):
             self._attempts.give_back(job_id)
             self._queue.release(job_id)
 
     def begin_found(self, worker: Worker) -> None:
         """Note which jobs of a lost worker's reserve had begun: those whose attempts have left files."""
-        job_ids = [entry.job_id for entry in self._queue.backlog_of(worker.id)]
+        job_ids = [job.job_id for job in self._queue.backlog_of(worker.id)]
         if not job_ids:
             return
         with ThreadPoolExecutor(NUM_READERS) as pool:
@@ -92,11 +91,10 @@ class AttemptSettlement:
         None is blamed, but none waits in a reserve again: one that ends its worker at its very beginning would never
         be known.
         """
-        for entry in self._queue.backlog_of(worker.id):
-            if not self._has_ended(entry.job_id):
-                if not is_unblamed:
-                    self._queue.suspect(entry.job_id)
-                self._queue.release(entry.job_id)
+        for job in self._queue.backlog_of(worker.id):
+            if not self._has_ended(job.job_id):
+                job.is_suspect |= not is_unblamed
+                self._queue.release(job.job_id)
 
     def refuse(self, job_id: str, code: str, message: str) -> None:
         """Give a job up at once: every attempt would end so; `code` and `message` as in `error_line`."""
@@ -105,18 +103,17 @@ class AttemptSettlement:
 
     def release(self, job_id: str, reason: str) -> None:
         """Queue a job again that its worker gave up through no fault of the job; `reason` as in `Lost`."""
-        entry = self._queue.entry(job_id)
-        if entry is None or self._has_ended(job_id):
+        job = self._queue.find(job_id)
+        if job is None or self._has_ended(job_id):
             return
         self._counters.num_preemptions[reason] += 1
         self._queue.release(job_id)
-        num_tokens = self._queue.num_reported_tokens(job_id)
-        self._display.note(JobPutBack(entry.name, reason, num_tokens, is_lost=False))
+        self._display.note(JobPutBack(job.name, reason, job.num_generated_tokens, is_lost=False))
 
     def take_cancel_requests(self) -> None:
         """Cancel the jobs that users asked for, except those that a worker has: these wait for its next report."""
         is_whole_run, requested = self._run.cancel_requests()
-        wanted = self._queue.unfinished() if is_whole_run else [e.job_id for e in self._queue.entries(requested)]
+        wanted = self._queue.unfinished() if is_whole_run else [job.job_id for job in self._queue.jobs(requested)]
         self._cancelling = set(wanted)
         self._cancel(self._cancelling - self._queue.handed_out())
 
@@ -124,17 +121,17 @@ class AttemptSettlement:
         """Cancel those of a worker's jobs that are to be cancelled, and have it drop them."""
         if not self._cancelling:
             return
-        entries = [*self._queue.held_by(worker.id), *self._queue.backlog_of(worker.id)]
-        cancelled = self._cancelling.intersection(entry.job_id for entry in entries)
+        jobs = [*self._queue.held_by(worker.id), *self._queue.backlog_of(worker.id)]
+        cancelled = self._cancelling.intersection(job.job_id for job in jobs)
         self._cancel(cancelled)
         worker.cancel(cancelled)
 
     def finish(self, job_id: str, num_generated_tokens: int) -> None:
         """Count a job whose result is in the run folder."""
-        if entry := self._queue.entry(job_id):
+        if job := self._queue.find(job_id):
             self._queue.finish(job_id, num_generated_tokens)
             self._attempts.finish(job_id)
-            self._display.note(JobFinished(entry.name, num_generated_tokens))
+            self._display.note(JobFinished(job.name, num_generated_tokens))
 
     def take_results(self, job_ids: Iterable[str]) -> None:
         """Count those of some jobs that have a result, whoever wrote it: nothing is left to queue."""
@@ -157,20 +154,20 @@ class AttemptSettlement:
     def _cancel(self, job_ids: Iterable[str]) -> None:
         remaining = list(job_ids)
         for start in range(0, len(remaining), CANCELLED_AT_ONCE):
-            entries = self._queue.entries(remaining[start : start + CANCELLED_AT_ONCE])
-            write_cancelled(self._run, entries)
-            for entry in entries:
-                self._queue.drop(entry.job_id, "cancelled")
+            jobs = self._queue.jobs(remaining[start : start + CANCELLED_AT_ONCE])
+            write_cancelled(self._run, [job.entry for job in jobs])
+            for job in jobs:
+                self._queue.drop(job.job_id, "cancelled")
                 self._counters.jobs_finished[CANCELLED] += 1
-                self._display.note(JobCancelled(entry.name))
+                self._display.note(JobCancelled(job.name))
 
     def _give_up(self, job_id: str, code: str, message: str) -> None:
         """Dead-letter: the job's error goes to the run folder, its token log stays for `resume --retry-failed`."""
-        if entry := self._queue.entry(job_id):
-            self._run.write_error(job_id, error_line(entry, code, message))
+        if job := self._queue.find(job_id):
+            self._run.write_error(job_id, error_line(job.entry, code, message))
             self._queue.drop(job_id, "failed")
             self._counters.jobs_finished["failed"] += 1
-            self._display.note(JobGivenUp(entry.name, message))
+            self._display.note(JobGivenUp(job.name, message))
 
 
 class ReportIntake:
@@ -225,10 +222,9 @@ class ReportIntake:
 
     def tokens_at_risk(self) -> dict[str, int]:
         """The tokens of running and lost jobs by name: not all of them may be in a checkpoint."""
-        lost = [entry for job_id in self._lost_ids if (entry := self._queue.entry(job_id))]
-        self._lost_ids = {entry.job_id for entry in lost}
-        running = {entry.name: num_tokens for entry, num_tokens in self._queue.running()}
-        return running | {entry.name: self._queue.num_reported_tokens(entry.job_id) for entry in lost}
+        lost = [job for job_id in self._lost_ids if (job := self._queue.find(job_id))]
+        self._lost_ids = {job.job_id for job in lost}
+        return {job.name: job.num_generated_tokens for job in (*self._queue.running(), *lost)}
 
     def _take_in_report(self, worker: Worker, report: WorkReport) -> None:
         if report.counters is not None:
@@ -287,28 +283,27 @@ class ReportIntake:
         """End a worker that has drained; jobs that it had not taken in yet go back too."""
         if worker.drain_reason is None:
             self._display.note(WorkerStopping(worker.id, reason))
-        for entry in self._left_by(worker):
-            self._settlement.release(entry.job_id, reason)
-        for entry in self._queue.backlog_of(worker.id):
-            self._settlement.take_back(entry.job_id)
+        for job in self._left_by(worker):
+            self._settlement.release(job.job_id, reason)
+        for job in self._queue.backlog_of(worker.id):
+            self._settlement.take_back(job.job_id)
         self._fleet.retire(worker)
 
     def _take_in_loss(self, worker: Worker, reason: str, message: str) -> None:
         """Put a lost worker's jobs back. It is no reason to blame them if it was to end anyway, or they had ended."""
-        ended = {entry.job_id for entry in self._queue.unsealed_by(worker.id)}
         is_unblamed = worker.drain_reason is not None or reason == "node_drained"
         self._display.note(WorkerLost(worker.id, reason, message))
         self._settlement.begin_found(worker)
-        for entry in self._left_by(worker):
-            self._lost_ids.add(entry.job_id)
-            if is_unblamed or entry.job_id in ended:
-                self._settlement.release(entry.job_id, worker.drain_reason or reason)
+        for job in self._left_by(worker):
+            self._lost_ids.add(job.job_id)
+            if is_unblamed or job.has_ended:
+                self._settlement.release(job.job_id, worker.drain_reason or reason)
             else:
-                self._settlement.put_back(entry.job_id, reason, f"worker {worker.id} was lost: {message}")
+                self._settlement.put_back(job.job_id, reason, f"worker {worker.id} was lost: {message}")
         self._settlement.lose_backlog(worker, is_unblamed=is_unblamed)
 
-    def _left_by(self, worker: Worker) -> list[JobEntry]:
+    def _left_by(self, worker: Worker) -> list[QueuedJob]:
         """The jobs that a worker leaves unfinished, now that it is gone; its reserve may have results, too."""
         left = [*self._queue.held_by(worker.id), *self._queue.unsealed_by(worker.id)]
-        self._settlement.take_results(entry.job_id for entry in (*left, *self._queue.backlog_of(worker.id)))
-        return [entry for entry in left if self._queue.entry(entry.job_id) is not None]
+        self._settlement.take_results(job.job_id for job in (*left, *self._queue.backlog_of(worker.id)))
+        return [job for job in left if self._queue.find(job.job_id) is not None]

@@ -92,7 +92,7 @@ def test_a_job_keeps_the_seniority_of_its_first_attempt() -> None:
     assert [take(queue, "w1", 0.0) for _ in range(2)] == ["a", "b"]
     queue.release("a")
     assert [take(queue, "w2", 0.0) for _ in range(2)] == ["a", "c"]
-    assert [queue.seniority(name) for name in "abc"] == [0, 1, 2]
+    assert [queue.find(name).seniority for name in "abc"] == [0, 1, 2]
 
 
 def test_jobs_are_expected_to_become_as_long_as_those_that_have_ended() -> None:
@@ -250,7 +250,7 @@ def test_order_and_totals_hold_over_any_sequence_of_events() -> None:
         assert queue.unfinished() == list(left)
         assert queue.num_generated_tokens == sum(tokens.values())
         assert queue.num_tokens_left == sum(num_left[n] - tokens[n] for n in left)
-        assert {job.job_id: count for job, count in queue.running()} == {n: tokens[n] for n in running}
+        assert {job.job_id: job.num_generated_tokens for job in queue.running()} == {n: tokens[n] for n in running}
         by_state = {"pending": len(left) - len(running), "running": len(running), "finished": 60 - len(left)}
         assert queue.counts() == by_state | {"failed": 0, "cancelled": 0}
     assert 10 < len(left) < 50
@@ -317,7 +317,7 @@ def test_no_job_that_may_have_to_run_alone_waits_in_a_reserve() -> None:
     give_other(queue, "w2", 100.0)
     queue.add(entry("suspect", 80))
     assert reserve(queue, "w2") == "suspect"
-    queue.suspect("suspect")
+    queue.find("suspect").is_suspect = True
     queue.release("suspect")
     assert reserve(queue, "w2") is None
     assert take(queue, "w3", 100.0) == "lost"
@@ -338,7 +338,7 @@ def test_what_is_known_of_a_worker_s_jobs_is_what_a_look_at_each_would_tell() ->
         reserved = [each.job_id for each in queue.backlog_of(worker)]
         job_id = rng.choice([*held, *reserved, "j0"])
         if job_id in held:
-            num_tokens = queue.num_reported_tokens(job_id) + rng.randint(0, 9)
+            num_tokens = queue.find(job_id).num_generated_tokens + rng.randint(0, 9)
             match rng.randint(0, 4):
                 case 0:
                     queue.release(job_id)
@@ -352,13 +352,13 @@ def test_what_is_known_of_a_worker_s_jobs_is_what_a_look_at_each_would_tell() ->
             give(worker, now)
         told = [(queue.growths(name), queue.mean_length(name), queue.num_left(name)) for name in workers]
         queue._expected._outlooks.clear()
-        entries = [[*queue.held_by(name), *queue.backlog_of(name)] for name in workers]
-        num_left = [sum(e.max_tokens - queue.num_reported_tokens(e.job_id) for e in own) for own in entries]
+        jobs = [[*queue.held_by(name), *queue.backlog_of(name)] for name in workers]
+        num_left = [sum(job.entry.max_tokens - job.num_generated_tokens for job in own) for own in jobs]
         for name, (growths, mean_length, left), own_left in zip(workers, told, num_left, strict=True):
             assert sorted(growths) == sorted(queue.growths(name))
             assert [growth.left for growth in growths] == [growth.left for growth in queue.growths(name)]
             assert mean_length == pytest.approx(queue.mean_length(name))
             assert left == own_left
-    num_living = len([e for e, _ in queue.running() if not queue._known(e.job_id).has_ended]) + queue.num_in_backlog
+    num_living = len([job for job in queue.running() if not job.has_ended]) + queue.num_in_backlog
     assert queue._expected._living.num_jobs.sum() == num_living
     assert queue._expected._living.num_jobs.min() >= 0

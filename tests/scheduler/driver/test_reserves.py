@@ -103,7 +103,7 @@ def test_an_attempt_counts_once_its_worker_has_begun_it(parts: Parts) -> None:
     assert parts.counted() == [1, 0, 0]
     parts.report(JobOutcome("running", parts.a, 5), JobOutcome("running", parts.b, 3))
     assert parts.counted() == [1, 1, 0]
-    assert parts.queue.num_reported_tokens(parts.b) == 3
+    assert parts.queue.find(parts.b).num_generated_tokens == 3
     number = parts.attempts.newest(parts.c)
     parts.report(JobOutcome("running", parts.a, 9), JobOutcome("running", parts.b, 7), JobOutcome("unbegun", parts.c))
     assert (parts.queue.num_waiting, parts.counted()) == (1, [1, 1, 0])
@@ -145,12 +145,12 @@ def test_a_worker_that_leaves_gives_back_what_it_had_not_heard_of(parts: Parts) 
     parts.report(JobOutcome("released", parts.a, 5), is_draining=True)
     assert (parts.queue.num_waiting, parts.queue.num_in_backlog) == (3, 0)
     assert parts.counted() == [1, 0, 0]
-    assert parts.queue.num_reported_tokens(parts.a) == 5
+    assert parts.queue.find(parts.a).num_generated_tokens == 5
 
 
 def test_a_job_that_had_ended_on_a_lost_worker_is_not_blamed(parts: Parts) -> None:
     parts.report(JobOutcome("running", parts.b, 3), JobOutcome("ended", parts.a, 9))
     parts.lose_worker()
-    assert [parts.queue.strikes(each).num for each in (parts.a, parts.b)] == [0, 1]
+    assert [parts.queue.find(each).strikes.num for each in (parts.a, parts.b)] == [0, 1]
     assert parts.attempts.strikes(parts.a) is None
-    assert parts.attempts.strikes(parts.b) == parts.queue.strikes(parts.b)  # which the next driver reads
+    assert parts.attempts.strikes(parts.b) == parts.queue.find(parts.b).strikes  # which the next driver reads
