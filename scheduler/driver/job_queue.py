@@ -162,7 +162,7 @@ class JobQueue:
             self._set_tokens(job, num_generated_tokens)
             if job.num_strikes and job.has_progressed:
                 job.num_strikes, job.runs_alone = 0, False
-                if job.place is not None:
+                if job.turn is not None:
                     self._waiting.put(job)
 
     def end(self, job_id: str, num_generated_tokens: int) -> None:
@@ -339,7 +339,7 @@ class JobQueue:
         """Note that a job, which had so many tokens left, has others; it may be a worker's."""
         change = job.num_left - num_left
         self._num_tokens_left += change
-        if job.place is None and change:
+        if job.turn is None and change:
             self._left[job.worker_id] += change
             self._expected.changed(job.worker_id)
 

@@ -30,8 +30,8 @@ class Strikes(NamedTuple):
     num_tokens: int
 
 
-Place = tuple[int, int, int, int]
-"""The place of a waiting job: its priority, its negative length, its line's number, and a ticket that no other has."""
+Turn = tuple[int, int, int, int]
+"""The turn of a waiting job, the lowest first: its priority, its negative length, its line, and a ticket of its own."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class QueuedJob:
     is_suspect: bool = False  # it may have ended a worker that had it in reserve, and no report will say so
     has_ended: bool = False  # on that worker, which has yet to write its result
     lives_at: LengthBucket | None = None  # where it counts among the jobs that workers have and that have not ended
-    place: Place | None = None  # the newest among the waiting; None while it runs and when it has ended
+    turn: Turn | None = None  # among the waiting; None while it runs and when it has ended
     length: int = 0  # positions that it is expected to need, by which it waits; 0: as many as it may have
 
     def __post_init__(self) -> None:
@@ -80,10 +80,10 @@ class QueuedJob:
         needed = max(1, int(PROGRESS_SHARE * self.entry.max_tokens))
         return self.num_generated_tokens >= self.num_tokens_at_last_loss + needed
 
-    def wait(self, ticket: int) -> Place:
-        """Take the place of a ticket."""
-        self.place = (self.priority, -self.length, self.entry.line_number, ticket)
-        return self.place
+    def wait(self, ticket: int) -> Turn:
+        """Take the turn of a ticket."""
+        self.turn = (self.priority, -self.length, self.entry.line_number, ticket)
+        return self.turn
 
     def strike(self, num_strikes: int, max_attempts: int) -> None:
         """Set its strikes; from two on, or before the last of its attempts, it runs alone."""
@@ -282,7 +282,7 @@ def _starts(priorities: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[t
 # Jobs that wait for a worker, in the order in which they are taken. Each call costs the logarithm of their number.
 
 
-Heap = list[tuple[Place, QueuedJob]]
+Heap = list[tuple[Turn, QueuedJob]]
 HasRoom = Callable[[QueuedJob], bool]
 
 
@@ -292,14 +292,14 @@ class WaitingJobs:
     Among jobs of about the longest's length, a worker gets one whose prompt is like those it has had; else one whose
     prompt is like none that was begun, so that workers share no prompts while there are others. Where that one has no
     room, a shorter one of its priority may: it ends sooner, and the long one is asked for first again.
-    A job that has given its place up is skipped where it comes up in a heap. Jobs that no
-    worker has had yet wait in arrays of their own.
+    A job that has another turn by now is skipped where it comes up in a heap. Jobs that no worker has had yet wait in
+    arrays of their own.
     """
 
     def __init__(self, untouched: UntouchedJobs) -> None:
         self._untouched = untouched
         self._tickets = count()
-        self._delayed: list[tuple[float, Place, QueuedJob]] = []
+        self._delayed: list[tuple[float, Turn, QueuedJob]] = []
         self._sociable: Heap = []
         self._loners: Heap = []
         self._groups: defaultdict[int, Heap] = defaultdict(list)  # those of `_sociable` by the group of their prompts
@@ -313,9 +313,9 @@ class WaitingJobs:
 
     def drop(self, job: QueuedJob) -> None:
         """Forget a job, waiting or not."""
-        if job.place is not None and job.place[-1] < 0:
-            self._untouched.take(job.place[-1])
-        job.place = None
+        if job.turn is not None and job.turn[-1] < 0:
+            self._untouched.take(job.turn[-1])
+        job.turn = None
 
     def first(self, has_neighbours: bool, now: float, groups: Iterable[int], has_room: HasRoom) -> QueuedJob | None:
         """The job that may run now, comes first and has room. None if none.
@@ -362,25 +362,25 @@ class WaitingJobs:
     def _admit(self, now: float) -> None:
         """Let the jobs whose time has come into the order."""
         while self._delayed and self._delayed[0][0] <= now:
-            _, place, job = heappop(self._delayed)
-            heappush(self._loners if job.runs_alone else self._sociable, (place, job))
+            _, turn, job = heappop(self._delayed)
+            heappush(self._loners if job.runs_alone else self._sociable, (turn, job))
             if job.runs_alone:
                 continue
-            heappush(self._by_length[job.length_class], (place, job))
+            heappush(self._by_length[job.length_class], (turn, job))
             if job.prompt.group is not None:
-                heappush(self._groups[job.prompt.group], (place, job))
+                heappush(self._groups[job.prompt.group], (turn, job))
             if job.prompt.group not in self._begun:
-                heappush(self._fresh, (place, job))
+                heappush(self._fresh, (turn, job))
 
 
 def _head(heap: Heap) -> QueuedJob | None:
     """The first job of a heap that still waits there; passed ones before it are dropped."""
-    while heap and heap[0][0] is not heap[0][1].place:
+    while heap and heap[0][0] is not heap[0][1].turn:
         heappop(heap)
     return heap[0][1] if heap else None
 
 
 def _first(jobs: Iterable[QueuedJob | None]) -> QueuedJob | None:
     """The one of some jobs that comes first."""
-    waiting = [(job.place, job) for job in jobs if job is not None and job.place is not None]
+    waiting = [(job.turn, job) for job in jobs if job is not None and job.turn is not None]
     return min(waiting)[1] if waiting else None
