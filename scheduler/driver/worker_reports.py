@@ -51,8 +51,7 @@ class AttemptSettlement:
 
     def put_back(self, job_id: str, reason: str, message: str) -> None:
         """Queue a job whose attempt was lost, or give it up; `reason` and `message` as in `Lost`."""
-        job = self._queue.find(job_id)
-        if job is None or self._has_ended(job_id):
+        if (job := self._still_to_do(job_id)) is None:
             return
         self._counters.num_preemptions[reason] += 1
         has_attempts_left = self._queue.lose(job_id, self._clock())
@@ -71,7 +70,7 @@ class AttemptSettlement:
 
     def take_back(self, job_id: str) -> None:
         """Queue a job again that a worker had in its reserve, and has not begun, as it says."""
-        if self._queue.find(job_id) is not None and not self._has_ended(job_id):
+        if self._still_to_do(job_id):
             self._attempts.give_back(job_id)
             self._queue.release(job_id)
 
@@ -92,19 +91,18 @@ class AttemptSettlement:
         be known.
         """
         for job in self._queue.backlog_of(worker.id):
-            if not self._has_ended(job.job_id):
+            if self._still_to_do(job.job_id):
                 job.is_suspect |= not is_unblamed
                 self._queue.release(job.job_id)
 
     def refuse(self, job_id: str, code: str, message: str) -> None:
         """Give a job up at once: every attempt would end so; `code` and `message` as in `error_line`."""
-        if not self._has_ended(job_id):
+        if self._still_to_do(job_id):
             self._give_up(job_id, code, f"given up: {message}")
 
     def release(self, job_id: str, reason: str) -> None:
         """Queue a job again that its worker gave up through no fault of the job; `reason` as in `Lost`."""
-        job = self._queue.find(job_id)
-        if job is None or self._has_ended(job_id):
+        if (job := self._still_to_do(job_id)) is None:
             return
         self._counters.num_preemptions[reason] += 1
         self._queue.release(job_id)
@@ -144,12 +142,11 @@ class AttemptSettlement:
         """Return those of some jobs that have a result, whoever wrote it."""
         return with_results(self._run, job_ids)
 
-    def _has_ended(self, job_id: str) -> bool:
-        """Return whether there is nothing left to queue, since the job is to be cancelled."""
+    def _still_to_do(self, job_id: str) -> QueuedJob | None:
+        """The job, unless it has ended; one that is to be cancelled ends so, since no worker has it now."""
         if job_id in self._cancelling:
             self._cancel({job_id})
-            return True
-        return False
+        return self._queue.find(job_id)
 
     def _cancel(self, job_ids: Iterable[str]) -> None:
         remaining = list(job_ids)
@@ -230,46 +227,37 @@ class ReportIntake:
         if report.counters is not None:
             self._counters.take_in(worker.id, report.counters)
         self._spent.num_tokens += report.num_generated_tokens
-        for outcome in report.outcomes:
-            self._take_progress(worker, outcome)
-        self._settlement.take_results(
-            outcome.job_id for outcome in report.of("failed", "refused", "released", "evicted")
-        )
+        self._settlement.take_results(each.job_id for each in report.of("failed", "refused", "released", "evicted"))
         reason = worker.drain_reason or ("worker_terminated" if report.is_draining else "migrated")
         for outcome in report.outcomes:
-            self._take_back(outcome, reason)
+            self._take_in_outcome(worker, outcome, reason)
         self._count_fitting(worker, report)
         if report.is_draining:
             self._take_leave(worker, reason)
         else:
             self._settlement.cancel_held(worker)
 
-    def _take_progress(self, worker: Worker, outcome: JobOutcome) -> None:
-        """Note how far a job is, also one that its worker began by itself."""
-        job_id, num_tokens = outcome.job_id, outcome.num_generated_tokens
+    def _take_in_outcome(self, worker: Worker, outcome: JobOutcome, reason: str) -> None:
+        """Act on what has become of a job; `reason` as in `Lost`, of one that was released."""
+        settlement, job_id, num_tokens = self._settlement, outcome.job_id, outcome.num_generated_tokens
         if outcome.kind != "unbegun":
-            self._settlement.begin(worker, job_id)
+            settlement.begin(worker, job_id)
         match outcome.kind:
-            case "running" | "released" | "evicted":
+            case "running":
                 self._queue.progress(job_id, num_tokens)
             case "ended":
                 self._queue.end(job_id, num_tokens)
             case "finished":
-                self._settlement.finish(job_id, num_tokens)
-
-    def _take_back(self, outcome: JobOutcome, reason: str) -> None:
-        """Queue a job again that its worker has no more, or give it up; `reason` as in `Lost`, of released ones."""
-        match outcome.kind:
+                settlement.finish(job_id, num_tokens)
             case "failed":
-                self._settlement.put_back(outcome.job_id, "attempt_failed", outcome.reason)
+                settlement.put_back(job_id, "attempt_failed", outcome.reason)
             case "refused":
-                self._settlement.refuse(outcome.job_id, outcome.error_code, outcome.reason)
-            case "evicted":
-                self._settlement.release(outcome.job_id, MEMORY_FULL)
-            case "released":
-                self._settlement.release(outcome.job_id, reason)
+                settlement.refuse(job_id, outcome.error_code, outcome.reason)
+            case "released" | "evicted":
+                self._queue.progress(job_id, num_tokens)
+                settlement.release(job_id, reason if outcome.kind == "released" else MEMORY_FULL)
             case "unbegun":
-                self._settlement.take_back(outcome.job_id)
+                settlement.take_back(job_id)
 
     def _count_fitting(self, worker: Worker, report: WorkReport) -> None:
         """Note how many jobs a worker holds where its memory has run out, until one of them has left."""

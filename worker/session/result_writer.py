@@ -75,11 +75,8 @@ class Sealing:
     def flush(self) -> list[JobOutcome]:
         """Write all that waits; returns the jobs that have finished since the last call of `sealed`."""
         self.seal()
-        return [outcome for seal in self._taken() for outcome in seal.result()]
-
-    def _taken(self) -> list[Future[list[JobOutcome]]]:
-        taken, self._under_way = list(self._under_way), deque()
-        return taken
+        under_way, self._under_way = self._under_way, deque()
+        return [outcome for seal in under_way for outcome in seal.result()]
 
     def _write(self, name: str, results: list[tuple[SealedResult, bool]]) -> list[JobOutcome]:
         self._run.write_segment(name, [result for result, _ in results])
