@@ -156,19 +156,19 @@ class Dispatcher:
     def _order_move(self, now: float) -> None:
         """Let workers with several jobs hand some over to a worker without any: first those that have not begun."""
         ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
-        num_held = [self._queue.num_held_by(worker.id) + self._queue.num_in_backlog_of(worker.id) for worker in ready]
+        num_held = [self._queue.of(worker.id).num_to_run for worker in ready]
         if all(num_held) or any(worker.orders.released or worker.orders.recalled for worker in ready):
             return  # nobody is without, or one is on its way
         if self._queue.num_in_backlog:
             for worker in ready:
-                worker.recall(job.job_id for job in self._queue.backlog_of(worker.id))
+                worker.recall(self._queue.of(worker.id).reserve)
             return
         job_speed = self._fleet.speed.tokens_per_second(now) / max(1, sum(num_held))
         movable = [
             (num_left, worker, job.job_id)
             for worker, num_jobs in zip(ready, num_held, strict=True)
             if num_jobs > 1
-            for job in self._queue.held_by(worker.id)
+            for _, job in sorted(self._queue.of(worker.id).running.items())
             if (num_left := _num_left_to_move(job)) > job_speed * MIN_MOVE_SECONDS > 0
         ]
         if movable:
@@ -176,8 +176,8 @@ class Dispatcher:
             worker.ask_back(job_id)
 
     def _end(self, worker: Worker) -> None:
-        queue = self._queue
-        if queue.num_held_by(worker.id) or queue.num_in_backlog_of(worker.id) or queue.unsealed_by(worker.id):
+        jobs = self._queue.of(worker.id)
+        if jobs.num_to_run or jobs.unsealed:
             self._fleet.drain(worker)
         else:
             self._fleet.retire(worker)
@@ -203,21 +203,20 @@ class Dispatcher:
 
     def _turn_of(self, worker: Worker) -> int:
         """The lower one gets the next job. By a plan each gets all that it may have before another: long ones first."""
-        return self._queue.num_left(worker.id) if self._plan is None else 0
+        return self._queue.of(worker.id).num_left if self._plan is None else 0
 
     def _is_spared(self, worker: Worker) -> bool:
         """Tell whether a worker should get no more beside the job that ends last."""
         last = self._last
         if last is None or last.worker is not worker or not self._queue.num_waiting:
             return False
-        return self._queue.num_held_by(worker.id) > 0 and not self._balance.may_have_more(last)
+        return bool(self._queue.of(worker.id).running) and not self._balance.may_have_more(last)
 
     def _next_for(self, worker: Worker, now: float) -> QueuedJob | None:
         """Take a job for a worker, if it should have one more."""
-        num_held = self._queue.num_held_by(worker.id)
-        num_in_backlog = self._queue.num_in_backlog_of(worker.id)
-        num_left = self._queue.num_left(worker.id)
-        if self._slots.is_full(worker, num_held) or self._balance.has_share(num_held + num_in_backlog, num_left):
+        own = self._queue.of(worker.id)
+        num_held = len(own.running)
+        if self._slots.is_full(worker, num_held) or self._balance.has_share(own.num_to_run, own.num_left):
             return None
         held = self._queue.growths(worker.id)
         if self._plan is not None and held and num_held >= self._plan.most_jobs(held[-1].left):
@@ -236,10 +235,11 @@ class Dispatcher:
         held = queue.growths(worker.id)
         seconds = BACKLOG_SLICES * slice_seconds(len(self._fleet.workers))
         num_wanted = self._slots.num_for_backlog(held, queue.mean_length(worker.id), seconds)
-        num_held, num_left = len(held), queue.num_left(worker.id)
-        while (num_in_backlog := queue.num_in_backlog_of(worker.id)) < num_wanted:
-            has_room = partial(self._slots.has_room, worker, held[num_in_backlog + 1 :])
-            if self._balance.has_share(num_held + num_in_backlog, num_left):
+        own = queue.of(worker.id)
+        num_left = own.num_left
+        while len(own.reserve) < num_wanted:
+            has_room = partial(self._slots.has_room, worker, held[len(own.reserve) + 1 :])
+            if self._balance.has_share(own.num_to_run, num_left):
                 break
             if (job := queue.reserve(worker.id, now, has_room)) is None:
                 break
@@ -252,19 +252,17 @@ class Dispatcher:
 
         The worker writes its results at once where it gets no more jobs: others take those that wait, if any.
         """
-        queue, reserve = self._queue, self._refill(worker, now)
-        has_backlog = queue.num_in_backlog_of(worker.id) > 0
-        has_jobs = has_backlog or queue.num_held_by(worker.id) > 0
-        if has_jobs or queue.unsealed_by(worker.id) or worker.orders.cancelled:
+        own, reserve = self._queue.of(worker.id), self._refill(worker, now)
+        if own.num_to_run or own.unsealed or worker.orders.cancelled:
             orders = replace(
                 worker.orders,
                 assignments=tuple(self._assignment(job, worker) for job in dealt),
                 reserve=tuple(self._reserved(job) for job in reserve),
                 num_pages=self._slots.num_pages(worker),
                 num_slots=self._slots.most_jobs(worker),
-                seals=not queue.num_waiting or not has_jobs,
+                seals=not self._queue.num_waiting or not own.num_to_run,
             )
-            self._fleet.work(worker, orders, slice_seconds(len(self._fleet.workers)), has_backlog=has_backlog)
+            self._fleet.work(worker, orders, slice_seconds(len(self._fleet.workers)), has_backlog=bool(own.reserve))
 
     def _reserved(self, job: QueuedJob) -> Assignment:
         """The next attempt at a job, which counts once the worker says that it has begun."""

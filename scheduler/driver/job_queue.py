@@ -7,8 +7,9 @@ Which one runs next is decided in `waiting_jobs.py`.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
@@ -24,11 +25,27 @@ from swiftbatch.worker.kv.kv_capacity import Growth
 
 MAX_ATTEMPTS = 5  # in a row that were lost without progress: the default of --max-attempts
 RETRY_BACKOFF = Backoff(first=0.5, longest=60.0)
-NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them
+NUM_GROUPS = 8  # of prompts: a worker may still have keys and values of so many
 
 
 def _always(_growth: Growth) -> bool:
     return True
+
+
+@dataclass
+class WorkerJobs:
+    """The jobs that a worker has, by their ids."""
+
+    running: dict[str, QueuedJob] = field(default_factory=dict)  # in the order in which they began
+    reserve: dict[str, QueuedJob] = field(default_factory=dict)  # it begins with them by itself, in this order
+    unsealed: dict[str, QueuedJob] = field(default_factory=dict)  # they have ended, and their results are to be written
+    groups: deque[int] = field(default_factory=lambda: deque(maxlen=NUM_GROUPS))  # of prompts, those it had last
+    num_left: int = 0  # tokens, if all run to their `max_tokens`
+
+    @property
+    def num_to_run(self) -> int:
+        """The number of jobs that run or will."""
+        return len(self.running) + len(self.reserve)
 
 
 class JobQueue:
@@ -54,14 +71,10 @@ class JobQueue:
         self._touched: dict[str, QueuedJob] = {}  # unfinished jobs that are not among the untouched
         self._running: dict[str, QueuedJob] = {}
         self._reserved: dict[str, QueuedJob] = {}  # not begun, in the reserve of a worker
-        self._backlogs: dict[str, dict[str, None]] = defaultdict(dict)  # their ids by worker, in order
-        self._held: dict[str, set[str]] = defaultdict(set)  # ids of running jobs that have not ended, by worker
-        self._unsealed: dict[str, set[str]] = defaultdict(set)  # those that have ended, by worker
-        self._groups: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=NUM_GROUPS))  # of prompts, by worker
+        self._workers: defaultdict[str, WorkerJobs] = defaultdict(WorkerJobs)
         self._waiting = WaitingJobs(self._untouched)
         self._expected = RemainingTokens(lengths or LengthStatistics(), self._running)
         self._seniorities = count()
-        self._left: Counter[str] = Counter()  # tokens that the jobs of a worker have left, by worker
 
     def add(
         self,
@@ -109,48 +122,28 @@ class JobQueue:
             return None
         self._hand_to(worker_id, job)
         self._reserved[job.job_id] = job
-        self._backlogs[worker_id][job.job_id] = None
+        self._workers[worker_id].reserve[job.job_id] = job
         return job
 
     def begin(self, job_id: str) -> QueuedJob | None:
         """Note that a worker has begun with a job of its reserve; None if it is no longer there."""
         if (job := self._reserved.pop(job_id, None)) is None:
             return None
-        del self._backlogs[job.worker_id][job_id]
+        del self._workers[job.worker_id].reserve[job_id]
         self._run(job)
         return job
 
-    def backlog_of(self, worker_id: str) -> list[QueuedJob]:
-        """The jobs that a worker is to begin by itself, in order."""
-        return [self._reserved[job_id] for job_id in self._backlogs.get(worker_id, ())]
-
-    def num_held_by(self, worker_id: str) -> int:
-        """The number of jobs that run on a worker."""
-        return len(self._held.get(worker_id, ()))
-
-    def num_in_backlog_of(self, worker_id: str) -> int:
-        """The number of jobs in a worker's reserve."""
-        return len(self._backlogs.get(worker_id, ()))
-
-    def held_by(self, worker_id: str) -> list[QueuedJob]:
-        """The jobs that a worker has: taken for it, and since then not put back or ended."""
-        return [self._running[job_id] for job_id in sorted(self._held.get(worker_id, ()))]
-
-    def unsealed_by(self, worker_id: str) -> list[QueuedJob]:
-        """The jobs that have ended on a worker, which has yet to write their results."""
-        return [self._running[job_id] for job_id in sorted(self._unsealed.get(worker_id, ()))]
-
-    def num_left(self, worker_id: str) -> int:
-        """The tokens that a worker's jobs have left if all run to their `max_tokens`, those in reserve included."""
-        return self._left[worker_id]
+    def of(self, worker_id: str) -> WorkerJobs:
+        """The jobs that a worker has; only the queue changes them."""
+        return self._workers[worker_id]
 
     def growths(self, worker_id: str) -> list[Growth]:
         """The positions of the jobs that run on a worker, now, and as expected at their ends: who ends first leads."""
-        return self._expected.outlook(worker_id, self._held.get(worker_id, ())).growths
+        return self._expected.outlook(worker_id, self._workers[worker_id].running.values()).growths
 
     def mean_length(self, worker_id: str) -> float:
         """The tokens that the jobs running on a worker are expected to end with, on average; 0.0 without any."""
-        return self._expected.outlook(worker_id, self._held.get(worker_id, ())).mean_length
+        return self._expected.outlook(worker_id, self._workers[worker_id].running.values()).mean_length
 
     def forecast(self) -> Forecast:
         """The forecast of what jobs will come to, by those that have ended."""
@@ -170,9 +163,8 @@ class JobQueue:
         if job := self._running.get(job_id):
             self._set_tokens(job, num_generated_tokens)
             self._expected.ended(job)
-            self._held[job.worker_id].discard(job_id)
-            self._expected.changed(job.worker_id)
-            self._unsealed[job.worker_id].add(job_id)
+            self._leave(job)
+            self._workers[job.worker_id].unsealed[job_id] = job
             self._set_ended(job, True)
 
     def finish(self, job_id: str, num_generated_tokens: int) -> None:
@@ -283,29 +275,29 @@ class JobQueue:
 
     def _first(self, worker_id: str, now: float, has_room: Callable[[QueuedJob], bool]) -> QueuedJob | None:
         """The waiting job that a worker should have next; nobody else's beside one that runs alone."""
-        if self._has_loner(worker_id):
+        own = self._workers[worker_id]
+        if any(job.runs_alone for job in own.running.values()):
             return None
         self._expected.order_anew(self._untouched)
-        has_neighbours = self.num_held_by(worker_id) + self.num_in_backlog_of(worker_id) > 0
-        return self._waiting.first(has_neighbours, now, self._groups[worker_id], has_room)
+        return self._waiting.first(own.num_to_run > 0, now, own.groups, has_room)
 
     def _hand_to(self, worker_id: str, job: QueuedJob) -> None:
         """Have a job wait no longer: it is a worker's."""
         self._waiting.take(job)
-        groups = self._groups[worker_id]
-        if job.prompt.group is not None and job.prompt.group not in groups:
-            groups.append(job.prompt.group)
+        own = self._workers[worker_id]
+        if job.prompt.group is not None and job.prompt.group not in own.groups:
+            own.groups.append(job.prompt.group)
         if job.seniority is None:
             job.seniority = next(self._seniorities)
         job.worker_id = worker_id
         if job.job_id not in self._touched:
             self._touched[job.job_id] = job
             self._num_tokens_left += job.num_left
-        self._left[worker_id] += job.num_left
+        own.num_left += job.num_left
         self._expected.count(job, is_there=True)
 
     def _run(self, job: QueuedJob) -> None:
-        self._held[job.worker_id].add(job.job_id)
+        self._workers[job.worker_id].running[job.job_id] = job
         self._running[job.job_id] = job
         self._expected.begun(job)
 
@@ -316,8 +308,10 @@ class JobQueue:
         self.most_tokens = max(self.most_tokens, job.entry.max_tokens)
         self._waiting.put(job)
 
-    def _has_loner(self, worker_id: str) -> bool:
-        return any(self._running[job_id].runs_alone for job_id in self._held.get(worker_id, ()))
+    def _leave(self, job: QueuedJob) -> None:
+        """Have a job no longer among those that run on its worker."""
+        self._workers[job.worker_id].running.pop(job.job_id, None)
+        self._expected.changed(job.worker_id)
 
     def _set_tokens(self, job: QueuedJob, num_generated_tokens: int) -> None:
         if num_generated_tokens == job.num_generated_tokens:
@@ -340,7 +334,7 @@ class JobQueue:
         change = job.num_left - num_left
         self._num_tokens_left += change
         if job.turn is None and change:
-            self._left[job.worker_id] += change
+            self._workers[job.worker_id].num_left += change
             self._expected.changed(job.worker_id)
 
     def _put_back(self, job: QueuedJob, not_before: float) -> None:
@@ -349,16 +343,15 @@ class JobQueue:
         self._waiting.put(job)
 
     def _take_back(self, job: QueuedJob) -> None:
-        job_id = job.job_id
+        job_id, own = job.job_id, self._workers[job.worker_id]
         if self._running.pop(job_id, None):
-            self._held[job.worker_id].discard(job_id)
-            self._expected.changed(job.worker_id)
+            self._leave(job)
         elif self._reserved.pop(job_id, None):
-            del self._backlogs[job.worker_id][job_id]
+            del own.reserve[job_id]
         else:
             return
         if job.has_ended:
-            self._unsealed[job.worker_id].discard(job_id)
+            del own.unsealed[job_id]
             self._set_ended(job, False)
-        self._left[job.worker_id] -= job.num_left
+        own.num_left -= job.num_left
         self._expected.count(job, is_there=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection
 from typing import NamedTuple
 
 from swiftbatch.scheduler.driver.expected_lengths import Forecast, LengthStatistics, RunningLengths, length_bucket_of
@@ -30,8 +30,8 @@ class WorkerOutlook(NamedTuple):
 class RemainingTokens:
     """Lengths that jobs are expected to reach, by those that have ended. They are kept up to date job by job."""
 
-    def __init__(self, lengths: LengthStatistics, running: Mapping[str, QueuedJob]) -> None:
-        """`lengths` are of ended jobs, `running` the jobs that run by their ids, as they come and go."""
+    def __init__(self, lengths: LengthStatistics, running: Collection[str]) -> None:
+        """`lengths` are of ended jobs, `running` the ids of jobs that run, as they come and go."""
         self._lengths, self._running = lengths, running
         self._living = RunningLengths()  # those that workers have, in reserve as well, and whose end no worker has seen
         self._known: Forecast | None = None
@@ -47,11 +47,10 @@ class RemainingTokens:
             self._outlooks.clear()
         return self._known
 
-    def outlook(self, worker_id: str, job_ids: Iterable[str]) -> WorkerOutlook:
+    def outlook(self, worker_id: str, jobs: Collection[QueuedJob]) -> WorkerOutlook:
         """The expected growth of the running jobs of a worker."""
         forecast = self.forecast()
         if (found := self._outlooks.get(worker_id)) is None:
-            jobs = [self._running[job_id] for job_id in job_ids]
             growths = [job.growth(forecast) for job in jobs]
             num_tokens = sum(each.end for each in growths) - sum(job.entry.num_prompt_tokens for job in jobs)
             found = WorkerOutlook(sorted(growths, key=_left), num_tokens / max(1, len(jobs)))

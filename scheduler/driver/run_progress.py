@@ -76,7 +76,7 @@ class ProgressCounter:
             pid=info.pid,
             node_id=info.node_id,
             numerics=info.numerics,
-            jobs=tuple(job.name for job in self._context.queue.held_by(worker.id)),
+            jobs=tuple(job.name for _, job in sorted(self._context.queue.of(worker.id).running.items())),
             metrics_address=info.metrics_address,
             tokens_per_second=round(worker.speed.tokens_per_second(now), 2),
             last_checkpoint=None if counters is None else counters.last_checkpoint,

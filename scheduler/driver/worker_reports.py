@@ -76,7 +76,7 @@ class AttemptSettlement:
 
     def begin_found(self, worker: Worker) -> None:
         """Note which jobs of a lost worker's reserve had begun: those whose attempts have left files."""
-        job_ids = [job.job_id for job in self._queue.backlog_of(worker.id)]
+        job_ids = list(self._queue.of(worker.id).reserve)
         if not job_ids:
             return
         with ThreadPoolExecutor(NUM_READERS) as pool:
@@ -90,7 +90,7 @@ class AttemptSettlement:
         None is blamed, but none waits in a reserve again: one that ends its worker at its very beginning would never
         be known.
         """
-        for job in self._queue.backlog_of(worker.id):
+        for job in list(self._queue.of(worker.id).reserve.values()):
             if self._still_to_do(job.job_id):
                 job.is_suspect |= not is_unblamed
                 self._queue.release(job.job_id)
@@ -119,8 +119,8 @@ class AttemptSettlement:
         """Cancel those of a worker's jobs that are to be cancelled, and have it drop them."""
         if not self._cancelling:
             return
-        jobs = [*self._queue.held_by(worker.id), *self._queue.backlog_of(worker.id)]
-        cancelled = self._cancelling.intersection(job.job_id for job in jobs)
+        own = self._queue.of(worker.id)
+        cancelled = self._cancelling.intersection({*own.running, *own.reserve})
         self._cancel(cancelled)
         worker.cancel(cancelled)
 
@@ -191,7 +191,7 @@ class ReportIntake:
             case Lost(worker, reason, message):
                 if reason == STORE_FAILED and worker.drain_reason is None:
                     raise StoreError(message)
-                if self._left_by(worker) or self._queue.backlog_of(worker.id):
+                if self._left_by(worker) or self._queue.of(worker.id).reserve:
                     self._reading.append((self._pool.submit(self._logs.found, [worker.id]), event))
                 else:
                     self._take_in_loss(worker, reason, message)
@@ -261,7 +261,7 @@ class ReportIntake:
 
     def _count_fitting(self, worker: Worker, report: WorkReport) -> None:
         """Note how many jobs a worker holds where its memory has run out, until one of them has left."""
-        num_held = self._queue.num_held_by(worker.id)
+        num_held = len(self._queue.of(worker.id).running)
         if report.of("evicted"):
             worker.num_fitting = num_held
         elif worker.num_fitting is not None and (report.of("ended") or num_held < worker.num_fitting):
@@ -273,8 +273,8 @@ class ReportIntake:
             self._display.note(WorkerStopping(worker.id, reason))
         for job in self._left_by(worker):
             self._settlement.release(job.job_id, reason)
-        for job in self._queue.backlog_of(worker.id):
-            self._settlement.take_back(job.job_id)
+        for job_id in list(self._queue.of(worker.id).reserve):
+            self._settlement.take_back(job_id)
         self._fleet.retire(worker)
 
     def _take_in_loss(self, worker: Worker, reason: str, message: str) -> None:
@@ -292,6 +292,7 @@ class ReportIntake:
 
     def _left_by(self, worker: Worker) -> list[QueuedJob]:
         """The jobs that a worker leaves unfinished, now that it is gone; its reserve may have results, too."""
-        left = [*self._queue.held_by(worker.id), *self._queue.unsealed_by(worker.id)]
-        self._settlement.take_results(job.job_id for job in (*left, *self._queue.backlog_of(worker.id)))
-        return [job for job in left if self._queue.find(job.job_id) is not None]
+        own = self._queue.of(worker.id)
+        left = [*sorted(own.running), *sorted(own.unsealed)]
+        self._settlement.take_results([*left, *own.reserve])
+        return [job for job_id in left if (job := self._queue.find(job_id))]
