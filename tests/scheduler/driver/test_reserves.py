@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import load_queue
 from swiftbatch.scheduler.driver.worker_fleet import Lost, Reported, Worker
 from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
-from swiftbatch.worker.session.work_messages import JobOutcome, Orders, WorkReport
+from swiftbatch.worker.session.work_messages import JobOutcome, Orders, OutcomeKind, WorkReport
 from tests.scheduler.driver.driver_parts import RecordingDisplay, job_id, make_context, make_run
 from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel
 
@@ -110,6 +111,30 @@ def test_an_attempt_counts_once_its_worker_has_begun_it(parts: Parts) -> None:
     assert parts.attempts.begin(parts.c) == (number, 1)  # nobody has used it
     assert not sum(parts.context.counters.num_preemptions.values())
     assert not any("goes back" in note for note in parts.display.notes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "preemption"),
+    [
+        ("running", "running", None),
+        ("ended", "running", None),
+        ("finished", "finished", None),
+        ("failed", "pending", "attempt_failed"),
+        ("refused", "failed", None),
+        ("released", "pending", "migrated"),
+        ("evicted", "pending", "memory_full"),
+        ("unbegun", "pending", None),
+    ],
+)
+def test_each_outcome_of_a_job_has_its_end_and_all_but_one_tell_that_it_has_begun(
+    parts: Parts, kind: OutcomeKind, state: str, preemption: str | None
+) -> None:
+    before = Counter(parts.queue.counts())
+    parts.report(JobOutcome(kind, parts.b, 3, "why", "too_long"))
+    assert Counter(parts.queue.counts()) - before == ({} if state == "pending" else {state: 1})
+    assert parts.queue.num_waiting == (state == "pending")
+    assert parts.context.counters.num_preemptions == (Counter() if preemption is None else Counter({preemption: 1}))
+    assert parts.attempts.count(parts.b) == (kind not in ("unbegun", "finished"))  # of a finished job none is counted
 
 
 def test_of_a_lost_worker_s_reserve_those_are_blamed_that_have_left_files(parts: Parts) -> None:
