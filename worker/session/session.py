@@ -162,7 +162,12 @@ class WorkerSession:
             self.engine.replace(again)
             job.sequence = again
             return
-        self._finish(job)
+        may_go_on = may_be_extended(job.sequence, job.thinking)
+        is_kept = self._config.keep_state and may_go_on
+        if is_kept:
+            self._checkpointing.keep(job, self._config.grace_seconds)
+        self._drop([job.job_id])
+        self._report.outcomes.append(self._finish(job, may_go_on, is_kept))
 
     def _reported(self, finished: list[JobOutcome]) -> WorkReport:
         """Return what the slice has come to; of jobs whose results are there nobody needs token logs any more."""
@@ -328,37 +333,31 @@ class WorkerSession:
         self.engine.replace(again)
         job.sequence = again
 
-    def _finish(self, job: RunningJob) -> None:
-        """Let a job leave that has ended, and have its result written; an overtaken attempt writes nothing.
+    def _finish(self, job: RunningJob, may_go_on: bool, is_kept: bool) -> JobOutcome:
+        """Have the result of a job written that has ended; an attempt that finds itself overtaken writes nothing.
 
-        A job that has ended before anything of it was to be written asks for no file: if its worker was given up
-        meanwhile, there are two results some day, and either counts.
+        With more tokens it `may_go_on` some day; its checkpoints stay if it `is_kept`. A job that has ended before
+        anything of it was to be written asks for no file: if its worker was given up meanwhile, there are two results
+        some day, and either counts.
         """
-        sequence, may_go_on = job.sequence, may_be_extended(job.sequence, job.thinking)
-        is_kept = self._config.keep_state and may_go_on
-        if is_kept:
-            self._checkpointing.keep(job, self._config.grace_seconds)
-        self._drop([job.job_id])
+        sequence = job.sequence
         if sequence.error is not None:
-            self._report.outcomes.append(job.outcome("refused", sequence.error, sequence.error_code or NOT_FINITE))
-            return
+            return job.outcome("refused", sequence.error, sequence.error_code or NOT_FINITE)
         is_known = job.has_files or job.num_logged_tokens > 0
         attempts = job.history(self._checkpoints.history(job.job_id) if is_known else ())
         newest = max(attempts, key=lambda each: each.number)
         if newest.number > job.assignment.attempt:
             self.engine.counters.num_stale_attempt_rejections += 1
             self._checkpointing.forget([job.job_id])
-            reason = f"attempt {job.start.attempt} was overtaken by attempt {newest.attempt}"
-            self._report.outcomes.append(job.outcome("failed", reason))
-            return
+            return job.outcome("failed", f"attempt {job.start.attempt} was overtaken by attempt {newest.attempt}")
         if may_go_on:  # before its result says that it is there
             log = TokenLog(sequence.output_ids.astype("uint32"), sequence.rewinds)
             self._kept_logs.write(job.job_id, log, sequence.kept_logprobs)
         line = self._result_line(job, attempts)
         self._sealing.add(SealedResult.of(job.job_id, line), clears=job.has_files and not is_kept)
-        self._report.outcomes.append(job.outcome("ended"))
         seconds, reason = time.monotonic() - job.started, sequence.finish_reason or ""
         self.engine.counters.count_finished(reason, seconds, sequence.num_generated_tokens)
+        return job.outcome("ended")
 
     def _result_line(self, job: RunningJob, attempts: list[AttemptRecord]) -> dict[str, Any]:
         record, output_ids = job.assignment.record, job.sequence.output_ids.astype("uint32")
