@@ -19,7 +19,7 @@ from bench.peak_memory import peak_bytes, reset_peak
 from bench.tables import new_table
 from swiftbatch.jobs.checkpoints.checkpoint_files import ResumeRecord
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.job import Job, JobRecord, SentJob, packed
+from swiftbatch.jobs.job import Job, JobRecord, packed
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunManifest
@@ -86,7 +86,7 @@ class BenchWorker:
         self._session = WorkerSession(config, str(folder), "bench")
         self._checkpoints = CheckpointStore.of(run)
         attempt = max(self._checkpoints.attempts(JOB_ID), default=0) + 1
-        self._orders = Orders((Assignment(SentJob.of(record), attempt, num_attempts=attempt),))
+        self._orders = Orders((Assignment.of(record, attempt, num_attempts=attempt),))
         self.num_tokens = 0
 
     @property
@@ -120,11 +120,11 @@ class BenchWorker:
 
     def _work(self, seconds: float) -> None:
         report = self._session.work(self._orders, seconds)
-        if not report.progress:
-            reasons = [*(words for _, words in report.failed), *(words for *_, words in report.refused)]
+        if not report.of("running"):
+            reasons = [outcome.reason for outcome in report.of("failed", "refused")]
             ended = "; ".join(reasons) or "take other positions"
             raise BenchError(f"the job ended while it was measured: {ended}")
-        [progress] = report.progress
+        [progress] = report.of("running")
         self._orders = Orders()
         self.num_tokens = progress.num_generated_tokens
 

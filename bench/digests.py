@@ -36,7 +36,7 @@ import numpy as np
 
 from bench.surface import surface
 from bench.variants import BY_NAME
-from swiftbatch.jobs.job import SentJob, unpacked
+from swiftbatch.jobs.job import unpacked
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
@@ -187,7 +187,7 @@ class Bench:
         put_logs_in_place(run)
         ended, _ = run.ended()
         given = [
-            Assignment(SentJob.of(record), attempt, attempt)
+            Assignment.of(record, attempt, attempt)
             for record in self.records
             if record.job_id not in ended and (ids is None or record.job_id in ids)
         ]
@@ -199,10 +199,10 @@ class Bench:
         while left:
             report = worker.work(orders, seconds)
             orders = Orders(num_slots=orders.num_slots)
-            if refused := (*report.failed, *report.refused):
+            if refused := report.of("failed", "refused"):
                 raise RuntimeError(f"{refused}")
-            left -= len(report.finished)
-            if report.progress and fmean(each.num_generated_tokens for each in report.progress) >= most:
+            left -= len(report.of("finished"))
+            if report.of("running") and fmean(each.num_generated_tokens for each in report.of("running")) >= most:
                 return
 
     def _cells(self, run: Run, place: str) -> Cells:

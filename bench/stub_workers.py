@@ -16,9 +16,10 @@ from typing import Any
 from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_code import Code
-from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
 
 TOKENS_PER_SECOND = 200.0  # of each job
+ENDS: tuple[OutcomeKind, ...] = ("ended", "finished")
 COUNTERS_SECONDS = 2.0  # between two reports with counters, as of real workers
 NUM_POSITIONS = 10_000_000  # that each worker's machine has room for
 
@@ -107,8 +108,9 @@ class StubWorker:
 
     def _work(self, orders: Orders, seconds: float) -> Call:
         now = self.calls.clock.now()
-        released = self._given_back(orders.released, now)
-        unbegun = tuple(job_id for job_id in orders.recalled if self._backlog.pop(job_id, None))
+        outcomes = self._given_back(orders.released, now)
+        recalled = [job_id for job_id in orders.recalled if self._backlog.pop(job_id, None)]
+        outcomes += [JobOutcome("unbegun", job_id) for job_id in recalled]
         for job_id in orders.cancelled:
             self._jobs.pop(job_id, None)
             self._backlog.pop(job_id, None)
@@ -116,42 +118,33 @@ class StubWorker:
         self._backlog |= {each.job_id: each for each in orders.reserve}
         for assignment in orders.assignments:
             self._begin(assignment, now)
-        end, ended, begun = self._run(now, now + seconds, goes_on=orders.seals)
-        finished = tuple(JobProgress(job.job_id, job.most) for job in ended)
+        end, ended = self._run(now, now + seconds, goes_on=orders.seals)
+        outcomes += [JobOutcome(kind, job.job_id, job.most) for job in ended for kind in ENDS]
+        outcomes += [JobOutcome("running", job.job_id, job.tokens(end)) for job in self._jobs.values()]
         job_seconds = sum(end - max(now, job.begin) for job in self._jobs.values())
         job_seconds += sum(job.end - max(now, job.begin) for job in ended)
-        report = WorkReport(
-            progress=tuple(JobProgress(job.job_id, job.tokens(end)) for job in self._jobs.values()),
-            finished=finished,
-            num_generated_tokens=int(job_seconds * TOKENS_PER_SECOND),
-            released=released,
-            counters=self._due_counters(now),
-            ended=finished,
-            begun=begun,
-            unbegun=unbegun,
-            num_jobs=job_seconds / max(end - now, 1e-9),
-        )
-        self.calls.num_finished += len(finished)
+        num_tokens, num_steps = (int(each * TOKENS_PER_SECOND) for each in (job_seconds, end - now))
+        counters = self._due_counters(now)
+        report = WorkReport(outcomes, num_tokens, counters=counters, num_steps=num_steps, num_job_steps=num_tokens)
+        self.calls.num_finished += len(ended)
         return self.calls.after(end - now, report)
 
-    def _run(self, now: float, deadline: float, *, goes_on: bool) -> tuple[float, list[StubJob], tuple[str, ...]]:
+    def _run(self, now: float, deadline: float, *, goes_on: bool) -> tuple[float, list[StubJob]]:
         """Let jobs end and begin as a worker does until its slice is over; returns when that is."""
-        ended, begun = list[StubJob](), list[str]()
-        self._refill(now, begun)
+        ended = list[StubJob]()
+        self._refill(now)
         most_jobs = len(self._jobs)
         while self._jobs and (job := min(self._jobs.values(), key=lambda job: job.end)).end <= deadline:
             now = max(now, job.end)
             ended.append(self._jobs.pop(job.job_id))
-            self._refill(now, begun)
+            self._refill(now)
             if not goes_on and 2 * len(self._jobs) <= most_jobs:
-                return now, ended, tuple(begun)
-        return deadline if self._jobs else now, ended, tuple(begun)
+                return now, ended
+        return deadline if self._jobs else now, ended
 
-    def _refill(self, now: float, begun: list[str]) -> None:
+    def _refill(self, now: float) -> None:
         while self._backlog and len(self._jobs) < self._num_slots:
-            assignment = self._backlog.pop(next(iter(self._backlog)))
-            begun.append(assignment.job_id)
-            self._begin(assignment, now)
+            self._begin(self._backlog.pop(next(iter(self._backlog))), now)
 
     def _begin(self, assignment: Assignment, now: float) -> None:
         record = assignment.record
@@ -165,13 +158,14 @@ class StubWorker:
         return self._counters
 
     def _drain(self, seconds: float) -> Call:
-        released = self._given_back(list(self._jobs), self.calls.clock.now())
-        unbegun, self._backlog = tuple(self._backlog), {}
-        return self.calls.after(0.0, WorkReport(released=released, unbegun=unbegun, is_draining=True))
+        outcomes = self._given_back(list(self._jobs), self.calls.clock.now())
+        outcomes += [JobOutcome("unbegun", job_id) for job_id in self._backlog]
+        self._backlog = {}
+        return self.calls.after(0.0, WorkReport(outcomes, is_draining=True))
 
-    def _given_back(self, job_ids: Iterable[str], now: float) -> tuple[JobProgress, ...]:
+    def _given_back(self, job_ids: Iterable[str], now: float) -> list[JobOutcome]:
         jobs = [self._jobs.pop(job_id) for job_id in job_ids if job_id in self._jobs]
-        return tuple(JobProgress(job.job_id, job.tokens(now)) for job in jobs)
+        return [JobOutcome("released", job.job_id, job.tokens(now)) for job in jobs]
 
 
 class StubCalls:

@@ -132,27 +132,15 @@ class JobRecord:
         """Positions that it needs if it runs to its `max_tokens`."""
         return self.num_prompt_tokens + self.job.sampling.max_tokens
 
-
-@dataclass(frozen=True)
-class SentJob:
-    """A job on its way to a worker, as it lies in its table: the driver reads none of it.
-
-    `body` is the job as JSON, which has no line end, `last_marker` and `prompt_token_ids`, with a line end in between.
-    """
-
-    job_id: str
-    line_number: int
-    num_prompt_tokens: int
-    body: bytes
+    @property
+    def body(self) -> bytes:
+        """The job as JSON, which has no line end, `last_marker` and `prompt_token_ids`, with a line end in between."""
+        parts = self.job.model_dump_json().encode(), (self.last_marker or "").encode(), self.prompt_token_ids
+        return LINE_END.join(parts)
 
     @classmethod
-    def of(cls, record: JobRecord) -> Self:
-        parts = record.job.model_dump_json().encode(), (record.last_marker or "").encode(), record.prompt_token_ids
-        return cls(record.job_id, record.line_number, record.num_prompt_tokens, LINE_END.join(parts))
-
-    def read(self) -> JobRecord:
-        """The whole of the job."""
-        job, marker, token_ids = self.body.split(LINE_END, 2)
+    def of_body(cls, job_id: str, line_number: int, num_prompt_tokens: int, body: bytes) -> Self:
+        """Read what a worker needs of a job."""
+        job, marker, token_ids = body.split(LINE_END, 2)
         prompt = {"prompt_token_ids": token_ids, "last_marker": marker.decode() or None}
-        read = Job.model_validate_json(job)
-        return JobRecord(self.job_id, read, self.line_number, self.num_prompt_tokens, **prompt)  # type: ignore[arg-type]
+        return cls(job_id, Job.model_validate_json(job), line_number, num_prompt_tokens, **prompt)  # type: ignore[arg-type]

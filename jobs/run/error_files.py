@@ -30,6 +30,7 @@ class LinePlace(NamedTuple):
     path: str
     start: int = 0
     length: int | None = None  # None for a whole file
+    num_tokens: int = 0  # of a result in a segment
 
     @property
     def name(self) -> str:

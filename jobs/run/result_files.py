@@ -49,36 +49,30 @@ class SealedResult(NamedTuple):
         return cls(job_id, num_completion_tokens(line), sealed(dump_line(line)[:-1]))
 
 
-class ResultEntry(NamedTuple):
-    """The place of a result in its segment."""
+Row = tuple[str, int, int, int]
+"""A result in the index of its segment: the job's id, the start and the length of its line, and its tokens."""
 
-    job_id: str
-    start: int
-    length: int
-    num_tokens: int
+LENGTH, NUM_TOKENS = 1, 2  # in a row behind the id
 
 
 @dataclass(frozen=True)
 class SegmentIndex:
-    """The index of a segment in few bytes: three `numbers` a job, which are its `ResultEntry` without the id."""
+    """The index of the segment at a path in few bytes: three `numbers` a job, which are its row without the id."""
 
+    path: str
     job_ids: list[str]
     numbers: array[int]
 
     @classmethod
-    def of(cls, entries: Iterable[ResultEntry]) -> SegmentIndex:
-        rows = list(entries)
-        return cls([row[0] for row in rows], array("q", [number for row in rows for number in row[1:]]))
+    def of(cls, path: str, index: Iterable[Row]) -> SegmentIndex:
+        rows = list(index)
+        return cls(path, [row[0] for row in rows], array("q", [number for row in rows for number in row[1:]]))
 
-    def entry(self, row: int) -> ResultEntry:
-        return ResultEntry(self.job_ids[row], *self.numbers[3 * row : 3 * row + 3])
+    def place(self, row: int) -> LinePlace:
+        return LinePlace(self.job_ids[row], self.path, *self.numbers[3 * row : 3 * row + 3])
 
-    def place(self, row: int) -> tuple[int, int]:
-        """The start and the length of an entry, without the rest: a million are looked up."""
-        return self.numbers[3 * row], self.numbers[3 * row + 1]
-
-    def entries(self) -> Iterator[ResultEntry]:
-        return (self.entry(row) for row in range(len(self.job_ids)))
+    def places(self) -> Iterator[LinePlace]:
+        return map(self.place, range(len(self.job_ids)))
 
 
 class _LastLine(Strict):
@@ -88,22 +82,22 @@ class _LastLine(Strict):
 
 
 class _Index(Strict):
-    index: list[tuple[str, Number, Number, Number]]  # as `ResultEntry`
+    index: list[tuple[str, Number, Number, Number]]
 
 
 def encode_segment(results: Iterable[SealedResult], fingerprint: str) -> bytes:
     """The file of some results, of a run with this fingerprint."""
-    entries, lines, start = [], [], 0
+    rows, lines, start = list[Row](), [], 0
     for result in results:
-        entries.append(ResultEntry(result.job_id, start, len(result.line), result.num_tokens))
+        rows.append((result.job_id, start, len(result.line), result.num_tokens))
         lines.append(result.line)
         start += len(result.line)
-    index = dump_line({"index": entries})
+    index = dump_line({"index": rows})
     last = _LastLine(fingerprint=fingerprint, index_start=start, index_sha256=hashlib.sha256(index).hexdigest())
     return b"".join([*lines, index, sealed(last.model_dump_json().encode())])
 
 
-def read_index(read: ReadPart, size: int, fingerprint: str | None) -> SegmentIndex:
+def read_index(read: ReadPart, size: int, fingerprint: str | None) -> Iterable[Row]:
     """Find the places of all results of a segment of so many bytes; only its end is read.
 
     Raises ValueError where they can't be found so, and for a segment of another run; `fingerprint` None fits all.
@@ -118,7 +112,7 @@ def read_index(read: ReadPart, size: int, fingerprint: str | None) -> SegmentInd
     index = tail[-missing:end] if missing <= 0 else read(last.index_start, missing) + tail[:end]
     if hashlib.sha256(index).hexdigest() != last.index_sha256:
         raise ValueError("found an index that does not match its checksum")
-    return SegmentIndex.of(ResultEntry(*row) for row in _parsed(_Index, index).index)
+    return _parsed(_Index, index).index
 
 
 def _last_line(data: bytes) -> _LastLine:
@@ -135,7 +129,7 @@ def _parsed(model: type[Part], text: bytes) -> Part:
         raise ValueError(reasons(error, model)) from None
 
 
-def found_lines(data: bytes, fingerprint: str | None) -> Iterator[ResultEntry]:
+def found_lines(data: bytes, fingerprint: str | None) -> Iterator[Row]:
     """The places of all whole results in a segment whose index can't be used."""
     start = 0
     for line in data.splitlines(keepends=True):
@@ -143,22 +137,26 @@ def found_lines(data: bytes, fingerprint: str | None) -> Iterator[ResultEntry]:
             if (text := unsealed(line)) is not None:
                 job_id = _job_of(text)
                 num_tokens = num_completion_tokens(parse_line(text, job_id, fingerprint))
-                yield ResultEntry(job_id, start, len(line), num_tokens)
+                yield job_id, start, len(line), num_tokens
         except (ValueError, RecursionError):
             pass
         start += len(line)
 
 
-def is_whole(data: bytes, entry: ResultEntry) -> bool:
+def is_whole(data: bytes, place: LinePlace) -> bool:
     """Tell whether a result in a segment is as it was written, and of the job that the index names."""
     try:
-        text = unsealed(data[entry.start : entry.start + entry.length])
+        text = unsealed(_line_at(data, place))
         if text is None:
             return False
-        begins_as_expected = text.startswith(f'{{"id": "{line_id(entry.job_id)}"'.encode())  # parsing costs far more
-        return begins_as_expected or _job_of(text) == entry.job_id
+        begins_as_expected = text.startswith(f'{{"id": "{line_id(place.job_id)}"'.encode())  # parsing costs far more
+        return begins_as_expected or _job_of(text) == place.job_id
     except (ValueError, RecursionError):
         return False
+
+
+def _line_at(data: bytes, place: LinePlace) -> bytes:
+    return data[place.start : place.start + (place.length or 0)]
 
 
 def _job_of(text: bytes) -> str:
@@ -196,7 +194,7 @@ class ResultFiles:
     def sizes(self) -> dict[str, int]:
         """The jobs that have a result, with its bytes."""
         self._look()
-        return self._numbers("length")
+        return self._numbers(LENGTH)
 
     def job_ids(self) -> Container[str]:
         """The jobs that have a result; those found later may be among them."""
@@ -219,7 +217,7 @@ class ResultFiles:
         """The place of a job's line as far as it was found."""
         number, row = divmod(self._places.get(job_id, -1), ROWS)
         index = None if number < 0 else self._segments.get(self._paths[number])
-        return None if index is None else LinePlace(job_id, self._paths[number], *index.place(row))
+        return None if index is None else index.place(row)
 
     def elsewhere(self, place: LinePlace) -> Iterator[LinePlace]:
         """The other places that may have a job's result, for the few whose line in a segment is damaged."""
@@ -227,7 +225,7 @@ class ResultFiles:
             return
         for path, index in list(self._segments.items()):
             if path != place.path and place.job_id in index.job_ids:
-                yield LinePlace(place.job_id, path, *index.place(index.job_ids.index(place.job_id)))
+                yield index.place(index.job_ids.index(place.job_id))
 
     def data(self, place: LinePlace) -> bytes | None:
         """The bytes at a place of an output line, one of many that are asked for in any order."""
@@ -239,15 +237,15 @@ class ResultFiles:
         self._look()
         paths = list(self._segments)
         with ThreadPoolExecutor(NUM_READERS) as pool:
-            for path, entries in zip(paths, pool.map(self._whole_of, paths), strict=True):
-                if entries is None:
+            for path, rows in zip(paths, pool.map(self._whole_of, paths), strict=True):
+                if rows is None:
                     continue
-                lost = set(self._segments[path].job_ids).difference(entry.job_id for entry in entries)
+                lost = set(self._segments[path].job_ids).difference(job_id for job_id, *_ in rows)
                 for name in [f"{path}/{job_id}" for job_id in lost] or [path]:
                     self._damaged[name] = self._broken[path] = NOT_WHOLE
-                self._segments[path] = SegmentIndex.of(entries)
+                self._segments[path] = SegmentIndex.of(path, rows)
                 self._place_all()
-        return self._numbers("num_tokens")
+        return self._numbers(NUM_TOKENS)
 
     def set_damaged_aside(self) -> list[tuple[str, str, str]]:
         """Make room where results are damaged: the old path, what is wrong, and where it is now.
@@ -259,9 +257,8 @@ class ResultFiles:
             name = path.rpartition("/")[2].removesuffix(SUFFIX)
             aside = f"{DAMAGED}/results/{name}.{token_hex(4)}{SUFFIX}"
             data, index = self._store.read(path) or b"", self._segments[path]
-            parts = [(each, data[each.start : each.start + each.length]) for each in index.entries()]
-            if parts:
-                results = [SealedResult(each.job_id, each.num_tokens, part) for each, part in parts]
+            results = [SealedResult(at.job_id, at.num_tokens, _line_at(data, at)) for at in index.places()]
+            if results:
                 self.write_segment(f"kept-{token_hex(8)}", results)
             if self._store.move(path, aside):
                 moved.append((path, problem, aside))
@@ -298,26 +295,26 @@ class ResultFiles:
         for row, job_id in enumerate(self._segments[path].job_ids):
             places.setdefault(job_id, first + row)
 
-    def _numbers(self, column: str) -> dict[str, int]:
+    def _numbers(self, column: int) -> dict[str, int]:
         """A number of each result that is known, by job id."""
-        of_entry = ResultEntry._fields.index(column) - 1
         indexes = list(self._segments.values())
-        pairs = (zip(each.job_ids, each.numbers[of_entry::3], strict=True) for each in indexes)
+        pairs = (zip(each.job_ids, each.numbers[column::3], strict=True) for each in indexes)
         return dict(chain.from_iterable(pairs))
 
     def _index(self, path: str, size: int | None) -> SegmentIndex:
         try:
             if not size:
                 raise ValueError(NO_FILE if size is None else "found an empty file")
-            return read_index(lambda start, n: self._store.read_part(path, start, n) or b"", size, self._fingerprint)
+            rows = read_index(lambda start, n: self._store.read_part(path, start, n) or b"", size, self._fingerprint)
         except ValueError as error:
             self._damaged[path] = self._broken[path] = " ".join(str(error).split())
-            return SegmentIndex.of(found_lines(self._store.read(path) or b"", self._fingerprint))
+            rows = found_lines(self._store.read(path) or b"", self._fingerprint)
+        return SegmentIndex.of(path, rows)
 
-    def _whole_of(self, path: str) -> list[ResultEntry] | None:
+    def _whole_of(self, path: str) -> list[Row] | None:
         """The results that are in a segment as their lines say; None where all are as its index says."""
         data = self._store.read(path) or b""
-        is_as_said = all(is_whole(data, entry) for entry in self._segments[path].entries())
+        is_as_said = all(is_whole(data, place) for place in self._segments[path].places())
         return None if is_as_said else list(found_lines(data, self._fingerprint))
 
     def _parsed(self, place: LinePlace, data: bytes | None) -> dict[str, Any] | None:

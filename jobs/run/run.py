@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import tee
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.input.rejects import Reject, Rejects
 from swiftbatch.jobs.job import JobRecord
@@ -33,14 +34,6 @@ REJECTS = "rejects.jsonl"
 PROGRESS = "progress.json"
 CANCEL_RUN = "cancel/run.json"
 CANCEL_JOBS = "cancel/jobs"
-
-
-class EndedJob(NamedTuple):
-    """A job that has ended: its row in an index, the code of its error, None if it finished, and its tokens."""
-
-    row: int
-    error_code: str | None
-    num_tokens: int
 
 
 class Run(RunJobs):
@@ -178,22 +171,26 @@ class Run(RunJobs):
         """The ids of the jobs with a result, of which no copy is made."""
         return self._results.job_ids()
 
-    def ended_jobs(self, index: JobIndex) -> Iterator[EndedJob]:
-        """The jobs of an index that have a result or an error which can be read; results in segments are not parsed."""
+    def ended_jobs(self, index: JobIndex) -> tuple[array[int], dict[int, str]]:
+        """The rows of an index whose jobs have finished, each with its tokens, and the error codes of others by row.
+
+        What can't be read is left out. Results in segments are not parsed.
+        """
         whole = self._results.whole()
         finished, failed = self.ended()
-        others: list[tuple[int, str]] = []
+        rows, codes, others = array("q"), dict[int, str](), list[tuple[int, str]]()
         for row, job_id in enumerate(index.job_ids()):
             if job_id in whole:
-                yield EndedJob(row, None, whole[job_id])
+                rows.extend((row, whole[job_id]))
             elif job_id in finished or job_id in failed:
                 others.append((row, job_id))
         places = (self._place(job_id, finished) for _, job_id in others)
         for (row, _), line in zip(others, self._read_places(places), strict=True):
             if line is not None and line["error"] is None:
-                yield EndedJob(row, None, num_completion_tokens(line))
+                rows.extend((row, num_completion_tokens(line)))
             elif line is not None:
-                yield EndedJob(row, line["error"]["code"], 0)
+                codes[row] = line["error"]["code"]
+        return rows, codes
 
     def joined_lines(self) -> Iterator[dict[str, Any]]:
         """The output lines so far, one for each input line, in input order; see `jobs.run.output_line`.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, BinaryIO
 from weakref import finalize
 
-from swiftbatch.jobs.job import LINE_END, JobRecord, SentJob
+from swiftbatch.jobs.job import LINE_END, JobRecord
 from swiftbatch.jobs.run import job_table
 from swiftbatch.jobs.run.job_table import lineages, longest_job, picked, read_parts, read_records
 from swiftbatch.jobs.run.run_records import RunManifest
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-    from swiftbatch.jobs.run.job_index import JobEntry, JobIndex
+    from swiftbatch.jobs.run.job_index import JobIndex
 
 
 BODY = ("job", "last_marker", "prompt_token_ids")
@@ -39,14 +39,13 @@ class JobBodies:
             sizes = [_write(self._file, part) for part in _at(parts, places)]
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([places[:0], *sizes]))])
 
-    def sent(self, entry: JobEntry) -> SentJob:
-        """The whole of a job, for a worker. Raises StoreError."""
-        row = entry.place - self._first if self._is_gapless else int(self._places.searchsorted(entry.place))
+    def at(self, place: int) -> bytes:
+        """The body of the job at a place. Raises StoreError."""
+        row = place - self._first if self._is_gapless else int(self._places.searchsorted(place))
         start, end = self._starts[row : row + 2].tolist()
         with told_of_room():
             self._file.seek(start)
-            body = self._file.read(end - start)
-        return SentJob(entry.job_id, entry.line_number, entry.num_prompt_tokens, body)
+            return self._file.read(end - start)
 
 
 def _at(parts: Iterator[pa.Table], places: NDArray[np.int64]) -> Iterator[pa.Table]:
@@ -57,7 +56,7 @@ def _at(parts: Iterator[pa.Table], places: NDArray[np.int64]) -> Iterator[pa.Tab
 
 
 def _write(file: BinaryIO, part: pa.Table) -> NDArray[np.int64]:
-    """Write the bodies of a part's jobs, as `SentJob` has them, one behind the other; returns the bytes of each."""
+    """Write the bodies of a part's jobs, as `JobRecord.body`, one behind the other; returns the bytes of each."""
     import numpy as np
     import pyarrow as pa
     from pyarrow import compute

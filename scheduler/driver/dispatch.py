@@ -10,10 +10,10 @@ from functools import partial
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
-from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.scheduler.display.events import JobStarted
 from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.load_balancing import EndPlan, LastJobs, LoadBalancer
+from swiftbatch.scheduler.driver.waiting_jobs import QueuedJob
 from swiftbatch.scheduler.driver.worker_fleet import Worker, slice_seconds
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
 from swiftbatch.worker.kv.kv_capacity import PAGE, ROOM_BEHIND, Growth, has_window_pages, most_pages
@@ -156,68 +156,67 @@ class Dispatcher:
     def _order_move(self, now: float) -> None:
         """Let workers with several jobs hand some over to a worker without any: first those that have not begun."""
         ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
-        num_held = [self._queue.num_held_by(worker.id) + self._queue.num_in_backlog_of(worker.id) for worker in ready]
+        num_held = [self._queue.of(worker.id).num_to_run for worker in ready]
         if all(num_held) or any(worker.orders.released or worker.orders.recalled for worker in ready):
             return  # nobody is without, or one is on its way
         if self._queue.num_in_backlog:
             for worker in ready:
-                worker.recall(entry.job_id for entry in self._queue.backlog_of(worker.id))
+                worker.recall(self._queue.of(worker.id).reserve)
             return
         job_speed = self._fleet.speed.tokens_per_second(now) / max(1, sum(num_held))
         movable = [
-            (num_left, worker, entry.job_id)
+            (num_left, worker, job.job_id)
             for worker, num_jobs in zip(ready, num_held, strict=True)
             if num_jobs > 1
-            for entry in self._queue.held_by(worker.id)
-            if (num_left := self._num_left_to_move(entry)) > job_speed * MIN_MOVE_SECONDS > 0
+            for _, job in sorted(self._queue.of(worker.id).running.items())
+            if (num_left := _num_left_to_move(job)) > job_speed * MIN_MOVE_SECONDS > 0
         ]
         if movable:
-            _, worker, job_id = max(movable, key=lambda entry: entry[0])
+            _, worker, job_id = max(movable, key=lambda each: each[0])
             worker.ask_back(job_id)
 
     def _end(self, worker: Worker) -> None:
-        queue = self._queue
-        if queue.num_held_by(worker.id) or queue.num_in_backlog_of(worker.id) or queue.unsealed_by(worker.id):
+        jobs = self._queue.of(worker.id)
+        if jobs.num_to_run or jobs.unsealed:
             self._fleet.drain(worker)
         else:
             self._fleet.retire(worker)
 
-    def _deal(self, workers: Sequence[Worker], now: float) -> dict[str, list[JobEntry]]:
+    def _deal(self, workers: Sequence[Worker], now: float) -> dict[str, list[QueuedJob]]:
         """Take jobs for workers, one after the other for whoever has the least left to do, while any is taken.
 
         The worker with the job that ends last gets no more than let it end in time; by a plan, no worker does.
         """
         takers = [(self._turn_of(worker), number) for number, worker in enumerate(workers)]
         heapify(takers)
-        dealt: defaultdict[str, list[JobEntry]] = defaultdict(list)  # by worker
+        dealt: defaultdict[str, list[QueuedJob]] = defaultdict(list)  # by worker
         while takers:
             _, number = takers[0]
             worker = workers[number]
-            entry = None if self._is_spared(worker) else self._next_for(worker, now)
-            if entry is None:
+            job = None if self._is_spared(worker) else self._next_for(worker, now)
+            if job is None:
                 heappop(takers)
                 continue
-            dealt[worker.id].append(entry)
+            dealt[worker.id].append(job)
             heapreplace(takers, (self._turn_of(worker), number))
         return dealt
 
     def _turn_of(self, worker: Worker) -> int:
         """The lower one gets the next job. By a plan each gets all that it may have before another: long ones first."""
-        return self._queue.num_left(worker.id) if self._plan is None else 0
+        return self._queue.of(worker.id).num_left if self._plan is None else 0
 
     def _is_spared(self, worker: Worker) -> bool:
         """Tell whether a worker should get no more beside the job that ends last."""
         last = self._last
         if last is None or last.worker is not worker or not self._queue.num_waiting:
             return False
-        return self._queue.num_held_by(worker.id) > 0 and not self._balance.may_have_more(last)
+        return bool(self._queue.of(worker.id).running) and not self._balance.may_have_more(last)
 
-    def _next_for(self, worker: Worker, now: float) -> JobEntry | None:
+    def _next_for(self, worker: Worker, now: float) -> QueuedJob | None:
         """Take a job for a worker, if it should have one more."""
-        num_held = self._queue.num_held_by(worker.id)
-        num_in_backlog = self._queue.num_in_backlog_of(worker.id)
-        num_left = self._queue.num_left(worker.id)
-        if self._slots.is_full(worker, num_held) or self._balance.has_share(num_held + num_in_backlog, num_left):
+        own = self._queue.of(worker.id)
+        num_held = len(own.running)
+        if self._slots.is_full(worker, num_held) or self._balance.has_share(own.num_to_run, own.num_left):
             return None
         held = self._queue.growths(worker.id)
         if self._plan is not None and held and num_held >= self._plan.most_jobs(held[-1].left):
@@ -225,73 +224,71 @@ class Dispatcher:
         has_room = partial(self._slots.has_room, worker, held)
         return self._queue.take(worker.id, now, has_room)
 
-    def _refill(self, worker: Worker, now: float) -> list[JobEntry]:
+    def _refill(self, worker: Worker, now: float) -> list[QueuedJob]:
         """Take jobs for a worker's reserve: as many as it will begin before its next orders.
 
         A job that fits once those have left that end first may wait for that. Nobody gets more than its share.
         """
-        queue, entries = self._queue, list[JobEntry]()
+        queue, jobs = self._queue, list[QueuedJob]()
         if not queue.num_waiting or self._is_spared(worker):
-            return entries
+            return jobs
         held = queue.growths(worker.id)
         seconds = BACKLOG_SLICES * slice_seconds(len(self._fleet.workers))
         num_wanted = self._slots.num_for_backlog(held, queue.mean_length(worker.id), seconds)
-        num_held, num_left = len(held), queue.num_left(worker.id)
-        while (num_in_backlog := queue.num_in_backlog_of(worker.id)) < num_wanted:
-            has_room = partial(self._slots.has_room, worker, held[num_in_backlog + 1 :])
-            if self._balance.has_share(num_held + num_in_backlog, num_left):
+        own = queue.of(worker.id)
+        num_left = own.num_left
+        while len(own.reserve) < num_wanted:
+            has_room = partial(self._slots.has_room, worker, held[len(own.reserve) + 1 :])
+            if self._balance.has_share(own.num_to_run, num_left):
                 break
-            if (entry := queue.reserve(worker.id, now, has_room)) is None:
+            if (job := queue.reserve(worker.id, now, has_room)) is None:
                 break
-            entries.append(entry)
-            num_left += entry.max_tokens
-        return entries
+            jobs.append(job)
+            num_left += job.entry.max_tokens
+        return jobs
 
-    def _begin_slice(self, worker: Worker, dealt: Sequence[JobEntry], now: float) -> None:
+    def _begin_slice(self, worker: Worker, dealt: Sequence[QueuedJob], now: float) -> None:
         """Have a worker go on with its jobs, and with those that are `dealt` to it.
 
         The worker writes its results at once where it gets no more jobs: others take those that wait, if any.
         """
-        queue, reserve = self._queue, self._refill(worker, now)
-        has_backlog = queue.num_in_backlog_of(worker.id) > 0
-        has_jobs = has_backlog or queue.num_held_by(worker.id) > 0
-        if has_jobs or queue.unsealed_by(worker.id) or worker.orders.cancelled:
+        own, reserve = self._queue.of(worker.id), self._refill(worker, now)
+        if own.num_to_run or own.unsealed or worker.orders.cancelled:
             orders = replace(
                 worker.orders,
-                assignments=tuple(self._assignment(entry, worker) for entry in dealt),
-                reserve=tuple(self._reserved(entry) for entry in reserve),
+                assignments=tuple(self._assignment(job, worker) for job in dealt),
+                reserve=tuple(self._reserved(job) for job in reserve),
                 num_pages=self._slots.num_pages(worker),
                 num_slots=self._slots.most_jobs(worker),
-                seals=not queue.num_waiting or not has_jobs,
+                seals=not self._queue.num_waiting or not own.num_to_run,
             )
-            self._fleet.work(worker, orders, slice_seconds(len(self._fleet.workers)), has_backlog=has_backlog)
+            self._fleet.work(worker, orders, slice_seconds(len(self._fleet.workers)), has_backlog=bool(own.reserve))
 
-    def _reserved(self, entry: JobEntry) -> Assignment:
+    def _reserved(self, job: QueuedJob) -> Assignment:
         """The next attempt at a job, which counts once the worker says that it has begun."""
-        return self._numbered(entry, *self._attempts.number(entry.job_id))
+        return self._numbered(job, *self._attempts.number(job.job_id))
 
-    def _assignment(self, entry: JobEntry, worker: Worker) -> Assignment:
+    def _assignment(self, job: QueuedJob, worker: Worker) -> Assignment:
         """The next attempt at a job, which begins now."""
-        number, num_attempts = self._attempts.begin(entry.job_id)
-        num_tokens = self._queue.num_reported_tokens(entry.job_id)
-        self._context.display.note(JobStarted(entry.name, worker.id, num_attempts, num_tokens))
-        return self._numbered(entry, number, num_attempts)
+        number, num_attempts = self._attempts.begin(job.job_id)
+        self._context.display.note(JobStarted(job.name, worker.id, num_attempts, job.num_generated_tokens))
+        return self._numbered(job, number, num_attempts)
 
-    def _numbered(self, entry: JobEntry, number: int, num_attempts: int) -> Assignment:
+    def _numbered(self, job: QueuedJob, number: int, num_attempts: int) -> Assignment:
         """An attempt at a job: whoever had it before can't touch the new attempt's files."""
-        queue, job_id = self._queue, entry.job_id
+        entry = job.entry
         return Assignment(
-            self._bodies.sent(entry),
-            number,
-            num_attempts,
-            num_reported_tokens=queue.num_reported_tokens(job_id),
-            num_shared_tokens=queue.num_shared_tokens(job_id),
-            seniority=queue.seniority(job_id),
-            num_expected_tokens=queue.num_expected_tokens(job_id),
+            *(entry.job_id, entry.line_number, entry.num_prompt_tokens, self._bodies.at(entry.place)),
+            *(number, num_attempts),
+            num_reported_tokens=job.num_generated_tokens,
+            num_shared_tokens=job.prompt.num_tokens,
+            seniority=job.seniority or 0,
+            num_expected_tokens=job.num_final_tokens(self._queue.forecast()),
         )
 
-    def _num_left_to_move(self, entry: JobEntry) -> int:
-        """Tokens that a job has left, 0 where that is too few for the move to pay."""
-        num_done = self._queue.num_reported_tokens(entry.job_id)
-        num_left = entry.max_tokens - num_done
-        return num_left if num_left >= MIN_SHARE_LEFT * (entry.num_prompt_tokens + num_done) else 0
+
+def _num_left_to_move(job: QueuedJob) -> int:
+    """Tokens that a job has left, 0 where that is too few for the move to pay."""
+    num_done = job.num_generated_tokens
+    num_left = job.entry.max_tokens - num_done
+    return num_left if num_left >= MIN_SHARE_LEFT * (job.entry.num_prompt_tokens + num_done) else 0

@@ -7,8 +7,9 @@ Which one runs next is decided in `waiting_jobs.py`.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
@@ -17,18 +18,34 @@ from numpy.typing import NDArray
 from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
 from swiftbatch.jobs.storage.retries import Backoff
-from swiftbatch.scheduler.driver.expected_lengths import LengthStatistics
+from swiftbatch.scheduler.driver.expected_lengths import Forecast, LengthStatistics
 from swiftbatch.scheduler.driver.remaining_tokens import RemainingTokens
-from swiftbatch.scheduler.driver.waiting_jobs import Strikes, UnfinishedJob, UntouchedJobs, WaitingJobs
+from swiftbatch.scheduler.driver.waiting_jobs import QueuedJob, Strikes, UntouchedJobs, WaitingJobs
 from swiftbatch.worker.kv.kv_capacity import Growth
 
 MAX_ATTEMPTS = 5  # in a row that were lost without progress: the default of --max-attempts
 RETRY_BACKOFF = Backoff(first=0.5, longest=60.0)
-NUM_GROUPS = 8  # of prompts, those that a worker had last: it may still have keys and values of them
+NUM_GROUPS = 8  # of prompts: a worker may still have keys and values of so many
 
 
 def _always(_growth: Growth) -> bool:
     return True
+
+
+@dataclass
+class WorkerJobs:
+    """The jobs that a worker has, by their ids."""
+
+    running: dict[str, QueuedJob] = field(default_factory=dict)  # in the order in which they began
+    reserve: dict[str, QueuedJob] = field(default_factory=dict)  # it begins with them by itself, in this order
+    unsealed: dict[str, QueuedJob] = field(default_factory=dict)  # they have ended, and their results are to be written
+    groups: deque[int] = field(default_factory=lambda: deque(maxlen=NUM_GROUPS))  # of prompts, those it had last
+    num_left: int = 0  # tokens, if all run to their `max_tokens`
+
+    @property
+    def num_to_run(self) -> int:
+        """The number of jobs that run or will."""
+        return len(self.running) + len(self.reserve)
 
 
 class JobQueue:
@@ -51,17 +68,13 @@ class JobQueue:
         self._num_unsealed = 0
         self._num_tokens_left = 0  # of the jobs in `_touched`, if each runs to its max_tokens
         self.most_tokens = self._untouched.most_tokens  # that any job may have
-        self._touched: dict[str, UnfinishedJob] = {}  # unfinished jobs that are not among the untouched
-        self._running: dict[str, UnfinishedJob] = {}
-        self._reserved: dict[str, UnfinishedJob] = {}  # not begun, in the reserve of a worker
-        self._backlogs: dict[str, dict[str, None]] = defaultdict(dict)  # their ids by worker, in order
-        self._held: dict[str, set[str]] = defaultdict(set)  # ids of running jobs that have not ended, by worker
-        self._unsealed: dict[str, set[str]] = defaultdict(set)  # those that have ended, by worker
-        self._groups: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=NUM_GROUPS))  # of prompts, by worker
+        self._touched: dict[str, QueuedJob] = {}  # unfinished jobs that are not among the untouched
+        self._running: dict[str, QueuedJob] = {}
+        self._reserved: dict[str, QueuedJob] = {}  # not begun, in the reserve of a worker
+        self._workers: defaultdict[str, WorkerJobs] = defaultdict(WorkerJobs)
         self._waiting = WaitingJobs(self._untouched)
         self._expected = RemainingTokens(lengths or LengthStatistics(), self._running)
         self._seniorities = count()
-        self._left: Counter[str] = Counter()  # tokens that the jobs of a worker have left, by worker
 
     def add(
         self,
@@ -76,7 +89,7 @@ class JobQueue:
         `strikes` are those that earlier drivers have counted; progress since then clears them.
         """
         self.num_generated_tokens += num_generated_tokens
-        job = UnfinishedJob(entry, num_generated_tokens, num_generated_tokens, priority, prompt)
+        job = QueuedJob(entry, num_generated_tokens, num_generated_tokens, priority, prompt)
         if strikes is not None:
             job.num_tokens_at_last_loss = strikes.num_tokens
             job.strike(0 if job.has_progressed else strikes.num, self._max_attempts)
@@ -88,7 +101,7 @@ class JobQueue:
         self._num_ended[state] += num_jobs
         self.num_generated_tokens += num_generated_tokens
 
-    def take(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> JobEntry | None:
+    def take(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> QueuedJob | None:
         """Give a worker the first job that may run now beside those it has, and has room there; None if none.
 
         Of equal priority and about as long, one comes first whose prompt is like those that the worker has read.
@@ -99,74 +112,50 @@ class JobQueue:
             return None
         self._hand_to(worker_id, job)
         self._run(job)
-        return job.entry
+        return job
 
-    def reserve(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> JobEntry | None:
+    def reserve(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> QueuedJob | None:
         """Give a worker the job that `take` would, for its reserve. None that may have to run alone."""
         forecast = self._expected.forecast()
         job = self._first(worker_id, now, lambda job: not job.is_suspect and has_room(job.growth(forecast)))
         if job is None or job.runs_alone:
             return None
         self._hand_to(worker_id, job)
-        self._reserved[job.entry.job_id] = job
-        self._backlogs[worker_id][job.entry.job_id] = None
-        return job.entry
+        self._reserved[job.job_id] = job
+        self._workers[worker_id].reserve[job.job_id] = job
+        return job
 
-    def begin(self, job_id: str) -> JobEntry | None:
+    def begin(self, job_id: str) -> QueuedJob | None:
         """Note that a worker has begun with a job of its reserve; None if it is no longer there."""
         if (job := self._reserved.pop(job_id, None)) is None:
             return None
-        del self._backlogs[job.worker_id][job_id]
+        del self._workers[job.worker_id].reserve[job_id]
         self._run(job)
-        return job.entry
+        return job
 
-    def suspect(self, job_id: str) -> None:
-        """Have a job never wait in a reserve again: next time, it is known to have begun."""
-        self._known(job_id).is_suspect = True
-
-    def backlog_of(self, worker_id: str) -> list[JobEntry]:
-        """The jobs that a worker is to begin by itself, in order."""
-        return [self._reserved[job_id].entry for job_id in self._backlogs.get(worker_id, ())]
-
-    def num_held_by(self, worker_id: str) -> int:
-        """The number of jobs that run on a worker."""
-        return len(self._held.get(worker_id, ()))
-
-    def num_in_backlog_of(self, worker_id: str) -> int:
-        """The number of jobs in a worker's reserve."""
-        return len(self._backlogs.get(worker_id, ()))
-
-    def held_by(self, worker_id: str) -> list[JobEntry]:
-        """The jobs that a worker has: taken for it, and since then not put back or ended."""
-        return [self._running[job_id].entry for job_id in sorted(self._held.get(worker_id, ()))]
-
-    def unsealed_by(self, worker_id: str) -> list[JobEntry]:
-        """The jobs that have ended on a worker, which has yet to write their results."""
-        return [self._running[job_id].entry for job_id in sorted(self._unsealed.get(worker_id, ()))]
-
-    def num_left(self, worker_id: str) -> int:
-        """The tokens that a worker's jobs have left if all run to their `max_tokens`, those in reserve included."""
-        return self._left[worker_id]
+    def of(self, worker_id: str) -> WorkerJobs:
+        """The jobs that a worker has; only the queue changes them."""
+        return self._workers[worker_id]
 
     def growths(self, worker_id: str) -> list[Growth]:
         """The positions of the jobs that run on a worker, now, and as expected at their ends: who ends first leads."""
-        return self._expected.outlook(worker_id, self._held.get(worker_id, ())).growths
+        return self._expected.outlook(worker_id, self._workers[worker_id].running.values()).growths
 
     def mean_length(self, worker_id: str) -> float:
         """The tokens that the jobs running on a worker are expected to end with, on average; 0.0 without any."""
-        return self._expected.outlook(worker_id, self._held.get(worker_id, ())).mean_length
+        return self._expected.outlook(worker_id, self._workers[worker_id].running.values()).mean_length
 
-    def num_expected_tokens(self, job_id: str) -> int:
-        """The tokens that a job is expected to end with."""
-        return self._known(job_id).num_final_tokens(self._expected.forecast())
+    def forecast(self) -> Forecast:
+        """The forecast of what jobs will come to, by those that have ended."""
+        return self._expected.forecast()
 
     def progress(self, job_id: str, num_generated_tokens: int) -> None:
         """Note how far a job is; enough progress clears its strikes."""
-        if job := self._find(job_id):
+        if job := self.find(job_id):
             self._set_tokens(job, num_generated_tokens)
             if job.num_strikes and job.has_progressed:
                 job.num_strikes, job.runs_alone = 0, False
-                if job.ticket is not None:
+                if job.turn is not None:
                     self._waiting.put(job)
 
     def end(self, job_id: str, num_generated_tokens: int) -> None:
@@ -174,14 +163,13 @@ class JobQueue:
         if job := self._running.get(job_id):
             self._set_tokens(job, num_generated_tokens)
             self._expected.ended(job)
-            self._held[job.worker_id].discard(job_id)
-            self._expected.changed(job.worker_id)
-            self._unsealed[job.worker_id].add(job_id)
+            self._leave(job)
+            self._workers[job.worker_id].unsealed[job_id] = job
             self._set_ended(job, True)
 
     def finish(self, job_id: str, num_generated_tokens: int) -> None:
         """Note a result."""
-        if job := self._find(job_id):
+        if job := self.find(job_id):
             self._set_tokens(job, num_generated_tokens)
             if not job.has_ended:
                 self._expected.ended(job)
@@ -189,7 +177,7 @@ class JobQueue:
 
     def drop(self, job_id: str, state: str) -> None:
         """Have a job ended, if it had not already: `finished`, `failed` or `cancelled`."""
-        if job := self._find(job_id):
+        if job := self.find(job_id):
             del self._touched[job_id]
             self._take_back(job)
             self._waiting.drop(job)
@@ -198,16 +186,12 @@ class JobQueue:
 
     def lose(self, job_id: str, now: float) -> bool:
         """Put a job back whose attempt was lost. Returns False if it has no attempt left: then it is to be dropped."""
-        job = self._known(job_id)
+        job = self.find(job_id)
+        assert job is not None, f"job {job_id} has ended"
         job.strike(1 if job.has_progressed else job.num_strikes + 1, self._max_attempts)
         job.num_tokens_at_last_loss = max(job.num_tokens_at_last_loss, job.num_generated_tokens)
         self._put_back(job, now + RETRY_BACKOFF.seconds(job.num_strikes))
         return job.num_strikes < self._max_attempts
-
-    def strikes(self, job_id: str) -> Strikes:
-        """The attempts at a job that were lost in a row."""
-        job = self._known(job_id)
-        return Strikes(job.num_strikes, job.num_tokens_at_last_loss)
 
     def release(self, job_id: str) -> None:
         """Put a job back whose worker gave it up on purpose, or had it in reserve: without blame, and at once."""
@@ -219,29 +203,19 @@ class JobQueue:
         for job_id in [*self._running, *self._reserved]:
             self.release(job_id)
 
-    def entry(self, job_id: str) -> JobEntry | None:
+    def find(self, job_id: str) -> QueuedJob | None:
         """The job, while it is still to do."""
-        job = self._find(job_id)
-        return job.entry if job else None
+        if (job := self._touched.get(job_id)) is None:
+            self.jobs([job_id])
+            job = self._touched.get(job_id)
+        return job
 
-    def entries(self, job_ids: Iterable[str]) -> list[JobEntry]:
-        """Filter some jobs by whether they are still to do: for many at once far sooner than `entry` for each."""
+    def jobs(self, job_ids: Iterable[str]) -> list[QueuedJob]:
+        """Filter some jobs by whether they are still to do: for many at once far sooner than `find` for each."""
         wanted = set(job_ids)
         for job in self._untouched.take_all(wanted.difference(self._touched)):
             self._touch(job)
-        return [self._touched[job_id].entry for job_id in sorted(wanted.intersection(self._touched))]
-
-    def num_reported_tokens(self, job_id: str) -> int:
-        """The tokens that a job had when it was last heard of."""
-        return self._known(job_id).num_generated_tokens
-
-    def num_shared_tokens(self, job_id: str) -> int:
-        """The number of first tokens of a job's prompt that other jobs have as well."""
-        return self._known(job_id).prompt.num_tokens
-
-    def seniority(self, job_id: str) -> int:
-        """The number that a job has kept since its first attempt, lower than those of jobs that began later."""
-        return self._known(job_id).seniority or 0
+        return [self._touched[job_id] for job_id in sorted(wanted.intersection(self._touched))]
 
     def unfinished(self) -> list[str]:
         """Ids of all jobs still to do."""
@@ -252,9 +226,9 @@ class JobQueue:
         touched = [job.entry.place for job in self._touched.values()]
         return np.sort(np.concatenate([np.array(touched, np.int64), self._untouched.places()]))
 
-    def running(self) -> list[tuple[JobEntry, int]]:
-        """Running jobs with the tokens they have, in the order they were taken."""
-        return [(job.entry, job.num_generated_tokens) for job in self._running.values()]
+    def running(self) -> list[QueuedJob]:
+        """Running jobs, in the order they were taken."""
+        return list(self._running.values())
 
     def handed_out(self) -> set[str]:
         """The ids of all jobs that workers have, those in reserves included."""
@@ -295,64 +269,51 @@ class JobQueue:
         touched = [job.num_expected(forecast) for job in self._touched.values() if not job.has_ended]
         return np.concatenate([np.array(touched, np.int64), self._untouched.expected_lengths()])
 
-    def num_expected(self, job_id: str) -> int:
-        """Tokens that a running job is expected to draw yet."""
-        return self._running[job_id].num_expected(self._expected.forecast())
-
     def counts(self) -> dict[str, int]:
         num_running = len(self._running)
         return {"pending": self.num_unfinished - num_running, "running": num_running, **self._num_ended}
 
-    def _first(self, worker_id: str, now: float, has_room: Callable[[UnfinishedJob], bool]) -> UnfinishedJob | None:
+    def _first(self, worker_id: str, now: float, has_room: Callable[[QueuedJob], bool]) -> QueuedJob | None:
         """The waiting job that a worker should have next; nobody else's beside one that runs alone."""
-        if self._has_loner(worker_id):
+        own = self._workers[worker_id]
+        if any(job.runs_alone for job in own.running.values()):
             return None
         self._expected.order_anew(self._untouched)
-        has_neighbours = self.num_held_by(worker_id) + self.num_in_backlog_of(worker_id) > 0
-        return self._waiting.first(has_neighbours, now, self._groups[worker_id], has_room)
+        return self._waiting.first(own.num_to_run > 0, now, own.groups, has_room)
 
-    def _hand_to(self, worker_id: str, job: UnfinishedJob) -> None:
+    def _hand_to(self, worker_id: str, job: QueuedJob) -> None:
         """Have a job wait no longer: it is a worker's."""
         self._waiting.take(job)
-        groups = self._groups[worker_id]
-        if job.prompt.group is not None and job.prompt.group not in groups:
-            groups.append(job.prompt.group)
+        own = self._workers[worker_id]
+        if job.prompt.group is not None and job.prompt.group not in own.groups:
+            own.groups.append(job.prompt.group)
         if job.seniority is None:
             job.seniority = next(self._seniorities)
         job.worker_id = worker_id
-        if job.entry.job_id not in self._touched:
-            self._touched[job.entry.job_id] = job
+        if job.job_id not in self._touched:
+            self._touched[job.job_id] = job
             self._num_tokens_left += job.num_left
-        self._left[worker_id] += job.num_left
+        own.num_left += job.num_left
         self._expected.count(job, is_there=True)
 
-    def _run(self, job: UnfinishedJob) -> None:
-        self._held[job.worker_id].add(job.entry.job_id)
-        self._running[job.entry.job_id] = job
+    def _run(self, job: QueuedJob) -> None:
+        self._workers[job.worker_id].running[job.job_id] = job
+        self._running[job.job_id] = job
         self._expected.begun(job)
 
-    def _find(self, job_id: str) -> UnfinishedJob | None:
-        if (job := self._touched.get(job_id)) is None:
-            self.entries([job_id])
-            job = self._touched.get(job_id)
-        return job
-
-    def _known(self, job_id: str) -> UnfinishedJob:
-        job = self._find(job_id)
-        assert job is not None, f"job {job_id} has ended"
-        return job
-
-    def _touch(self, job: UnfinishedJob) -> None:
+    def _touch(self, job: QueuedJob) -> None:
         """Take a job in that waits."""
-        self._touched[job.entry.job_id] = job
+        self._touched[job.job_id] = job
         self._num_tokens_left += job.num_left
         self.most_tokens = max(self.most_tokens, job.entry.max_tokens)
         self._waiting.put(job)
 
-    def _has_loner(self, worker_id: str) -> bool:
-        return any(self._running[job_id].runs_alone for job_id in self._held.get(worker_id, ()))
+    def _leave(self, job: QueuedJob) -> None:
+        """Have a job no longer among those that run on its worker."""
+        self._workers[job.worker_id].running.pop(job.job_id, None)
+        self._expected.changed(job.worker_id)
 
-    def _set_tokens(self, job: UnfinishedJob, num_generated_tokens: int) -> None:
+    def _set_tokens(self, job: QueuedJob, num_generated_tokens: int) -> None:
         if num_generated_tokens == job.num_generated_tokens:
             return
         num_left = job.num_left
@@ -361,37 +322,36 @@ class JobQueue:
         self._note_left(job, num_left)
         self._expected.moved(job)
 
-    def _set_ended(self, job: UnfinishedJob, has_ended: bool) -> None:
+    def _set_ended(self, job: QueuedJob, has_ended: bool) -> None:
         num_left = job.num_left
         job.has_ended = has_ended
         self._note_left(job, num_left)
         self._num_unsealed += 1 if has_ended else -1
         self._expected.count(job, is_there=False)
 
-    def _note_left(self, job: UnfinishedJob, num_left: int) -> None:
+    def _note_left(self, job: QueuedJob, num_left: int) -> None:
         """Note that a job, which had so many tokens left, has others; it may be a worker's."""
         change = job.num_left - num_left
         self._num_tokens_left += change
-        if job.ticket is None and change:
-            self._left[job.worker_id] += change
+        if job.turn is None and change:
+            self._workers[job.worker_id].num_left += change
             self._expected.changed(job.worker_id)
 
-    def _put_back(self, job: UnfinishedJob, not_before: float) -> None:
+    def _put_back(self, job: QueuedJob, not_before: float) -> None:
         self._take_back(job)
         job.not_before = not_before
         self._waiting.put(job)
 
-    def _take_back(self, job: UnfinishedJob) -> None:
-        job_id = job.entry.job_id
+    def _take_back(self, job: QueuedJob) -> None:
+        job_id, own = job.job_id, self._workers[job.worker_id]
         if self._running.pop(job_id, None):
-            self._held[job.worker_id].discard(job_id)
-            self._expected.changed(job.worker_id)
+            self._leave(job)
         elif self._reserved.pop(job_id, None):
-            del self._backlogs[job.worker_id][job_id]
+            del own.reserve[job_id]
         else:
             return
         if job.has_ended:
-            self._unsealed[job.worker_id].discard(job_id)
+            del own.unsealed[job_id]
             self._set_ended(job, False)
-        self._left[job.worker_id] -= job.num_left
+        own.num_left -= job.num_left
         self._expected.count(job, is_there=False)

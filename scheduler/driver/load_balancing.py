@@ -93,7 +93,7 @@ class LoadBalancer:
         if len(ready) < 2 or self._is_far_from_end(ready, now):
             return None
         worker = max(ready, key=lambda worker: self._seconds_of(self._lefts(worker)))
-        if not self._queue.num_held_by(worker.id):
+        if not self._queue.of(worker.id).running:
             return None
         others = sum(other.speed.tokens_per_second(now) for other in ready if other is not worker)
         return LastJobs(worker, others) if others > 0 and self._fleet.pace.seconds_per_token(1) > 0 else None
@@ -103,7 +103,7 @@ class LoadBalancer:
 
         To look at each worker's jobs is dear where there are a thousand workers.
         """
-        num_jobs = 1 + max(self._queue.num_held_by(worker.id) for worker in ready)
+        num_jobs = 1 + max(len(self._queue.of(worker.id).running) for worker in ready)
         longest = self._queue.most_tokens
         seconds = longest * self._fleet.pace.seconds_per_token(num_jobs)
         speed = sum(worker.speed.tokens_per_second(now) for worker in ready)
@@ -124,9 +124,11 @@ class LoadBalancer:
 
         Those with the least left stay, as many as leave it in time; none is handed back for this twice.
         """
-        held = [(self._queue.num_expected(entry.job_id), entry) for entry in self._queue.held_by(last.worker.id)]
-        held.sort(key=lambda job: job[0])
-        lefts = [num_left for num_left, _ in held]
+        forecast = self._queue.forecast()
+        held = sorted(
+            self._queue.of(last.worker.id).running.values(), key=lambda job: (job.num_expected(forecast), job.job_id)
+        )
+        lefts = [job.num_expected(forecast) for job in held]
         alone = lefts[-1] * self._fleet.pace.seconds_per_token(1)
         num_kept = len(held) - 1
         while num_kept and self._seconds_of([*lefts[:num_kept], lefts[-1]]) > END_SLACK * max(
@@ -135,7 +137,7 @@ class LoadBalancer:
             num_kept -= 1
         if self._seconds_of(lefts) - self._seconds_of([*lefts[:num_kept], lefts[-1]]) < MIN_RELIEF_SECONDS:
             return []
-        surplus = [entry.job_id for _, entry in held[num_kept:-1] if entry.job_id not in self._relieved]
+        surplus = [job.job_id for job in held[num_kept:-1] if job.job_id not in self._relieved]
         self._relieved.update(surplus)
         return surplus
 

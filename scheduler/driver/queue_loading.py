@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -95,23 +94,16 @@ def _ended(
 
     The lengths of finished ones are noted in `lengths`; `attempts` forgets them.
     """
-    is_waiting = np.ones(len(index), bool)
-    num_jobs: Counter[str] = Counter()
-    num_tokens: Counter[str] = Counter()
-    finished = array("q")  # rows and tokens
-    for row, error_code, length in run.ended_jobs(index):
-        is_waiting[row] = False
-        state = "finished" if error_code is None else _state_of_failure(error_code)
-        num_jobs[state] += 1
-        if error_code is None:
-            num_tokens[state] += length
-            finished.extend((row, length))
+    finished, error_codes = run.ended_jobs(index)
     rows, tokens = np.asarray(finished, np.int64).reshape(-1, 2).T
     lengths.note_all(index.columns["num_prompt_tokens"][rows], tokens, index.columns["max_tokens"][rows])
     if attempts is not None:
         for row in np.intersect1d(rows, index.rows_of("job_id", attempts.counted())):
             attempts.finish(index.columns["job_id"][row].as_py())
-    return is_waiting, {state: (num_jobs[state], num_tokens[state]) for state in num_jobs}
+    is_waiting = np.ones(len(index), bool)
+    is_waiting[rows] = is_waiting[list(error_codes)] = False
+    ended = {state: (num, 0) for state, num in Counter(map(_state_of_failure, error_codes.values())).items()}
+    return is_waiting, ended | {"finished": (len(rows), int(tokens.sum()))}
 
 
 def _priorities(run: Run, index: JobIndex) -> NDArray[np.int64]:

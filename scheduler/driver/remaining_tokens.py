@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection
 from typing import NamedTuple
 
 from swiftbatch.scheduler.driver.expected_lengths import Forecast, LengthStatistics, RunningLengths, length_bucket_of
-from swiftbatch.scheduler.driver.waiting_jobs import UnfinishedJob, UntouchedJobs
+from swiftbatch.scheduler.driver.waiting_jobs import QueuedJob, UntouchedJobs
 from swiftbatch.worker.kv.kv_capacity import Growth
 
 FIRST_ORDER = 16  # jobs that have ended before the order of others follows from their lengths
@@ -30,8 +30,8 @@ class WorkerOutlook(NamedTuple):
 class RemainingTokens:
     """Lengths that jobs are expected to reach, by those that have ended. They are kept up to date job by job."""
 
-    def __init__(self, lengths: LengthStatistics, running: Mapping[str, UnfinishedJob]) -> None:
-        """`lengths` are of ended jobs, `running` the jobs that run by their ids, as they come and go."""
+    def __init__(self, lengths: LengthStatistics, running: Collection[str]) -> None:
+        """`lengths` are of ended jobs, `running` the ids of jobs that run, as they come and go."""
         self._lengths, self._running = lengths, running
         self._living = RunningLengths()  # those that workers have, in reserve as well, and whose end no worker has seen
         self._known: Forecast | None = None
@@ -47,11 +47,10 @@ class RemainingTokens:
             self._outlooks.clear()
         return self._known
 
-    def outlook(self, worker_id: str, job_ids: Iterable[str]) -> WorkerOutlook:
+    def outlook(self, worker_id: str, jobs: Collection[QueuedJob]) -> WorkerOutlook:
         """The expected growth of the running jobs of a worker."""
         forecast = self.forecast()
         if (found := self._outlooks.get(worker_id)) is None:
-            jobs = [self._running[job_id] for job_id in job_ids]
             growths = [job.growth(forecast) for job in jobs]
             num_tokens = sum(each.end for each in growths) - sum(job.entry.num_prompt_tokens for job in jobs)
             found = WorkerOutlook(sorted(growths, key=_left), num_tokens / max(1, len(jobs)))
@@ -69,18 +68,18 @@ class RemainingTokens:
             self._next_order = max(int(1.5 * num_ended), num_ended + untouched.num_left // NUM_ORDERS)
             untouched.expect(self.forecast())
 
-    def begun(self, job: UnfinishedJob) -> None:
+    def begun(self, job: QueuedJob) -> None:
         """Note that a job runs."""
         if (outlook := self._outlooks.get(job.worker_id)) is not None and self._known is not None:
             self._outlooks[job.worker_id] = outlook.beside(job.growth(self._known), job.entry.num_prompt_tokens)
 
-    def moved(self, job: UnfinishedJob) -> None:
+    def moved(self, job: QueuedJob) -> None:
         """Note that a job has other tokens than before."""
         self._num_moves += 1
         if job.lives_at is not None:
             self.count(job, is_there=True)
 
-    def ended(self, job: UnfinishedJob) -> None:
+    def ended(self, job: QueuedJob) -> None:
         """Note the length that a job has come to."""
         self._lengths.note(job.entry.num_prompt_tokens, job.num_generated_tokens, job.entry.max_tokens)
 
@@ -88,7 +87,7 @@ class RemainingTokens:
         """Note that a worker has other jobs than before, or tokens of them."""
         self._outlooks.pop(worker_id, None)
 
-    def count(self, job: UnfinishedJob, *, is_there: bool) -> None:
+    def count(self, job: QueuedJob, *, is_there: bool) -> None:
         """Count a job of a worker where it is now, or no longer."""
         entry, place = job.entry, None
         if is_there:

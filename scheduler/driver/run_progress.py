@@ -50,7 +50,7 @@ class ProgressCounter:
         totals = counters.totals(SHOWN)
         return {
             "jobs": counters.jobs,
-            "max_tokens": {entry.name: entry.max_tokens for entry, _ in queue.running()},
+            "max_tokens": {job.name: job.entry.max_tokens for job in queue.running()},
             "num_generated_tokens": queue.num_generated_tokens,
             "num_total_tokens": self._context.spent.num_tokens,
             "worker_seconds": round(self._context.spent.worker_seconds, 3),
@@ -76,7 +76,7 @@ class ProgressCounter:
             pid=info.pid,
             node_id=info.node_id,
             numerics=info.numerics,
-            jobs=tuple(entry.name for entry in self._context.queue.held_by(worker.id)),
+            jobs=tuple(job.name for _, job in sorted(self._context.queue.of(worker.id).running.items())),
             metrics_address=info.metrics_address,
             tokens_per_second=round(worker.speed.tokens_per_second(now), 2),
             last_checkpoint=None if counters is None else counters.last_checkpoint,

@@ -30,8 +30,14 @@ class Strikes(NamedTuple):
     num_tokens: int
 
 
+Turn = tuple[int, int, int, int]
+"""The turn of a waiting job, the lowest first: its priority, its negative length, its line, and a ticket of its own."""
+
+
 @dataclass(eq=False)
-class UnfinishedJob:
+class QueuedJob:
+    """A job that is still to do, as a driver has it: it waits, is in a worker's reserve, runs, or has ended there."""
+
     entry: JobEntry
     num_generated_tokens: int = 0  # as last reported
     num_tokens_at_last_loss: int = 0  # the most it ever had when an attempt was lost
@@ -45,11 +51,23 @@ class UnfinishedJob:
     is_suspect: bool = False  # it may have ended a worker that had it in reserve, and no report will say so
     has_ended: bool = False  # on that worker, which has yet to write its result
     lives_at: LengthBucket | None = None  # where it counts among the jobs that workers have and that have not ended
-    ticket: int | None = None  # its newest place among the waiting; None while it runs and when it has ended
+    turn: Turn | None = None  # among the waiting; None while it runs and when it has ended
     length: int = 0  # positions that it is expected to need, by which it waits; 0: as many as it may have
 
     def __post_init__(self) -> None:
         self.length = self.length or self.entry.max_length
+
+    @property
+    def job_id(self) -> str:
+        return self.entry.job_id
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def strikes(self) -> Strikes:
+        return Strikes(self.num_strikes, self.num_tokens_at_last_loss)
 
     @property
     def num_left(self) -> int:
@@ -61,6 +79,11 @@ class UnfinishedJob:
         """Return whether the job has enough tokens that it had not at its last loss."""
         needed = max(1, int(PROGRESS_SHARE * self.entry.max_tokens))
         return self.num_generated_tokens >= self.num_tokens_at_last_loss + needed
+
+    def wait(self, ticket: int) -> Turn:
+        """Take the turn of a ticket."""
+        self.turn = (self.priority, -self.length, self.entry.line_number, ticket)
+        return self.turn
 
     def strike(self, num_strikes: int, max_attempts: int) -> None:
         """Set its strikes; from two on, or before the last of its attempts, it runs alone."""
@@ -86,20 +109,10 @@ class UnfinishedJob:
         """A number for jobs of about this length."""
         return length_class(self.length)
 
-    def may_precede(self, first: UnfinishedJob) -> bool:
+    def may_precede(self, first: QueuedJob) -> bool:
         """Return whether the job may go before `first`, which comes first, for the sake of its prompt."""
         is_as_long = self.length >= LEAST_LENGTH * first.length
         return is_as_long and self.priority == first.priority
-
-
-class JobPlace(NamedTuple):
-    """The place of a waiting job. Two places never compare by their jobs, since no two tickets are equal."""
-
-    priority: int
-    negative_length: int
-    line_number: int
-    ticket: int
-    job: UnfinishedJob
 
 
 def length_class(length: int) -> int:
@@ -152,24 +165,24 @@ class UntouchedJobs:
         self._sorted_groups = self._groups[self._by_group]
         self._first = self._first_fresh = 0  # in `_order`
         self._first_of: dict[int, int] = {}  # in `_by_group`
-        self._known: dict[int, JobPlace] = {}  # of the rows that were looked at and are still in
+        self._known: dict[int, QueuedJob] = {}  # of the rows that were looked at and are still in
         self.num_expected_left = int(num_tokens[rows].sum())
 
-    def first(self) -> JobPlace | None:
+    def first(self) -> QueuedJob | None:
         """The first job."""
         self._first = self._passed(self._order, self._first, lambda row: bool(self._is_out[row]))
-        return self._place(self._order, self._first)
+        return self._job_at(self._order, self._first)
 
-    def first_fresh(self, begun: Container[int]) -> JobPlace | None:
+    def first_fresh(self, begun: Container[int]) -> QueuedJob | None:
         """The first job whose group, if any, is not one of the `begun`, to which others may only be added."""
 
         def is_passed(row: int) -> bool:
             return bool(self._is_out[row]) or int(self._groups[row]) in begun
 
         self._first_fresh = self._passed(self._order, self._first_fresh, is_passed)
-        return self._place(self._order, self._first_fresh)
+        return self._job_at(self._order, self._first_fresh)
 
-    def first_of(self, group: int) -> JobPlace | None:
+    def first_of(self, group: int) -> QueuedJob | None:
         """The first job of a group."""
         start = self._first_of.get(group)
         if start is None:
@@ -177,22 +190,24 @@ class UntouchedJobs:
         start = self._passed(self._by_group, start, lambda row: bool(self._is_out[row]) and self._groups[row] == group)
         self._first_of[group] = start
         is_there = start < len(self._by_group) and self._sorted_groups[start] == group
-        return self._place(self._by_group, start) if is_there else None
+        return self._job_at(self._by_group, start) if is_there else None
 
-    def first_of_class(self, priority: int, length_class: int) -> JobPlace | None:
+    def first_of_class(self, priority: int, length_class: int) -> QueuedJob | None:
         """The first job of a priority whose length is of a class."""
         start = self._first_of_class.get((priority, length_class))
         if start is None:
             return None
         start = self._passed(self._order, start, lambda row: bool(self._is_out[row]))
         self._first_of_class[priority, length_class] = start
-        place = self._place(self._order, start)
-        is_there = place is not None and (place.priority, place.job.length_class) == (priority, length_class)
-        return place if is_there else None
+        job = self._job_at(self._order, start)
+        is_there = job is not None and (job.priority, job.length_class) == (priority, length_class)
+        return job if is_there else None
 
     def take(self, ticket: int) -> None:
         """Take the job of a ticket out."""
-        row = ticket + len(self._index)
+        self._take(ticket + len(self._index))
+
+    def _take(self, row: int) -> None:
         if not self._is_out[row]:
             self._is_out[row] = True
             self._known.pop(row, None)
@@ -200,12 +215,12 @@ class UntouchedJobs:
             self.num_tokens_left -= int(self._index.columns["max_tokens"][row])
             self.num_expected_left -= int(self._lengths[row]) - int(self._index.columns["num_prompt_tokens"][row])
 
-    def take_all(self, job_ids: Iterable[str]) -> list[UnfinishedJob]:
+    def take_all(self, job_ids: Iterable[str]) -> list[QueuedJob]:
         """Take out those of these jobs that nobody has taken out yet; unknown ids are passed over."""
         rows = [int(row) for row in self._index.rows_of("job_id", job_ids) if not self._is_out[row]]
         jobs = [self._job(row, self._index.entry(row)) for row in rows]
         for row in rows:
-            self.take(row - len(self._index))
+            self._take(row)
         return jobs
 
     def expected_lengths(self) -> NDArray[np.int64]:
@@ -227,7 +242,7 @@ class UntouchedJobs:
             start += 1
         return start
 
-    def _place(self, order: NDArray[np.int32], start: int) -> JobPlace | None:
+    def _job_at(self, order: NDArray[np.int32], start: int) -> QueuedJob | None:
         if start >= len(order):
             return None
         row = int(order[start])
@@ -235,9 +250,7 @@ class UntouchedJobs:
             if row not in self._entries and order is self._order:
                 self._read_ahead(start)
             entry = self._entries.pop(row) if row in self._entries else self._index.entry(row)
-            job = self._job(row, entry)
-            number, ticket = job.entry.line_number, row - len(self._index)
-            self._known[row] = JobPlace(job.priority, -job.length, number, ticket, job)
+            self._known[row] = self._job(row, entry)
         return self._known[row]
 
     def _read_ahead(self, start: int) -> None:
@@ -248,16 +261,12 @@ class UntouchedJobs:
             self._entries.clear()
         self._entries.update(zip(rows.tolist(), self._index.some(rows).entries(), strict=True))
 
-    def _job(self, row: int, entry: JobEntry) -> UnfinishedJob:
+    def _job(self, row: int, entry: JobEntry) -> QueuedJob:
         group, num_tokens = int(self._groups[row]), int(self._shared[row])
         prompt = SharedPrompt(None if group == NO_GROUP else group, num_tokens)
-        return UnfinishedJob(
-            entry,
-            priority=int(self._priorities[row]),
-            prompt=prompt,
-            length=int(self._lengths[row]),
-            ticket=row - len(self._index),
-        )
+        job = QueuedJob(entry, priority=int(self._priorities[row]), prompt=prompt, length=int(self._lengths[row]))
+        job.wait(row - len(self._index))
+        return job
 
 
 def _starts(priorities: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[tuple[int, int], int]:
@@ -273,8 +282,8 @@ def _starts(priorities: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[t
 # Jobs that wait for a worker, in the order in which they are taken. Each call costs the logarithm of their number.
 
 
-Heap = list[JobPlace]
-HasRoom = Callable[[UnfinishedJob], bool]
+Heap = list[tuple[Turn, QueuedJob]]
+HasRoom = Callable[[QueuedJob], bool]
 
 
 class WaitingJobs:
@@ -283,14 +292,14 @@ class WaitingJobs:
     Among jobs of about the longest's length, a worker gets one whose prompt is like those it has had; else one whose
     prompt is like none that was begun, so that workers share no prompts while there are others. Where that one has no
     room, a shorter one of its priority may: it ends sooner, and the long one is asked for first again.
-    A place is given up by taking away the job's ticket: the entry in a heap is skipped when it comes up. Jobs that no
-    worker has had yet wait in arrays of their own.
+    A job that has another turn by now is skipped where it comes up in a heap. Jobs that no worker has had yet wait in
+    arrays of their own.
     """
 
     def __init__(self, untouched: UntouchedJobs) -> None:
         self._untouched = untouched
         self._tickets = count()
-        self._delayed: list[tuple[float, int, UnfinishedJob]] = []
+        self._delayed: list[tuple[float, Turn, QueuedJob]] = []
         self._sociable: Heap = []
         self._loners: Heap = []
         self._groups: defaultdict[int, Heap] = defaultdict(list)  # those of `_sociable` by the group of their prompts
@@ -298,18 +307,17 @@ class WaitingJobs:
         self._fresh: Heap = []  # those of no group, and of groups that were not begun
         self._begun: set[int] = set()
 
-    def put(self, job: UnfinishedJob) -> None:
+    def put(self, job: QueuedJob) -> None:
         """Let a job wait, at least until its `not_before`; call it again when `runs_alone` has changed."""
-        job.ticket = next(self._tickets)
-        heappush(self._delayed, (job.not_before, job.ticket, job))
+        heappush(self._delayed, (job.not_before, job.wait(next(self._tickets)), job))
 
-    def drop(self, job: UnfinishedJob) -> None:
+    def drop(self, job: QueuedJob) -> None:
         """Forget a job, waiting or not."""
-        if job.ticket is not None and job.ticket < 0:
-            self._untouched.take(job.ticket)
-        job.ticket = None
+        if job.turn is not None and job.turn[-1] < 0:
+            self._untouched.take(job.turn[-1])
+        job.turn = None
 
-    def first(self, has_neighbours: bool, now: float, groups: Iterable[int], has_room: HasRoom) -> UnfinishedJob | None:
+    def first(self, has_neighbours: bool, now: float, groups: Iterable[int], has_room: HasRoom) -> QueuedJob | None:
         """The job that may run now, comes first and has room. None if none.
 
         One that runs alone is passed over beside neighbours. `groups` are those of the worker's prompts.
@@ -320,13 +328,13 @@ class WaitingJobs:
             return job
         return next((other for other in self._shorter(job) if has_room(other)), None)
 
-    def _first_for(self, has_neighbours: bool, groups: Iterable[int]) -> UnfinishedJob | None:
+    def _first_for(self, has_neighbours: bool, groups: Iterable[int]) -> QueuedJob | None:
         """The job that comes first, or one of its priority, about as long, that suits a worker better."""
         waiting = [self._sociable] if has_neighbours else [self._sociable, self._loners]
         first = _first([*map(_head, waiting), self._untouched.first()])
         if first is None or first.runs_alone:
             return first
-        while (fresh_head := _head(self._fresh)) is not None and fresh_head.job.prompt.group in self._begun:
+        while (fresh_head := _head(self._fresh)) is not None and fresh_head.prompt.group in self._begun:
             heappop(self._fresh)
         own = [self._untouched.first_of(group) for group in groups]
         own += [_head(self._groups[group]) for group in groups if group in self._groups]
@@ -334,7 +342,7 @@ class WaitingJobs:
         better = [job for job in (_first(own), _first(fresh)) if job and job.may_precede(first)]
         return better[0] if better else first
 
-    def take(self, job: UnfinishedJob) -> None:
+    def take(self, job: QueuedJob) -> None:
         """Have the job that `first` returned wait no longer: a worker begins with it, and with its group."""
         self.drop(job)
         if _head(self._by_length[job.length_class]) is None:
@@ -342,7 +350,7 @@ class WaitingJobs:
         if job.prompt.group is not None:
             self._begun.add(job.prompt.group)
 
-    def _shorter(self, job: UnfinishedJob) -> Iterator[UnfinishedJob]:
+    def _shorter(self, job: QueuedJob) -> Iterator[QueuedJob]:
         """The first job of each class that is shorter than a job's, of its priority, the longest class first."""
         for length_class in range(job.length_class - 1, -1, -1):
             touched = _head(self._by_length[length_class]) if length_class in self._by_length else None
@@ -354,26 +362,25 @@ class WaitingJobs:
     def _admit(self, now: float) -> None:
         """Let the jobs whose time has come into the order."""
         while self._delayed and self._delayed[0][0] <= now:
-            _, ticket, job = heappop(self._delayed)
-            place = JobPlace(job.priority, -job.length, job.entry.line_number, ticket, job)
-            heappush(self._loners if job.runs_alone else self._sociable, place)
+            _, turn, job = heappop(self._delayed)
+            heappush(self._loners if job.runs_alone else self._sociable, (turn, job))
             if job.runs_alone:
                 continue
-            heappush(self._by_length[job.length_class], place)
+            heappush(self._by_length[job.length_class], (turn, job))
             if job.prompt.group is not None:
-                heappush(self._groups[job.prompt.group], place)
+                heappush(self._groups[job.prompt.group], (turn, job))
             if job.prompt.group not in self._begun:
-                heappush(self._fresh, place)
+                heappush(self._fresh, (turn, job))
 
 
-def _head(heap: Heap) -> JobPlace | None:
-    """The first place of a heap whose job still waits there; passed ones before it are dropped."""
-    while heap and heap[0].ticket != heap[0].job.ticket:
+def _head(heap: Heap) -> QueuedJob | None:
+    """The first job of a heap that still waits there; passed ones before it are dropped."""
+    while heap and heap[0][0] is not heap[0][1].turn:
         heappop(heap)
-    return heap[0] if heap else None
+    return heap[0][1] if heap else None
 
 
-def _first(places: Iterable[JobPlace | None]) -> UnfinishedJob | None:
-    """The job of the first of some places."""
-    heads = [place for place in places if place is not None]
-    return min(heads).job if heads else None
+def _first(jobs: Iterable[QueuedJob | None]) -> QueuedJob | None:
+    """The one of some jobs that comes first."""
+    waiting = [(job.turn, job) for job in jobs if job is not None and job.turn is not None]
+    return min(waiting)[1] if waiting else None

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import FoundLogs, PackedLogs
-from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
 from swiftbatch.jobs.run.run_records import NUM_READERS
@@ -30,8 +29,9 @@ from swiftbatch.scheduler.display.events import (
 )
 from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import CANCELLED, with_results, write_cancelled
+from swiftbatch.scheduler.driver.waiting_jobs import QueuedJob
 from swiftbatch.scheduler.driver.worker_fleet import Event, Lost, Reported, Started, Worker
-from swiftbatch.worker.session.work_messages import WorkReport
+from swiftbatch.worker.session.work_messages import JobOutcome, WorkReport
 
 Result = TypeVar("Result")
 
@@ -51,34 +51,32 @@ class AttemptSettlement:
 
     def put_back(self, job_id: str, reason: str, message: str) -> None:
         """Queue a job whose attempt was lost, or give it up; `reason` and `message` as in `Lost`."""
-        entry = self._queue.entry(job_id)
-        if entry is None or self._has_ended(job_id):
+        if (job := self._still_to_do(job_id)) is None:
             return
         self._counters.num_preemptions[reason] += 1
-        num_tokens = self._queue.num_reported_tokens(job_id)
         has_attempts_left = self._queue.lose(job_id, self._clock())
-        self._attempts.note_strikes(job_id, self._queue.strikes(job_id) if has_attempts_left else None)
+        self._attempts.note_strikes(job_id, job.strikes if has_attempts_left else None)
         if has_attempts_left:
-            self._display.note(JobPutBack(entry.name, reason, num_tokens, is_lost=True))
+            self._display.note(JobPutBack(job.name, reason, job.num_generated_tokens, is_lost=True))
         else:
             text = f"given up after {self._attempts.count(job_id)} attempts; the last one: {message}"
             self._give_up(job_id, "attempts_failed", text)
 
     def begin(self, worker: Worker, job_id: str) -> None:
         """Note that a worker has begun with a job of its reserve."""
-        if entry := self._queue.begin(job_id):
-            num_attempts, num_tokens = self._attempts.note_begun(job_id), self._queue.num_reported_tokens(job_id)
-            self._display.note(JobStarted(entry.name, worker.id, num_attempts, num_tokens))
+        if job := self._queue.begin(job_id):
+            num_attempts = self._attempts.note_begun(job_id)
+            self._display.note(JobStarted(job.name, worker.id, num_attempts, job.num_generated_tokens))
 
     def take_back(self, job_id: str) -> None:
         """Queue a job again that a worker had in its reserve, and has not begun, as it says."""
-        if self._queue.entry(job_id) is not None and not self._has_ended(job_id):
+        if self._still_to_do(job_id):
             self._attempts.give_back(job_id)
             self._queue.release(job_id)
 
     def begin_found(self, worker: Worker) -> None:
         """Note which jobs of a lost worker's reserve had begun: those whose attempts have left files."""
-        job_ids = [entry.job_id for entry in self._queue.backlog_of(worker.id)]
+        job_ids = list(self._queue.of(worker.id).reserve)
         if not job_ids:
             return
         with ThreadPoolExecutor(NUM_READERS) as pool:
@@ -92,31 +90,28 @@ class AttemptSettlement:
         None is blamed, but none waits in a reserve again: one that ends its worker at its very beginning would never
         be known.
         """
-        for entry in self._queue.backlog_of(worker.id):
-            if not self._has_ended(entry.job_id):
-                if not is_unblamed:
-                    self._queue.suspect(entry.job_id)
-                self._queue.release(entry.job_id)
+        for job in list(self._queue.of(worker.id).reserve.values()):
+            if self._still_to_do(job.job_id):
+                job.is_suspect |= not is_unblamed
+                self._queue.release(job.job_id)
 
     def refuse(self, job_id: str, code: str, message: str) -> None:
         """Give a job up at once: every attempt would end so; `code` and `message` as in `error_line`."""
-        if not self._has_ended(job_id):
+        if self._still_to_do(job_id):
             self._give_up(job_id, code, f"given up: {message}")
 
     def release(self, job_id: str, reason: str) -> None:
         """Queue a job again that its worker gave up through no fault of the job; `reason` as in `Lost`."""
-        entry = self._queue.entry(job_id)
-        if entry is None or self._has_ended(job_id):
+        if (job := self._still_to_do(job_id)) is None:
             return
         self._counters.num_preemptions[reason] += 1
         self._queue.release(job_id)
-        num_tokens = self._queue.num_reported_tokens(job_id)
-        self._display.note(JobPutBack(entry.name, reason, num_tokens, is_lost=False))
+        self._display.note(JobPutBack(job.name, reason, job.num_generated_tokens, is_lost=False))
 
     def take_cancel_requests(self) -> None:
         """Cancel the jobs that users asked for, except those that a worker has: these wait for its next report."""
         is_whole_run, requested = self._run.cancel_requests()
-        wanted = self._queue.unfinished() if is_whole_run else [e.job_id for e in self._queue.entries(requested)]
+        wanted = self._queue.unfinished() if is_whole_run else [job.job_id for job in self._queue.jobs(requested)]
         self._cancelling = set(wanted)
         self._cancel(self._cancelling - self._queue.handed_out())
 
@@ -124,17 +119,17 @@ class AttemptSettlement:
         """Cancel those of a worker's jobs that are to be cancelled, and have it drop them."""
         if not self._cancelling:
             return
-        entries = [*self._queue.held_by(worker.id), *self._queue.backlog_of(worker.id)]
-        cancelled = self._cancelling.intersection(entry.job_id for entry in entries)
+        own = self._queue.of(worker.id)
+        cancelled = self._cancelling.intersection({*own.running, *own.reserve})
         self._cancel(cancelled)
         worker.cancel(cancelled)
 
     def finish(self, job_id: str, num_generated_tokens: int) -> None:
         """Count a job whose result is in the run folder."""
-        if entry := self._queue.entry(job_id):
+        if job := self._queue.find(job_id):
             self._queue.finish(job_id, num_generated_tokens)
             self._attempts.finish(job_id)
-            self._display.note(JobFinished(entry.name, num_generated_tokens))
+            self._display.note(JobFinished(job.name, num_generated_tokens))
 
     def take_results(self, job_ids: Iterable[str]) -> None:
         """Count those of some jobs that have a result, whoever wrote it: nothing is left to queue."""
@@ -147,30 +142,29 @@ class AttemptSettlement:
         """Return those of some jobs that have a result, whoever wrote it."""
         return with_results(self._run, job_ids)
 
-    def _has_ended(self, job_id: str) -> bool:
-        """Return whether there is nothing left to queue, since the job is to be cancelled."""
+    def _still_to_do(self, job_id: str) -> QueuedJob | None:
+        """The job, unless it has ended; one that is to be cancelled ends so, since no worker has it now."""
         if job_id in self._cancelling:
             self._cancel({job_id})
-            return True
-        return False
+        return self._queue.find(job_id)
 
     def _cancel(self, job_ids: Iterable[str]) -> None:
         remaining = list(job_ids)
         for start in range(0, len(remaining), CANCELLED_AT_ONCE):
-            entries = self._queue.entries(remaining[start : start + CANCELLED_AT_ONCE])
-            write_cancelled(self._run, entries)
-            for entry in entries:
-                self._queue.drop(entry.job_id, "cancelled")
+            jobs = self._queue.jobs(remaining[start : start + CANCELLED_AT_ONCE])
+            write_cancelled(self._run, [job.entry for job in jobs])
+            for job in jobs:
+                self._queue.drop(job.job_id, "cancelled")
                 self._counters.jobs_finished[CANCELLED] += 1
-                self._display.note(JobCancelled(entry.name))
+                self._display.note(JobCancelled(job.name))
 
     def _give_up(self, job_id: str, code: str, message: str) -> None:
         """Dead-letter: the job's error goes to the run folder, its token log stays for `resume --retry-failed`."""
-        if entry := self._queue.entry(job_id):
-            self._run.write_error(job_id, error_line(entry, code, message))
+        if job := self._queue.find(job_id):
+            self._run.write_error(job_id, error_line(job.entry, code, message))
             self._queue.drop(job_id, "failed")
             self._counters.jobs_finished["failed"] += 1
-            self._display.note(JobGivenUp(entry.name, message))
+            self._display.note(JobGivenUp(job.name, message))
 
 
 class ReportIntake:
@@ -197,7 +191,7 @@ class ReportIntake:
             case Lost(worker, reason, message):
                 if reason == STORE_FAILED and worker.drain_reason is None:
                     raise StoreError(message)
-                if self._left_by(worker) or self._queue.backlog_of(worker.id):
+                if self._left_by(worker) or self._queue.of(worker.id).reserve:
                     self._reading.append((self._pool.submit(self._logs.found, [worker.id]), event))
                 else:
                     self._take_in_loss(worker, reason, message)
@@ -225,80 +219,80 @@ class ReportIntake:
 
     def tokens_at_risk(self) -> dict[str, int]:
         """The tokens of running and lost jobs by name: not all of them may be in a checkpoint."""
-        lost = [entry for job_id in self._lost_ids if (entry := self._queue.entry(job_id))]
-        self._lost_ids = {entry.job_id for entry in lost}
-        running = {entry.name: num_tokens for entry, num_tokens in self._queue.running()}
-        return running | {entry.name: self._queue.num_reported_tokens(entry.job_id) for entry in lost}
+        lost = [job for job_id in self._lost_ids if (job := self._queue.find(job_id))]
+        self._lost_ids = {job.job_id for job in lost}
+        return {job.name: job.num_generated_tokens for job in (*self._queue.running(), *lost)}
 
     def _take_in_report(self, worker: Worker, report: WorkReport) -> None:
         if report.counters is not None:
             self._counters.take_in(worker.id, report.counters)
         self._spent.num_tokens += report.num_generated_tokens
-        self._take_progress(worker, report)
-        left = [progress.job_id for progress in (*report.released, *report.evicted)]
-        self._settlement.take_results([*left, *(job_id for job_id, *_ in (*report.failed, *report.refused))])
-        for job_id, message in report.failed:
-            self._settlement.put_back(job_id, "attempt_failed", message)
-        for job_id, code, message in report.refused:
-            self._settlement.refuse(job_id, code, message)
-        self._take_back_evicted(worker, report)
-        for job_id in report.unbegun:
-            self._settlement.take_back(job_id)
+        self._settlement.take_results(each.job_id for each in report.of("failed", "refused", "released", "evicted"))
         reason = worker.drain_reason or ("worker_terminated" if report.is_draining else "migrated")
-        for progress in report.released:
-            self._settlement.release(progress.job_id, reason)
+        for outcome in report.outcomes:
+            self._take_in_outcome(worker, outcome, reason)
+        self._count_fitting(worker, report)
         if report.is_draining:
             self._take_leave(worker, reason)
         else:
             self._settlement.cancel_held(worker)
 
-    def _take_progress(self, worker: Worker, report: WorkReport) -> None:
-        """Note how far a worker's jobs are, those first that it began by itself."""
-        for job_id in report.begun:
-            self._settlement.begin(worker, job_id)
-        for progress in (*report.progress, *report.released, *report.evicted):
-            self._queue.progress(progress.job_id, progress.num_generated_tokens)
-        for progress in report.ended:
-            self._queue.end(progress.job_id, progress.num_generated_tokens)
-        for progress in report.finished:
-            self._settlement.finish(progress.job_id, progress.num_generated_tokens)
+    def _take_in_outcome(self, worker: Worker, outcome: JobOutcome, reason: str) -> None:
+        """Act on what has become of a job; `reason` as in `Lost`, of one that was released."""
+        settlement, job_id, num_tokens = self._settlement, outcome.job_id, outcome.num_generated_tokens
+        if outcome.kind != "unbegun":
+            settlement.begin(worker, job_id)
+        match outcome.kind:
+            case "running":
+                self._queue.progress(job_id, num_tokens)
+            case "ended":
+                self._queue.end(job_id, num_tokens)
+            case "finished":
+                settlement.finish(job_id, num_tokens)
+            case "failed":
+                settlement.put_back(job_id, "attempt_failed", outcome.reason)
+            case "refused":
+                settlement.refuse(job_id, outcome.error_code, outcome.reason)
+            case "released" | "evicted":
+                self._queue.progress(job_id, num_tokens)
+                settlement.release(job_id, reason if outcome.kind == "released" else MEMORY_FULL)
+            case "unbegun":
+                settlement.take_back(job_id)
 
-    def _take_back_evicted(self, worker: Worker, report: WorkReport) -> None:
-        """Queue jobs again that a worker's memory did not hold, and note how many it holds."""
-        for progress in report.evicted:
-            self._settlement.release(progress.job_id, MEMORY_FULL)
-        num_held = self._queue.num_held_by(worker.id)
-        if report.evicted:
+    def _count_fitting(self, worker: Worker, report: WorkReport) -> None:
+        """Note how many jobs a worker holds where its memory has run out, until one of them has left."""
+        num_held = len(self._queue.of(worker.id).running)
+        if report.of("evicted"):
             worker.num_fitting = num_held
-        elif worker.num_fitting is not None and (report.ended or num_held < worker.num_fitting):
+        elif worker.num_fitting is not None and (report.of("ended") or num_held < worker.num_fitting):
             worker.num_fitting = None
 
     def _take_leave(self, worker: Worker, reason: str) -> None:
         """End a worker that has drained; jobs that it had not taken in yet go back too."""
         if worker.drain_reason is None:
             self._display.note(WorkerStopping(worker.id, reason))
-        for entry in self._left_by(worker):
-            self._settlement.release(entry.job_id, reason)
-        for entry in self._queue.backlog_of(worker.id):
-            self._settlement.take_back(entry.job_id)
+        for job in self._left_by(worker):
+            self._settlement.release(job.job_id, reason)
+        for job_id in list(self._queue.of(worker.id).reserve):
+            self._settlement.take_back(job_id)
         self._fleet.retire(worker)
 
     def _take_in_loss(self, worker: Worker, reason: str, message: str) -> None:
         """Put a lost worker's jobs back. It is no reason to blame them if it was to end anyway, or they had ended."""
-        ended = {entry.job_id for entry in self._queue.unsealed_by(worker.id)}
         is_unblamed = worker.drain_reason is not None or reason == "node_drained"
         self._display.note(WorkerLost(worker.id, reason, message))
         self._settlement.begin_found(worker)
-        for entry in self._left_by(worker):
-            self._lost_ids.add(entry.job_id)
-            if is_unblamed or entry.job_id in ended:
-                self._settlement.release(entry.job_id, worker.drain_reason or reason)
+        for job in self._left_by(worker):
+            self._lost_ids.add(job.job_id)
+            if is_unblamed or job.has_ended:
+                self._settlement.release(job.job_id, worker.drain_reason or reason)
             else:
-                self._settlement.put_back(entry.job_id, reason, f"worker {worker.id} was lost: {message}")
+                self._settlement.put_back(job.job_id, reason, f"worker {worker.id} was lost: {message}")
         self._settlement.lose_backlog(worker, is_unblamed=is_unblamed)
 
-    def _left_by(self, worker: Worker) -> list[JobEntry]:
+    def _left_by(self, worker: Worker) -> list[QueuedJob]:
         """The jobs that a worker leaves unfinished, now that it is gone; its reserve may have results, too."""
-        left = [*self._queue.held_by(worker.id), *self._queue.unsealed_by(worker.id)]
-        self._settlement.take_results(entry.job_id for entry in (*left, *self._queue.backlog_of(worker.id)))
-        return [entry for entry in left if self._queue.entry(entry.job_id) is not None]
+        own = self._queue.of(worker.id)
+        left = [*sorted(own.running), *sorted(own.unsealed)]
+        self._settlement.take_results([*left, *own.reserve])
+        return [job for job_id in left if (job := self._queue.find(job_id))]

@@ -18,7 +18,7 @@ from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import Columns
 from swiftbatch.jobs.input.reader import JobReader, job_lines
 from swiftbatch.jobs.input.rejects import Reject, Rejects
-from swiftbatch.jobs.job import JobRecord, JobUrl, LastMarker, packed
+from swiftbatch.jobs.job import JobRecord, JobUrl, packed
 from swiftbatch.jobs.python_processes import rare_garbage_collection
 from swiftbatch.jobs.repetition_detection import RepetitionDetection, loop_guard
 from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
@@ -97,8 +97,8 @@ def make_records(
     for line_number, line, encoded in _encoded(lines, codec):
         try:
             prompts = _prompts(line, encoded, max_tokens, files)
-            _refuse_unfit_sampling(line, min(prompt.limit for prompt in prompts), codec, files.vocab_size)
-            length = max(prompt.num_tokens + prompt.limit for prompt in prompts)
+            _refuse_unfit_sampling(line, min(limit for _, limit in prompts), codec, files.vocab_size)
+            length = max(len(prompt.token_ids) + limit for prompt, limit in prompts)
             if room is not None and length > longest:
                 room.refuse_too_long(length)
                 longest = length
@@ -109,22 +109,12 @@ def make_records(
             notes.priorities[line.custom_id] = line.priority
         if without_effect := _without_effect(line, codec):
             notes.without_effect.update(without_effect)
-        for job in line.jobs([prompt.limit for prompt in prompts], loop_guard, thinking_end):
-            prompt = prompts[job.choice_index // line.num_choices]
-            job_id = job.job_id(files.fingerprint)
-            made = (prompt.keys, prompt.token_ids, prompt.last_marker)
-            yield JobRecord(job_id, job, line_number, prompt.num_tokens, None, *made)
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """A prompt as tokens."""
-
-    num_tokens: int
-    limit: int  # tokens that may come behind it
-    keys: bytes
-    token_ids: bytes
-    last_marker: LastMarker | None
+        jobs = iter(line.jobs([limit for _, limit in prompts], loop_guard, thinking_end))
+        for prompt, _ in prompts:
+            ids = prompt.token_ids
+            made = (len(ids), None, prompt_keys(ids), packed(ids), prompt.last_marker)
+            for job in islice(jobs, line.num_choices):
+                yield JobRecord(job.job_id(files.fingerprint), job, line_number, *made)
 
 
 def _encoded(lines: Iterable[tuple[int, JobLine]], codec: TextCodec) -> Iterator[tuple[int, JobLine, list[Encoded]]]:
@@ -161,19 +151,19 @@ def _asked(line: JobLine) -> tuple[str | tuple[int, ...] | Chat, ...]:
     return line.prompts if line.messages is None else (Chat(line.messages, line.template),)
 
 
-def _prompts(line: JobLine, encoded: list[Encoded], max_tokens: int | None, files: ModelFiles) -> list[_Prompt]:
-    """Each prompt of a line, or its messages. Raises ValueError."""
+def _prompts(
+    line: JobLine, encoded: list[Encoded], max_tokens: int | None, files: ModelFiles
+) -> list[tuple[EncodedPrompt, int]]:
+    """Each prompt of a line, or its messages, and the tokens that may come behind it. Raises ValueError."""
     prompts = []
     for number, found in enumerate(encoded, start=1):
         try:
             if isinstance(found, ValueError):
                 raise found
-            limit = _limit(line, len(found.token_ids), max_tokens, files)
+            prompts.append((found, _limit(line, len(found.token_ids), max_tokens, files)))
         except ValueError as error:
             which = f" (prompt {number} of {len(encoded)})" if len(encoded) > 1 else ""
             raise ValueError(f"{error}{which}") from None
-        ids = found.token_ids
-        prompts.append(_Prompt(len(ids), limit, prompt_keys(ids), packed(ids), found.last_marker))
     return prompts
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import PackedLogs
-from swiftbatch.jobs.run.job_index import JobName, job_names
+from swiftbatch.jobs.run.job_index import JobEntry, job_entries
 from swiftbatch.jobs.run.job_table import paths
 from swiftbatch.jobs.run.run import MANIFEST, REJECTS, Run
 from swiftbatch.jobs.run.run_records import Progress, RunError
@@ -188,14 +188,14 @@ def partial_texts(run: Run, running: Container[str], last_tokens: int | None = N
     return texts
 
 
-def names_of(store: Store) -> tuple[JobName, ...]:
+def names_of(store: Store) -> tuple[JobEntry, ...]:
     """The jobs of a run whose lines are all in it. Raises RunError, StoreError."""
     return _names(store.uri, tuple(paths(store)))
 
 
 @functools.lru_cache(maxsize=NUM_KNOWN_RUNS)
-def _names(uri: str, _tables: tuple[str, ...]) -> tuple[JobName, ...]:
-    return tuple(job_names(Store(uri)))
+def _names(uri: str, _tables: tuple[str, ...]) -> tuple[JobEntry, ...]:
+    return tuple(job_entries(Store(uri)))
 
 
 @functools.lru_cache(maxsize=2)

@@ -209,7 +209,7 @@ def test_tokens_that_are_read_before_a_job_goes_on_are_counted(tmp_path: Path, t
     until(first, fox, 100, claimed(run, fox))
     num_prompt_tokens = first.engine.counters.num_prompt_tokens
     assert first.engine.counters.num_read_tokens == num_prompt_tokens - 1  # the last one is the first step's root
-    num_tokens = first.drain(5.0).released[0].num_generated_tokens
+    num_tokens = first.drain(5.0).of("released")[0].num_generated_tokens
     second = session(run, tiny_model, checkpoint="tokens")
     to_the_end(second, claimed(run, fox))
     assert second.engine.counters.num_resumes == {"replay": 1}

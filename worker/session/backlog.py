@@ -70,9 +70,8 @@ class CacheRoom(NamedTuple):
         """Tell whether a job may be expected to fit beside others for a while; alone it always does."""
         if self.num_pages is None or not jobs:
             return True
-        job, num_tokens = assignment.sent, assignment.num_reported_tokens
         growths = [self._growth_of(job) for job in jobs]
-        growths.append(self._growth(job.num_prompt_tokens, num_tokens, assignment))
+        growths.append(self._growth(assignment.num_prompt_tokens, assignment.num_reported_tokens, assignment))
         has_pages = most_pages(growths, self.sizes.page, self.sizes.held) <= self.num_pages
         return has_pages and has_window_pages(growths, self.sizes.page or PAGE, self.sizes.windows)
 

@@ -16,7 +16,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import NUM_READERS
-from swiftbatch.worker.session.work_messages import JobProgress
+from swiftbatch.worker.session.work_messages import JobOutcome
 
 MOST_RESULTS, MOST_BYTES, MOST_SECONDS = 1000, 16 * 2**20, 30.0  # of results that wait to be sealed
 
@@ -42,7 +42,7 @@ class Sealing:
         self._waiting: list[tuple[SealedResult, bool]] = []
         self._num_bytes, self._since, self._has_long = 0, 0.0, False
         self._pool = ThreadPoolExecutor(1, "seals")
-        self._under_way: deque[Future[list[JobProgress]]] = deque()
+        self._under_way: deque[Future[list[JobOutcome]]] = deque()
 
     def add(self, result: SealedResult, *, clears: bool) -> None:
         """Take the result of a job that has just ended; with `clears` its checkpoints go once it is there."""
@@ -65,24 +65,21 @@ class Sealing:
             self._under_way.append(self._pool.submit(self._write, name, self._waiting))
             self._waiting, self._num_bytes, self._has_long = [], 0, False
 
-    def sealed(self) -> list[JobProgress]:
+    def sealed(self) -> list[JobOutcome]:
         """The jobs that have finished since the last call."""
-        found: list[JobProgress] = []
+        found: list[JobOutcome] = []
         while self._under_way and self._under_way[0].done():
             found += self._under_way.popleft().result()
         return found
 
-    def flush(self) -> list[JobProgress]:
+    def flush(self) -> list[JobOutcome]:
         """Write all that waits; returns the jobs that have finished since the last call of `sealed`."""
         self.seal()
-        return [progress for seal in self._taken() for progress in seal.result()]
+        under_way, self._under_way = self._under_way, deque()
+        return [outcome for seal in under_way for outcome in seal.result()]
 
-    def _taken(self) -> list[Future[list[JobProgress]]]:
-        taken, self._under_way = list(self._under_way), deque()
-        return taken
-
-    def _write(self, name: str, results: list[tuple[SealedResult, bool]]) -> list[JobProgress]:
+    def _write(self, name: str, results: list[tuple[SealedResult, bool]]) -> list[JobOutcome]:
         self._run.write_segment(name, [result for result, _ in results])
         with ThreadPoolExecutor(NUM_READERS) as pool:
             list(pool.map(self._checkpoints.clear, [result.job_id for result, clears in results if clears]))
-        return [JobProgress(result.job_id, result.num_tokens) for result, _ in results]
+        return [JobOutcome("finished", result.job_id, result.num_tokens) for result, _ in results]

@@ -18,27 +18,20 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.sequence import Sequence as TokenSequence
 from swiftbatch.worker.sampling.verification import Verification
 from swiftbatch.worker.session.resume import Recovery
-from swiftbatch.worker.session.work_messages import Assignment, JobProgress
+from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, OutcomeKind
 
 LARGEST_N = 4  # as in TokenSwift's tables
 
 
-def distinct_n(token_ids: np.ndarray, n: int) -> float:
-    """Distinct n-grams over all n-grams of `token_ids [num_tokens]`, 0 to 1; 0 where there are fewer than n tokens.
-
-    Raises ValueError where n is not positive.
-    """
-    if n < 1:
-        raise ValueError(f"distinct-{n}: expected n of 1 or more")
-    return list(_shares(token_ids, n))[-1]
-
-
 def distinct(token_ids: np.ndarray) -> dict[str, float]:
-    """Distinct-1 to Distinct-4 of `token_ids [num_tokens]` as `distinct_1`, ..., rounded to four places."""
-    return {f"distinct_{n}": round(share, 4) for n, share in enumerate(_shares(token_ids, LARGEST_N), start=1)}
+    """Distinct-1 to Distinct-4 of `token_ids [num_tokens]` as `distinct_1`, ..., rounded to four places.
+
+    Each is the distinct n-grams over all n-grams, 0 where there are fewer than n tokens.
+    """
+    return {f"distinct_{n}": round(share, 4) for n, share in enumerate(distinct_shares(token_ids, LARGEST_N), start=1)}
 
 
-def _shares(token_ids: np.ndarray, largest_n: int) -> Iterator[float]:
+def distinct_shares(token_ids: np.ndarray, largest_n: int) -> Iterator[float]:
     """Distinct-1, Distinct-2, ...: an n-gram is numbered by the number of its first n - 1 tokens and its last token."""
     kinds, numbers = np.unique(token_ids, return_inverse=True)
     num_tokens, num_kinds = len(numbers), len(kinds)
@@ -52,9 +45,6 @@ def _shares(token_ids: np.ndarray, largest_n: int) -> Iterator[float]:
             ngrams, numbers = np.unique(numbers[:-1] * num_kinds + tokens[n - 1 :], return_inverse=True)
             num_distinct = len(ngrams)
         yield num_distinct / (num_tokens - n + 1)
-
-
-# One job on a worker: its assignment, its sequence, and what was done for it in this attempt.
 
 
 @dataclass
@@ -82,9 +72,8 @@ class RunningJob:
     def job_id(self) -> str:
         return self.assignment.job_id
 
-    @property
-    def progress(self) -> JobProgress:
-        return JobProgress(self.job_id, self.sequence.num_generated_tokens)
+    def outcome(self, kind: OutcomeKind, reason: str = "", error_code: str = "") -> JobOutcome:
+        return JobOutcome(kind, self.job_id, self.sequence.num_generated_tokens, reason, error_code)
 
     @property
     def num_recovered_tokens(self) -> int:

@@ -50,7 +50,7 @@ from swiftbatch.worker.session.result_writer import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import RunningJob
 from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile
-from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders, WorkReport, WorkSlice
+from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
 from swiftbatch.worker.text.tokenizer import TextCodec
 
 COUNTERS_SECONDS = 2.0  # between two reports with counters
@@ -93,7 +93,7 @@ class WorkerSession:
         self._checkpointing = Checkpointing(self._checkpoints, logs, config, self.engine)
         self._running: dict[str, RunningJob] = {}
         self._num_pages: int | None = None  # for all caches together, as the last orders say
-        self._backlog, self._slice = Backlog(), WorkSlice()
+        self._backlog, self._report = Backlog(), WorkReport()
         self._counted = -math.inf  # when counters were last reported
         self._must_drain = False
         self.metrics_address: str | None = None
@@ -114,27 +114,25 @@ class WorkerSession:
         """Follow the orders, step all jobs for about `seconds`, and report. One job's fault fails that job alone."""
         self._checkpointing.check()
         num_before = self.engine.counters.num_generation_tokens
-        self._slice = WorkSlice()
+        self._report = WorkReport()
         self._follow(orders)
         deadline = time.monotonic() + seconds
         while self._has_jobs() and time.monotonic() < deadline and not self._must_drain:
             self._advance()
-            if not orders.seals and self._slice.has_many_empty(len(self._running)):
+            if not orders.seals and self._report.has_many_empty(len(self._running)):
                 break
         if self._must_drain:
-            self._slice.unbegun += self._backlog.give_up()
-            self._sealing.seal()
-            self._slice.released += self._release(list(self._running), self._config.grace_seconds)
+            self._hand_all_back(self._config.grace_seconds)
         is_last = self._must_drain or (orders.seals and not self._has_jobs())
-        finished = self._sealing.flush() if is_last else self._sealing.sealed()
-        return self._report(finished, self.engine.counters.num_generation_tokens - num_before)
+        self._report.num_generated_tokens = self.engine.counters.num_generation_tokens - num_before
+        return self._reported(self._sealing.flush() if is_last else self._sealing.sealed())
 
     def _follow(self, orders: Orders) -> None:
         """Drop and hand back what is others' now, and take new jobs in."""
         self._drop(orders.cancelled)
         self._num_pages = orders.num_pages
-        self._slice.unbegun += self._backlog.follow(orders)
-        self._slice.released += self._release(orders.released, self._config.grace_seconds)
+        self._note_unbegun(self._backlog.follow(orders))
+        self._release("released", orders.released, self._config.grace_seconds)
         for assignment in orders.assignments:
             self._take_in(assignment)
 
@@ -145,7 +143,6 @@ class WorkerSession:
         """Begin with jobs of the reserve where others have left, and take one step with all."""
         self._make_room()
         while (assignment := self._backlog.next(self._running.values(), self._room())) is not None:
-            self._slice.begun.append(assignment.job_id)
             self._take_in(assignment)
             if self._sizes.windows is not None:  # where checkpoints lag, jobs hold more than they are expected to
                 self._make_room()
@@ -165,20 +162,20 @@ class WorkerSession:
             self.engine.replace(again)
             job.sequence = again
             return
-        if self._is_kept(job):
+        may_go_on = may_be_extended(job.sequence, job.thinking)
+        is_kept = self._config.keep_state and may_go_on
+        if is_kept:
             self._checkpointing.keep(job, self._config.grace_seconds)
         self._drop([job.job_id])
-        if job.sequence.error is not None:
-            self._slice.refused.append((job.job_id, job.sequence.error_code or NOT_FINITE, job.sequence.error))
-        else:
-            self._finish(job, self._slice.ended, self._slice.failed)
+        self._report.outcomes.append(self._finish(job, may_go_on, is_kept))
 
-    def _report(self, finished: Iterable[JobProgress], num_generated_tokens: int) -> WorkReport:
+    def _reported(self, finished: list[JobOutcome]) -> WorkReport:
         """Return what the slice has come to; of jobs whose results are there nobody needs token logs any more."""
-        done, progress = tuple(finished), [job.progress for job in self._running.values()]
-        self._checkpointing.forget([job.job_id for job in done])
-        is_draining, counters = self._must_drain, self._due_counters()
-        return self._slice.report(progress, done, num_generated_tokens, is_draining=is_draining, counters=counters)
+        report = self._report
+        report.outcomes += [*finished, *(job.outcome("running") for job in self._running.values())]
+        self._checkpointing.forget([outcome.job_id for outcome in finished])
+        report.is_draining, report.counters = self._must_drain, self._due_counters()
+        return report
 
     def _due_counters(self) -> EngineCounters | None:
         """All counts, a while after the last time or when no job runs: they cost more than the rest of a report."""
@@ -190,11 +187,17 @@ class WorkerSession:
 
     def drain(self, seconds: float) -> WorkReport:
         """Checkpoint and hand back all jobs: token logs first, then as much state as `seconds` allow."""
-        self._must_drain, self._slice = True, WorkSlice()
-        self._slice.unbegun += self._backlog.give_up()
+        self._must_drain, self._report = True, WorkReport()
+        self._hand_all_back(seconds)
+        return self._reported(self._sealing.flush())
+
+    def _hand_all_back(self, seconds: float) -> None:
+        self._note_unbegun(self._backlog.give_up())
         self._sealing.seal()
-        self._slice.released += self._release(list(self._running), seconds)
-        return self._report(self._sealing.flush(), 0)
+        self._release("released", list(self._running), seconds)
+
+    def _note_unbegun(self, job_ids: Iterable[str]) -> None:
+        self._report.outcomes += [JobOutcome("unbegun", job_id) for job_id in job_ids]
 
     def request_drain(self) -> None:
         """Let the running or the next `work` drain, within the grace period; safe in a signal handler."""
@@ -202,25 +205,27 @@ class WorkerSession:
 
     def _take_in(self, assignment: Assignment) -> None:
         """Start a job where its checkpoints end."""
-        record, found = assignment.record, self._slice
+        job_id = assignment.job_id
         try:
             job = self._start(assignment)
         except StoreError:
             raise
         except TooLongError as error:  # too long for this worker, and for all that started when it did
-            found.refused.append((record.job_id, TOO_LONG, str(error)))
+            outcome = JobOutcome("refused", job_id, reason=str(error), error_code=TOO_LONG)
         except PagesError:  # the others have grown since the driver heard of them
-            found.evicted.append(JobProgress(record.job_id, assignment.num_reported_tokens))
+            outcome = JobOutcome("evicted", job_id, assignment.num_reported_tokens)
             self._backlog.keep_to(len(self._running))
         except ConstraintError as error:  # a driver of another version took what this one can't follow
-            found.refused.append((record.job_id, CONSTRAINT_REFUSED, str(error)))
+            outcome = JobOutcome("refused", job_id, reason=str(error), error_code=CONSTRAINT_REFUSED)
         except (ValueError, MemoryError, RuntimeError) as error:
-            logger.exception("job %s could not be started", record.job_id)
-            found.failed.append((record.job_id, f"{type(error).__name__}: {error}"))
+            logger.exception("job %s could not be started", job_id)
+            outcome = JobOutcome("failed", job_id, reason=f"{type(error).__name__}: {error}")
         else:
-            self._running[job.job_id] = job
+            self._running[job_id] = job
             self._checkpointing.open(job)
             self.engine.counters.note_work(True)
+            return
+        self._report.outcomes.append(outcome)
 
     def _start(self, assignment: Assignment) -> RunningJob:
         record, target, started = assignment.record, self.engine.target, time.monotonic()
@@ -268,7 +273,7 @@ class WorkerSession:
         if jobs and gc.collect():  # caches of jobs that have left may hang in circles of references
             jobs = self._without_room(lacks_windows)
         if jobs:
-            self._slice.evicted += self._release([job.job_id for job in jobs], self._config.grace_seconds)
+            self._release("evicted", [job.job_id for job in jobs], self._config.grace_seconds)
             self._backlog.keep_to(len(self._running))
         if lacks_windows:
             self._wait_for_window_pages()
@@ -319,7 +324,7 @@ class WorkerSession:
                 # once more, now with the seconds until the first new token
                 self._checkpoints.write_resume(job.job_id, job.assignment.attempt, job.resume_record())
             job.has_advanced = True
-        self._slice.count_steps(num_jobs, self.engine.counters.num_steps - num_before)
+        self._report.count_steps(num_jobs, self.engine.counters.num_steps - num_before)
 
     def _rewind(self, job: RunningJob) -> None:
         """Take the repetitions of the loop back that the job has ended in."""
@@ -328,32 +333,31 @@ class WorkerSession:
         self.engine.replace(again)
         job.sequence = again
 
-    def _finish(self, job: RunningJob, ended: list[JobProgress], failed: list[tuple[str, str]]) -> None:
+    def _finish(self, job: RunningJob, may_go_on: bool, is_kept: bool) -> JobOutcome:
         """Have the result of a job written that has ended; an attempt that finds itself overtaken writes nothing.
 
-        A job that has ended before anything of it was to be written asks for no file: if its worker was given up
-        meanwhile, there are two results some day, and either counts.
+        With more tokens it `may_go_on` some day; its checkpoints stay if it `is_kept`. A job that has ended before
+        anything of it was to be written asks for no file: if its worker was given up meanwhile, there are two results
+        some day, and either counts.
         """
+        sequence = job.sequence
+        if sequence.error is not None:
+            return job.outcome("refused", sequence.error, sequence.error_code or NOT_FINITE)
         is_known = job.has_files or job.num_logged_tokens > 0
         attempts = job.history(self._checkpoints.history(job.job_id) if is_known else ())
         newest = max(attempts, key=lambda each: each.number)
         if newest.number > job.assignment.attempt:
             self.engine.counters.num_stale_attempt_rejections += 1
             self._checkpointing.forget([job.job_id])
-            failed.append((job.job_id, f"attempt {job.start.attempt} was overtaken by attempt {newest.attempt}"))
-            return
-        if may_be_extended(job.sequence, job.thinking):  # before its result says that it is there
-            log = TokenLog(job.sequence.output_ids.astype("uint32"), job.sequence.rewinds)
-            self._kept_logs.write(job.job_id, log, job.sequence.kept_logprobs)
+            return job.outcome("failed", f"attempt {job.start.attempt} was overtaken by attempt {newest.attempt}")
+        if may_go_on:  # before its result says that it is there
+            log = TokenLog(sequence.output_ids.astype("uint32"), sequence.rewinds)
+            self._kept_logs.write(job.job_id, log, sequence.kept_logprobs)
         line = self._result_line(job, attempts)
-        self._sealing.add(SealedResult.of(job.job_id, line), clears=job.has_files and not self._is_kept(job))
-        ended.append(job.progress)
-        reason = job.sequence.finish_reason or ""
-        self.engine.counters.count_finished(reason, time.monotonic() - job.started, job.sequence.num_generated_tokens)
-
-    def _is_kept(self, job: RunningJob) -> bool:
-        """Return whether a finished job's checkpoints stay."""
-        return self._config.keep_state and may_be_extended(job.sequence, job.thinking)
+        self._sealing.add(SealedResult.of(job.job_id, line), clears=job.has_files and not is_kept)
+        seconds, reason = time.monotonic() - job.started, sequence.finish_reason or ""
+        self.engine.counters.count_finished(reason, seconds, sequence.num_generated_tokens)
+        return job.outcome("ended")
 
     def _result_line(self, job: RunningJob, attempts: list[AttemptRecord]) -> dict[str, Any]:
         record, output_ids = job.assignment.record, job.sequence.output_ids.astype("uint32")
@@ -372,13 +376,13 @@ class WorkerSession:
             reasoning=reasoning_of(job.sequence, text, job.thinking, self._codec.output_text.offsets),
         )
 
-    def _release(self, job_ids: Iterable[str], seconds: float) -> list[JobProgress]:
-        """Write checkpoints of some jobs, for at most `seconds`, and drop them."""
+    def _release(self, kind: OutcomeKind, job_ids: Iterable[str], seconds: float) -> None:
+        """Write checkpoints of some jobs, for at most `seconds`, and hand them back."""
         jobs = [self._running[job_id] for job_id in job_ids if job_id in self._running]
         if jobs:
             self._checkpointing.flush(jobs, seconds)
         self._drop(job.job_id for job in jobs)
-        return [job.progress for job in jobs]
+        self._report.outcomes += [job.outcome(kind) for job in jobs]
 
     def _drop(self, job_ids: Iterable[str]) -> None:
         for job_id in list(job_ids):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal, Self
 
-from swiftbatch.jobs.job import JobRecord, SentJob
+from swiftbatch.jobs.job import JobRecord
 from swiftbatch.metrics.counters import EngineCounters
 
 
@@ -14,7 +14,10 @@ from swiftbatch.metrics.counters import EngineCounters
 class Assignment:
     """One attempt at one job; the attempt's files carry its number, which no other attempt has."""
 
-    sent: SentJob
+    job_id: str
+    line_number: int
+    num_prompt_tokens: int
+    body: bytes  # the rest of its record, as `JobRecord.body`: the driver reads none of it
     attempt: int
     num_attempts: int = 1  # that the job has had with this one: people count so
     num_reported_tokens: int = 0  # what the last attempt had reported when it was lost
@@ -22,14 +25,14 @@ class Assignment:
     seniority: int = 0  # the lower one was given to a worker sooner, in its first attempt
     num_expected_tokens: int = 0  # that it may end with, so far as the driver can tell
 
-    @property
-    def job_id(self) -> str:
-        return self.sent.job_id
+    @classmethod
+    def of(cls, record: JobRecord, attempt: int, num_attempts: int = 1) -> Self:
+        return cls(record.job_id, record.line_number, record.num_prompt_tokens, record.body, attempt, num_attempts)
 
     @cached_property
     def record(self) -> JobRecord:
         """The whole of the job, which the worker reads."""
-        return self.sent.read()
+        return JobRecord.of_body(self.job_id, self.line_number, self.num_prompt_tokens, self.body)
 
 
 @dataclass(frozen=True)
@@ -46,47 +49,48 @@ class Orders:
     num_pages: int | None = None  # that caches of all jobs may take; None where that is no question
 
 
-@dataclass(frozen=True)
-class JobProgress:
-    """The number of tokens that a job has, those that a resume recovered included."""
+OutcomeKind = Literal["running", "ended", "finished", "failed", "refused", "released", "evicted", "unbegun"]
+"""What became of a job: only a `finished` one has its result in the store; one that has `ended` waits for that.
 
+`failed` was this attempt, `refused` is each attempt. `released` and `evicted` jobs are handed back with a whole
+checkpoint: as ordered or since the worker drains, or since the memory ran out. `unbegun` ones are of the reserve.
+"""
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """What became of a job in a slice of work."""
+
+    kind: OutcomeKind
     job_id: str
-    num_generated_tokens: int
-
-
-@dataclass(frozen=True)
-class WorkReport:
-    """A worker's report of one slice of work."""
-
-    progress: tuple[JobProgress, ...] = ()  # running jobs
-    finished: tuple[JobProgress, ...] = ()  # their results are in the store
-    failed: tuple[tuple[str, str], ...] = ()  # (job_id, reason): this attempt failed
-    num_generated_tokens: int = 0  # in this slice, recovered tokens not counted
-    released: tuple[JobProgress, ...] = ()  # handed back with a whole checkpoint, as ordered or because it drains
-    is_draining: bool = False  # it had SIGTERM or was told to drain: it takes no more work
-    counters: EngineCounters | None = None  # all that the worker has counted since it started; None now and then
-    refused: tuple[tuple[str, str, str], ...] = ()  # (job_id, error code, message): every attempt would end so
-    evicted: tuple[JobProgress, ...] = ()  # handed back with a whole checkpoint, since the memory ran out
-    ended: tuple[JobProgress, ...] = ()  # in this slice; they take no room, and finish once their results are there
-    begun: tuple[str, ...] = ()  # job ids of the reserve; what became of them stands in the other fields, too
-    unbegun: tuple[str, ...] = ()  # job ids handed back from the reserve, as ordered or because the worker drains
-    num_jobs: float = 0.0  # that ran at a time, on average over the slice's steps
+    num_generated_tokens: int = 0  # that it has, those that a resume recovered included
+    reason: str = ""  # one line for the user: why it has failed or is refused
+    error_code: str = ""  # of one that is refused
 
 
 @dataclass
-class WorkSlice:
-    """Collects what a report tells beside the jobs that run on; fields as in `WorkReport`."""
+class WorkReport:
+    """A worker's report of one slice of work, which it fills while it works.
 
-    failed: list[tuple[str, str]] = field(default_factory=list)
-    refused: list[tuple[str, str, str]] = field(default_factory=list)
-    released: list[JobProgress] = field(default_factory=list)
-    evicted: list[JobProgress] = field(default_factory=list)
-    ended: list[JobProgress] = field(default_factory=list)
-    begun: list[str] = field(default_factory=list)
-    unbegun: list[str] = field(default_factory=list)
+    A job of the reserve of which it says anything but `unbegun` has begun.
+    """
+
+    outcomes: list[JobOutcome] = field(default_factory=list)  # as they came; a job that ends may finish in it, too
+    num_generated_tokens: int = 0  # recovered tokens not counted
+    is_draining: bool = False  # it had SIGTERM or was told to drain: it takes no more work
+    counters: EngineCounters | None = None  # all that the worker has counted since it started; None now and then
     num_steps: int = 0
     num_job_steps: int = 0  # a step of five jobs counts five
     most_jobs: int = 0  # in a step
+
+    @property
+    def num_jobs(self) -> float:
+        """The jobs that ran at a time, on average over the steps."""
+        return self.num_job_steps / max(1, self.num_steps)
+
+    def of(self, *kinds: OutcomeKind) -> list[JobOutcome]:
+        """The outcomes of some kinds."""
+        return [outcome for outcome in self.outcomes if outcome.kind in kinds]
 
     def count_steps(self, num_jobs: int, num_steps: int) -> None:
         """Count so many steps, taken at once, of so many jobs."""
@@ -97,29 +101,3 @@ class WorkSlice:
     def has_many_empty(self, num_jobs: int) -> bool:
         """Tell whether so few jobs are left that the worker had better ask for others than go on with them."""
         return 2 * num_jobs <= self.most_jobs
-
-    def report(
-        self,
-        progress: Iterable[JobProgress],
-        finished: Iterable[JobProgress],
-        num_generated_tokens: int,
-        *,
-        is_draining: bool,
-        counters: EngineCounters | None,
-    ) -> WorkReport:
-        """The report of the slice, once it is over."""
-        return WorkReport(
-            progress=tuple(progress),
-            finished=tuple(finished),
-            failed=tuple(self.failed),
-            num_generated_tokens=num_generated_tokens,
-            released=tuple(self.released),
-            is_draining=is_draining,
-            counters=counters,
-            refused=tuple(self.refused),
-            evicted=tuple(self.evicted),
-            ended=tuple(self.ended),
-            begun=tuple(self.begun),
-            unbegun=tuple(self.unbegun),
-            num_jobs=self.num_job_steps / max(1, self.num_steps),
-        )

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import Response
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.run.job_index import JobName
+from swiftbatch.jobs.run.job_index import JobEntry
 from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import NUM_READERS, Progress
@@ -87,7 +87,7 @@ def file_problems(pieces: Iterator[bytes]) -> list[Problem]:
     return [_problem(json.loads(line)) for line in islice(_lines(pieces), NUM_PROBLEMS)]
 
 
-def _row(run: Run, job: JobName, running: dict[str, int], result: dict[str, Any] | None) -> JobRow:
+def _row(run: Run, job: JobEntry, running: dict[str, int], result: dict[str, Any] | None) -> JobRow:
     if job.name in running:
         return JobRow(job.name, "running", running[job.name])
     if result is not None:

@@ -79,7 +79,7 @@ def test_each_job_is_read_alone_in_any_order(run: Run) -> None:
     wanted = [7, 0, 3, 5]  # rows
     bodies = run.job_bodies(np.sort(index.places[wanted]))
     for row in wanted:
-        assert bodies.sent(index.entry(row)).read().job == records[row].job
+        assert bodies.at(index.entry(row).place) == records[row].body
 
 
 def test_the_longest_job_is_known_without_a_look_at_jobs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

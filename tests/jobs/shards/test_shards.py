@@ -214,7 +214,7 @@ def test_a_damaged_result_holds_up_its_line_alone_and_a_planned_shard_until_it_i
     shards_of(run, 2).catch_up(is_end=False)
     assert list(files(run.store)) == ["train-00000.jsonl"]
     held = Run.open(run.store.uri)
-    assert sorted(job.row for job in held.ended_jobs(held.job_index())) == [1, 2]
+    assert sorted(held.ended_jobs(held.job_index())[0][::2]) == [1, 2]
     assert len(held.set_damaged_aside([a.job_id, d.job_id])) == 2
     finish(run, a, d)
     shards_of(run, 3).catch_up(is_end=True)

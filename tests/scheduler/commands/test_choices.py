@@ -105,7 +105,7 @@ def test_each_choice_goes_on_from_its_own_tokens(run: Run) -> None:
     progress = current_progress(run).model_copy(update={"running": {"many[1]": 7, "many[2]": 9, "many": 11}})
     run.write_progress(progress)
     queue = load_queue(run, 5)
-    assert [queue.num_reported_tokens(record.job_id) for record in many] == [0, 7, 9]
+    assert [queue.find(record.job_id).num_generated_tokens for record in many] == [0, 7, 9]
 
 
 def test_the_report_has_every_choice_by_its_name(run: Run, tmp_path: Path) -> None:

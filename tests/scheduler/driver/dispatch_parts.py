@@ -28,7 +28,7 @@ from swiftbatch.scheduler.cluster import ray_actors
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.driver.driver import Driver
 from swiftbatch.scheduler.runs import launch
-from swiftbatch.worker.session.work_messages import JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work_messages import JobOutcome, Orders, WorkReport
 from tests.scheduler.driver.driver_parts import RecordingDisplay, make_driver, make_run
 from tests.work_counts import Work, counted_calls
 
@@ -107,11 +107,9 @@ class NoOpWorker:
             if results:
                 run = Run.open(self._dispatched.run.store.uri)  # the driver's remembers nothing of it
                 run.write_segment(results[0].job_id, results)
-            finished = tuple(
-                JobProgress(record.job_id, record.job.sampling.max_tokens)
-                for record in (assignment.record for assignment in orders.assignments)
-            )
-            return WorkReport(finished=finished, num_generated_tokens=sum(job.num_generated_tokens for job in finished))
+            jobs = [(assignment.job_id, assignment.record.job.sampling.max_tokens) for assignment in orders.assignments]
+            finished = [JobOutcome("finished", *job) for job in jobs]
+            return WorkReport(finished, num_generated_tokens=sum(job.num_generated_tokens for job in finished))
 
     def _result(self, record: JobRecord) -> SealedResult:
         self._dispatched.count()

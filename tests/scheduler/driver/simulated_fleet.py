@@ -25,7 +25,7 @@ from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
 from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
 from swiftbatch.worker.kv.kv_capacity import PAGE
 from swiftbatch.worker.session.backlog import Backlog, CacheRoom, JobSizes, without_room
-from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders, WorkReport, WorkSlice
+from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
 from tests.jobs.run.run_parts import write_result
 from tests.scheduler.driver.driver_parts import make_context, make_run
 
@@ -66,9 +66,8 @@ class SimulatedJob:
     def sequence(self) -> SimulatedSequence:
         return SimulatedSequence(self.assignment.record.num_prompt_tokens, self.num_tokens)
 
-    @property
-    def progress(self) -> JobProgress:
-        return JobProgress(self.assignment.record.job_id, self.num_tokens)
+    def outcome(self, kind: OutcomeKind) -> JobOutcome:
+        return JobOutcome(kind, self.assignment.job_id, self.num_tokens)
 
 
 @dataclass(eq=False)
@@ -85,55 +84,52 @@ class SimulatedWorker:
     seconds_left: float = 0.0  # of a step that the last slice began
 
     def work(self, orders: Orders, tokens: dict[str, int]) -> WorkReport:
-        found, unbegun = WorkSlice(), self.reserve.follow(orders)
+        report = WorkReport([JobOutcome("unbegun", job_id) for job_id in self.reserve.follow(orders)])
         leaving = [job_id for job_id in orders.released if job_id in self.jobs]
         tokens |= {job_id: self.jobs[job_id].num_tokens for job_id in leaving}
-        found.released += [self.jobs.pop(job_id).progress for job_id in leaving]
+        report.outcomes += [self.jobs.pop(job_id).outcome("released") for job_id in leaving]
         for each in orders.assignments:
             self._begin(each, tokens)
-        found.begun += self._refill(orders.num_pages, tokens)
-        num_generated, self.seconds_left = 0, self.seconds_left + SLICE
+        self._refill(orders.num_pages, tokens)
+        self.seconds_left += SLICE
         while self.jobs and self.seconds_left >= (seconds := self.step.seconds(len(self.jobs))):
             self.seconds_left -= seconds
-            found.evicted += self._make_room(orders.num_pages, tokens)
-            found.count_steps(len(self.jobs), 1)
-            num_generated += len(self.jobs)
-            found.ended += self._advance()
-            found.begun += self._refill(orders.num_pages, tokens)
-        found.unbegun += unbegun
-        progress = [job.progress for job in self.jobs.values()]
-        return found.report(progress, found.ended, num_generated, is_draining=False, counters=None)
+            report.outcomes += self._make_room(orders.num_pages, tokens)
+            report.count_steps(len(self.jobs), 1)
+            for job in self._advance():
+                report.outcomes += [job.outcome("ended"), job.outcome("finished")]
+            self._refill(orders.num_pages, tokens)
+        report.outcomes += [job.outcome("running") for job in self.jobs.values()]
+        report.num_generated_tokens = report.num_job_steps
+        return report
 
-    def _refill(self, num_pages: int | None, tokens: dict[str, int]) -> list[str]:
+    def _refill(self, num_pages: int | None, tokens: dict[str, int]) -> None:
         jobs: Any = self.jobs.values()
-        begun = []
         while (each := self.reserve.next(jobs, CacheRoom(num_pages))) is not None:
             self._begin(each, tokens)
-            begun.append(each.record.job_id)
-        return begun
 
     def _begin(self, assignment: Assignment, tokens: dict[str, int]) -> None:
         record = assignment.record
         length = self.lengths[record.job.custom_id]
         self.jobs[record.job_id] = SimulatedJob(assignment, tokens.get(record.job_id, 0), length)
 
-    def _make_room(self, num_pages: int | None, tokens: dict[str, int]) -> list[JobProgress]:
+    def _make_room(self, num_pages: int | None, tokens: dict[str, int]) -> list[JobOutcome]:
         running: Any = list(self.jobs.values())
         leaving: Any = without_room(running, num_pages)
         if leaving:
             self.reserve.keep_to(len(running) - len(leaving))
         for job in leaving:
-            tokens[job.progress.job_id] = job.num_tokens
-            del self.jobs[job.progress.job_id]
+            tokens[job.assignment.job_id] = job.num_tokens
+            del self.jobs[job.assignment.job_id]
         staying: Any = list(self.jobs.values())
         youngest = max(job.assignment.seniority for job in staying)
         assert all(job.assignment.seniority > youngest for job in leaving), "an older job had to leave"
         if leaving or len(staying) > 1:
             assert num_pages is None or len(staying) == 1 or JobSizes().num_pages(staying) <= num_pages
         self.most_pages = max(self.most_pages, JobSizes().num_pages(staying))
-        return [job.progress for job in leaving]
+        return [job.outcome("evicted") for job in leaving]
 
-    def _advance(self) -> list[JobProgress]:
+    def _advance(self) -> list[SimulatedJob]:
         for job in self.jobs.values():
             job.num_tokens += 1
         ended = [job for job in self.jobs.values() if job.num_tokens >= job.num_final_tokens]
@@ -143,7 +139,7 @@ class SimulatedWorker:
             shown: dict[str, Any] = {"model": "none", "system_fingerprint": fingerprint, "token_ids": ids}
             write_result(self.run, record.job_id, success_line(record, "run", "", "length", metrics={}, **shown))
             del self.jobs[record.job_id]
-        return [job.progress for job in ended]
+        return ended
 
 
 class SimulatedRun:
@@ -205,8 +201,8 @@ class SimulatedRun:
         self.pace.add(report.num_jobs, report.num_generated_tokens, SLICE)
         for speed in (self.speed, worker.speed):
             speed.add(report.num_generated_tokens, self.now)
-        self.num_ended += len(report.finished)
-        self.num_slices_evicted += bool(report.evicted)
+        self.num_ended += len(report.of("finished"))
+        self.num_slices_evicted += bool(report.of("evicted"))
         self._intake.take_in(Reported(worker, report))
 
 

@@ -23,7 +23,7 @@ def take(queue: JobQueue, worker_id: str, now: float) -> str | None:
 
 
 def held(queue: JobQueue, worker_id: str) -> list[str]:
-    return [entry.job_id for entry in queue.held_by(worker_id)]
+    return sorted(queue.of(worker_id).running)
 
 
 def give_other(queue: JobQueue, worker_id: str, now: float) -> None:
@@ -92,7 +92,7 @@ def test_a_job_keeps_the_seniority_of_its_first_attempt() -> None:
     assert [take(queue, "w1", 0.0) for _ in range(2)] == ["a", "b"]
     queue.release("a")
     assert [take(queue, "w2", 0.0) for _ in range(2)] == ["a", "c"]
-    assert [queue.seniority(name) for name in "abc"] == [0, 1, 2]
+    assert [queue.find(name).seniority for name in "abc"] == [0, 1, 2]
 
 
 def test_jobs_are_expected_to_become_as_long_as_those_that_have_ended() -> None:
@@ -250,7 +250,7 @@ def test_order_and_totals_hold_over_any_sequence_of_events() -> None:
         assert queue.unfinished() == list(left)
         assert queue.num_generated_tokens == sum(tokens.values())
         assert queue.num_tokens_left == sum(num_left[n] - tokens[n] for n in left)
-        assert {job.job_id: count for job, count in queue.running()} == {n: tokens[n] for n in running}
+        assert {job.job_id: job.num_generated_tokens for job in queue.running()} == {n: tokens[n] for n in running}
         by_state = {"pending": len(left) - len(running), "running": len(running), "finished": 60 - len(left)}
         assert queue.counts() == by_state | {"failed": 0, "cancelled": 0}
     assert 10 < len(left) < 50
@@ -263,15 +263,15 @@ def test_a_job_that_has_ended_takes_no_room_and_runs_again_if_its_result_is_neve
     assert [take(queue, "w1", 0.0) for _ in range(2)] == ["a", "b"]
     queue.end("a", 40)
     assert held(queue, "w1") == ["b"]
-    assert [entry.job_id for entry in queue.unsealed_by("w1")] == ["a"]
-    assert (queue.num_left("w1"), queue.num_tokens_left, queue.num_to_run) == (100, 200, 2)
+    assert list(queue.of("w1").unsealed) == ["a"]
+    assert (queue.of("w1").num_left, queue.num_tokens_left, queue.num_to_run) == (100, 200, 2)
     assert queue.counts()["running"] == 2  # it has not finished yet
     assert queue.lose("a", 0.0)
-    assert (queue.unsealed_by("w1"), queue.num_tokens_left, queue.num_to_run) == ([], 260, 3)
+    assert (queue.of("w1").unsealed, queue.num_tokens_left, queue.num_to_run) == ({}, 260, 3)
     assert {take(queue, "w2", 9.0), take(queue, "w2", 9.0)} == {"a", "c"}
     queue.end("a", 40)
     queue.finish("a", 40)
-    assert (queue.unsealed_by("w2"), queue.num_tokens_left, queue.num_to_run) == ([], 200, 2)
+    assert (queue.of("w2").unsealed, queue.num_tokens_left, queue.num_to_run) == ({}, 200, 2)
     assert queue.counts()["finished"] == 1
 
 
@@ -286,15 +286,15 @@ def test_a_job_in_reserve_is_pending_until_it_begins_and_goes_back_as_it_was() -
         queue.add(entry(name, max_tokens, line_number))
     assert (take(queue, "w1", 0.0), reserve(queue, "w1"), reserve(queue, "w1")) == ("a", "b", "c")
     assert (queue.counts()["running"], queue.counts()["pending"], queue.num_waiting) == (1, 2, 0)
-    assert (held(queue, "w1"), [job.job_id for job in queue.backlog_of("w1")]) == (["a"], ["b", "c"])
-    assert (queue.num_left("w1"), queue.num_to_run, queue.num_tokens_left) == (240, 3, 240)
+    assert (held(queue, "w1"), list(queue.of("w1").reserve)) == (["a"], ["b", "c"])
+    assert (queue.of("w1").num_left, queue.num_to_run, queue.num_tokens_left) == (240, 3, 240)
     assert queue.begin("b") is not None
     assert queue.begin("b") is None
     assert (held(queue, "w1"), queue.counts()["running"], queue.num_in_backlog) == (["a", "b"], 2, 1)
     queue.release("c")
     assert (queue.num_waiting, queue.num_in_backlog, take(queue, "w2", 0.0)) == (1, 0, "c")
     queue.end("b", 80)
-    assert [job.job_id for job in queue.unsealed_by("w1")] == ["b"]
+    assert list(queue.of("w1").unsealed) == ["b"]
     queue.stop_running()
     assert (queue.num_waiting, queue.handed_out(), queue.num_tokens_left) == (3, set(), 160)
 
@@ -304,7 +304,7 @@ def test_a_cancelled_job_leaves_its_reserve() -> None:
     queue.add(entry("a", 90))
     assert reserve(queue, "w1") == "a"
     queue.drop("a", "cancelled")
-    assert (queue.backlog_of("w1"), queue.num_in_backlog, queue.num_unfinished) == ([], 0, 0)
+    assert (len(queue.of("w1").reserve), queue.num_in_backlog, queue.num_unfinished) == (0, 0, 0)
 
 
 def test_no_job_that_may_have_to_run_alone_waits_in_a_reserve() -> None:
@@ -317,7 +317,7 @@ def test_no_job_that_may_have_to_run_alone_waits_in_a_reserve() -> None:
     give_other(queue, "w2", 100.0)
     queue.add(entry("suspect", 80))
     assert reserve(queue, "w2") == "suspect"
-    queue.suspect("suspect")
+    queue.find("suspect").is_suspect = True
     queue.release("suspect")
     assert reserve(queue, "w2") is None
     assert take(queue, "w3", 100.0) == "lost"
@@ -334,11 +334,11 @@ def test_what_is_known_of_a_worker_s_jobs_is_what_a_look_at_each_would_tell() ->
     workers = ["w1", "w2", "w3"]
     for _ in range(1500):
         now, worker = now + 100.0, rng.choice(workers)
-        held = [each.job_id for each in queue.held_by(worker)]
-        reserved = [each.job_id for each in queue.backlog_of(worker)]
+        held = sorted(queue.of(worker).running)
+        reserved = list(queue.of(worker).reserve)
         job_id = rng.choice([*held, *reserved, "j0"])
         if job_id in held:
-            num_tokens = queue.num_reported_tokens(job_id) + rng.randint(0, 9)
+            num_tokens = queue.find(job_id).num_generated_tokens + rng.randint(0, 9)
             match rng.randint(0, 4):
                 case 0:
                     queue.release(job_id)
@@ -350,15 +350,15 @@ def test_what_is_known_of_a_worker_s_jobs_is_what_a_look_at_each_would_tell() ->
             rng.choice([queue.begin, queue.release])(job_id)
         for give in rng.choices([queue.take, queue.reserve], k=rng.randint(0, 2)):
             give(worker, now)
-        told = [(queue.growths(name), queue.mean_length(name), queue.num_left(name)) for name in workers]
+        told = [(queue.growths(name), queue.mean_length(name), queue.of(name).num_left) for name in workers]
         queue._expected._outlooks.clear()
-        entries = [[*queue.held_by(name), *queue.backlog_of(name)] for name in workers]
-        num_left = [sum(e.max_tokens - queue.num_reported_tokens(e.job_id) for e in own) for own in entries]
+        jobs = [[*queue.of(name).running.values(), *queue.of(name).reserve.values()] for name in workers]
+        num_left = [sum(job.entry.max_tokens - job.num_generated_tokens for job in own) for own in jobs]
         for name, (growths, mean_length, left), own_left in zip(workers, told, num_left, strict=True):
             assert sorted(growths) == sorted(queue.growths(name))
             assert [growth.left for growth in growths] == [growth.left for growth in queue.growths(name)]
             assert mean_length == pytest.approx(queue.mean_length(name))
             assert left == own_left
-    num_living = len([e for e, _ in queue.running() if not queue._known(e.job_id).has_ended]) + queue.num_in_backlog
+    num_living = len([job for job in queue.running() if not job.has_ended]) + queue.num_in_backlog
     assert queue._expected._living.num_jobs.sum() == num_living
     assert queue._expected._living.num_jobs.min() >= 0

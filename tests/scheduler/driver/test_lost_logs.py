@@ -65,7 +65,7 @@ def test_a_takeover_finds_the_logs_of_all_workers_that_the_last_driver_left(tmp_
     put_logs_in_place(run)
     attempts = Attempts(run.store, 2, {})
     queue = load_queue(run, 5, attempts)
-    assert [queue.num_reported_tokens(job_id(run, name)) for name in "ab"] == [40, 40]
+    assert [queue.find(job_id(run, name)).num_generated_tokens for name in "ab"] == [40, 40]
     assert attempts.begin(job_id(run, "a")) == (2_000_001, 2)
     assert set(run.store.list("checkpoints")) <= {job_id(run, "a"), job_id(run, "b"), "workers"}
     assert run.store.list(WORKER_LOGS_FOLDER) == []

@@ -96,7 +96,7 @@ def test_tokens_of_the_last_heartbeat_count_as_reported_though_no_log_has_them(r
     finish(run, c, 5)
     run.write_progress(PROGRESS.model_copy(update={"running": {"a": 4, "b": 1, "c": 2, "gone": 9}}))
     queue = load_queue(run, 5)
-    assert [queue.num_reported_tokens(record.job_id) for record in (a, b)] == [4, 4]
+    assert [queue.find(record.job_id).num_generated_tokens for record in (a, b)] == [4, 4]
     assert queue.num_generated_tokens == 4 + 4 + 5
 
 
@@ -129,9 +129,9 @@ def test_attempts_that_were_lost_without_progress_count_over_drivers(run: Run) -
     first.end()
     log_tokens(run, run.jobs()[1], 5)
     queue = load_queue(run, 3, Attempts.read(run.store, 2))
-    assert queue.strikes(kills).num == 2
+    assert queue.find(kills).strikes.num == 2
     assert not queue.lose(kills, 0.0), "it had two attempts with the first driver, and has had the third"
-    assert queue.strikes(moves).num == 0
+    assert queue.find(moves).strikes.num == 0
     assert queue.lose(moves, 0.0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.queue_loading import load_queue
 from swiftbatch.scheduler.driver.worker_fleet import Lost, Reported, Worker
 from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
-from swiftbatch.worker.session.work_messages import JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work_messages import JobOutcome, Orders, OutcomeKind, WorkReport
 from tests.scheduler.driver.driver_parts import RecordingDisplay, job_id, make_context, make_run
 from tests.scheduler.driver.simulated_fleet import SimulatedRun, StepModel
 
@@ -90,8 +91,8 @@ class Parts:
             self.intake.settle()
             time.sleep(0.01)
 
-    def report(self, **told: Any) -> None:
-        self.intake.take_in(Reported(self.worker, WorkReport(**told)))
+    def report(self, *outcomes: JobOutcome, is_draining: bool = False) -> None:
+        self.intake.take_in(Reported(self.worker, WorkReport(list(outcomes), is_draining=is_draining)))
 
 
 @pytest.fixture
@@ -101,15 +102,39 @@ def parts(tmp_path: Path) -> Parts:
 
 def test_an_attempt_counts_once_its_worker_has_begun_it(parts: Parts) -> None:
     assert parts.counted() == [1, 0, 0]
-    parts.report(begun=(parts.b,), progress=(JobProgress(parts.a, 5), JobProgress(parts.b, 3)))
+    parts.report(JobOutcome("running", parts.a, 5), JobOutcome("running", parts.b, 3))
     assert parts.counted() == [1, 1, 0]
-    assert parts.queue.num_reported_tokens(parts.b) == 3
+    assert parts.queue.find(parts.b).num_generated_tokens == 3
     number = parts.attempts.newest(parts.c)
-    parts.report(progress=(JobProgress(parts.a, 9), JobProgress(parts.b, 7)), unbegun=(parts.c,))
+    parts.report(JobOutcome("running", parts.a, 9), JobOutcome("running", parts.b, 7), JobOutcome("unbegun", parts.c))
     assert (parts.queue.num_waiting, parts.counted()) == (1, [1, 1, 0])
     assert parts.attempts.begin(parts.c) == (number, 1)  # nobody has used it
     assert not sum(parts.context.counters.num_preemptions.values())
     assert not any("goes back" in note for note in parts.display.notes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "preemption"),
+    [
+        ("running", "running", None),
+        ("ended", "running", None),
+        ("finished", "finished", None),
+        ("failed", "pending", "attempt_failed"),
+        ("refused", "failed", None),
+        ("released", "pending", "migrated"),
+        ("evicted", "pending", "memory_full"),
+        ("unbegun", "pending", None),
+    ],
+)
+def test_each_outcome_of_a_job_has_its_end_and_all_but_one_tell_that_it_has_begun(
+    parts: Parts, kind: OutcomeKind, state: str, preemption: str | None
+) -> None:
+    before = Counter(parts.queue.counts())
+    parts.report(JobOutcome(kind, parts.b, 3, "why", "too_long"))
+    assert Counter(parts.queue.counts()) - before == ({} if state == "pending" else {state: 1})
+    assert parts.queue.num_waiting == (state == "pending")
+    assert parts.context.counters.num_preemptions == (Counter() if preemption is None else Counter({preemption: 1}))
+    assert parts.attempts.count(parts.b) == (kind not in ("unbegun", "finished"))  # of a finished job none is counted
 
 
 def test_of_a_lost_worker_s_reserve_those_are_blamed_that_have_left_files(parts: Parts) -> None:
@@ -132,25 +157,25 @@ def test_a_job_in_reserve_is_cancelled_once_its_worker_has_heard_of_it(parts: Pa
     parts.run.request_cancel(parts.c)
     parts.settlement.take_cancel_requests()
     assert parts.queue.counts()["cancelled"] == 0
-    parts.report(progress=(JobProgress(parts.a, 5),))
+    parts.report(JobOutcome("running", parts.a, 5))
     assert parts.queue.counts()["cancelled"] == 1
     assert parts.worker.orders.cancelled == (parts.c,)
     parts.run.request_cancel(parts.b)
     parts.settlement.take_cancel_requests()
-    parts.report(unbegun=(parts.b,), is_draining=True)
+    parts.report(JobOutcome("unbegun", parts.b), is_draining=True)
     assert parts.queue.counts()["cancelled"] == 2
 
 
 def test_a_worker_that_leaves_gives_back_what_it_had_not_heard_of(parts: Parts) -> None:
-    parts.report(released=(JobProgress(parts.a, 5),), is_draining=True)
+    parts.report(JobOutcome("released", parts.a, 5), is_draining=True)
     assert (parts.queue.num_waiting, parts.queue.num_in_backlog) == (3, 0)
     assert parts.counted() == [1, 0, 0]
-    assert parts.queue.num_reported_tokens(parts.a) == 5
+    assert parts.queue.find(parts.a).num_generated_tokens == 5
 
 
 def test_a_job_that_had_ended_on_a_lost_worker_is_not_blamed(parts: Parts) -> None:
-    parts.report(begun=(parts.b,), ended=(JobProgress(parts.a, 9),))
+    parts.report(JobOutcome("running", parts.b, 3), JobOutcome("ended", parts.a, 9))
     parts.lose_worker()
-    assert [parts.queue.strikes(each).num for each in (parts.a, parts.b)] == [0, 1]
+    assert [parts.queue.find(each).strikes.num for each in (parts.a, parts.b)] == [0, 1]
     assert parts.attempts.strikes(parts.a) is None
-    assert parts.attempts.strikes(parts.b) == parts.queue.strikes(parts.b)  # which the next driver reads
+    assert parts.attempts.strikes(parts.b) == parts.queue.find(parts.b).strikes  # which the next driver reads

@@ -66,10 +66,10 @@ def check(uri: str, model: Path, max_tokens: int) -> None:
     assert lengths(run) == [20, 20, 20]
     extend(run, model, max_tokens)
     queue = load_queue(run, 5)
-    assert sorted(entry.name for entry in queue.entries(queue.unfinished())) == NAMES
+    assert sorted(job.name for job in queue.jobs(queue.unfinished())) == NAMES
     records = {record.job_id: record for record in run.jobs()}
     for job_id in queue.unfinished():
-        assert queue.num_reported_tokens(job_id) == 20
+        assert queue.find(job_id).num_generated_tokens == 20
         assert CheckpointStore.of(run).attempts(job_id) == [1]
         finish(run, records[job_id])
     extend(run, model, max_tokens)

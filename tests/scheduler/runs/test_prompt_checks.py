@@ -12,7 +12,7 @@ import pytest
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.input.reader import read_jobs
-from swiftbatch.jobs.job import unpacked
+from swiftbatch.jobs.job import LINE_END, unpacked
 from swiftbatch.jobs.repetition_detection import RepetitionDetection, loop_guard
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError
@@ -344,8 +344,8 @@ def test_the_tokens_of_a_prompt_are_stored_once_and_travel_to_the_worker(tmp_pat
     assert [len(ids) for ids in found] == [record.num_prompt_tokens for record in records]
     queue = load_queue(run, 5)
     bodies, ids = run.job_bodies(queue.places()), dict(zip((each.job_id for each in records), found, strict=True))
-    while (entry := queue.take("w", 0.0)) is not None:
-        assert unpacked(bodies.sent(entry).read().prompt_token_ids) == ids.pop(entry.job_id)
+    while (job := queue.take("w", 0.0)) is not None:
+        assert unpacked(bodies.at(job.entry.place).split(LINE_END, 2)[2]) == ids.pop(job.job_id)
     assert not ids
 
 

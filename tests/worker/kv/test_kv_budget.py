@@ -120,9 +120,9 @@ def test_a_worker_fails_that_job_alone(tmp_path: Path, tiny_model: Path, has_fol
     kv_offload = str(tmp_path) if has_folder else None
     worker = session(run, tiny_model, kv_offload=kv_offload)
     report = to_the_end(worker, claimed(run, huge), claimed(run, good))
-    assert [progress.job_id for progress in report.finished] == [good.job_id]
+    assert [outcome.job_id for outcome in report.of("finished")] == [good.job_id]
     assert body(run, good)["usage"]["completion_tokens"] == 240
-    [(job_id, reason)] = report.failed
+    [(job_id, reason)] = [(each.job_id, each.reason) for each in report.of("failed")]
     assert job_id == "huge-1"
     assert reason.startswith("KVRoomError: max_tokens: cannot allocate")
     assert f"{kv_offload or MEMORY} has " in reason

@@ -146,12 +146,12 @@ def test_a_worker_refuses_the_job_and_finishes_its_neighbour(tmp_path: Path, tin
     [first, *_] = set(codec.prompt_of(fox.job).token_ids) - set(codec.prompt_of(dog.job).token_ids)
     with spoilt(worker.engine.target, first):
         report = to_the_end(worker, claimed(run, fox), claimed(run, dog))
-    [(job_id, code, message)] = report.refused
+    [(job_id, code, message)] = [(each.job_id, each.error_code, each.reason) for each in report.of("refused")]
     assert (job_id, code) == (fox.job_id, "logits_not_finite")
     assert "are not finite (NaN)" in message
-    assert (report.failed, [progress.job_id for progress in report.finished]) == ((), [dog.job_id])
+    assert (report.of("failed"), [outcome.job_id for outcome in report.of("finished")]) == ([], [dog.job_id])
     assert digest(run, dog) == undisturbed
-    assert to_the_end(worker, claimed(run, again)).finished  # the worker goes on
+    assert to_the_end(worker, claimed(run, again)).of("finished")  # the worker goes on
 
 
 def test_a_model_that_gives_nan_behind_every_token_is_refused_in_one_line(target: TargetModel) -> None:

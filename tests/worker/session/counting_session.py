@@ -28,7 +28,7 @@ from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.model.model_files import OtherModelError
 from swiftbatch.worker.session.backlog import Backlog, CacheRoom
 from swiftbatch.worker.session.result_writer import Sealing, SealingRule
-from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders, WorkReport
+from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
 
 TOKENS_PER_SLICE = 10
 
@@ -45,9 +45,8 @@ class CountingJob:
     def custom_id(self) -> str:
         return self.assignment.record.job.custom_id
 
-    @property
-    def progress(self) -> JobProgress:
-        return JobProgress(self.assignment.record.job_id, len(self.ids))
+    def outcome(self, kind: OutcomeKind, reason: str = "", error_code: str = "") -> JobOutcome:
+        return JobOutcome(kind, self.assignment.job_id, len(self.ids), reason, error_code)
 
 
 class CountingSession:
@@ -72,74 +71,61 @@ class CountingSession:
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         for job_id in orders.cancelled:
             self._running.pop(job_id, None)
-        unbegun = self._backlog.follow(orders)
-        released = self._release(orders.released)
+        self._report = WorkReport([JobOutcome("unbegun", job_id) for job_id in self._backlog.follow(orders)])
+        self._release(orders.released)
         if self._must_drain:
-            return self._drained(released, unbegun)
-        failed = [failure for assignment in orders.assignments if (failure := self._take_in(assignment))]
-        begun = []
-        while (assignment := self._next()) is not None:
-            begun.append(assignment.record.job_id)
-            failed += [failure] if (failure := self._take_in(assignment)) else []
+            return self._drained()
+        for assignment in orders.assignments:
+            self._take_in(assignment)
+        while (begun := self._next()) is not None:
+            self._take_in(begun)
         time.sleep(0.05)
-        num_generated = sum(self._advance(job) for job in self._running.values())
-        ended = [job for job in self._running.values() if len(job.ids) == job.assignment.record.job.sampling.max_tokens]
-        reported = tuple(self._finish(job) for job in ended)
+        self._report.count_steps(len(self._running), 1)
+        self._report.num_generated_tokens = sum(self._advance(job) for job in self._running.values())
+        for job in [
+            job for job in self._running.values() if len(job.ids) == job.assignment.record.job.sampling.max_tokens
+        ]:
+            self._finish(job)
         self._sealing.seal_due()
         if self._must_drain:
-            released += self._release(list(self._running))
-            unbegun += self._backlog.give_up()
-        refused = tuple(
-            self._refuse(job) for job in list(self._running.values()) if job.custom_id.startswith("refused")
-        )
-        is_last = self._must_drain or (orders.seals and not self._running and not self._backlog)
-        return WorkReport(
-            progress=tuple(job.progress for job in self._running.values()),
-            finished=tuple(self._sealing.flush() if is_last else self._sealing.sealed()),
-            failed=tuple(failed),
-            num_generated_tokens=num_generated,
-            released=tuple(released),
-            is_draining=self._must_drain,
-            refused=refused,
-            ended=reported,
-            begun=tuple(begun),
-            unbegun=tuple(unbegun),
-            num_jobs=len(self._running) + len(ended),
-        )
+            return self._drained()
+        for job in [job for job in self._running.values() if job.custom_id.startswith("refused")]:
+            del self._running[job.assignment.job_id]
+            self._report.outcomes.append(job.outcome("refused", "its numbers are none", "logits_not_finite"))
+        is_last = orders.seals and not self._running and not self._backlog
+        self._report.outcomes += self._sealing.flush() if is_last else self._sealing.sealed()
+        self._report.outcomes += [job.outcome("running") for job in self._running.values()]
+        return self._report
 
     def drain(self, seconds: float) -> WorkReport:
-        self._must_drain = True
-        return self._drained([], [])
+        self._must_drain, self._report = True, WorkReport()
+        return self._drained()
 
     def request_drain(self) -> None:
         self._must_drain = True
 
-    def _drained(self, released: list[JobProgress], unbegun: list[str]) -> WorkReport:
-        released = [*released, *self._release(list(self._running))]
-        unbegun = [*unbegun, *self._backlog.give_up()]
-        ended = {"finished": tuple(self._sealing.flush()), "released": tuple(released), "unbegun": tuple(unbegun)}
-        return WorkReport(**ended, is_draining=True)
+    def _drained(self) -> WorkReport:
+        self._release(list(self._running))
+        self._report.outcomes += [JobOutcome("unbegun", job_id) for job_id in self._backlog.give_up()]
+        self._report.outcomes += self._sealing.flush()
+        self._report.is_draining = True
+        return self._report
 
     def _next(self) -> Assignment | None:
         jobs: Any = self._running.values()
         return self._backlog.next(jobs, CacheRoom(None))
 
-    def _take_in(self, assignment: Assignment) -> tuple[str, str] | None:
+    def _take_in(self, assignment: Assignment) -> None:
         record = assignment.record
         if record.job.custom_id.startswith("fails"):
-            return record.job_id, "it always fails"
+            self._report.outcomes.append(JobOutcome("failed", record.job_id, reason="it always fails"))
+            return
         start = AttemptStart(
             worker_id=self._worker_id, claimed=time.time(), numerics=self.numerics, attempt=assignment.num_attempts
         )
         self._checkpoints.begin(record.job_id, assignment.attempt, start)
         recovered = [int(token) for token in self._checkpoints.read_tokens(record.job_id)]
         self._running[record.job_id] = CountingJob(assignment, recovered, len(recovered))
-        return None
-
-    def _refuse(self, job: CountingJob) -> tuple[str, str, str]:
-        job_id = job.assignment.record.job_id
-        del self._running[job_id]
-        return job_id, "logits_not_finite", "its numbers are none"
 
     def _advance(self, job: CountingJob) -> int:
         sampling = job.assignment.record.job.sampling
@@ -163,15 +149,15 @@ class CountingSession:
         token_ids = np.array(job.ids, dtype=np.uint32)
         self._checkpoints.write_tokens(job.assignment.record.job_id, job.assignment.attempt, token_ids)
 
-    def _release(self, job_ids: Iterable[str]) -> list[JobProgress]:
+    def _release(self, job_ids: Iterable[str]) -> None:
         jobs = [self._running.pop(job_id) for job_id in job_ids if job_id in self._running]
         for job in jobs:
             if job.custom_id.startswith("dies"):
                 os.kill(os.getpid(), signal.SIGKILL)
             self._log(job)
-        return [job.progress for job in jobs]
+        self._report.outcomes += [job.outcome("released") for job in jobs]
 
-    def _finish(self, job: CountingJob) -> JobProgress:
+    def _finish(self, job: CountingJob) -> None:
         record = job.assignment.record
         history = self._checkpoints.history(record.job_id)
         metrics = {
@@ -193,7 +179,7 @@ class CountingSession:
             metrics=metrics,
         )
         self._sealing.add(SealedResult.of(record.job_id, line), clears=True)
-        return self._running.pop(record.job_id).progress
+        self._report.outcomes.append(self._running.pop(record.job_id).outcome("ended"))
 
 
 class BrokenSession(CountingSession):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
-from swiftbatch.jobs.job import Job, JobRecord, SentJob, packed
+from swiftbatch.jobs.job import Job, JobRecord, packed
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.scheduler.driver.queue_loading import put_logs_in_place
@@ -77,7 +77,7 @@ class WorkerWithPrompts(WorkerSession):
             prompt = self._codec.prompt_of(record.job)
             ids = packed(prompt.token_ids)
             record = replace(record, prompt_token_ids=ids, last_marker=prompt.last_marker)
-        return replace(assignment, sent=SentJob.of(record))
+        return replace(assignment, body=record.body)
 
 
 # plain decoding that writes no checkpoint on its way: of a text that nothing disturbs
@@ -90,26 +90,24 @@ def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignmen
     place = (run.store.uri, job.job_id)
     found = CheckpointStore.of(run).attempts(job.job_id)
     _newest[place] = attempt = max([*found, _newest.get(place, 0)]) + 1
-    return Assignment(SentJob.of(job), attempt, attempt, num_reported_tokens)
+    return replace(Assignment.of(job, attempt, attempt), num_reported_tokens=num_reported_tokens)
 
 
 def to_the_end(worker: WorkerSession, *assignments: Assignment) -> WorkReport:
     """Work until nothing runs; returns the sum of what ended."""
     report = worker.work(Orders(assignments), 0.05)
-    finished, failed, refused = list(report.finished), list(report.failed), list(report.refused)
-    while report.progress:
+    outcomes = report.outcomes
+    while report.of("running"):
         report = worker.work(Orders(), 0.05)
-        finished += report.finished
-        failed += report.failed
-        refused += report.refused
-    return WorkReport(finished=tuple(finished), failed=tuple(failed), refused=tuple(refused))
+        outcomes += report.outcomes
+    return WorkReport(outcomes)
 
 
 def until(worker: WorkerSession, job: JobRecord, num_tokens: int, *assignments: Assignment) -> int:
     """Work until a job has that many tokens; returns how many it has."""
     report = worker.work(Orders(assignments), 0.0)
     while True:
-        [progress] = [progress for progress in report.progress if progress.job_id == job.job_id]
+        [progress] = [each for each in report.of("running") if each.job_id == job.job_id]
         if progress.num_generated_tokens >= num_tokens:
             return progress.num_generated_tokens
         report = worker.work(Orders(), 1e-5)  # one step: a fast machine does many in a millisecond

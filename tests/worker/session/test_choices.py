@@ -50,7 +50,7 @@ def test_choices_beside_each_other_are_lost_and_resumed_one_by_one_and_each_has_
     second = session(run, tiny_model)
     for job in reversed(jobs):
         assert lines(run) == []
-        assert to_the_end(second, claimed(run, job)).finished
+        assert to_the_end(second, claimed(run, job)).of("finished")
     assert [digest(run, job) for job in jobs] == undisturbed
     assert len(set(undisturbed)) == NUM_CHOICES
     [line] = lines(run)

@@ -6,11 +6,10 @@ import random
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftbatch.worker.session.running_job import distinct, distinct_n
+from swiftbatch.worker.session.running_job import distinct, distinct_shares
 from tests.work_counts import num_lines
 from tests.worker.session.session_parts import body, claimed, make_run, record, session, to_the_end
 
@@ -23,7 +22,7 @@ def brute_force(tokens: list[int], n: int) -> float:
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 3) | st.integers(150_000, 150_001), max_size=40), st.integers(1, 6))
 def test_it_is_the_share_of_distinct_ngrams(tokens: list[int], n: int) -> None:
-    assert distinct_n(np.array(tokens, dtype=np.int64), n) == brute_force(tokens, n)
+    assert list(distinct_shares(np.array(tokens, dtype=np.int64), n))[-1] == brute_force(tokens, n)
 
 
 def test_distinct_1_to_4_have_names_and_four_places() -> None:
@@ -38,16 +37,11 @@ def test_no_text_and_texts_too_short_count_as_zero() -> None:
     assert distinct(np.array([5, 5])) == {"distinct_1": 0.5, "distinct_2": 1.0, "distinct_3": 0.0, "distinct_4": 0.0}
 
 
-def test_an_n_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="distinct-0: expected n of 1 or more"):
-        distinct_n(np.array([1, 2]), 0)
-
-
 def test_ngrams_of_any_vocabulary_stay_apart() -> None:
     """Keys that a plain product of token ids would let collide or overflow."""
     rng = random.Random(1)
     tokens = [rng.choice([0, 1, 2**31 - 2, 2**31 - 1]) for _ in range(3000)]
-    assert distinct_n(np.array(tokens, dtype=np.int64), 8) == brute_force(tokens, 8)
+    assert list(distinct_shares(np.array(tokens, dtype=np.int64), 8))[-1] == brute_force(tokens, 8)
 
 
 def test_a_hundred_thousand_tokens_take_python_no_more_than_a_hundred() -> None:

@@ -14,7 +14,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.kv import kv_capacity
 from swiftbatch.worker.session.session import WorkerSession
-from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders
+from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
 
 pytestmark = pytest.mark.long
@@ -49,14 +49,13 @@ class Overcommitted:
         while self._waiting or self._running:
             orders = Orders(self._taken(), released=self._thrown_out(), num_pages=self._num_pages)
             report = self._worker.work(orders, 1e-3)
-            assert not report.failed
-            assert not report.refused
-            for progress in report.finished:
+            assert not report.of("failed", "refused")
+            for progress in report.of("finished"):
                 del self._running[progress.job_id]
-            stayed = [self._seniorities[progress.job_id] for progress in report.progress]
-            assert all(self._seniorities[left.job_id] > min(stayed, default=-1) for left in report.evicted)
-            self.num_evicted += self._put_back(report.evicted)
-            self.num_released += self._put_back(report.released)
+            stayed = [self._seniorities[progress.job_id] for progress in report.of("running")]
+            assert all(self._seniorities[left.job_id] > min(stayed, default=-1) for left in report.of("evicted"))
+            self.num_evicted += self._put_back(report.of("evicted"))
+            self.num_released += self._put_back(report.of("released"))
 
     def _taken(self) -> tuple[Assignment, ...]:
         num_free = NUM_GIVEN - len(self._running) if len(self._running) < NUM_FITTING else 0
@@ -67,7 +66,7 @@ class Overcommitted:
     def _thrown_out(self) -> tuple[str, ...]:
         return tuple(job_id for job_id in sorted(self._running) if self._rng.random() < 0.01)
 
-    def _put_back(self, jobs: tuple[JobProgress, ...]) -> int:
+    def _put_back(self, jobs: list[JobOutcome]) -> int:
         self._waiting += [self._running.pop(progress.job_id) for progress in jobs]
         self._rng.shuffle(self._waiting)
         return len(jobs)

@@ -10,15 +10,14 @@ import pytest
 
 from swiftbatch.worker.kv.kv_capacity import Growth, most_pages
 from swiftbatch.worker.session.backlog import Backlog, CacheRoom
-from swiftbatch.worker.session.work_messages import Assignment, Orders
+from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, undisturbed_digest
 
 NO_ROOM_MATTERS = CacheRoom(None)
 
 
 def assignment(name: str, num_tokens: int = 10) -> Assignment:
-    job: Any = SimpleNamespace(job_id=name, num_prompt_tokens=5)
-    return Assignment(job, 1, num_expected_tokens=num_tokens)
+    return Assignment(name, 1, 5, b"", 1, num_expected_tokens=num_tokens)
 
 
 def running(num_tokens: int, num_expected: int) -> Any:
@@ -72,10 +71,10 @@ def test_a_slot_is_taken_by_the_next_job_within_the_slice_and_all_tokens_stay(tm
     worker = session(run, tiny_model)
     first, *others = (claimed(run, job) for job in jobs)
     report = worker.work(Orders((first,), reserve=tuple(others), num_slots=1), 600.0)
-    assert report.begun == tuple(job.job_id for job in jobs[1:])
-    assert [progress.num_generated_tokens for progress in report.ended] == [20] * 3
-    assert {progress.job_id for progress in report.finished} == {job.job_id for job in jobs}
-    assert (report.num_jobs, report.unbegun) == (1.0, ())
+    assert [outcome.job_id for outcome in report.of("ended")] == [job.job_id for job in jobs]
+    assert [outcome.num_generated_tokens for outcome in report.of("ended")] == [20] * 3
+    assert {outcome.job_id for outcome in report.of("finished")} == {job.job_id for job in jobs}
+    assert (report.num_jobs, report.of("unbegun")) == (1.0, [])
     undisturbed = [undisturbed_digest(tmp_path / job.job_id, tiny_model, job) for job in jobs]
     assert [digest(run, job) for job in jobs] == undisturbed
 
@@ -96,8 +95,8 @@ def test_a_worker_that_is_ended_hands_its_reserve_back_as_not_begun(tmp_path: Pa
     fox, dog = (claimed(run, record(name)) for name in ("fox", "dog"))
     worker.request_drain()
     report = worker.work(Orders((fox,), reserve=(dog,), num_slots=1), 600.0)
-    assert [progress.job_id for progress in report.released] == [fox.record.job_id]
-    assert (report.begun, report.unbegun) == ((), (dog.record.job_id,))
+    assert [outcome.job_id for outcome in report.of("released")] == [fox.record.job_id]
+    assert report.of("unbegun") == [JobOutcome("unbegun", dog.record.job_id)]
 
 
 def test_a_worker_that_is_half_empty_reports_at_once_where_more_jobs_wait(tmp_path: Path, tiny_model: Path) -> None:
@@ -105,5 +104,5 @@ def test_a_worker_that_is_half_empty_reports_at_once_where_more_jobs_wait(tmp_pa
     worker = session(run, tiny_model)
     short, long = claimed(run, record("fox", 5)), claimed(run, record("dog"))
     report = worker.work(Orders((short, long), seals=False), 600.0)
-    assert [progress.job_id for progress in report.progress] == [long.record.job_id]
-    assert [progress.job_id for progress in report.ended] == [short.record.job_id]
+    assert [outcome.job_id for outcome in report.of("running")] == [long.record.job_id]
+    assert [outcome.job_id for outcome in report.of("ended")] == [short.record.job_id]

@@ -130,7 +130,7 @@ def test_a_model_as_it_was_is_taken_again(run: Run, model: Path) -> None:
     (model / WEIGHTS).rename(model / "kept")
     shutil.copy(model / "kept", model / WEIGHTS)
     job = record("fox")
-    assert len(to_the_end(session(run, model), claimed(run, job)).finished) == 1
+    assert len(to_the_end(session(run, model), claimed(run, job)).of("finished")) == 1
 
 
 def test_the_bytes_that_are_hashed_are_those_that_are_computed_with(model: Path) -> None:

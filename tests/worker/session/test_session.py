@@ -17,7 +17,7 @@ from swiftbatch.jobs.chat import Message
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.token_log import PackedLogs
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.jobs.job import JobRecord, SentJob, packed
+from swiftbatch.jobs.job import JobRecord, packed
 from swiftbatch.jobs.run.output import METRIC_COLUMNS
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.sampling_params import SamplingParams
@@ -60,7 +60,7 @@ def undisturbed(tmp_path: Path, tiny_model: Path) -> str:
 def test_finished_jobs_have_results_and_no_checkpoints(run: Run, tiny_model: Path) -> None:
     jobs = [record("fox"), record("dog")]
     report = to_the_end(session(run, tiny_model), *(claimed(run, job) for job in jobs))
-    assert {progress.job_id for progress in report.finished} == run.ended()[0] == {job.job_id for job in jobs}
+    assert {outcome.job_id for outcome in report.of("finished")} == run.ended()[0] == {job.job_id for job in jobs}
     assert set(run.store.list("checkpoints")) <= {"workers"}
     assert PackedLogs.of(run).read().keys() <= {job.job_id for job in jobs}
     found = body(run, jobs[0])
@@ -77,8 +77,8 @@ def test_one_job_s_fault_fails_that_job_alone(run: Run, tiny_model: Path) -> Non
     huge = JobRecord("huge-1", record("dog").job.model_copy(update={"sampling": HUGE}), 2, 5)
     good = record("fox")
     report = to_the_end(session(run, tiny_model), claimed(run, huge), claimed(run, good))
-    assert [progress.job_id for progress in report.finished] == [good.job_id]
-    [(job_id, reason)] = report.failed
+    assert [outcome.job_id for outcome in report.of("finished")] == [good.job_id]
+    [(job_id, reason)] = [(each.job_id, each.reason) for each in report.of("failed")]
     assert job_id == "huge-1"
     assert "allocate" in reason
 
@@ -90,13 +90,13 @@ def test_a_job_of_an_older_version_whose_structure_is_refused_now_fails_at_once_
     no_budget = record("cat", drawn={"thinking_token_budget": 5})  # and no markers of thinking
     good = record("fox")
     report = to_the_end(session(run, tiny_model), *(claimed(run, job) for job in (dear, no_budget, good)))
-    assert [progress.job_id for progress in report.finished] == [good.job_id]
-    assert report.failed == ()
-    assert [(job_id, code) for job_id, code, _ in report.refused] == [
+    assert [outcome.job_id for outcome in report.of("finished")] == [good.job_id]
+    assert report.of("failed") == []
+    assert [(each.job_id, each.error_code) for each in report.of("refused")] == [
         (dear.job_id, "constraint_refused"),
         (no_budget.job_id, "constraint_refused"),
     ]
-    assert report.refused[0][2].startswith("field 'structured_outputs.regex': it is too large to follow")
+    assert report.of("refused")[0].reason.startswith("field 'structured_outputs.regex': it is too large to follow")
 
 
 def test_a_worker_refuses_kernels_that_it_would_not_run(run: Run, tiny_model: Path) -> None:
@@ -110,7 +110,7 @@ def test_cancelled_jobs_are_dropped_without_a_result(run: Run, tiny_model: Path)
     worker.work(Orders((claimed(run, fox), claimed(run, dog))), 0.0)
     worker.work(Orders(cancelled=(fox.job_id, "unknown")), 0.0)
     report = to_the_end(worker)
-    assert [progress.job_id for progress in report.finished] == [dog.job_id]
+    assert [outcome.job_id for outcome in report.of("finished")] == [dog.job_id]
     assert run.ended()[0] == {dog.job_id}
 
 
@@ -127,8 +127,8 @@ def test_a_released_job_goes_on_elsewhere_where_it_stopped(run: Run, tiny_model:
     worker, fox, dog = session(run, tiny_model, checkpoint_seconds=60.0), record("fox"), record("dog")
     num_tokens = until(worker, fox, 50, claimed(run, fox), claimed(run, dog))
     report = worker.work(Orders(released=(fox.job_id,)), 0.0)
-    assert [(p.job_id, p.num_generated_tokens) for p in report.released] == [(fox.job_id, num_tokens)]
-    assert [progress.job_id for progress in report.progress] == [dog.job_id]
+    assert [(p.job_id, p.num_generated_tokens) for p in report.of("released")] == [(fox.job_id, num_tokens)]
+    assert [outcome.job_id for outcome in report.of("running")] == [dog.job_id]
     other = session(run, tiny_model, engine="suffix")
     to_the_end(other, claimed(run, fox, num_reported_tokens=num_tokens))
     assert digest(run, fox) == undisturbed
@@ -154,8 +154,8 @@ def test_sigterm_hands_every_job_back_with_its_newest_token(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert report.is_draining
-    assert {progress.job_id for progress in report.released} == {fox.job_id, dog.job_id}
-    assert not report.progress
+    assert {outcome.job_id for outcome in report.of("released")} == {fox.job_id, dog.job_id}
+    assert not report.of("running")
     assert len(CheckpointStore.of(run).read_tokens(fox.job_id)) >= num_tokens
     assert bool(CheckpointStore.of(run).read_manifests(fox.job_id)) == (checkpoint == "state")
     to_the_end(session(run, tiny_model), claimed(run, fox))
@@ -170,8 +170,8 @@ def test_an_overtaken_attempt_writes_no_result_and_leaves_its_successor_alone(
     successor = session(run, tiny_model)
     until(successor, job, 100, claimed(run, job))
     report = to_the_end(stale)
-    assert not report.finished
-    [(job_id, reason)] = report.failed
+    assert not report.of("finished")
+    [(job_id, reason)] = [(each.job_id, each.reason) for each in report.of("failed")]
     assert (job_id, reason) == (job.job_id, "attempt 1 was overtaken by attempt 2")
     assert stale.engine.counters.num_stale_attempt_rejections == 1
     assert not run.ended()[0]
@@ -201,7 +201,7 @@ def test_a_job_whose_attempts_had_other_numerics_is_marked(run: Run, tiny_model:
     claim(CheckpointStore.of(made_with(run, tiny_model)), job.job_id, "w9", "cuda, another machine")
     worker = session(run, tiny_model)
     attempt = claim(CheckpointStore.of(run), job.job_id, "w0", worker.numerics)
-    to_the_end(worker, Assignment(SentJob.of(job), attempt, attempt))
+    to_the_end(worker, Assignment.of(job, attempt, attempt))
     assert body(run, job)["metrics"]["exactness"] == "exact up to ties"
 
 

@@ -98,7 +98,7 @@ def test_workers_that_are_lost_while_a_shared_prompt_is_read_cost_no_bit(
     while first.engine.counters.num_read_tokens < 200:
         report = first.work(Orders(), 1e-4)
     assert first.engine.counters.num_copied_tokens == 0
-    assert [progress.num_generated_tokens for progress in report.progress] == [0] * len(jobs)
+    assert [outcome.num_generated_tokens for outcome in report.of("running")] == [0] * len(jobs)
     num_read = first.engine.counters.num_read_tokens
     first.drain(30.0)
     second = session(run, tiny_model)

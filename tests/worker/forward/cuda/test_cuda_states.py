@@ -257,6 +257,6 @@ def test_a_job_resumes_from_its_states_with_the_tokens_of_plain_decoding(
     until(first, job, 25, claimed(run, job))
     first.drain(30.0)
     second = session(run, model, engine=engine, checkpoint="state")
-    assert to_the_end(second, claimed(run, job)).finished
+    assert to_the_end(second, claimed(run, job)).of("finished")
     assert second.engine.counters.num_resumes == {"kv": 1}
     assert digest(run, job) == undisturbed_digest(tmp_path / "plain", model, job)

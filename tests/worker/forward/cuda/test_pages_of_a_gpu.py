@@ -18,7 +18,7 @@ from swiftbatch.worker.kv.paged_arena import PagedArena
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.session import session as worker_session
 from swiftbatch.worker.session.session import WorkerSession
-from swiftbatch.worker.session.work_messages import Assignment, JobProgress, Orders
+from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.forward.cuda.cuda_parts import PAGE, cuda_target
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, to_the_end
@@ -78,12 +78,12 @@ def check_jobs_that_outgrow_pages(
 ) -> None:
     run = make_run(folder)
     worker, arena = worker_with(2 * pages_of(60, PAGE), run, model, engine, monkeypatch)
-    waiting, given, evicted = list(JOBS), list(JOBS), list[JobProgress]()
+    waiting, given, evicted = list(JOBS), list(JOBS), list[JobOutcome]()
     while waiting:
         report = worker.work(Orders(assigned(run, given)), 1e-3)
-        assert (report.failed, report.refused) == ((), ())
-        evicted += report.evicted
-        ended = {job.job_id for job in report.finished}
+        assert report.of("failed", "refused") == []
+        evicted += report.of("evicted")
+        ended = {job.job_id for job in report.of("finished")}
         waiting = [job for job in waiting if job.job_id not in ended]
         given = [job for job in waiting if job.job_id not in worker._running] if ended else []
         gc.collect()
@@ -107,9 +107,9 @@ def test_a_resumed_job_that_finds_no_page_waits_for_another_turn(
     taken = arena.pool.take(arena.num_free_pages)
     [again] = assigned(run, JOBS[:1])
     report = worker.work(Orders((again,)), 1e-3)
-    assert [left.job_id for left in report.evicted] == [JOBS[0].job_id]
-    assert (report.failed, report.refused) == ((), ())
+    assert [left.job_id for left in report.of("evicted")] == [JOBS[0].job_id]
+    assert report.of("failed", "refused") == []
     gc.collect()
     assert arena.num_free == len(JOBS)
     arena.pool.give_back(taken)
-    assert to_the_end(worker, *assigned(run, JOBS[:1])).finished
+    assert to_the_end(worker, *assigned(run, JOBS[:1])).of("finished")

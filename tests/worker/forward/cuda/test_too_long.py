@@ -37,11 +37,11 @@ def test_it_is_refused_with_the_numbers_and_its_neighbour_finishes(
     worker = session(run, one_layer_model, engine="autoregressive")
     assert worker.num_slots == 2
     report = to_the_end(worker, claimed(run, long), claimed(run, short))
-    [(job_id, code, message)] = report.refused
+    [(job_id, code, message)] = [(each.job_id, each.error_code, each.reason) for each in report.of("refused")]
     assert (job_id, code) == (long.job_id, "longer_than_slot")
     assert "positions is longer than a slot of this worker's GPU, 65 positions" in message
     assert "resume --retry-failed" in message
-    assert (report.failed, [progress.job_id for progress in report.finished]) == ((), [short.job_id])
+    assert (report.of("failed"), [outcome.job_id for outcome in report.of("finished")]) == ([], [short.job_id])
     assert digest(run, short) == digest(expected, short)
     assert worker.engine.sequences == []
     assert [worker.engine.target.new_cache(40).length for _ in range(2)] == [
@@ -60,6 +60,6 @@ def test_a_lack_of_free_slots_is_another_matter(
     report = session(run, one_layer_model, engine="autoregressive").work(
         Orders((claimed(run, first), claimed(run, second))), 0.0
     )
-    [(job_id, reason)] = report.failed
-    assert (job_id, report.refused) == (second.job_id, ())
+    [(job_id, reason)] = [(each.job_id, each.reason) for each in report.of("failed")]
+    assert (job_id, report.of("refused")) == (second.job_id, [])
     assert "no slot for a job of" in reason

@@ -134,9 +134,9 @@ def test_jobs_that_outgrow_the_pages_of_windows_have_the_tokens_of_plain_decodin
     while waiting:
         assigned = (replace(claimed(run, job), seniority=JOBS.index(job)) for job in given)
         report = worker.work(Orders(tuple(assigned)), 1e-3)
-        assert (report.failed, report.refused) == ((), ())
-        evicted += [left.job_id for left in report.evicted]
-        ended = {job.job_id for job in report.finished}
+        assert report.of("failed", "refused") == []
+        evicted += [left.job_id for left in report.of("evicted")]
+        ended = {job.job_id for job in report.of("finished")}
         waiting = [job for job in waiting if job.job_id not in ended]
         given = [job for job in waiting if job.job_id not in worker._running] if ended else []
     assert [digest(run, job) for job in JOBS] == plain
@@ -152,6 +152,6 @@ def test_a_job_alone_waits_for_its_checkpoint_where_that_holds_more_than_there_a
     """Nothing is due before the end, so the cache would hold all positions for it."""
     run = make_run(tmp_path / "paged")
     worker, _ = windowed_session(run, model, 5, monkeypatch, checkpoint_tokens=10**6, checkpoint_seconds=1e6)
-    assert to_the_end(worker, claimed(run, JOBS[0])).finished
+    assert to_the_end(worker, claimed(run, JOBS[0])).of("finished")
     assert digest(run, JOBS[0]) == plain[0]
     assert worker.engine.counters.checkpoint_bytes["state"] > 0
