@@ -168,13 +168,16 @@ class TargetModel:
             return new_cache_of(shape, max_length)
         return OffloadedKVCache(shape, max_length, self._kv_offload)
 
-    def held_positions(self, num_unwritten: int) -> HeldPositions | None:
+    def held_positions(self, num_unwritten: int | None) -> HeldPositions | None:
         """The part of a text that a cache holds, if checkpoints lag by so much; None where it holds all of it.
+
+        So it does without `num_unwritten`: then caches may forget nothing.
 
         Where a GPU's caches forget, one pool's hold all, and the other's what `pool_size` says.
         """
-        is_paged = self.forwards.arena is not None
-        return None if self.is_offloaded or is_paged else self.cache_shape.held_positions(num_unwritten)
+        if num_unwritten is None or self.is_offloaded or self.forwards.arena is not None:
+            return None
+        return self.cache_shape.held_positions(num_unwritten)
 
     @property
     def num_slots(self) -> int | None:
@@ -185,17 +188,6 @@ class TargetModel:
     def pool_size(self) -> PoolSize | None:
         """The pages that all caches lie in; None where caches have memory of their own."""
         return self.forwards.arena.pool_size if self.forwards.arena else None
-
-    @property
-    def num_free_pages(self) -> int:
-        """Pages of the pool that no cache has."""
-        return self.forwards.arena.num_free_pages if self.forwards.arena else 0
-
-    @property
-    def num_free_window_pages(self) -> int:
-        """The same of layers with a window, where these have a pool of their own."""
-        arena = self.forwards.arena
-        return 0 if arena is None or arena.windowed is None else arena.windowed.num_free_pages
 
     def num_state_positions(self) -> int:
         """The positions that would take as much as the states of one sequence do; 0 where layers have none."""

@@ -7,7 +7,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -77,10 +77,9 @@ class KVArena:
         """Slots that nobody has."""
         return len(self._free)
 
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that nobody has."""
-        return 0
+    def num_pages_for(self, caches: Iterable[FullKVCache]) -> tuple[int | None, int | None]:
+        """The pages that these caches have or may take, and those of layers with a window; None without a pool."""
+        return None, None
 
     def moving_together(self) -> contextlib.AbstractContextManager[None]:
         """Within it rows may wait to be moved; they are at its end, all at once."""
@@ -276,7 +275,11 @@ class PagedArena(KVArena):
 
     @property
     def num_free_pages(self) -> int:
+        """Pages that nobody has."""
         return self.pool.num_free
+
+    def num_pages_for(self, caches: Iterable[FullKVCache]) -> tuple[int | None, int | None]:
+        return self.pool.num_free + sum(len(cache.pages) for cache in caches), None
 
     def _allocate(self) -> torch.Tensor:
         shape = self.shape

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -47,6 +47,11 @@ class WindowArena(PagedArena):
     def moving_together(self) -> Iterator[None]:
         with super().moving_together(), self.windowed.moving_together():
             yield
+
+    def num_pages_for(self, caches: Iterable[FullKVCache]) -> tuple[int | None, int | None]:
+        held = list(caches)
+        num_windowed = self.windowed.pool.num_free + sum(cache.num_window_pages for cache in held)
+        return super().num_pages_for(held)[0], num_windowed
 
     @property
     def _num_layers(self) -> int:

@@ -29,7 +29,7 @@ from swiftbatch.worker.kv.kv_capacity import (
     pages_of,
 )
 from swiftbatch.worker.kv.sliding_window_arena import WindowArena
-from swiftbatch.worker.session.backlog import JobSizes, without_room
+from swiftbatch.worker.session.backlog import CacheRoom
 from tests.worker.kv.window_parts import spoil_free_pages
 
 NUM_JOBS, NUM_FITTING, LONGEST, PAGE, WINDOW, VOCAB = 40, 6, 320, 64, 40, 8
@@ -124,7 +124,7 @@ class Worker:
         windows = WindowPages(NUM_FITTING * pages_of(HELD.num_whole, PAGE), HELD)
         self.arena = WindowArena(SHAPE, NUM_JOBS, LONGEST, PoolSize(num_pages, PAGE, windows))
         spoil_free_pages(self.arena)
-        self.sizes = JobSizes(page=PAGE, windows=windows)
+        self.room = CacheRoom(num_pages, page=PAGE, windows=windows, arena=self.arena)
         self.running: dict[int, Any] = {}
         self.num_left = self.num_killed = self.num_copied = 0
 
@@ -162,9 +162,7 @@ class Worker:
     def make_room(self) -> list[Text]:
         jobs = list(self.running.values())
         gc.collect()
-        num_pages = self.arena.num_free_pages + sum(len(job.cache.pages) for job in jobs)
-        num_windowed = self.arena.windowed.num_free_pages + sum(job.cache.num_window_pages for job in jobs)
-        leaving = without_room(jobs, num_pages, self.sizes, num_windowed)
+        leaving = self.room.without_room(jobs)
         self.num_left += len(leaving)
         return [self.leave(job.text.number, is_written=True) for job in leaving]
 
@@ -209,4 +207,4 @@ def test_forty_jobs_in_pages_for_six_have_the_tokens_that_each_has_alone() -> No
     gc.collect()
     assert worker.arena.num_free_pages == worker.arena.num_pages
     assert worker.arena.windowed.num_free_pages == worker.arena.windowed.num_pages
-    assert has_window_pages((), PAGE, worker.sizes.windows)
+    assert has_window_pages((), PAGE, worker.room.windows)
