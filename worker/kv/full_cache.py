@@ -241,28 +241,23 @@ class FullKVCache:
         """The last position, `limit` at most, up to which another sequence can copy what this one has."""
         return min(limit, self.length)
 
-    def end_of_copy(self, source: CacheSource, end: int) -> int:
-        """Return the end of what is to be copied at once of what a source has up to `end`."""
-        return end
+    def retain(self, from_: int, until: int | None = None) -> None:
+        """Hold positions as a slice counts them, which else may be forgotten.
 
-    def expect_copies(self, end: int) -> None:
-        """Be ready to give others the first `end` positions, whatever comes behind them."""
+        The first ones, `until` some end, are for others that copy them; the newest, from `-n` on, for a way back; and
+        those from a position on are for `kv`, up to `release`. Where some of these are forgotten, roll back to what is
+        there.
+        """
 
-    def expect_returns(self, distance: int) -> None:
-        """Be ready to be rolled back by about so many positions."""
+    def release(self, until: int | None = None) -> None:
+        """Hold positions before `until` no more for `kv`; None, when memory has run out: hold none for others either.
 
-    def expect_reads(self, start: int) -> None:
-        """Be ready to give `kv` from a position on; where some of it is forgotten, roll back to what is there."""
-
-    def end_reads(self, end: int) -> None:
-        """Take note that nobody will ask `kv` for positions in front of `end` any more."""
+        Nor for a way back.
+        """
 
     def num_window_pages_for(self, end: int) -> int:
         """The pages of layers with a window that it has, and those that entries below `end` take beside them."""
         return 0
-
-    def give_way(self) -> None:
-        """Forget what is held for others that might copy it, and for a way back: memory has run out."""
 
     @property
     def num_held(self) -> int:
@@ -270,7 +265,7 @@ class FullKVCache:
         return self.length
 
     def copy_from(self, source: CacheSource, end: int) -> None:
-        """Commit the positions behind `length` up to `end` from who has the same tokens up to there."""
+        """Commit the positions behind `length` up to `end`, or a part, from who has the same tokens up to there."""
         self.load(source.kv(self.length, end))
         self.num_copied = end
 

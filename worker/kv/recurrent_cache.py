@@ -205,11 +205,11 @@ class StatefulKVCache(FullKVCache):
     def states(self) -> LayerStates | None:
         return self.states_at(self.boundary) if self.boundary else None
 
-    def expect_copies(self, end: int) -> None:
-        self._kept.want(end // BLOCK * BLOCK)
-
-    def expect_returns(self, distance: int) -> None:
-        self._kept.want_every(-(-distance // BLOCK) * BLOCK)
+    def retain(self, from_: int, until: int | None = None) -> None:
+        if until is not None:
+            self._kept.want(until // BLOCK * BLOCK)
+        elif from_ < 0:
+            self._kept.want_every(-(from_ // BLOCK) * BLOCK)
 
     def _refuse_unfit(self, states: LayerStates, num_layers: int) -> None:
         """Raise ValueError for states that are not behind a boundary of this cache, or not of so many layers."""

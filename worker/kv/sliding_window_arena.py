@@ -97,17 +97,13 @@ class WindowedPages(ForgettingCache, PagedKVCache):
         try:
             super().reserve(end)
         except PagesError:
-            self.give_way()
+            self.release()
             super().reserve(end)
 
-    def end_reads(self, end: int) -> None:
-        super().end_reads(end)
-        self._forget()
-
-    def give_way(self) -> None:
-        self._copies_end = self._distance = 0
+    def release(self, until: int | None = None) -> None:
+        super().release(until)
         first = self._lost.start if self._first_asked is None else min(self._lost.start, self._first_asked)
-        if self._lost and first == self._lost.start:
+        if until is None and self._lost and first == self._lost.start:
             self._give_back(0, self._lost.stop, 0)
             self._lost = range(self._lost.stop)
         self._forget()
@@ -208,31 +204,23 @@ class WindowSlotCache(PagedKVCache):
     def copyable_end(self, limit: int) -> int:
         return self._windowed.copyable_end(super().copyable_end(limit))
 
-    def end_of_copy(self, source: CacheSource, end: int) -> int:
-        """Return the end of what to copy: what has no pages to share takes some, and jobs are counted with so many."""
-        return end if isinstance(source, WindowSlotCache) else min(end, self.length + ROW_CHOICES[-1])
-
-    def expect_copies(self, end: int) -> None:
-        self._windowed.expect_copies(end)
-
-    def expect_returns(self, distance: int) -> None:
-        self._windowed.expect_returns(distance)
-
-    def expect_reads(self, start: int) -> None:
-        self._windowed.expect_reads(start)
+    def retain(self, from_: int, until: int | None = None) -> None:
+        self._windowed.retain(from_, until)
         self._level()
 
-    def end_reads(self, end: int) -> None:
-        self._windowed.end_reads(end)
-
-    def give_way(self) -> None:
-        self._windowed.give_way()
+    def release(self, until: int | None = None) -> None:
+        self._windowed.release(until)
 
     def copy_from(self, source: CacheSource, end: int) -> None:
-        """Copy as `PagedKVCache` does, in both pools as far as there are pages in both."""
+        """Copy as `PagedKVCache` does, in both pools as far as there are pages in both.
+
+        Of what has no pages to share a part alone, which takes some: jobs are counted with so many.
+        """
         try:
             if isinstance(source, WindowSlotCache):
                 self._windowed.copy_from(source._windowed, end)
+            else:
+                end = min(end, self.length + ROW_CHOICES[-1])
             super().copy_from(source, end)
         finally:
             self._level()

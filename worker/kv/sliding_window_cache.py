@@ -47,7 +47,7 @@ class ForgettingCache(FullKVCache):
         if not self._has_all_behind(length):
             raise ValueError(f"found a prefix of {length:,} positions, whose rows see some of {self._lost}: forgotten")
         view = super().prefix(length)
-        view.expect_reads(self._lost.stop)
+        view.retain(self._lost.stop)
         return view
 
     def roll_back(self, length: int) -> None:
@@ -63,20 +63,21 @@ class ForgettingCache(FullKVCache):
         end = super().copyable_end(limit)
         return min(end, self._lost.start) if self._lost else end
 
-    def expect_copies(self, end: int) -> None:
-        self._copies_end = max(self._copies_end, end)
+    def retain(self, from_: int, until: int | None = None) -> None:
+        if until is not None:
+            self._copies_end = max(self._copies_end, until)
+        elif from_ < 0:
+            self._distance = -from_
+        else:
+            self._first_asked = from_
+            if from_ < self._lost.stop:
+                self.roll_back(self._lost.start)
 
-    def expect_returns(self, distance: int) -> None:
-        self._distance = distance
-
-    def expect_reads(self, start: int) -> None:
-        self._first_asked = start
-        if start < self._lost.stop:
-            self.roll_back(self._lost.start)
-
-    def end_reads(self, end: int) -> None:
-        if self._first_asked is not None:
-            self._first_asked = max(self._first_asked, end)
+    def release(self, until: int | None = None) -> None:
+        if until is None:
+            self._copies_end = self._distance = 0
+        elif self._first_asked is not None:
+            self._first_asked = max(self._first_asked, until)
 
     def _grow(self, length: int) -> None:
         super()._grow(length)

@@ -75,7 +75,7 @@ class CacheRoom:
         """
         if not self._fits_windows(jobs):
             for job in jobs:  # what is held for others leaves first
-                job.cache.give_way()
+                job.cache.release()
         by_age = sorted(jobs, key=lambda job: job.assignment.seniority)
         leaving: list[RunningJob] = []
         for most, num_taken in self._pools(jobs):

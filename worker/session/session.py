@@ -232,7 +232,7 @@ class WorkerSession:
         sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids, rules)
         cache = self.engine.new_cache(sequence.max_length)
         if distance := rewind_distance(sequence):
-            cache.expect_returns(distance)  # before it is loaded: what a loop goes back to is not forgotten there
+            cache.retain(-distance)  # before it is loaded: what a loop goes back to is not forgotten there
         is_first = assignment.num_attempts == 1
         recovery = None if is_first else self._resumer.recover(sequence, cache, self._config.engine)
         job = RunningJob(assignment, sequence, cache, recovery, start, started=started, thinking=thinking)

@@ -167,7 +167,7 @@ def read(target: TargetModel, cache: FullKVCache, end: int) -> None:
 
 def test_a_cache_that_may_return_goes_on_from_states_that_it_has_kept(target: TargetModel) -> None:
     ours, plain = caches(target)
-    ours.expect_returns(100)
+    ours.retain(-100)
     read(target, ours, 300)
     ours.roll_back(150)
     assert ours.length == 2 * BLOCK
@@ -183,7 +183,7 @@ def test_a_cache_that_may_return_goes_on_from_states_that_it_has_kept(target: Ta
 def test_a_copy_goes_on_as_a_cache_that_has_read_the_same(target: TargetModel, length: int, expected: int) -> None:
     """The copy goes on from what was kept in time, or from a boundary that is not far."""
     source, ours, plain = target.new_cache(900), *caches(target)
-    source.expect_copies(140)
+    source.retain(0, 140)
     read(target, source, length)
     end = source.copyable_end(min(length, 255 if expected == 192 else 140))
     assert end == expected

@@ -36,7 +36,7 @@ def read_to(cache: StateSlotCache, end: int) -> None:
 def test_who_finds_no_page_to_go_back_into_has_no_state_behind_its_positions(arena: StateArena, kept: int) -> None:
     cache = arena.new_cache(LENGTH)
     assert isinstance(cache, StateSlotCache)
-    cache.expect_copies(kept)
+    cache.retain(0, kept)
     read_to(cache, 2 * PAGE)
     arena.pool.share(cache.pages)  # another has these as well
     arena.pool.take(arena.pool.num_free)

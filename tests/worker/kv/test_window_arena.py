@@ -94,11 +94,11 @@ def test_paths_are_moved_in_both_pools_over_the_edges_of_pages_and_windows() -> 
 def test_what_a_checkpoint_has_still_to_write_and_what_others_copy_is_held() -> None:
     arena = arena_of()
     cache, alone = new_cache(arena), FullKVCache(replace(SHAPE, windows=()), LENGTH)
-    cache.expect_copies(130)
-    cache.expect_reads(0)
+    cache.retain(0, 130)
+    cache.retain(0)
     read_to(500, cache, alone)
     assert (cache.kv(0, 500) == alone.kv(0, 500)).all()
-    cache.end_reads(320)
+    cache.release(320)
     read_to(800, cache, alone)
     assert (cache.kv(320, 800) == alone.kv(320, 800)).all()
     assert cache.window_pages[3:5] == [NO_PAGE] * 2
@@ -116,7 +116,7 @@ def test_what_a_checkpoint_has_still_to_write_and_what_others_copy_is_held() -> 
 def test_a_cache_goes_back_as_far_as_its_rows_see_what_is_there_and_else_to_where_all_is() -> None:
     arena = arena_of()
     cache, alone = new_cache(arena), FullKVCache(replace(SHAPE, windows=()), LENGTH)
-    cache.expect_copies(100)
+    cache.retain(0, 100)
     read_to(800, cache, alone)
     cache.roll_back(800 - NUM_ASKED)
     assert cache.length == 800 - NUM_ASKED
@@ -132,11 +132,11 @@ def test_one_that_goes_back_into_a_page_that_another_has_too_gets_its_own(end: i
     """The way back ends in front of what is forgotten, or at its beginning."""
     arena = arena_of()
     one, other, alone = new_cache(arena), new_cache(arena), FullKVCache(replace(SHAPE, windows=()), LENGTH)
-    one.expect_copies(300)
+    one.retain(0, 300)
     read_to(300, one)
     read_to(600, alone)
     other.copy_from(one, 256)
-    other.expect_copies(250)
+    other.retain(0, 250)
     read_to(600, other)
     other.roll_back(end)
     assert (other.length, len(other.window_pages)) == (min(end, 250), 4)
@@ -151,7 +151,7 @@ def test_one_that_goes_back_into_a_page_that_another_has_too_gets_its_own(end: i
 def test_who_finds_no_page_in_one_of_the_pools_has_as_many_positions_in_both(pool: str) -> None:
     arena = arena_of()
     one, other = new_cache(arena), new_cache(arena)
-    one.expect_copies(300)
+    one.retain(0, 300)
     read_to(300, one)
     other.copy_from(one, 256)
     chosen = arena.pool if pool == "pool" else arena.windowed.pool
@@ -197,8 +197,8 @@ def test_a_length_that_nobody_has_written_takes_the_pages_of_a_window() -> None:
 def test_what_is_held_for_others_and_for_a_way_back_gives_way_where_pages_run_out() -> None:
     arena = arena_of(num_window_pages=9)
     cache, alone = new_cache(arena), FullKVCache(replace(SHAPE, windows=()), LENGTH)
-    cache.expect_copies(250)
-    cache.expect_returns(100)
+    cache.retain(0, 250)
+    cache.retain(-100)
     read_to(400, cache, alone)
     assert cache.copyable_end(400) >= 250
     taken = arena.windowed.pool.take(arena.windowed.num_free_pages)
@@ -213,7 +213,10 @@ def test_what_is_held_for_others_and_for_a_way_back_gives_way_where_pages_run_ou
 def test_what_the_host_has_of_a_text_comes_a_part_at_a_time_and_pages_of_another_all_at_once() -> None:
     arena = arena_of()
     one, other = new_cache(arena), new_cache(arena)
-    one.expect_copies(300)
+    one.retain(0, 300)
     read_to(300, one)
-    assert other.end_of_copy(one, 300) == 300
-    assert other.end_of_copy(FullKVCache(SHAPE, LENGTH), 300) == ROW_CHOICES[-1] < 300
+    third, alone = new_cache(arena), FullKVCache(replace(SHAPE, windows=()), LENGTH)
+    read_to(300, alone)
+    other.copy_from(one, 300)
+    third.copy_from(alone, 300)
+    assert (other.length, third.length) == (300, ROW_CHOICES[-1])

@@ -88,19 +88,19 @@ def test_what_is_forgotten_is_never_given_away() -> None:
 
 def test_what_a_checkpoint_has_still_to_write_is_held() -> None:
     cache = filled(0)
-    cache.expect_reads(0)
+    cache.retain(0)
     extend(cache, 500)
     assert cache.kv(0, 500).shape[1] == 500
-    cache.end_reads(320)
+    cache.release(320)
     extend(cache, 1000)
     assert first_held(cache) == 320
-    cache.end_reads(100)
+    cache.release(100)
     assert first_held(cache) == 320
 
 
 def test_the_first_positions_are_held_for_others_that_have_the_same_tokens() -> None:
     cache = filled(0)
-    cache.expect_copies(200)
+    cache.retain(0, 200)
     extend(cache, 1000)
     assert cache.copyable_end(900) == 200
     other = new_cache_of(SHAPE, 4000)
@@ -117,8 +117,8 @@ def test_a_cache_goes_back_as_far_as_its_rows_see_what_is_there_and_else_to_wher
     extend(cache, 150)
     assert cache.kv(0, 150).max() == 149, "all is there again"
     ready = filled(0)
-    ready.expect_returns(200)
-    ready.expect_copies(100)
+    ready.retain(-200)
+    ready.retain(0, 100)
     extend(ready, 1000)
     ready.roll_back(800)
     assert ready.length == 800
@@ -129,12 +129,12 @@ def test_a_cache_goes_back_as_far_as_its_rows_see_what_is_there_and_else_to_wher
 def test_segments_that_begin_in_what_is_forgotten_make_the_cache_read_again() -> None:
     """A rewind takes the segment back that it falls into."""
     cache = filled(0)
-    cache.expect_reads(0)
-    cache.end_reads(640)
+    cache.retain(0)
+    cache.release(640)
     extend(cache, 1000)
-    cache.expect_reads(640)
+    cache.retain(640)
     assert cache.length == 1000
-    cache.expect_reads(500)
+    cache.retain(500)
     assert cache.length == 0
 
 

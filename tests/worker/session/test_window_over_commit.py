@@ -133,7 +133,7 @@ class Worker:
         cache = self.arena.new_cache(LONGEST)
         assignment = SimpleNamespace(seniority=text.number, num_shared_tokens=text.num_shared)
         others = [job.cache for job in self.running.values() if job.text.num_shared and text.num_shared]
-        cache.expect_copies(text.num_shared)
+        cache.retain(0, text.num_shared)
         source = max(others, key=lambda each: each.copyable_end(text.num_shared), default=None)
         if text.segments:
             for kv in text.segments:
@@ -141,7 +141,7 @@ class Worker:
         elif source is not None and (end := source.copyable_end(text.num_shared)):
             cache.copy_from(source, end)
             self.num_copied += 1
-        cache.expect_reads(sum(kv.shape[1] for kv in text.segments))
+        cache.retain(sum(kv.shape[1] for kv in text.segments))
         self.running[text.number] = SimpleNamespace(
             text=text, sequence=text.token_ids, cache=cache, assignment=assignment
         )
@@ -157,7 +157,7 @@ class Worker:
         start = sum(kv.shape[1] for kv in job.text.segments)
         if job.cache.length - start >= least:
             job.text.segments.append(np.array(job.cache.kv(start, job.cache.length)))
-            job.cache.end_reads(job.cache.length)
+            job.cache.release(job.cache.length)
 
     def make_room(self) -> list[Text]:
         jobs = list(self.running.values())

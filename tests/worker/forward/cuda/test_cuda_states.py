@@ -135,7 +135,7 @@ def test_states_go_through_checkpoints_copies_and_roll_backs_bit_for_bit(name: s
     target = made(name, tmp_path)
     source, ours, plain = caches(target, 3)
     read(target, plain, 70)
-    source.expect_copies(BLOCK)
+    source.retain(0, BLOCK)
     read(target, source, 140)
     expected = next_logits(target, plain)
 
@@ -165,8 +165,8 @@ def test_states_go_through_checkpoints_copies_and_roll_backs_bit_for_bit(name: s
 def test_states_are_kept_where_others_will_ask_or_a_text_goes_back(tmp_path: Path) -> None:
     target = made("LFM2", tmp_path, "fp32")
     source, ours, plain = caches(target, 3)
-    source.expect_copies(70)
-    source.expect_returns(BLOCK)
+    source.retain(0, 70)
+    source.retain(-BLOCK)
     read(target, source, 3 * BLOCK + 4)
     read(target, plain, 70)
     assert source.copyable_end(70) == BLOCK
