@@ -18,10 +18,9 @@ from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
-from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 from swiftbatch.worker.kv.kv_capacity import MEMORY, HeldPositions, KVRoom, PoolSize, place_of_caches
-from swiftbatch.worker.kv.kv_offload import OffloadedKVCache
-from swiftbatch.worker.kv.recurrent_cache import new_cache_of
+from swiftbatch.worker.kv.kv_offload import offloaded_cache
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.noise import NOISE_LAW
@@ -166,7 +165,7 @@ class TargetModel:
             room.refuse_too_long(max_length, num_held)
         if self._kv_offload is None:
             return new_cache_of(shape, max_length)
-        return OffloadedKVCache(shape, max_length, self._kv_offload)
+        return offloaded_cache(shape, max_length, self._kv_offload)
 
     def held_positions(self, num_unwritten: int | None) -> HeldPositions | None:
         """The part of a text that a cache holds, if checkpoints lag by so much; None where it holds all of it.

@@ -20,7 +20,6 @@ from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import NUM_STEPS
-from swiftbatch.worker.kv.recurrent_cache import RecurrentCache
 from swiftbatch.worker.model.supported_models import RECURRENT_ARCHITECTURES
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.kernel_parts import path_to
@@ -50,10 +49,8 @@ def target() -> TargetModel:
     return tiny_target("qwen3_5_text")
 
 
-def caches(target: TargetModel) -> tuple[RecurrentCache, RecurrentCache]:
+def caches(target: TargetModel) -> tuple[FullKVCache, FullKVCache]:
     ours, plain = target.new_cache(900), target.new_cache(900)
-    assert isinstance(ours, RecurrentCache)
-    assert isinstance(plain, RecurrentCache)
     return ours, plain
 
 
@@ -64,9 +61,9 @@ def decode(target: TargetModel, cache: FullKVCache, token_id: int) -> torch.Tens
     return outputs.logits[0]
 
 
-def assert_same_states(ours: RecurrentCache, plain: RecurrentCache) -> None:
+def assert_same_states(ours: FullKVCache, plain: FullKVCache) -> None:
     assert ours.length == plain.length
-    for one, other in zip(ours.recurrent, plain.recurrent, strict=True):
+    for one, other in zip(ours.layer_states.layers, plain.layer_states.layers, strict=True):
         assert torch.equal(one.state, other.state)
         assert torch.equal(one.at(ours.length - ours.boundary).inputs, other.at(plain.length - plain.boundary).inputs)
         assert one.inputs.abs().max() > 0

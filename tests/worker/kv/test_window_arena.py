@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, ROW_CHOICES
+from swiftbatch.worker.kv.cache_rows import NO_PAGE
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import NUM_ASKED, HeldPositions, PagesError, PoolSize, WindowPages
-from swiftbatch.worker.kv.paged_arena import NO_PAGE
-from swiftbatch.worker.kv.sliding_window_arena import WindowArena, WindowSlotCache
+from swiftbatch.worker.kv.paged_arena import KVArena
 from tests.worker.kv.cache_parts import shape, use_side_by_side, write
 from tests.worker.kv.window_parts import spoil_free_pages
 
@@ -24,8 +24,8 @@ HELD = HeldPositions(300, 0.0)
 ROWS = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
 
 
-def arena_of(shape: CacheShape = SHAPE, num_pages: int = 40, num_window_pages: int = 20) -> WindowArena:
-    arena = WindowArena(shape, 3, LENGTH, PoolSize(num_pages, PAGE, WindowPages(num_window_pages, HELD)))
+def arena_of(shape: CacheShape = SHAPE, num_pages: int = 40, num_window_pages: int = 20) -> KVArena:
+    arena = KVArena(shape, 3, LENGTH, PoolSize(num_pages, PAGE, WindowPages(num_window_pages, HELD)))
     arena.buffer.fill_(torch.nan)
     for pool in (arena.pool, arena.windowed.pool):
         random.Random(1).shuffle(pool._free)
@@ -33,10 +33,8 @@ def arena_of(shape: CacheShape = SHAPE, num_pages: int = 40, num_window_pages: i
     return arena
 
 
-def new_cache(arena: WindowArena) -> WindowSlotCache:
-    cache = arena.new_cache(LENGTH)
-    assert isinstance(cache, WindowSlotCache)
-    return cache
+def new_cache(arena: KVArena) -> FullKVCache:
+    return arena.new_cache(LENGTH)
 
 
 def read_to(end: int, *caches: FullKVCache) -> None:
@@ -121,7 +119,7 @@ def test_a_cache_goes_back_as_far_as_its_rows_see_what_is_there_and_else_to_wher
     cache.roll_back(800 - NUM_ASKED)
     assert cache.length == 800 - NUM_ASKED
     cache.roll_back(600)
-    assert (cache.length, cache._windowed.length) == (100, 100)
+    assert (cache.length, len(cache.pages), len(cache.window_pages)) == (100, 2, 2)
     read_to(400, cache)
     assert (cache.kv(0, 100) == alone.kv(0, 100)).all()
     assert (cache.kv(320, 400) == alone.kv(320, 400)).all()
@@ -157,13 +155,14 @@ def test_who_finds_no_page_in_one_of_the_pools_has_as_many_positions_in_both(poo
     chosen = arena.pool if pool == "pool" else arena.windowed.pool
     taken = chosen.take(chosen.num_free)
     other.roll_back(200)
-    assert (other.length, other._windowed.length) == (192, 192)
+    assert (other.length, len(other.pages), len(other.window_pages)) == (192, 3, 3)
     with pytest.raises(PagesError):
         other.reserve(300)
     third = new_cache(arena)
     with pytest.raises(PagesError):
         third.copy_from(one, 210)
-    assert third.length == third._windowed.length <= 192
+    assert third.length <= 192
+    assert len(third.pages) == len(third.window_pages) == third.length // PAGE
     chosen.give_back(taken)
     kv = np.array(one.kv(0, 300))
     third.roll_back(0)

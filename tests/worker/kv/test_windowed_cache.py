@@ -17,7 +17,7 @@ from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingD
 from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache, new_cache_of
 from swiftbatch.worker.kv.kv_capacity import (
     FORGETS_EVERY,
     MEMORY,
@@ -28,8 +28,6 @@ from swiftbatch.worker.kv.kv_capacity import (
     held_of,
     held_positions,
 )
-from swiftbatch.worker.kv.recurrent_cache import new_cache_of
-from swiftbatch.worker.kv.sliding_window_cache import WindowedKVCache
 from swiftbatch.worker.model.model_files import read_config
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kv.window_parts import EVERY, spoil_what_is_forgotten
@@ -44,10 +42,9 @@ def _forgotten_numbers_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_what_is_forgotten(monkeypatch)
 
 
-def filled(length: int, shape: CacheShape = SHAPE) -> WindowedKVCache:
+def filled(length: int, shape: CacheShape = SHAPE) -> FullKVCache:
     """A cache whose entries are their positions."""
     cache = new_cache_of(shape, 4000)
-    assert isinstance(cache, WindowedKVCache)
     extend(cache, length)
     return cache
 

@@ -28,7 +28,7 @@ from swiftbatch.worker.kv.kv_capacity import (
     has_window_pages,
     pages_of,
 )
-from swiftbatch.worker.kv.sliding_window_arena import WindowArena
+from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.session.backlog import CacheRoom
 from tests.worker.kv.window_parts import spoil_free_pages
 
@@ -122,7 +122,7 @@ class Worker:
     def __init__(self) -> None:
         num_pages = NUM_FITTING * pages_of(LONGEST, PAGE)
         windows = WindowPages(NUM_FITTING * pages_of(HELD.num_whole, PAGE), HELD)
-        self.arena = WindowArena(SHAPE, NUM_JOBS, LONGEST, PoolSize(num_pages, PAGE, windows))
+        self.arena = KVArena(SHAPE, NUM_JOBS, LONGEST, PoolSize(num_pages, PAGE, windows))
         spoil_free_pages(self.arena)
         self.room = CacheRoom(num_pages, page=PAGE, windows=windows, arena=self.arena)
         self.running: dict[int, Any] = {}

@@ -17,7 +17,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.worker.drafters.auto.repeated_text import RepeatingDrafter
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.kv.kv_capacity import HeldPositions, pages_of
-from swiftbatch.worker.kv.sliding_window_cache import WindowedKVCache
+from swiftbatch.worker.kv.sliding_window_cache import Window
 from swiftbatch.worker.session.backlog import CacheRoom
 from swiftbatch.worker.session.session import _num_unwritten
 from tests.worker.kv.window_parts import spoil_what_is_forgotten
@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> str:
     """The digest of the job where caches have forgotten nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WindowedKVCache, "_forget", lambda _: None)
+        patch.setattr(Window, "forget", lambda *_: None)
         return undisturbed_digest(tmp_path_factory.mktemp("undisturbed") / "run", model, JOB)
 
 
@@ -128,7 +128,7 @@ def test_a_loop_is_taken_back_exactly_behind_every_kill(
     job = record("fox", 230, drawn=LOOPS_OF_80, prompt=5 * BOOK)
     plain = make_run(tmp_path / "plain")
     with monkeypatch.context() as patch:
-        patch.setattr(WindowedKVCache, "_forget", lambda _: None)
+        patch.setattr(Window, "forget", lambda *_: None)
         to_the_end(session(plain, model, engine="autoregressive", checkpoint="tokens"), claimed(plain, job))
     undisturbed, num_before = looping_outcome(plain, job), len(moments)
     assert undisturbed["num_rewinds"] > 0
