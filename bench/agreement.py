@@ -26,8 +26,8 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.scan_cache import ScanKVCache
 from swiftbatch.worker.kv.sparse_cache import SparseCache
 from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.sampling.batch_sampler import BatchSampler, Sampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from swiftbatch.worker.sampling.sampler import BatchSampler, Sampler
 from swiftbatch.worker.sampling.sequence import Sequence
 
 CACHES = PARTIAL_CACHES | {"scan": ScanKVCache}

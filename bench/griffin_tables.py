@@ -15,7 +15,7 @@ from bench.ablation_arms import PromptGeneration
 from bench.tables import new_table
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.worker.decode_bench import digest
-from swiftbatch.worker.training.recipes import GriffinRecipe
+from swiftbatch.worker.training.griffin_recipe import GriffinRecipe
 from swiftbatch.worker.training.train_griffin import GriffinAccuracyRecord
 
 DIGITS = 4

@@ -20,8 +20,8 @@ from rich.table import Table
 
 from bench.batch_run import BATCH, ROOM_FOR_PROMPT, BatchError, BatchOptions, Figures, Stage, StartedRun, run_stages
 from bench.tables import new_table, number
-from swiftbatch.scheduler.commands.options.launch_options import GIGABYTES
 from swiftbatch.scheduler.commands.options.model_options import checked, say, show
+from swiftbatch.scheduler.commands.options.option_types import GIGABYTES
 from swiftbatch.worker.kv.kv_capacity import GB, bytes_per_position
 from swiftbatch.worker.model.model_files import CONFIG_FILES, locate_model, model_folder, read_config
 

@@ -15,9 +15,9 @@ from bench.gpu.trial import Trial, Try
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
+from swiftbatch.worker.sampling.batch_sampler import TorchBatchSampler
 from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from swiftbatch.worker.sampling.sampler import TorchBatchSampler
 from swiftbatch.worker.sampling.sequence import Sequence
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -18,8 +18,9 @@ from swiftbatch.worker.decode_bench import NUM_WARMUP_TOKENS, DecodeBenchOptions
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.exactness.gpu_doctor.machine_checks import device_facts, read_bandwidth
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, one_slot
-from swiftbatch.worker.kv.kv_capacity import GB, GPU_PAGE, MEMORY, KVRoom
+from swiftbatch.worker.kv.kv_capacity import GB, GPU_PAGE
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
 
 NUM_CACHES = 2  # an engine has a job's and the warm-up text's; a resume has as many

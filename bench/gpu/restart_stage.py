@@ -25,7 +25,7 @@ from swiftbatch.worker.bench_texts import PROMPT, BenchError
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.decode_bench import digest
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
-from swiftbatch.worker.forward.cuda.cuda_loading import settled_free_bytes
+from swiftbatch.worker.kv.free_memory import settled_free_bytes
 
 PARTS = 6  # of the text, after each of which a worker says how far it is
 KILLED_AFTER = 3  # of them

@@ -14,7 +14,7 @@ from swiftbatch.scheduler.commands.options.option_types import WholeNumber
 from swiftbatch.worker.training import defaults
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.training.recipes import GriffinRecipe
+    from swiftbatch.worker.training.griffin_recipe import GriffinRecipe
 
 Command = Callable[..., Any]
 
@@ -132,7 +132,7 @@ def tokenswift(model: str, data: Path, output: Path, num_steps: int, num_own_tex
     Example:
       swiftbatch train tokenswift --model my-model --data books --output my-model/parts
     """
-    from swiftbatch.worker.training.recipes import HeadRecipe
+    from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
     from swiftbatch.worker.training.train_tokenswift import train_heads
 
     recipe = HeadRecipe(num_steps=num_steps, num_own_texts=num_own_texts, seed=seed)
@@ -156,8 +156,7 @@ def draft(model: str, data: Path, output: Path, num_steps: int, seed: int) -> No
     Example:
       swiftbatch train draft --model my-model --data books --output my-model/parts/draft
     """
-    from swiftbatch.worker.training.recipes import draft_recipe
-    from swiftbatch.worker.training.train_draft import train_draft
+    from swiftbatch.worker.training.train_draft import draft_recipe, train_draft
 
     train_draft(model, data, output, draft_recipe(num_steps, seed), click.echo)
 
@@ -239,7 +238,7 @@ def _griffin_recipe(
     seed: int,
 ) -> GriffinRecipe:
     """The paper's recipe with what the options change."""
-    from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE
+    from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE
 
     if no_token_alignment and not (num_passes is None and align_top_k is None):
         raise click.UsageError("--no-token-alignment means one pass and no mask; leave out --passes and --top-k")

@@ -15,7 +15,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError, RunState
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.cluster.cluster_watch import ClusterLostError
-from swiftbatch.scheduler.cluster.worker_calls import NO_MEMORY, OTHER_CODE, OTHER_MODEL
+from swiftbatch.scheduler.cluster.ray_actors import NO_MEMORY, OTHER_CODE, OTHER_MODEL
 from swiftbatch.scheduler.display.events import DriverStarted, LimitReached, RunStopping, WorkerStopping
 from swiftbatch.scheduler.driver.dispatch import Dispatcher
 from swiftbatch.scheduler.driver.driver_state import DriverContext

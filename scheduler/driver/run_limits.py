@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import time
-from bisect import bisect_left
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from swiftbatch.jobs.run.run_records import Progress
 
 HOUR = 3600.0
-UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
-AMOUNT = r"[0-9]+(?:\.[0-9]+)?"  # "\d" is a digit of any script
-DURATION = re.compile("".join(f"(?:({AMOUNT}){unit})?" for unit in UNITS))
-TIME_OF_DAY = re.compile(r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?")
-EXPECTED_DEADLINE = (
-    "expected a duration as 90m or 1d12h, a time of the day as 06:30, or a date and time as 2030-01-31T06:30"
-)
 
 
 def steady_seconds() -> float:
@@ -80,45 +71,3 @@ class Limits:
         if self.max_worker_hours is not None and spent.worker_seconds >= self.max_worker_hours * HOUR:
             found.append(f"--max-worker-hours {self.max_worker_hours:g} ({spent.worker_seconds / HOUR:.4g} were used)")
         return " and ".join(found) or None
-
-
-def parse_deadline(text: str, now: float) -> Deadline:
-    """The moment that is meant; `now` is in seconds since the epoch. Raises ValueError.
-
-    A duration counts from `now`; a time of the day is the next one; what names no zone is in the local one.
-    """
-    try:
-        if (seconds := _duration(text.strip())) is not None:
-            until = datetime.fromtimestamp(now, UTC) + timedelta(seconds=seconds)
-            return Deadline(until.timestamp(), steady_seconds() + seconds)
-        return Deadline(_moment(text.strip(), now))
-    except (ValueError, OverflowError, OSError):
-        raise ValueError(f"found {text!a}, {EXPECTED_DEADLINE}") from None
-
-
-def _duration(text: str) -> float | None:
-    """The seconds of a duration; None for another text."""
-    if not text or (found := DURATION.fullmatch(text)) is None:
-        return None
-    amounts = dict(zip(UNITS.values(), found.groups(), strict=True))
-    return timedelta(**{unit: float(amount) for unit, amount in amounts.items() if amount}).total_seconds()
-
-
-def _moment(text: str, now: float) -> float:
-    if TIME_OF_DAY.fullmatch(text):
-        hour, minute, *rest = map(int, text.split(":"))
-        today = datetime.fromtimestamp(now).replace(hour=hour, minute=minute, second=0, microsecond=0)
-        days = [today.replace(second=rest[0] if rest else 0) + timedelta(days=days) for days in (0, 1)]
-        return min(moment for day in days for moment in _shown(day) if moment > now)
-    said = datetime.fromisoformat(text)
-    moments = [said.timestamp()] if said.tzinfo else _shown(said)
-    return next((moment for moment in moments if moment > now), moments[0])
-
-
-def _shown(local: datetime) -> list[float]:
-    """The moments when the local clock shows a time: two where it is set back, the jump where it is set past it."""
-    first, second = sorted(local.replace(fold=fold).timestamp() for fold in (0, 1))
-    if datetime.fromtimestamp(first) == local:
-        return [first] if first == second else [first, second]
-    seconds = range(int(first), int(second) + 1)
-    return [seconds[bisect_left(seconds, local, key=datetime.fromtimestamp)]]

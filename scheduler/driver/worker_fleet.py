@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftbatch.jobs.storage.retries import Backoff
-from swiftbatch.scheduler.cluster import worker_calls
+from swiftbatch.scheduler.cluster import ray_actors
 from swiftbatch.scheduler.cluster.cluster_watch import AwakeClock
+from swiftbatch.scheduler.cluster.ray_actors import last_words
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
-from swiftbatch.scheduler.cluster.worker_calls import last_words
 from swiftbatch.scheduler.cluster.worker_code import Code, own_code
 from swiftbatch.scheduler.driver.throughput import Speed, StepPace, monotonic
 from swiftbatch.worker.session.work_messages import Orders, WorkReport
@@ -126,7 +126,7 @@ class Fleet:
         spec: WorkerSpec,
         cluster: Cluster,
         timeout: float,
-        calls: Calls = worker_calls,
+        calls: Calls = ray_actors,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._spec, self._calls, self._now = spec, calls, clock
@@ -246,7 +246,7 @@ class Fleet:
         call, worker.call = worker.call, None
         try:
             answer = self._calls.answer(call)
-        except worker_calls.WorkerLostError as error:
+        except ray_actors.WorkerLostError as error:
             return self._lose(worker, error, now)
         self.idle[worker] = None
         if isinstance(answer, WorkerInfo):
@@ -261,7 +261,7 @@ class Fleet:
             speed.add(answer.num_generated_tokens, self._now())
         return Reported(worker, answer)
 
-    def _lose(self, worker: Worker, error: worker_calls.WorkerLostError, now: float) -> Lost:
+    def _lose(self, worker: Worker, error: ray_actors.WorkerLostError, now: float) -> Lost:
         self.retire(worker)
         message = str(error)
         if worker.info is None:
@@ -276,6 +276,6 @@ class Fleet:
         A node that goes says nothing of that. It takes all its workers along, and Ray may not know yet why they died:
         of those that were started together, only the first counts.
         """
-        if reason in (worker_calls.NODE_LOST, worker_calls.NODE_DRAINED):
+        if reason in (ray_actors.NODE_LOST, ray_actors.NODE_DRAINED):
             return False
         return reason not in DEATH_REASONS or worker.num_failed_before == self.num_failed_starts

@@ -17,7 +17,7 @@ from swiftbatch.jobs.run.output_line_parsing import num_completion_tokens
 from swiftbatch.jobs.run.run_records import NUM_READERS
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import MEMORY_FULL
-from swiftbatch.scheduler.cluster.worker_calls import STORE_FAILED
+from swiftbatch.scheduler.cluster.ray_actors import STORE_FAILED
 from swiftbatch.scheduler.display.events import (
     JobCancelled,
     JobFinished,

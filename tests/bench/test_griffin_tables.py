@@ -33,7 +33,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, GriffinRecipe
+from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import GriffinAccuracyRecord
 from tests.bench.bench_parts import words
 from tests.simulated_clock import SimulatedClock

@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 
-from swiftbatch.scheduler.driver.run_limits import parse_deadline
+from swiftbatch.scheduler.commands.options.option_types import parse_deadline
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from swiftbatch.scheduler.driver.run_limits import Deadline, Limits, Spending, parse_deadline
+from swiftbatch.scheduler.commands.options.option_types import parse_deadline
+from swiftbatch.scheduler.driver.run_limits import Deadline, Limits, Spending
 from tests.jobs.run.run_parts import PROGRESS
 
 

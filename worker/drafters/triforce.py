@@ -22,8 +22,8 @@ from swiftbatch.worker.forward.tile_packing import SequenceRows, chain_rows
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.sparse_cache import SparseCacheFactory, SummaryKVCache
 from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.sampling.batch_sampler import BatchSampler, penalised
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
-from swiftbatch.worker.sampling.sampler import BatchSampler, penalised
 from swiftbatch.worker.sampling.sequence import Sequence
 
 NUM_SINKS = 16

@@ -20,7 +20,7 @@ from swiftbatch.worker.forward.tile_packing import max_tree_depth, row_ahead, ro
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from swiftbatch.worker.sampling.gumbel_max import NOT_FINITE, NotFiniteError, check_finite
+from swiftbatch.worker.sampling.sampler import NOT_FINITE, NotFiniteError, check_finite
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import ConstraintError
 from swiftbatch.worker.sampling.verification import Verification, Walk

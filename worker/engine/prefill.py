@@ -21,7 +21,7 @@ from swiftbatch.worker.forward.forward_interface import MOST_READ
 from swiftbatch.worker.forward.target_model import StepOutputs, TargetModel
 from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.sampling.sampler import BatchSampler
+from swiftbatch.worker.sampling.batch_sampler import BatchSampler
 
 PREFILL_SECONDS = 0.2  # per sequence and step
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.kv_segments import LayerStates
 from swiftbatch.worker.engine.slot import Slot
+from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import CacheSource, FullKVCache
-from swiftbatch.worker.kv.kv_capacity import MEMORY, KVRoom
 
 SHORTEST = 64  # tokens; fewer are read as soon as copied
 MEMORY_SHARE = 1 / 8  # for kept prefixes, of what would be free without them

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.engine.stopping import StopRule
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.sampling.sampler import Sampler
+from swiftbatch.worker.sampling.batch_sampler import Sampler
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Walk
 

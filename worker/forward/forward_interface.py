@@ -21,7 +21,7 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kv.paged_arena import KVArena
-    from swiftbatch.worker.sampling.sampler import BatchSampler
+    from swiftbatch.worker.sampling.batch_sampler import BatchSampler
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from swiftbatch.worker.kernels.native_decoder import NativeDecoder
 from swiftbatch.worker.kernels.row_tables import Rows
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.sparse_cache import Entries, NewEntries, SparseCacheFactory
+from swiftbatch.worker.sampling.batch_sampler import BatchSampler, NativeBatchSampler, create_batch_sampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.native_sampler import NativeSampler
-from swiftbatch.worker.sampling.sampler import BatchSampler, NativeBatchSampler, create_batch_sampler
 
 
 class NativeForwards:

@@ -18,13 +18,14 @@ from swiftbatch.worker.forward.forward_interface import Forwards
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom, place_of_caches
 from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
-from swiftbatch.worker.kv.kv_capacity import MEMORY, HeldPositions, KVRoom, PoolSize, place_of_caches
+from swiftbatch.worker.kv.kv_capacity import HeldPositions, PoolSize
 from swiftbatch.worker.kv.kv_offload import offloaded_cache
 from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.sampling.batch_sampler import SplitRows
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.noise import NOISE_LAW
-from swiftbatch.worker.sampling.sampler import SplitRows
 
 if TYPE_CHECKING:
     from swiftbatch.worker.forward.forward_interface import SparseRows

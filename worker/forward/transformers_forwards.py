@@ -44,8 +44,8 @@ from swiftbatch.worker.model.attention_masks import FULL
 from swiftbatch.worker.model.attention_needs import observe_layers
 from swiftbatch.worker.model.causal_lm import Head, decoder_of
 from swiftbatch.worker.model.model_files import ModelFiles
+from swiftbatch.worker.sampling.batch_sampler import BatchSampler, create_batch_sampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from swiftbatch.worker.sampling.sampler import BatchSampler, create_batch_sampler
 
 LONGEST_TEXT = 2**21  # positions; masks are not looked at beyond, where no job comes
 

@@ -1,13 +1,10 @@
-"""Decides whether a KV cache fits: places of caches, their room, bytes and pages (without torch)."""
+"""Bytes and pages that KV caches take, now and as they grow (without torch)."""
 
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from swiftbatch.jobs.errors import UserError
@@ -17,7 +14,6 @@ from swiftbatch.worker.model.architectures.attention_layers import Windows
 from swiftbatch.worker.model.decoder_config import kernel_windows, latent_sizes
 from swiftbatch.worker.model.layer_types import RecurrentShape, num_attending_layers, recurrent_shape
 
-MEMORY = "the memory of this machine"
 GB = 1e9
 MAX_TREE_NODES = 127  # which every full cache has room for behind its positions
 NUM_STEPS = 2 * BLOCK + MAX_TREE_NODES + 1  # of a layer with a state, behind a boundary: two blocks, a root, a tree
@@ -25,10 +21,7 @@ FIRST_STEPS = 2 * BLOCK + 32  # of these, that a sequence on a CPU has room for 
 FORGETS_EVERY = 256  # positions that layers with a window forget at a time
 NUM_ASKED = BLOCK  # newest positions from which rows may still be asked for, beside those that loops take back
 NUM_UNWRITTEN = 1024  # positions that a checkpoint has still to write, in the usual case
-OWN_GROUP = Path("/sys/fs/cgroup")  # a container's own, as it sees it
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
-
-
 TOO_LONG = "longer_than_slot"  # the error code of a job that no slot of its worker has room for
 
 
@@ -42,25 +35,6 @@ class TooLongError(KVRoomError):
 
 class PagesError(KVRoomError):
     """A sequence finds no page for its next positions: it has a place once others have left."""
-
-
-def check_folder(kv_offload: str | None) -> None:
-    """Raise KVRoomError where that is no folder, or one in which no file can be made."""
-    if kv_offload is None:
-        return
-    try:
-        tempfile.TemporaryFile(dir=kv_offload).close()
-    except OSError as error:
-        raise KVRoomError(
-            f"--kv-offload {kv_offload}: {error.strerror or error}; expected a folder that can be written"
-        ) from None
-
-
-def place_of_caches(device: str, kv_offload: str | None) -> str | None:
-    """The folder that caches lie in, or `MEMORY`; None for a GPU's own memory, which nobody here knows."""
-    if device == "cpu":
-        return kv_offload or MEMORY
-    return MEMORY if kv_offload else None
 
 
 def bytes_per_position(config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None = None) -> int | None:
@@ -118,47 +92,6 @@ def held_positions(windows: Windows, num_unwritten: int = NUM_UNWRITTEN) -> Held
 def held_of(config: dict[str, Any]) -> HeldPositions | None:
     """The same of a text model on a CPU, from its config."""
     return None if recurrent_shape(config) is not None else held_positions(kernel_windows(config))
-
-
-@dataclass(frozen=True)
-class KVRoom:
-    """A place of caches, and what they take there."""
-
-    place: str  # a folder, or `MEMORY`
-    bytes_per_position: int
-    state_bytes: int = 0  # of a cache, whatever its length
-    held: HeldPositions | None = None  # None where caches forget nothing
-
-    def refuse_too_long(self, num_positions: int, num_held: int = 0) -> None:
-        """Raise KVRoomError where a cache of so many positions takes more than is left, and more than others hold."""
-        num_kept = num_positions if self.held is None else self.held.of(num_positions)
-        needed = num_kept * self.bytes_per_position + self.state_bytes
-        free = self.free_bytes() + num_held * self.bytes_per_position
-        if needed > free:
-            raise KVRoomError(
-                f"max_tokens: cannot allocate the key-value cache: {num_positions:,} positions need "
-                f"{needed / GB:,.2f} GB, {self.place} has {free / GB:,.2f} GB left; "
-                "use fewer max_tokens, or --kv-offload with a folder that has more"
-            )
-
-    def free_bytes(self) -> float:
-        """Bytes that are left in the folder's file system, or those that programs may still take of the memory."""
-        if self.place != MEMORY:
-            return shutil.disk_usage(self.place).free
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        [kibibytes] = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        return min(kibibytes * 1024, _left_in_group(OWN_GROUP))
-
-
-def _left_in_group(folder: Path) -> float:
-    """Bytes that a container may still take, whose limit is its control group's (version 2); infinity without one."""
-    try:
-        limit = int((folder / "memory.max").read_text(encoding="ascii"))  # or the word max
-        used = int((folder / "memory.current").read_text(encoding="ascii"))
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-    except (OSError, ValueError):
-        return math.inf
-    return max(0, limit - used + int(statistics.get("inactive_file", 0)))  # the page cache gives way
 
 
 # Counts the pages that caches take of a worker's memory while they grow. Without torch: the driver plans with them.

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from swiftbatch.worker.kernels.kernel_sizes import RING_LAYERS
 from swiftbatch.worker.kv.cache_rows import CacheShape, Rows
+from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
 from swiftbatch.worker.kv.host_copies import CopyComputation, CopyEvent, CopyLane
-from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, MEMORY, KVRoom
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.kv.offload_hosts import BLOCK_POSITIONS, CacheHost, FileHost, PinnedHost, PinnedMemory
 from swiftbatch.worker.kv.paged_arena import KVArena, SlotLease, SlotRows
 

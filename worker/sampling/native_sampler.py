@@ -205,7 +205,7 @@ def kernels() -> ctypes.CDLL:
     return library
 
 
-# Draws, walks and candidates in C (source/sampling.c): the tokens that worker/sampling/gumbel_max.py draws, on a CPU.
+# Draws, walks and candidates in C (source/sampling.c): the tokens that worker/sampling/sampler.py draws, on a CPU.
 
 
 class NativeSampler:

@@ -1,283 +1,119 @@
-"""Samples the tokens of a whole batch from logits: walks down draft trees, in C or torch; top candidates."""
+"""Coupled sampling: x_t = argmax_v(processed_logit_t[v] / T + G(key, t, v)), the same token whenever it is drawn.
+
+Processors and their order are those of `transformers`: what comes in front of the temperature (logits_processors.py),
+the temperature, the filters in the order of filters.py; all in float32. Each works on one row, `[vocab] float32`, so
+that a row's neighbours cannot change it.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Many
-from itertools import accumulate
-from typing import Any, Protocol, Self, overload
 
-import numpy as np
 import torch
 
-from swiftbatch.jobs.logprobs import TokenLogprobs
-from swiftbatch.jobs.run.compute_options import LogprobsMode
-from swiftbatch.worker.kernels.instruction_sets import chosen_variant
-from swiftbatch.worker.sampling import native_sampler as native
-from swiftbatch.worker.sampling.draft_tree import DraftTree
-from swiftbatch.worker.sampling.gumbel_max import TokenSampler, is_drawable, process
-from swiftbatch.worker.sampling.logits_processors import Context, adjusted, only_allowed
-from swiftbatch.worker.sampling.logprobs import path_logprobs
+from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.sampling.filters import filtered
+from swiftbatch.worker.sampling.logits_processors import (
+    Context,
+    PenaltyWindow,
+    adjusted,
+    bias_row,
+    masked_tokens,
+    num_recent_tokens,
+    output_counts,
+)
+from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.sampling.verification import TOP_K, Walk, walk
+
+NOT_FINITE = "logits_not_finite"  # the error code of a job that met them
 
 
-class SplitRows(Many[torch.Tensor]):
-    """The rows of each sequence, `[num_rows, width]`. A view takes longer than a number: none is made unasked."""
-
-    def __init__(self, rows: torch.Tensor, sizes: Iterable[int]) -> None:
-        """`rows [num_rows, width]` of all sequences in order, `sizes` many of each."""
-        self._rows = rows
-        self._starts = list(accumulate(sizes, initial=0))
-
-    @property
-    def together(self) -> torch.Tensor:
-        """All rows, `[num_rows, width]`."""
-        return self._rows[self._starts[0] : self._starts[-1]]
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> SplitRows: ...
-
-    def __getitem__(self, index: int | slice) -> torch.Tensor | SplitRows:
-        """The rows of one sequence, or of consecutive ones."""
-        if isinstance(index, int):
-            index = range(len(self))[index]
-            return self._rows[self._starts[index] : self._starts[index + 1]]
-        start, stop, step = index.indices(len(self))
-        if step != 1:
-            raise ValueError(f"found every {step}th sequence, expected consecutive ones")
-        part = SplitRows(self._rows, ())
-        part._starts = self._starts[start : max(start, stop) + 1]
-        return part
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self[index] for index in range(len(self)))
+class NotFiniteError(ArithmeticError):
+    """The model gave logits that nothing can be drawn from. The message is one line for the user."""
 
 
-def together(rows: Many[torch.Tensor]) -> torch.Tensor:
-    """All rows of sequences side by side: where they lie so already, without a copy."""
-    return rows.together if isinstance(rows, SplitRows) else torch.cat(list(rows))
+def is_drawable(logits: torch.Tensor) -> bool:
+    """Return whether a token can be drawn from a row `[vocab]`."""
+    return math.isfinite(float(logits.max()))  # NaN where there is any
 
 
-# Draws the engine's tokens: all draft trees of a step in one native call on a CPU, row by row in torch elsewhere.
+def check_finite(logits: torch.Tensor, position: int) -> None:
+    """Raise NotFiniteError for a row `[vocab]` with NaN or +inf, or of -inf alone; some -inf only mask their tokens."""
+    if is_drawable(logits):
+        return
+    peak = float(logits.max())
+    found = "NaN" if math.isnan(peak) else f"{peak:+} at the most"
+    raise NotFiniteError(
+        f"the model's logits for position {position} are not finite ({found}): its weights are damaged, or its numbers "
+        "outgrow the dtype"
+    )
 
 
-UNLIKELY = -1e4  # as a log-probability
+def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits over temperature; where that leaves float32, their distances from the best one, which draw the same."""
+    scores = logits / temperature
+    if temperature < 1.0 and math.isinf(float(scores.max())):
+        return (logits - logits.max()) / temperature
+    return scores
 
 
-Masks = Many[np.ndarray | None]
-"""For each tree the tokens that may come behind its rows, `[1 + num_nodes, num_mask_words] uint32`; None: any may."""
-
-NO_MASKS: Masks = ()  # for no tree
-
-
-class Sampler(Protocol):
-    """The state that a `BatchSampler` draws one sequence's tokens by. It looks at the sequence, which only grows."""
-
-    sequence: Sequence
-
-    def fork(self, sequence: Sequence) -> Self:
-        """A sampler for a fork of the sequence, to be extended by a draft."""
-
-    def context(self) -> Context:
-        """All that the next token depends on beside its logits."""
+def process(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Apply everything from the temperature on to one row; only for temperature > 0."""
+    return filtered(_tempered(logits, params.temperature), params)
 
 
-def penalised(sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
-    """Logits `[..., vocab]` as a sequence's tokens and parameters change them, in front of the temperature."""
-    return adjusted(logits, sampler.sequence.sampling, sampler.context())
+def draw(logits: torch.Tensor, position: int, params: SamplingParams, noise: GumbelNoise) -> int:
+    """Draw the token at `position` from penalised logits `[vocab] float32`."""
+    if params.temperature == 0.0:
+        return int(torch.argmax(logits))
+    return int(torch.argmax(process(logits, params) + noise.row(position)))
 
 
-class BatchSampler(Protocol):
-    """Draws the next tokens of sequences from the target's logits."""
+class TokenSampler:
+    """Draws one sequence's tokens in order. Each `draw` counts as committed: the next one sees it in its history."""
 
-    def sampler(self, sequence: Sequence) -> Any:
-        """The `Sampler` of a sequence, of this drawing's own kind."""
+    def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self._sequence = sequence
+        self._params = sequence.sampling
+        self._noise = sequence.noise
+        self.position = len(sequence)  # of the next token
+        penalised = self._params.repetition_penalty != 1.0
+        self._window = PenaltyWindow(sequence, vocab_size, device) if penalised else None
+        self._counts = output_counts(sequence, vocab_size, device)
+        self._bias = bias_row(sequence, device)
+        self._num_recent = num_recent_tokens(sequence)
+        self._recent: list[int] = sequence.output_ids[-self._num_recent :].tolist() if self._num_recent else []
 
-    def walks(
-        self,
-        samplers: Many[Any],
-        trees: Many[DraftTree],
-        logits: Many[torch.Tensor],
-        with_candidates: bool = False,
-        masks: Masks = NO_MASKS,
-    ) -> list[Walk]:
-        """Draw from every root on: `logits[i] [1 + num_nodes, vocab] float32`. Samplers stay as they are.
+    def fork(self) -> TokenSampler:
+        """A sampler of its own that goes on from here, for a draft."""
+        fork = copy.copy(self)
+        fork._window = self._window.fork() if self._window is not None else None
+        fork._counts = self._counts.clone() if self._counts is not None else None
+        return fork
 
-        Masks come in front of all that changes logits.
-        """
+    def draw(self, logits: torch.Tensor) -> int:
+        """Draw the token at the next position from the target's logits there, `[vocab] float32`."""
+        token_id = draw(self.penalised(logits), self.position, self._params, self._noise)
+        self.push(token_id)
+        return token_id
 
-    def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and log-probabilities `[num_rows, TOP_K]` of the best tokens of `[num_rows, vocab]` logits.
+    def push(self, token_id: int) -> None:
+        """Take in a token at the next position that was drawn elsewhere."""
+        self.position += 1
+        if self._window is not None:
+            self._window.push(token_id)
+        if self._counts is not None:
+            self._counts[token_id] += 1
+        if self._num_recent:
+            self._recent = [*self._recent, token_id][-self._num_recent :]
 
-        Rows that are verified and not walked may hold NaN: of those, all candidates are as unlikely as can be.
-        """
-
-    def logprobs(
-        self,
-        sampler: Any,
-        tree: DraftTree,
-        logits: torch.Tensor,
-        walked: Walk,
-        mode: LogprobsMode,
-        mask: np.ndarray | None = None,
-    ) -> TokenLogprobs:
-        """The log-probabilities that a sequence asks for, of the tokens that a walk has drawn from the tree's rows.
-
-        Called before the sequence has the tokens. They follow from each row and the tokens before it, to the bit.
-        `mask` is the one that the walk had.
-        """
-
-
-class NativeBatchSampler:
-    """Draws in C."""
-
-    def sampler(self, sequence: Sequence) -> native.NativeSampler:
-        return native.NativeSampler(sequence)
-
-    def walks(
-        self,
-        samplers: Many[native.NativeSampler],
-        trees: Many[DraftTree],
-        logits: Many[torch.Tensor],
-        with_candidates: bool = False,
-        masks: Masks = NO_MASKS,
-    ) -> list[Walk]:
-        walks = native.walk(samplers, trees, logits, masks)
-        return _with_candidates(self, walks, trees, logits) if with_candidates else walks
-
-    def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        return native.top_candidates(logits)
-
-    def logprobs(
-        self,
-        sampler: native.NativeSampler,
-        tree: DraftTree,
-        logits: torch.Tensor,
-        walked: Walk,
-        mode: LogprobsMode,
-        mask: np.ndarray | None = None,
-    ) -> TokenLogprobs:
-        return native.logprobs(sampler, tree, logits, walked, num_top_of(sampler.sequence), mode, mask)
-
-
-class TorchSampler:
-    """A `TokenSampler` that takes in what has come to its sequence."""
-
-    def __init__(self, sequence: Sequence, sampler: TokenSampler) -> None:
-        self.sequence = sequence
-        self._sampler = sampler
-
-    def fork(self, sequence: Sequence) -> TorchSampler:
-        return TorchSampler(sequence, self.behind_the_sequence())
+    def penalised(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits `[..., vocab]` as the tokens so far and the parameters change them, in front of the temperature."""
+        return adjusted(logits, self._params, self.context())
 
     def context(self) -> Context:
-        return self.behind_the_sequence().context()
-
-    def behind_the_sequence(self) -> TokenSampler:
-        """A sampler of the caller's own that is behind the sequence."""
-        for token_id in self.sequence.token_ids[self._sampler.position :].tolist():
-            self._sampler.push(token_id)
-        return self._sampler.fork()
-
-
-class TorchBatchSampler:
-    """Draws in torch, on any device."""
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self._device = device
-
-    def sampler(self, sequence: Sequence) -> TorchSampler:
-        return TorchSampler(sequence, TokenSampler(sequence, self._vocab_size, self._device))
-
-    def walks(
-        self,
-        samplers: Many[TorchSampler],
-        trees: Many[DraftTree],
-        logits: Many[torch.Tensor],
-        with_candidates: bool = False,
-        masks: Masks = NO_MASKS,
-    ) -> list[Walk]:
-        walks = [
-            walk(tree, rows, sampler.behind_the_sequence().draw, is_drawable, masked_by(words))
-            for sampler, tree, rows, words in zip(samplers, trees, logits, masks or [None] * len(trees), strict=True)
-        ]
-        return _with_candidates(self, walks, trees, logits) if with_candidates else walks
-
-    def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        top = torch.topk(logits, TOP_K)
-        logprobs = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)
-        logprobs = logprobs.nan_to_num(nan=UNLIKELY, neginf=-math.inf)
-        return top.indices.cpu().numpy(), logprobs.cpu().numpy()
-
-    def logprobs(
-        self,
-        sampler: TorchSampler,
-        tree: DraftTree,
-        logits: torch.Tensor,
-        walked: Walk,
-        mode: LogprobsMode,
-        mask: np.ndarray | None = None,
-    ) -> TokenLogprobs:
-        return logprobs_by(sampler.behind_the_sequence(), sampler.sequence, logits, walked, mode, mask)
-
-
-def logprobs_by(
-    sampler: TokenSampler,
-    sequence: Sequence,
-    logits: torch.Tensor,
-    walked: Walk,
-    mode: LogprobsMode,
-    mask: np.ndarray | None,
-) -> TokenLogprobs:
-    """Compute log-probabilities in torch, by a sampler of the caller's own that is behind the sequence."""
-    if mode == "processed_logprobs" and mask is not None:
-        logits = torch.stack([only_allowed(row, words) for row, words in zip(logits, mask, strict=True)])
-
-    def processed(row: torch.Tensor, token_id: int) -> torch.Tensor:
-        scores = sampler.penalised(row)
-        sampler.push(token_id)
-        params = sequence.sampling
-        return scores if params.temperature == 0.0 else process(scores, params)
-
-    scores = processed if mode == "processed_logprobs" else lambda row, _: row
-    return path_logprobs(logits, walked.path, walked.drawn, num_top_of(sequence), scores)
-
-
-def num_top_of(sequence: Sequence) -> int:
-    """The number of likeliest tokens that a sequence asks for. Raises ValueError if it wants no log-probabilities."""
-    if sequence.logprobs is None:
-        raise ValueError(f"sequence {sequence.sequence_id} asks for no log-probabilities")
-    return sequence.logprobs.num_top
-
-
-def masked_by(words: np.ndarray | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """Return `walk`'s mask function: of a row's logits and number it makes the logits of what may come there."""
-    return lambda logits, row: logits if words is None else only_allowed(logits, words[row])
-
-
-def _with_candidates(
-    drawing: BatchSampler, walks: list[Walk], trees: Many[DraftTree], logits: Many[torch.Tensor]
-) -> list[Walk]:
-    ids, logprobs = drawing.top_candidates(together(logits))
-    found, start = list[Walk](), 0
-    for walked, tree in zip(walks, trees, strict=True):
-        end = start + 1 + len(tree)
-        found.append(walked._replace(candidates=(ids[start:end], logprobs[start:end])))
-        start = end
-    return found
-
-
-def create_batch_sampler(vocab_size: int, device: torch.device) -> BatchSampler:
-    """Make the fastest drawing for a device. Raises KernelError for instructions that this machine does not have."""
-    if device.type == "cpu" and chosen_variant() is not None and vocab_size >= TOP_K:
-        return NativeBatchSampler()
-    return TorchBatchSampler(vocab_size, device)
+        """All that the next token depends on beside its logits; its tensors change with the next token."""
+        seen = None if self._window is None else self._window.seen
+        num_output = self.position - self._sequence.num_prompt_tokens
+        return Context(self._bias, masked_tokens(self._sequence, num_output, self._recent), seen, self._counts)

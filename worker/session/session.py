@@ -37,10 +37,11 @@ from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
 from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.step_costs import step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.free_memory import check_folder
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
-from swiftbatch.worker.kv.kv_capacity import TOO_LONG, PagesError, TooLongError, check_folder
+from swiftbatch.worker.kv.kv_capacity import TOO_LONG, PagesError, TooLongError
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.sampling.gumbel_max import NOT_FINITE
+from swiftbatch.worker.sampling.sampler import NOT_FINITE
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.session.backlog import Backlog, CacheRoom

@@ -19,7 +19,8 @@ import torch
 from swiftbatch.worker.drafters.griffin.draft_input import NUM_SINKS, WINDOW, window_start
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.training.feature_file import TextFeatures, read_features, write_features
-from swiftbatch.worker.training.recipes import LEARNED_SAMPLING, OWN_SAMPLING, GriffinRecipe, HeadRecipe
+from swiftbatch.worker.training.griffin_recipe import GriffinRecipe
+from swiftbatch.worker.training.tokenswift_recipe import LEARNED_SAMPLING, OWN_SAMPLING, HeadRecipe
 from swiftbatch.worker.training.training_texts import (
     CorpusError,
     Text,

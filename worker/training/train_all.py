@@ -9,10 +9,11 @@ from pathlib import Path
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.griffin_features import FOLDER as FEATURES
+from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.training.model_card import write_card
-from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, DraftRecipe, GriffinRecipe, HeadRecipe, draft_recipe
 from swiftbatch.worker.training.target_recipe import TargetRecipe
-from swiftbatch.worker.training.train_draft import train_draft
+from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
+from swiftbatch.worker.training.train_draft import DraftRecipe, draft_recipe, train_draft
 from swiftbatch.worker.training.train_griffin import train_griffin
 from swiftbatch.worker.training.train_target import train_target
 from swiftbatch.worker.training.train_tokenswift import train_heads

@@ -7,27 +7,27 @@ what the target draws, with the same noise, and not what an author wrote. Half o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.triforce import NUM_SINKS, WINDOW, window_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.sampling.gumbel_max import draw
 from swiftbatch.worker.sampling.noise import GumbelNoise
-from swiftbatch.worker.training.recipes import NUM_BOOK_TOKENS, DraftRecipe, draft_config
+from swiftbatch.worker.sampling.sampler import draw
+from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
 from swiftbatch.worker.training.train_target import save_target
 from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
 from swiftbatch.worker.training.training_lock import held
-from swiftbatch.worker.training.training_loop import Optimizers, StepLoss, repeatable, run_steps
+from swiftbatch.worker.training.training_loop import Optimizers, Recipe, StepLoss, repeatable, run_steps
 from swiftbatch.worker.training.training_texts import (
     Text,
     book_texts,
@@ -47,6 +47,51 @@ SAMPLING = {
     "T 1, min-p 0.1": SamplingParams(max_tokens=1, temperature=1.0, min_p=0.1),
 }
 """How both models draw, by name."""
+LENGTH = NUM_SINKS + 2 * WINDOW  # length of training windows: the most that it reads in use
+NUM_BOOK_TOKENS = 32_768  # of each book, from its beginning
+
+
+DRAFT_TEXTS = HeadRecipe(num_book_tokens=2048, num_own_texts=384)
+"""Sizes of the own texts, and of the test books that agreement is measured on: made as they are for heads."""
+
+
+@dataclass(frozen=True)
+class DraftRecipe(Recipe):
+    """The optimiser's settings are those of a target model."""
+
+    num_warmup_steps: int = 20
+    decay_share: float = 0.4
+    num_step_windows: int = 4
+    window_length: int = LENGTH
+    own_share: float = 0.5  # share of windows from what the target itself says
+    texts: HeadRecipe = DRAFT_TEXTS
+
+
+def draft_config(target: PreTrainedConfig) -> LlamaConfig:
+    """A Llama of two layers with the target's vocabulary: 0.8 million parameters beside the embedding.
+
+    A forward of a model this small costs what its number of layers costs, so it is wide rather than deep.
+    """
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=1024,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+    )
+
+
+def draft_recipe(num_steps: int, seed: int) -> DraftRecipe:
+    """Return the recipe with so many steps."""
+    return DraftRecipe(num_steps, seed=seed, texts=replace(DRAFT_TEXTS, seed=seed))
 
 
 class DraftWindows:

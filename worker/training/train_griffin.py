@@ -32,7 +32,7 @@ from swiftbatch.worker.training.griffin_features import (
     griffin_features,
     windows_in_use,
 )
-from swiftbatch.worker.training.recipes import FEATURE_WEIGHT, GriffinRecipe
+from swiftbatch.worker.training.griffin_recipe import FEATURE_WEIGHT, GriffinRecipe
 from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
 from swiftbatch.worker.training.training_lock import held
 from swiftbatch.worker.training.training_loop import check_loss

@@ -23,7 +23,8 @@ from swiftbatch.worker.model.model_files import MTP_FILE, let_others_read, locat
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.feature_file import TextFeatures
 from swiftbatch.worker.training.griffin_features import FOLDER, GriffinFeatures, Windows, griffin_features
-from swiftbatch.worker.training.recipes import GRIFFIN_TEXTS, GriffinRecipe, HeadRecipe
+from swiftbatch.worker.training.griffin_recipe import GRIFFIN_TEXTS, GriffinRecipe
+from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
 from swiftbatch.worker.training.train_griffin import token_loss
 from swiftbatch.worker.training.training_folder import TrainingFiles, TrainingFolder, write_measured, write_record
 from swiftbatch.worker.training.training_lock import held

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, get_args
@@ -12,8 +11,17 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from swiftbatch.scheduler.commands.options.model_options import all_of, filled
-from swiftbatch.scheduler.commands.options.option_types import Command, Number, WholeNumber, options_of
-from swiftbatch.scheduler.driver.run_limits import Deadline, Limits, parse_deadline
+from swiftbatch.scheduler.commands.options.option_types import (
+    GIGABYTES,
+    HOURS,
+    SECONDS,
+    SECONDS_OR_NONE,
+    Command,
+    When,
+    WholeNumber,
+    options_of,
+)
+from swiftbatch.scheduler.driver.run_limits import Limits
 from swiftbatch.scheduler.driver.worker_fleet import STORE_SLACK_SECONDS, WORKER_TIMEOUT
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import CheckpointKind, CheckpointSettings, Computation
@@ -88,42 +96,6 @@ def _opened(mode: OutputMode, receiver: Receiver | None, with_jobs: bool) -> Ite
 
 # The options of commands that run jobs.
 
-
-MAX_HOURS = 1_000_000_000
-
-MAX_GIGABYTES = 1_000_000_000
-MAX_SECONDS = 1_000_000_000  # 31 years
-
-
-class When(click.ParamType[Deadline]):
-    """A moment to stop at: durations count from when the command was given."""
-
-    name = "when"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Deadline:
-        try:
-            return value if isinstance(value, Deadline) else parse_deadline(value, time.time())
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-class Amount(Number):
-    """A number of some unit within what can be counted: click takes NaN and infinity for numbers in any range."""
-
-    def __init__(self, unit: str, most: float, *, min_open: bool = True) -> None:
-        """`most` is refused beyond, and 0 with `min_open`."""
-        super().__init__(0, min_open=min_open)
-        self._unit, self._most = unit, most
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        amount = float(super().convert(value, param, ctx))
-        if not amount <= self._most:
-            self.fail(f"found {value}, expected at most {self._most:,} {self._unit}", param, ctx)
-        return amount
-
-
-HOURS, GIGABYTES = Amount("hours", MAX_HOURS), Amount("GB", MAX_GIGABYTES)
-SECONDS, SECONDS_OR_NONE = (Amount("seconds", MAX_SECONDS, min_open=is_open) for is_open in (True, False))
 
 limit_option = options_of("Limits, at which the run stops with exit code 3 and loses nothing")
 

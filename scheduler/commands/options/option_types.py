@@ -1,15 +1,28 @@
-"""Types of options: under headings of the help, in the same columns; and numbers in the digits 0 to 9."""
+"""Types of options: headings of the help, numbers in the digits 0 to 9, amounts, durations and moments."""
 
 from __future__ import annotations
 
 import functools
+import re
+import time
+from bisect import bisect_left
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import click
 from click.types import FloatParamType, IntParamType
 
+from swiftbatch.scheduler.driver.run_limits import Deadline, steady_seconds
+
 COLUMN_WIDTH = 27
+UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
+AMOUNT = r"[0-9]+(?:\.[0-9]+)?"  # "\d" is a digit of any script
+DURATION = re.compile("".join(f"(?:({AMOUNT}){unit})?" for unit in UNITS))
+TIME_OF_DAY = re.compile(r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?")
+EXPECTED_DEADLINE = (
+    "expected a duration as 90m or 1d12h, a time of the day as 06:30, or a date and time as 2030-01-31T06:30"
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -76,3 +89,80 @@ class _AnyNumber(InOurDigits, FloatParamType):
 
 
 ANY_WHOLE_NUMBER, ANY_NUMBER = _AnyWholeNumber(), _AnyNumber()
+
+
+MAX_HOURS = MAX_GIGABYTES = 1_000_000_000
+MAX_SECONDS = 1_000_000_000  # 31 years
+
+
+class When(click.ParamType[Deadline]):
+    """A moment to stop at: durations count from when the command was given."""
+
+    name = "when"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Deadline:
+        try:
+            return value if isinstance(value, Deadline) else parse_deadline(value, time.time())
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Amount(Number):
+    """A number of some unit within what can be counted: click takes NaN and infinity for numbers in any range."""
+
+    def __init__(self, unit: str, most: float, *, min_open: bool = True) -> None:
+        """`most` is refused beyond, and 0 with `min_open`."""
+        super().__init__(0, min_open=min_open)
+        self._unit, self._most = unit, most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        amount = float(super().convert(value, param, ctx))
+        if not amount <= self._most:
+            self.fail(f"found {value}, expected at most {self._most:,} {self._unit}", param, ctx)
+        return amount
+
+
+HOURS, GIGABYTES = Amount("hours", MAX_HOURS), Amount("GB", MAX_GIGABYTES)
+SECONDS, SECONDS_OR_NONE = (Amount("seconds", MAX_SECONDS, min_open=is_open) for is_open in (True, False))
+
+
+def parse_deadline(text: str, now: float) -> Deadline:
+    """The moment that is meant; `now` is in seconds since the epoch. Raises ValueError.
+
+    A duration counts from `now`; a time of the day is the next one; what names no zone is in the local one.
+    """
+    try:
+        if (seconds := _duration(text.strip())) is not None:
+            until = datetime.fromtimestamp(now, UTC) + timedelta(seconds=seconds)
+            return Deadline(until.timestamp(), steady_seconds() + seconds)
+        return Deadline(_moment(text.strip(), now))
+    except (ValueError, OverflowError, OSError):
+        raise ValueError(f"found {text!a}, {EXPECTED_DEADLINE}") from None
+
+
+def _duration(text: str) -> float | None:
+    """The seconds of a duration; None for another text."""
+    if not text or (found := DURATION.fullmatch(text)) is None:
+        return None
+    amounts = dict(zip(UNITS.values(), found.groups(), strict=True))
+    return timedelta(**{unit: float(amount) for unit, amount in amounts.items() if amount}).total_seconds()
+
+
+def _moment(text: str, now: float) -> float:
+    if TIME_OF_DAY.fullmatch(text):
+        hour, minute, *rest = map(int, text.split(":"))
+        today = datetime.fromtimestamp(now).replace(hour=hour, minute=minute, second=0, microsecond=0)
+        days = [today.replace(second=rest[0] if rest else 0) + timedelta(days=days) for days in (0, 1)]
+        return min(moment for day in days for moment in _shown(day) if moment > now)
+    said = datetime.fromisoformat(text)
+    moments = [said.timestamp()] if said.tzinfo else _shown(said)
+    return next((moment for moment in moments if moment > now), moments[0])
+
+
+def _shown(local: datetime) -> list[float]:
+    """The moments when the local clock shows a time: two where it is set back, the jump where it is set past it."""
+    first, second = sorted(local.replace(fold=fold).timestamp() for fold in (0, 1))
+    if datetime.fromtimestamp(first) == local:
+        return [first] if first == second else [first, second]
+    seconds = range(int(first), int(second) + 1)
+    return [seconds[bisect_left(seconds, local, key=datetime.fromtimestamp)]]

@@ -13,7 +13,7 @@ import pytest
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cluster import worker_code
-from swiftbatch.scheduler.cluster.worker_calls import last_words
+from swiftbatch.scheduler.cluster.ray_actors import last_words
 from swiftbatch.scheduler.cluster.worker_code import PACKAGE, ROOMS, OtherCodeError, own_code
 from tests import ROOT
 

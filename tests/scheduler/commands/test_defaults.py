@@ -15,7 +15,9 @@ from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.scheduler.serve.server_options import ServeOptions
 from swiftbatch.worker.config import CheckpointSettings, Computation
 from swiftbatch.worker.decode_bench import DecodeBenchOptions
-from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, DraftRecipe, GriffinRecipe, HeadRecipe
+from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE, GriffinRecipe
+from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
+from swiftbatch.worker.training.train_draft import DraftRecipe
 from swiftbatch.worker.training.train_mtp import MTPRecipe
 from tests.scheduler.commands.command_parts import COMMANDS
 

@@ -24,7 +24,7 @@ from swiftbatch.jobs.run.output_line_parsing import line_id
 from swiftbatch.jobs.run.result_files import SealedResult
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.scheduler.cli import main
-from swiftbatch.scheduler.cluster import worker_calls
+from swiftbatch.scheduler.cluster import ray_actors
 from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.driver.driver import Driver
 from swiftbatch.scheduler.runs import launch
@@ -141,10 +141,10 @@ def idle_workers() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "connect", lambda address, num_workers: nullcontext(cluster))
-        patch.setattr(worker_calls, "create_actor", create_actor)
-        patch.setattr(worker_calls, "wait", lambda calls, seconds: calls)
-        patch.setattr(worker_calls, "answer", lambda call: call.value)
-        patch.setattr(worker_calls, "kill", lambda actor: None)
+        patch.setattr(ray_actors, "create_actor", create_actor)
+        patch.setattr(ray_actors, "wait", lambda calls, seconds: calls)
+        patch.setattr(ray_actors, "answer", lambda call: call.value)
+        patch.setattr(ray_actors, "kill", lambda actor: None)
         yield
 
 
@@ -158,10 +158,10 @@ def ask_status(run: Run) -> tuple[int, dict[str, Any]]:
 def with_driver(folder: Path, num_jobs: int, patch: pytest.MonkeyPatch) -> tuple[Dispatched, Driver]:
     """A run and the driver for it, which has read the run folder already."""
     dispatched = Dispatched(make_run(folder, {f"job-{i}": 8 + i % 50 for i in range(num_jobs)}), num_jobs)
-    patch.setattr(worker_calls, "create_actor", lambda *_, **__: NoOpWorker(dispatched))
-    patch.setattr(worker_calls, "wait", lambda calls, seconds: calls)
-    patch.setattr(worker_calls, "answer", lambda call: call.value)
-    patch.setattr(worker_calls, "kill", lambda actor: None)
+    patch.setattr(ray_actors, "create_actor", lambda *_, **__: NoOpWorker(dispatched))
+    patch.setattr(ray_actors, "wait", lambda calls, seconds: calls)
+    patch.setattr(ray_actors, "answer", lambda call: call.value)
+    patch.setattr(ray_actors, "kill", lambda actor: None)
     patch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time, not the driver's
     cluster: Any = SimpleNamespace(
         is_embedded=True, num_cpus_per_worker=lambda: 1, num_gpus_per_worker=lambda device: 0, watch=None

@@ -9,7 +9,7 @@ import torch
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from swiftbatch.jobs.storage.retries import Backoff
-from swiftbatch.scheduler.cluster import worker_calls
+from swiftbatch.scheduler.cluster import ray_actors
 from swiftbatch.scheduler.driver import worker_fleet
 from swiftbatch.scheduler.driver.driver import DriverError
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
@@ -25,7 +25,7 @@ def test_a_start_for_which_memory_may_come_free_is_tried_more_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, num_tries: int
 ) -> None:
     _, driver = with_driver(tmp_path, 1, monkeypatch)
-    answers = failing(monkeypatch, worker_calls._explain(RayTaskError("start", "", error)))
+    answers = failing(monkeypatch, ray_actors._explain(RayTaskError("start", "", error)))
     with pytest.raises(DriverError, match=rf"no worker starts, {num_tries} tries: .*no"):
         driver.run()
     assert len(answers) == num_tries
@@ -40,7 +40,7 @@ def test_workers_that_die_while_they_start_together_count_as_one_try_and_those_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RayError, num_waves: int
 ) -> None:
     _, driver = with_driver(tmp_path, 2 * NUM_WORKERS, monkeypatch)
-    answers = failing(monkeypatch, worker_calls._explain(error))
+    answers = failing(monkeypatch, ray_actors._explain(error))
     with pytest.raises(DriverError, match="no worker starts, 3 tries"):
         driver.run()
     assert len(answers) == num_waves * NUM_WORKERS  # a node that dies takes all of them along
@@ -52,7 +52,7 @@ def test_workers_whose_node_goes_while_they_start_are_started_as_often_as_that_h
     lost = ActorDiedError()
     lost.error_msg = "The actor died because its node has died. Node Id: 0a"
     _, driver = with_driver(tmp_path, 2 * NUM_WORKERS, monkeypatch)
-    answers = failing(monkeypatch, worker_calls._explain(lost), 5 * NUM_WORKERS)
+    answers = failing(monkeypatch, ray_actors._explain(lost), 5 * NUM_WORKERS)
     assert driver.run() == "finished"
     assert len(answers) > 5 * NUM_WORKERS
 
@@ -60,14 +60,14 @@ def test_workers_whose_node_goes_while_they_start_are_started_as_often_as_that_h
 def failing(patch: pytest.MonkeyPatch, why: tuple[str, str], num_failing: int = 1000) -> list[object]:
     """The calls to workers, of which so many fail first; they come without a pause."""
     answers: list[object] = []
-    answer = worker_calls.answer
+    answer = ray_actors.answer
 
     def fail(call: object) -> object:
         answers.append(call)
         if len(answers) <= num_failing:
-            raise worker_calls.WorkerLostError(*why)
+            raise ray_actors.WorkerLostError(*why)
         return answer(call)
 
-    patch.setattr(worker_calls, "answer", fail)
+    patch.setattr(ray_actors, "answer", fail)
     patch.setattr(worker_fleet, "RESTART_BACKOFF", Backoff(0.0, 0.0))
     return answers

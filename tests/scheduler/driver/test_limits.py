@@ -9,7 +9,7 @@ import pytest
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import Progress
-from swiftbatch.scheduler.cluster import worker_calls
+from swiftbatch.scheduler.cluster import ray_actors
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.run_limits import Deadline, Limits
@@ -59,7 +59,7 @@ def test_a_deadline_that_has_passed_starts_no_worker(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, display = make_run(tmp_path / "run", {"a": 10}), RecordingDisplay()
-    monkeypatch.setattr(worker_calls, "create_actor", None)
+    monkeypatch.setattr(ray_actors, "create_actor", None)
     assert make_driver(run, cluster, display, limits=Limits(deadline=Deadline(time.time() - 1))).run() == "interrupted"
     assert last_beat(run).num_total_tokens == 0
     assert current_progress(run).jobs["pending"] == 1

@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryErr
 
 from swiftbatch.jobs.run.run_records import Progress
 from swiftbatch.metrics.counters import DRIVER_METRICS, DriverCounters
-from swiftbatch.scheduler.cluster import worker_calls
+from swiftbatch.scheduler.cluster import ray_actors
 from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Reported
@@ -207,9 +207,9 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> SilentFleet:
     clock = [0.0]
     method = SimpleNamespace(remote=lambda *_: object())
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(worker_calls, "create_actor", lambda *_, **__: SimpleNamespace(start=method, work=method))
-    monkeypatch.setattr(worker_calls, "wait", lambda calls, seconds: [])
-    monkeypatch.setattr(worker_calls, "kill", killed.append)
+    monkeypatch.setattr(ray_actors, "create_actor", lambda *_, **__: SimpleNamespace(start=method, work=method))
+    monkeypatch.setattr(ray_actors, "wait", lambda calls, seconds: [])
+    monkeypatch.setattr(ray_actors, "kill", killed.append)
     cluster: Any = SimpleNamespace(
         is_embedded=True, num_cpus_per_worker=lambda: 0, num_gpus_per_worker=lambda device: 0
     )
@@ -233,8 +233,8 @@ def test_a_worker_may_take_its_time_to_start_and_to_take_a_job_in(silent: Silent
 def test_a_worker_without_orders_owes_no_report(silent: SilentFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     idle = silent.fleet.workers[0]
     silent.fleet.work(idle, Orders(), 0.5)
-    monkeypatch.setattr(worker_calls, "wait", lambda calls, seconds: [idle.call] if idle.call in calls else [])
-    monkeypatch.setattr(worker_calls, "answer", lambda call: WorkReport())
+    monkeypatch.setattr(ray_actors, "wait", lambda calls, seconds: [idle.call] if idle.call in calls else [])
+    monkeypatch.setattr(ray_actors, "answer", lambda call: WorkReport())
     assert [type(event) for event in silent.fleet.wait(0.0, 0.0)] == [Reported]
     assert silent.wait(1000) == []
 
@@ -262,8 +262,8 @@ def test_why_a_worker_was_lost_is_said_in_a_line(
         raise error
 
     monkeypatch.setattr(ray, "get", fail)
-    with pytest.raises(worker_calls.WorkerLostError, match=message) as caught:
-        worker_calls.answer(object())
+    with pytest.raises(ray_actors.WorkerLostError, match=message) as caught:
+        ray_actors.answer(object())
     assert caught.value.reason == reason
     assert reason in next(metric.label_values for metric in DRIVER_METRICS if metric.name == "preemptions_total")
     assert "\n" not in str(caught.value)
@@ -271,7 +271,7 @@ def test_why_a_worker_was_lost_is_said_in_a_line(
 
 def test_a_worker_that_is_to_go_does_not_keep_its_successor_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        worker_calls, "create_actor", lambda *_, **__: SimpleNamespace(start=SimpleNamespace(remote=object))
+        ray_actors, "create_actor", lambda *_, **__: SimpleNamespace(start=SimpleNamespace(remote=object))
     )
     cluster: Any = SimpleNamespace(
         is_embedded=True, num_cpus_per_worker=lambda: 0, num_gpus_per_worker=lambda device: 0

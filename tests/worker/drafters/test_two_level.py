@@ -27,8 +27,8 @@ from swiftbatch.worker.kv import sparse_cache
 from swiftbatch.worker.kv.full_cache import CacheShape
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from swiftbatch.worker.kv.sparse_cache import Entries
+from swiftbatch.worker.sampling.batch_sampler import create_batch_sampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from swiftbatch.worker.sampling.sampler import create_batch_sampler
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests import ROOT

@@ -16,8 +16,8 @@ from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.sparse_cache import SparseCache
 from swiftbatch.worker.model.model_files import locate_model
+from swiftbatch.worker.sampling.batch_sampler import BatchSampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from swiftbatch.worker.sampling.sampler import BatchSampler
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.kv.cache_parts import everything_of

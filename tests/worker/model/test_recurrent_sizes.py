@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.kv_capacity import MEMORY, NUM_STEPS, KVRoom, KVRoomError, bytes_per_position, state_bytes
+from swiftbatch.worker.kv.kv_capacity import NUM_STEPS, KVRoomError, bytes_per_position, state_bytes
 from swiftbatch.worker.model.layer_types import layer_types, num_attending_layers, recurrent_shape
 from swiftbatch.worker.model.supported_models import RECURRENT_ARCHITECTURES
 from tests.worker.model.kind_parts import tiny_target

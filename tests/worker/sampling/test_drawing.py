@@ -11,10 +11,16 @@ import torch
 
 from swiftbatch.jobs.run.compute_options import LogprobsMode
 from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.sampling.batch_sampler import (
+    BatchSampler,
+    NativeBatchSampler,
+    Sampler,
+    TorchBatchSampler,
+    penalised,
+)
 from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
-from swiftbatch.worker.sampling.gumbel_max import TokenSampler, process
-from swiftbatch.worker.sampling.sampler import BatchSampler, NativeBatchSampler, Sampler, TorchBatchSampler, penalised
+from swiftbatch.worker.sampling.sampler import TokenSampler, process
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Walk
 from tests.worker.forward.cuda.checked_graph import CheckedGraph

@@ -22,8 +22,8 @@ from swiftbatch.worker.sampling import native_sampler
 from swiftbatch.worker.sampling.cuda.sampling_graphs import FilteredSampling
 from swiftbatch.worker.sampling.cuda.sampling_rows import ROW
 from swiftbatch.worker.sampling.filters import FILTERS, NUMBERS, Filter
-from swiftbatch.worker.sampling.gumbel_max import draw, process
 from swiftbatch.worker.sampling.noise import GumbelNoise
+from swiftbatch.worker.sampling.sampler import draw, process
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.sampling.cuda.draw_parts import Branch, sequence_of, step_of
 from tests.worker.sampling.native.sampling_parts import VALUES, in_every_variant

@@ -17,7 +17,7 @@ from swiftbatch.worker.drafters.catalogue import ENGINES, create_drafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles
-from swiftbatch.worker.sampling.sampler import TorchBatchSampler
+from swiftbatch.worker.sampling.batch_sampler import TorchBatchSampler
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.drafters.drafter_parts import free_rows

@@ -17,9 +17,9 @@ from swiftbatch.worker.sampling.filters import (
     running_sum,
     running_sum_in_any_order,
 )
-from swiftbatch.worker.sampling.gumbel_max import draw, process
 from swiftbatch.worker.sampling.logits_processors import PenaltyWindow, penalise
 from swiftbatch.worker.sampling.noise import GumbelNoise
+from swiftbatch.worker.sampling.sampler import draw, process
 from swiftbatch.worker.sampling.sequence import Sequence
 
 VOCAB = 500

@@ -13,8 +13,8 @@ from swiftbatch.worker.constraints.constrained_tree import Constraints
 from swiftbatch.worker.drafters.tokenswift.ngram_table import NgramTable
 from swiftbatch.worker.drafters.tokenswift.tokenswift import Sources, digit_tree
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from swiftbatch.worker.sampling.gumbel_max import TokenSampler, process
 from swiftbatch.worker.sampling.logits_processors import only_allowed, penalise
+from swiftbatch.worker.sampling.sampler import TokenSampler, process
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import walk
 from tests.worker.law_parts import (

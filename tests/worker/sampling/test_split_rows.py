@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftbatch.worker.sampling.sampler import SplitRows, together
+from swiftbatch.worker.sampling.batch_sampler import SplitRows, together
 
 ROWS = torch.arange(12.0).view(6, 2)
 

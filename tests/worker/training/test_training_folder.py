@@ -16,10 +16,11 @@ import pytest
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER
-from swiftbatch.worker.training.recipes import GRIFFIN_RECIPE, DraftRecipe, HeadRecipe
+from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE
 from swiftbatch.worker.training.target_recipe import embedded_recipe
+from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
 from swiftbatch.worker.training.train_all import train_all
-from swiftbatch.worker.training.train_draft import train_draft
+from swiftbatch.worker.training.train_draft import DraftRecipe, train_draft
 from swiftbatch.worker.training.train_griffin import train_griffin
 from swiftbatch.worker.training.train_target import train_target
 from swiftbatch.worker.training.train_tokenswift import train_heads

@@ -14,7 +14,7 @@ from swiftbatch.worker.forward.tile_packing import SequenceRows
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
-from swiftbatch.worker.sampling.gumbel_max import TokenSampler
+from swiftbatch.worker.sampling.sampler import TokenSampler
 from swiftbatch.worker.sampling.sequence import Sequence
 
 NUM_SINKS = BLOCK

@@ -16,8 +16,8 @@ from swiftbatch.worker.forward.forward_interface import SparseRows, partial_rows
 from swiftbatch.worker.forward.multi_step_decode import DecodedChain
 from swiftbatch.worker.forward.target_model import RowOutputs
 from swiftbatch.worker.kv.sparse_cache import SparseCache
+from swiftbatch.worker.sampling.batch_sampler import Sampler, penalised
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
-from swiftbatch.worker.sampling.sampler import Sampler, penalised
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Walk
 

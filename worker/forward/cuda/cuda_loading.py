@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 
 import torch
@@ -15,6 +14,7 @@ from swiftbatch.worker.kernels.cuda.stacked_weights import handed_over, stacked_
 from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import CUBLAS_WORKSPACES, DEFAULT_KERNELS, CudaKernels, refuse_latent
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, NUM_ROWS
+from swiftbatch.worker.kv.free_memory import settled_free_bytes
 from swiftbatch.worker.kv.full_cache import CacheShape
 from swiftbatch.worker.kv.gpu_memory_plan import (
     NO_DRAFTS,
@@ -46,9 +46,6 @@ from swiftbatch.worker.model.model_files import ModelFiles
 # Pages where the kernels are ours: flash-attn cuts splits by the capacity of a slot.
 PLANS: dict[AttentionName, PlanMemory] = {"triton": plan_pages, "flash": plan_memory}
 BLAS_LIBRARY = "cublas"  # as products were measured exact; an environment may prefer cuBLASLt, which chooses others
-EMPTY_SHARE = 0.97  # of a GPU's memory, free: nobody else has any
-STILL_SECONDS, MOST_SETTLING_SECONDS = 2.0, 30.0  # without a rise of free memory; of waiting for that
-POLL_SECONDS = 0.1
 MOST_SCANNED = 16  # jobs whose texts have room to be scanned, where many run at a time
 
 
@@ -185,17 +182,6 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
         return CudaForwards(stacked, arena, frozenset(), draft_splits(longest_job), kernels, target.capture)
     except ValueError:  # sizes that the kernels have no tiles for
         return None
-
-
-def settled_free_bytes(device: torch.device) -> int:
-    """Return the free bytes of a GPU once no more come free: a worker that was killed gives its memory back late."""
-    free, total = torch.cuda.mem_get_info(device)
-    risen = started = time.monotonic()
-    while free < EMPTY_SHARE * total and time.monotonic() < min(risen + STILL_SECONDS, started + MOST_SETTLING_SECONDS):
-        time.sleep(POLL_SECONDS)
-        before, free = free, torch.cuda.mem_get_info(device)[0]
-        risen = time.monotonic() if free > before else risen
-    return int(free)
 
 
 def hold_gemms_steady() -> None:

@@ -1,4 +1,4 @@
-// Draws: x_t = argmax_v(processed_logit_t[v] / T + G(key, t, v)), the tokens that worker/sampling/gumbel_max.py draws.
+// Draws: x_t = argmax_v(processed_logit_t[v] / T + G(key, t, v)), the tokens that worker/sampling/sampler.py draws.
 #include "draw.h"
 
 #include "noise.h"

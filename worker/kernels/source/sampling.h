@@ -3,7 +3,7 @@
 #include "api.h"
 #include "filters.h"
 
-// How the tokens of one sequence are drawn, in the terms of worker/sampling/gumbel_max.py.
+// How the tokens of one sequence are drawn, in the terms of worker/sampling/sampler.py.
 typedef struct {
     uint64_t noise_key;
     float temperature;  // 0: the best token
@@ -72,7 +72,7 @@ EXPORT void sampling_logprobs(
     float *top_logprobs, void *scratch
 );
 
-// Draw from one row, [vocab], at one position; whatever is not finite is drawn as worker/sampling/gumbel_max.py draws it. `counts`
+// Draw from one row, [vocab], at one position; whatever is not finite is drawn as worker/sampling/sampler.py draws it. `counts`
 // of the penalty window and `adjusted` may be NULL.
 EXPORT int64_t sampling_draw(
     const float *row, int64_t vocab, int64_t position, const sampling_params *params, const int32_t *counts,

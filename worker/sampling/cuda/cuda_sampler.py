@@ -14,6 +14,7 @@ from swiftbatch.jobs.run.compute_options import LogprobsMode
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Upload, capture
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, most_slots
+from swiftbatch.worker.sampling.batch_sampler import NO_MASKS, Masks, logprobs_by, together
 from swiftbatch.worker.sampling.cuda.sampling_graphs import SampledRows, SamplingGraphs
 from swiftbatch.worker.sampling.cuda.sampling_rows import (
     NUM_DRAFTED,
@@ -27,9 +28,8 @@ from swiftbatch.worker.sampling.cuda.sampling_rows import (
 )
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.filters import needs_filters
-from swiftbatch.worker.sampling.gumbel_max import TokenSampler
 from swiftbatch.worker.sampling.logits_processors import Context, bias_row, masked_behind, output_counts
-from swiftbatch.worker.sampling.sampler import NO_MASKS, Masks, logprobs_by, together
+from swiftbatch.worker.sampling.sampler import TokenSampler
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Candidates, Walk
 

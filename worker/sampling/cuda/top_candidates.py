@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from swiftbatch.worker.sampling.batch_sampler import UNLIKELY
 from swiftbatch.worker.sampling.cuda.filter_kernels import LOG_MIN_P, TOP_K_COLUMN
 from swiftbatch.worker.sampling.cuda.logits_kernels import (
     POSITION,
@@ -35,7 +36,6 @@ from swiftbatch.worker.sampling.cuda.sampling_rows import (
     expect,
     expect_logits,
 )
-from swiftbatch.worker.sampling.sampler import UNLIKELY
 from swiftbatch.worker.sampling.verification import TOP_K
 
 SMALLEST = tl.constexpr(-0x8000000000000000)

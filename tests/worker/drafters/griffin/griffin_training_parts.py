@@ -15,7 +15,8 @@ from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE
 from swiftbatch.worker.training.feature_file import TextFeatures
-from swiftbatch.worker.training.recipes import GriffinRecipe, HeadRecipe
+from swiftbatch.worker.training.griffin_recipe import GriffinRecipe
+from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
 from swiftbatch.worker.training.train_griffin import FILES
 from swiftbatch.worker.training.training_texts import hidden_states
 

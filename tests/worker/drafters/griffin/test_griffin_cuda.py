@@ -30,7 +30,7 @@ from swiftbatch.worker.kernels.cuda.cuda_graph import Download, Upload
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model.model_files import GRIFFIN_FILE, PARTS_FOLDER, locate_model
-from swiftbatch.worker.sampling.gumbel_max import TokenSampler
+from swiftbatch.worker.sampling.sampler import TokenSampler
 from tests.worker.drafters.griffin.griffin_parts import GREEDY, noisy_draft_model, random_rows, regressed
 from tests.worker.forward.cuda.checked_graph import CheckedGraph
 from tests.worker.forward.cuda.cuda_parts import cuda_target

@@ -15,13 +15,14 @@ from swiftbatch.worker.drafters.griffin.draft_input import NUM_ENTRIES, window_s
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinModel
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.sampling.gumbel_max import draw
 from swiftbatch.worker.sampling.noise import GumbelNoise
+from swiftbatch.worker.sampling.sampler import draw
 from swiftbatch.worker.training import train_griffin as griffin_accuracy
 from swiftbatch.worker.training import train_griffin as griffin_passes
 from swiftbatch.worker.training.feature_file import read_features, write_features
 from swiftbatch.worker.training.griffin_features import FeatureWindowSource, Windows, griffin_features, windows_in_use
-from swiftbatch.worker.training.recipes import OWN_SAMPLING, GriffinRecipe
+from swiftbatch.worker.training.griffin_recipe import GriffinRecipe
+from swiftbatch.worker.training.tokenswift_recipe import OWN_SAMPLING
 from swiftbatch.worker.training.train_griffin import (
     NUM_FORWARDS,
     WAYS,

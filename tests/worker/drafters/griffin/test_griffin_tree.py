@@ -14,7 +14,7 @@ from swiftbatch.worker.drafters.griffin.griffin import EVERYTHING_PAYS, GrowingT
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from swiftbatch.worker.sampling.gumbel_max import TokenSampler
+from swiftbatch.worker.sampling.sampler import TokenSampler
 from swiftbatch.worker.sampling.sequence import Sequence
 
 VOCAB = 8

@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.training.recipes import draft_config
+from swiftbatch.worker.training.train_draft import draft_config
 
 
 def untrained(target: TargetModel) -> LlamaForCausalLM:

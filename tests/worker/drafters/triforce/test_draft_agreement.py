@@ -13,11 +13,10 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.triforce import window_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, ModelFiles, locate_model
-from swiftbatch.worker.sampling.gumbel_max import draw
 from swiftbatch.worker.sampling.noise import GumbelNoise
+from swiftbatch.worker.sampling.sampler import draw
 from swiftbatch.worker.text.tokenizer import TextCodec
-from swiftbatch.worker.training.recipes import LENGTH, draft_config
-from swiftbatch.worker.training.train_draft import SAMPLING, agreement, windowed_logits
+from swiftbatch.worker.training.train_draft import LENGTH, SAMPLING, agreement, draft_config, windowed_logits
 from swiftbatch.worker.training.training_texts import Text, load_target, own_texts
 from tests import ROOT
 from tests.worker.drafters.triforce.draft_parts import untrained

@@ -17,9 +17,9 @@ from swiftbatch.worker.drafters.triforce import NUM_SINKS, WINDOW, DraftModel, D
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.model_files import DRAFT_FOLDER, PARTS_FOLDER, locate_model
+from swiftbatch.worker.sampling.batch_sampler import create_batch_sampler
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
-from swiftbatch.worker.sampling.gumbel_max import TokenSampler
-from swiftbatch.worker.sampling.sampler import create_batch_sampler
+from swiftbatch.worker.sampling.sampler import TokenSampler
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.simulated_clock import SimulatedClock
 

@@ -13,6 +13,7 @@ from swiftbatch.worker.kernels.cuda import kv_kernels
 from swiftbatch.worker.kernels.cuda import kv_kernels as row_means
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE
 from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE
+from swiftbatch.worker.sampling.batch_sampler import UNLIKELY
 from swiftbatch.worker.sampling.cuda import (
     filter_kernels,
     logits_kernels,
@@ -24,7 +25,6 @@ from swiftbatch.worker.sampling.cuda import filter_kernels as best_kernels
 from swiftbatch.worker.sampling.cuda import logits_kernels as scores
 from swiftbatch.worker.sampling.cuda import top_candidates as choice
 from swiftbatch.worker.sampling.cuda import top_candidates as ranking
-from swiftbatch.worker.sampling.sampler import UNLIKELY
 from swiftbatch.worker.sampling.verification import TOP_K
 
 MULTIPLES = ("vocab", "logits_stride", "stride_")  # numbers that are multiples of 16 in large models

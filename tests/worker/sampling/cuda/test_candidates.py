@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from swiftbatch.worker.sampling.batch_sampler import UNLIKELY, TorchBatchSampler
 from swiftbatch.worker.sampling.cuda.sampling_rows import BLOCK, NUM_WORDS, padding_rows
 from swiftbatch.worker.sampling.cuda.top_candidates import CandidateBuffers, TopCandidates
-from swiftbatch.worker.sampling.sampler import UNLIKELY, TorchBatchSampler
 from swiftbatch.worker.sampling.verification import TOP_K
 from tests.worker.sampling.native.sampling_parts import INF
 

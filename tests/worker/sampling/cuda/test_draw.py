@@ -1,4 +1,4 @@
-"""The device draws what worker/sampling/gumbel_max.py draws, and what a row draws depends on nothing but the row."""
+"""The device draws what worker/sampling/sampler.py draws, and what a row draws depends on nothing but the row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters on the device keep the tokens that worker/sampling/gumbel_max.py keeps."""
+"""Filters on the device keep the tokens that worker/sampling/sampler.py keeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling.cuda.sampling_graphs import SORTED_BLOCK, UNDECIDED, FilteredSampling, TopTokensSampling
 from swiftbatch.worker.sampling.cuda.sampling_rows import MAX_VOCAB
-from swiftbatch.worker.sampling.gumbel_max import process
+from swiftbatch.worker.sampling.sampler import process
 from tests.worker.sampling.cuda.draw_parts import FILTERS, NO_FILTERS, Branch, plain, sequence_of, step_of
 from tests.worker.sampling.native.sampling_parts import any_params, any_row
 

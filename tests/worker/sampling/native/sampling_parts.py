@@ -1,4 +1,4 @@
-"""Rows and parameters of all kinds, and what worker/sampling/gumbel_max.py draws from them."""
+"""Rows and parameters of all kinds, and what worker/sampling/sampler.py draws from them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.kernels.instruction_sets import OVERRIDE
-from swiftbatch.worker.sampling.gumbel_max import draw
 from swiftbatch.worker.sampling.logits_processors import penalise
 from swiftbatch.worker.sampling.native_sampler import kernels
 from swiftbatch.worker.sampling.noise import BLOCK, GumbelNoise
+from swiftbatch.worker.sampling.sampler import draw
 from swiftbatch.worker.sampling.token_masks import mask_of
 from tests.worker.kernels.kernel_parts import VARIANTS
 
@@ -97,7 +97,7 @@ def any_counts(chance: random.Random, vocab_size: int) -> np.ndarray:
 
 
 class Reference:
-    """Draws as worker/sampling/gumbel_max.py does, at positions that share their noise."""
+    """Draws as worker/sampling/sampler.py does, at positions that share their noise."""
 
     def __init__(self, vocab_size: int) -> None:
         self._noise = {seed: GumbelNoise(seed, vocab_size) for seed in SEEDS}

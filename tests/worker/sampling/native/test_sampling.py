@@ -1,4 +1,4 @@
-"""Kernels draw the tokens that worker/sampling/gumbel_max.py draws, in every instruction set that this machine runs."""
+"""Kernels draw the tokens that worker/sampling/sampler.py draws, in every instruction set that this machine runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling import native_sampler as sampling
-from swiftbatch.worker.sampling.gumbel_max import draw
 from swiftbatch.worker.sampling.noise import BLOCK, GumbelNoise, gumbel_block, noise_row
+from swiftbatch.worker.sampling.sampler import draw
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.sampling.native.sampling_parts import INF, Reference, cases, in_every_variant, penalised_counts
 

@@ -1,0 +1,283 @@
+"""Samples the tokens of a whole batch from logits: walks down draft trees, in C or torch; top candidates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Many
+from itertools import accumulate
+from typing import Any, Protocol, Self, overload
+
+import numpy as np
+import torch
+
+from swiftbatch.jobs.logprobs import TokenLogprobs
+from swiftbatch.jobs.run.compute_options import LogprobsMode
+from swiftbatch.worker.kernels.instruction_sets import chosen_variant
+from swiftbatch.worker.sampling import native_sampler as native
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.logits_processors import Context, adjusted, only_allowed
+from swiftbatch.worker.sampling.logprobs import path_logprobs
+from swiftbatch.worker.sampling.sampler import TokenSampler, is_drawable, process
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import TOP_K, Walk, walk
+
+
+class SplitRows(Many[torch.Tensor]):
+    """The rows of each sequence, `[num_rows, width]`. A view takes longer than a number: none is made unasked."""
+
+    def __init__(self, rows: torch.Tensor, sizes: Iterable[int]) -> None:
+        """`rows [num_rows, width]` of all sequences in order, `sizes` many of each."""
+        self._rows = rows
+        self._starts = list(accumulate(sizes, initial=0))
+
+    @property
+    def together(self) -> torch.Tensor:
+        """All rows, `[num_rows, width]`."""
+        return self._rows[self._starts[0] : self._starts[-1]]
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> SplitRows: ...
+
+    def __getitem__(self, index: int | slice) -> torch.Tensor | SplitRows:
+        """The rows of one sequence, or of consecutive ones."""
+        if isinstance(index, int):
+            index = range(len(self))[index]
+            return self._rows[self._starts[index] : self._starts[index + 1]]
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            raise ValueError(f"found every {step}th sequence, expected consecutive ones")
+        part = SplitRows(self._rows, ())
+        part._starts = self._starts[start : max(start, stop) + 1]
+        return part
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[index] for index in range(len(self)))
+
+
+def together(rows: Many[torch.Tensor]) -> torch.Tensor:
+    """All rows of sequences side by side: where they lie so already, without a copy."""
+    return rows.together if isinstance(rows, SplitRows) else torch.cat(list(rows))
+
+
+# Draws the engine's tokens: all draft trees of a step in one native call on a CPU, row by row in torch elsewhere.
+
+
+UNLIKELY = -1e4  # as a log-probability
+
+
+Masks = Many[np.ndarray | None]
+"""For each tree the tokens that may come behind its rows, `[1 + num_nodes, num_mask_words] uint32`; None: any may."""
+
+NO_MASKS: Masks = ()  # for no tree
+
+
+class Sampler(Protocol):
+    """The state that a `BatchSampler` draws one sequence's tokens by. It looks at the sequence, which only grows."""
+
+    sequence: Sequence
+
+    def fork(self, sequence: Sequence) -> Self:
+        """A sampler for a fork of the sequence, to be extended by a draft."""
+
+    def context(self) -> Context:
+        """All that the next token depends on beside its logits."""
+
+
+def penalised(sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
+    """Logits `[..., vocab]` as a sequence's tokens and parameters change them, in front of the temperature."""
+    return adjusted(logits, sampler.sequence.sampling, sampler.context())
+
+
+class BatchSampler(Protocol):
+    """Draws the next tokens of sequences from the target's logits."""
+
+    def sampler(self, sequence: Sequence) -> Any:
+        """The `Sampler` of a sequence, of this drawing's own kind."""
+
+    def walks(
+        self,
+        samplers: Many[Any],
+        trees: Many[DraftTree],
+        logits: Many[torch.Tensor],
+        with_candidates: bool = False,
+        masks: Masks = NO_MASKS,
+    ) -> list[Walk]:
+        """Draw from every root on: `logits[i] [1 + num_nodes, vocab] float32`. Samplers stay as they are.
+
+        Masks come in front of all that changes logits.
+        """
+
+    def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and log-probabilities `[num_rows, TOP_K]` of the best tokens of `[num_rows, vocab]` logits.
+
+        Rows that are verified and not walked may hold NaN: of those, all candidates are as unlikely as can be.
+        """
+
+    def logprobs(
+        self,
+        sampler: Any,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        walked: Walk,
+        mode: LogprobsMode,
+        mask: np.ndarray | None = None,
+    ) -> TokenLogprobs:
+        """The log-probabilities that a sequence asks for, of the tokens that a walk has drawn from the tree's rows.
+
+        Called before the sequence has the tokens. They follow from each row and the tokens before it, to the bit.
+        `mask` is the one that the walk had.
+        """
+
+
+class NativeBatchSampler:
+    """Draws in C."""
+
+    def sampler(self, sequence: Sequence) -> native.NativeSampler:
+        return native.NativeSampler(sequence)
+
+    def walks(
+        self,
+        samplers: Many[native.NativeSampler],
+        trees: Many[DraftTree],
+        logits: Many[torch.Tensor],
+        with_candidates: bool = False,
+        masks: Masks = NO_MASKS,
+    ) -> list[Walk]:
+        walks = native.walk(samplers, trees, logits, masks)
+        return _with_candidates(self, walks, trees, logits) if with_candidates else walks
+
+    def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        return native.top_candidates(logits)
+
+    def logprobs(
+        self,
+        sampler: native.NativeSampler,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        walked: Walk,
+        mode: LogprobsMode,
+        mask: np.ndarray | None = None,
+    ) -> TokenLogprobs:
+        return native.logprobs(sampler, tree, logits, walked, num_top_of(sampler.sequence), mode, mask)
+
+
+class TorchSampler:
+    """A `TokenSampler` that takes in what has come to its sequence."""
+
+    def __init__(self, sequence: Sequence, sampler: TokenSampler) -> None:
+        self.sequence = sequence
+        self._sampler = sampler
+
+    def fork(self, sequence: Sequence) -> TorchSampler:
+        return TorchSampler(sequence, self.behind_the_sequence())
+
+    def context(self) -> Context:
+        return self.behind_the_sequence().context()
+
+    def behind_the_sequence(self) -> TokenSampler:
+        """A sampler of the caller's own that is behind the sequence."""
+        for token_id in self.sequence.token_ids[self._sampler.position :].tolist():
+            self._sampler.push(token_id)
+        return self._sampler.fork()
+
+
+class TorchBatchSampler:
+    """Draws in torch, on any device."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+
+    def sampler(self, sequence: Sequence) -> TorchSampler:
+        return TorchSampler(sequence, TokenSampler(sequence, self._vocab_size, self._device))
+
+    def walks(
+        self,
+        samplers: Many[TorchSampler],
+        trees: Many[DraftTree],
+        logits: Many[torch.Tensor],
+        with_candidates: bool = False,
+        masks: Masks = NO_MASKS,
+    ) -> list[Walk]:
+        walks = [
+            walk(tree, rows, sampler.behind_the_sequence().draw, is_drawable, masked_by(words))
+            for sampler, tree, rows, words in zip(samplers, trees, logits, masks or [None] * len(trees), strict=True)
+        ]
+        return _with_candidates(self, walks, trees, logits) if with_candidates else walks
+
+    def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        top = torch.topk(logits, TOP_K)
+        logprobs = top.values - torch.logsumexp(logits, dim=-1, keepdim=True)
+        logprobs = logprobs.nan_to_num(nan=UNLIKELY, neginf=-math.inf)
+        return top.indices.cpu().numpy(), logprobs.cpu().numpy()
+
+    def logprobs(
+        self,
+        sampler: TorchSampler,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        walked: Walk,
+        mode: LogprobsMode,
+        mask: np.ndarray | None = None,
+    ) -> TokenLogprobs:
+        return logprobs_by(sampler.behind_the_sequence(), sampler.sequence, logits, walked, mode, mask)
+
+
+def logprobs_by(
+    sampler: TokenSampler,
+    sequence: Sequence,
+    logits: torch.Tensor,
+    walked: Walk,
+    mode: LogprobsMode,
+    mask: np.ndarray | None,
+) -> TokenLogprobs:
+    """Compute log-probabilities in torch, by a sampler of the caller's own that is behind the sequence."""
+    if mode == "processed_logprobs" and mask is not None:
+        logits = torch.stack([only_allowed(row, words) for row, words in zip(logits, mask, strict=True)])
+
+    def processed(row: torch.Tensor, token_id: int) -> torch.Tensor:
+        scores = sampler.penalised(row)
+        sampler.push(token_id)
+        params = sequence.sampling
+        return scores if params.temperature == 0.0 else process(scores, params)
+
+    scores = processed if mode == "processed_logprobs" else lambda row, _: row
+    return path_logprobs(logits, walked.path, walked.drawn, num_top_of(sequence), scores)
+
+
+def num_top_of(sequence: Sequence) -> int:
+    """The number of likeliest tokens that a sequence asks for. Raises ValueError if it wants no log-probabilities."""
+    if sequence.logprobs is None:
+        raise ValueError(f"sequence {sequence.sequence_id} asks for no log-probabilities")
+    return sequence.logprobs.num_top
+
+
+def masked_by(words: np.ndarray | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """Return `walk`'s mask function: of a row's logits and number it makes the logits of what may come there."""
+    return lambda logits, row: logits if words is None else only_allowed(logits, words[row])
+
+
+def _with_candidates(
+    drawing: BatchSampler, walks: list[Walk], trees: Many[DraftTree], logits: Many[torch.Tensor]
+) -> list[Walk]:
+    ids, logprobs = drawing.top_candidates(together(logits))
+    found, start = list[Walk](), 0
+    for walked, tree in zip(walks, trees, strict=True):
+        end = start + 1 + len(tree)
+        found.append(walked._replace(candidates=(ids[start:end], logprobs[start:end])))
+        start = end
+    return found
+
+
+def create_batch_sampler(vocab_size: int, device: torch.device) -> BatchSampler:
+    """Make the fastest drawing for a device. Raises KernelError for instructions that this machine does not have."""
+    if device.type == "cpu" and chosen_variant() is not None and vocab_size >= TOP_K:
+        return NativeBatchSampler()
+    return TorchBatchSampler(vocab_size, device)
