@@ -131,7 +131,7 @@ def states_of(mixers: Iterable[HasRecurrentSizes | None]) -> RecurrentShape | No
     return RecurrentShape(len(found), *heads, sizes.num_channels, sizes.conv_width)
 
 
-class Rows:
+class CacheRows:
     """Keys and values of some layers, `buffer [num_layers, num_parts, num_kv_heads, capacity, row_width]`.
 
     Entries are absolute positions. Untouched pages of a buffer on a CPU cost no memory.
@@ -215,11 +215,11 @@ class Rows:
         for number, rows in self.parts(start, start + kv.shape[1]):
             self.from_host(rows, bits[:, number].reshape(rows.shape))
 
-    def share(self, theirs: Rows, start: int, end: int) -> int:
+    def share(self, theirs: CacheRows, start: int, end: int) -> int:
         """Have whole pages of `[start, end)` together with who has the same tokens there; returns the end of these."""
         return start
 
-    def copy(self, theirs: Rows, start: int, end: int) -> None:
+    def copy(self, theirs: CacheRows, start: int, end: int) -> None:
         """Copy positions of who lies on the same device."""
         for number, own in self._pieces(start, end):
             self.buffer[..., own, :] = theirs.between(slice(start + number.start, start + number.stop))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.kv_segments import LayerStates
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
-from swiftbatch.worker.kv.cache_rows import NO_PAGE, NUMPY_DTYPES, Rows, bits_of
+from swiftbatch.worker.kv.cache_rows import NO_PAGE, NUMPY_DTYPES, CacheRows, bits_of
 from swiftbatch.worker.kv.cache_rows import CacheShape as CacheShape
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES as MAX_TREE_NODES
 from swiftbatch.worker.kv.kv_capacity import PagesError
@@ -41,7 +41,7 @@ class CacheSource(Protocol):
 class LayerStore:
     """Rows of some layers; where they have a `window`, what no row of theirs sees any more is forgotten."""
 
-    rows: Rows
+    rows: CacheRows
     layers: Sequence[int]
     window: Window | None = None
 
@@ -89,7 +89,7 @@ class FullKVCache:
         if not stores:
             is_own = buffer is None
             buffer = shape.new_buffer(max_length) if buffer is None else buffer
-            stores = (LayerStore(Rows(shape, buffer, is_own), range(shape.num_layers)),)
+            stores = (LayerStore(CacheRows(shape, buffer, is_own), range(shape.num_layers)),)
         self._stores = stores
         self.rows = stores[0].rows  # of the layers that see all, if not of all layers
 
@@ -377,7 +377,7 @@ class FullKVCache:
     def _windows(self) -> Iterator[Window]:
         return (store.window for store in self._stores if store.window is not None)
 
-    def _of_layer(self, layer: int) -> tuple[Rows, int]:
+    def _of_layer(self, layer: int) -> tuple[CacheRows, int]:
         """The rows among which a layer is, and its number there."""
         store = self._stores[0] if layer in self._stores[0].layers else self._stores[1]
         return store.rows, store.layers.index(layer)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.kernels.kernel_sizes import RING_LAYERS
-from swiftbatch.worker.kv.cache_rows import CacheShape, Rows
+from swiftbatch.worker.kv.cache_rows import CacheRows, CacheShape
 from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
 from swiftbatch.worker.kv.host_copies import CopyComputation, CopyEvent, CopyLane
@@ -28,7 +28,7 @@ def offloaded_cache(shape: CacheShape, max_length: int, folder: str) -> FullKVCa
     return FullKVCache(shape, max_length, stores=(LayerStore(rows, range(shape.num_layers)),))
 
 
-class OffloadedRows(Rows):
+class OffloadedRows(CacheRows):
     """Rows whose buffer is a host's; `layer` and `write` bring layers to the device, in any order."""
 
     comes_by_layer = True

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kv.cache_rows import NO_PAGE, CacheShape, Rows
+from swiftbatch.worker.kv.cache_rows import NO_PAGE, CacheRows, CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
 from swiftbatch.worker.kv.gpu_memory_plan import slot_capacity
 from swiftbatch.worker.kv.host_copies import Staging
@@ -144,7 +144,7 @@ class SlotBuffer:
         assert self.pages is not None
         return self.buffer, self.pages
 
-    def rows(self, lease: SlotLease, max_length: int) -> Rows:
+    def rows(self, lease: SlotLease, max_length: int) -> CacheRows:
         """Rows of a slot."""
         num_entries = max_length + MAX_TREE_NODES
         if self.pages is None:
@@ -158,7 +158,7 @@ class SlotBuffer:
         return torch.empty(size, dtype=shape.row_dtype, device=shape.device)
 
 
-class SlotRows(Rows):
+class SlotRows(CacheRows):
     """Rows of one slot of a buffer on the device, or of a slot whose rows lie elsewhere."""
 
     holds_all = True
@@ -259,7 +259,7 @@ class PagedRows(SlotRows):
             targets = [self._place(root + 1 + number) for number in range(len(path))]
             self.buffer[..., targets, :] = self.buffer[..., sources, :]
 
-    def share(self, theirs: Rows, start: int, end: int) -> int:
+    def share(self, theirs: CacheRows, start: int, end: int) -> int:
         known = len(self.pages)
         if known * self.page != start:
             return start

@@ -17,7 +17,7 @@ from swiftbatch.worker.kernels.cuda.cuda_graph import Upload
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers, move_steps, number_of_state
 from swiftbatch.worker.kernels.cuda.kv_kernels import PADDING, moves_of
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kv.cache_rows import CacheShape, Rows
+from swiftbatch.worker.kv.cache_rows import CacheRows, CacheShape
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.kv.recurrent_cache import StateStore
 from swiftbatch.worker.model.layer_types import RecurrentShape
@@ -52,7 +52,7 @@ class SlotStates(StateStore[LayerStates]):
     A forward folds steps into the state of the boundary that its rows are behind; `fold_to` takes note of it.
     """
 
-    def __init__(self, slots: StateSlots, rows: Rows) -> None:
+    def __init__(self, slots: StateSlots, rows: CacheRows) -> None:
         """Take the states of the slot of `rows`, which know the way to the host."""
         super().__init__()
         self._slots, self._rows = slots, rows

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kv.cache_rows import CacheShape, Rows
+from swiftbatch.worker.kv.cache_rows import CacheRows, CacheShape
 from swiftbatch.worker.kv.huge_pages import FilledPages, ask_for_small_pages, give_back
 from swiftbatch.worker.kv.kv_capacity import FORGETS_EVERY, NUM_ASKED
 
@@ -50,7 +50,7 @@ class Window:
         else:
             self._first_asked = from_
 
-    def release(self, until: int | None, length: int, rows: Rows) -> None:
+    def release(self, until: int | None, length: int, rows: CacheRows) -> None:
         """Hold positions no more as `FullKVCache.release` says."""
         if until is None:
             self._copies_end = self._distance = 0
@@ -61,7 +61,7 @@ class Window:
             self._first_asked = max(self._first_asked, until)
         self.forget(length, rows)
 
-    def forget(self, length: int, rows: Rows) -> None:
+    def forget(self, length: int, rows: CacheRows) -> None:
         """Give back the memory of what no row behind `length` positions sees, many positions at a time."""
         end = length - self._distance - NUM_ASKED - self._size
         end = end if self._first_asked is None else min(end, self._first_asked)
@@ -95,7 +95,7 @@ class Window:
         return self._first_asked is not None and self._first_asked < position
 
 
-class WindowedRows(Rows):
+class WindowedRows(CacheRows):
     """Rows on a CPU whose memory grows with the text in layers without a window alone."""
 
     def __init__(self, shape: CacheShape, buffer: torch.Tensor) -> None:
