@@ -23,11 +23,11 @@ from swiftbatch.worker.forward.step_costs import step_costs_of
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import most_of_a_job, splits_of
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, PoolSize, WindowPages, held_in_windows, pages_of
 from swiftbatch.worker.kv.model_sizes import sizes_of
-from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena, PagedArena
-from swiftbatch.worker.kv.sliding_window_arena import WindowArena
+from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -124,7 +124,7 @@ def _arena(parts: Parts, num_slots: int, longest: int) -> KVArena:
     least = most_of_a_job(longest)
     pages = WindowPages(num_slots * min(least, pages_of(held.num_whole, GPU_PAGE)), held)
     shape = replace(parts.cache_shape(), windows=windows)
-    return WindowArena(shape, num_slots, longest, PoolSize(num_slots * least, windows=pages))
+    return KVArena(shape, num_slots, longest, PoolSize(num_slots * least, windows=pages))
 
 
 def fill(arena: KVArena) -> None:
@@ -132,7 +132,6 @@ def fill(arena: KVArena) -> None:
     for pool in (arena, arena.windowed):
         if pool is None:
             continue
-        assert isinstance(pool, PagedArena)
         pages = pool.buffer.unflatten(4, (-1, pool.page))
         generator = torch.Generator(pages.device).manual_seed(5)
         noise = torch.empty_like(pages[:, :, :, :, :1]).normal_(generator=generator)
@@ -142,7 +141,7 @@ def fill(arena: KVArena) -> None:
         arena.states.steps.zero_()
 
 
-def behind(target: ArenaTarget, length: int, num_more: int) -> ArenaKVCache:
+def behind(target: ArenaTarget, length: int, num_more: int) -> FullKVCache:
     """A cache with so many positions, of what lies in the arena, and room for more."""
     cache = target.new_cache(length + num_more)
     cache.advance(length)

@@ -17,7 +17,7 @@ from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget,
 from swiftbatch.worker.forward.step_costs import Clock, clock_of
 from swiftbatch.worker.forward.tile_packing import SequenceRows, max_tree_depth, tree_rows
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work, capture
-from swiftbatch.worker.kv.paged_arena import ArenaKVCache
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
 PIECE = 1024  # positions of a checkpoint's segment
@@ -61,7 +61,7 @@ def _step(
     parts: Parts,
     target: ArenaTarget,
     stopwatch: Stopwatch,
-    caches: list[ArenaKVCache],
+    caches: list[FullKVCache],
     place: tuple[int, int],
     bandwidth: float,
 ) -> GPUStepRecord:
@@ -92,7 +92,7 @@ def step_bytes(parts: Parts, length: int, num_slots: int) -> int:
     return parts.weights.product_bytes + num_slots * length * parts.cache_shape().bytes_per_position()
 
 
-def _groups(caches: list[ArenaKVCache], length: int, num_rows: int, vocab_size: int, seed: int) -> list[SequenceRows]:
+def _groups(caches: list[FullKVCache], length: int, num_rows: int, vocab_size: int, seed: int) -> list[SequenceRows]:
     rng, groups = random.Random(seed), []
     for cache in caches:
         cache.length = length
@@ -146,7 +146,7 @@ def resume_record(parts: Parts, length: int) -> GPUResumeRecord:
     )
 
 
-def _same_bits(ours: ArenaKVCache, theirs: ArenaKVCache, length: int) -> bool:
+def _same_bits(ours: FullKVCache, theirs: FullKVCache, length: int) -> bool:
     """Tell whether all bits are the same, layer by layer: a copy of all would have no room."""
     whole = torch.int16 if ours.shape.row_dtype.itemsize == 2 else torch.int32
     return all(

@@ -14,10 +14,11 @@ from rich.console import Group
 from bench import auto as bench_auto
 from bench.auto import AutoBenchOptions, AutoRecord, render, run_auto_bench
 from swiftbatch.worker.bench_texts import BenchError
+from swiftbatch.worker.forward import target_model
 from swiftbatch.worker.forward.step_costs import seconds_now
-from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
-from swiftbatch.worker.kv.kv_offload import OffloadedKVCache
+from swiftbatch.worker.kv.kv_offload import offloaded_cache
 from swiftbatch.worker.sampling.sequence import Sequence
 from tests.bench.bench_parts import words
 
@@ -105,13 +106,12 @@ def test_caches_outside_the_device_give_the_same_tokens(
     tiny_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-    new_cache = OffloadedKVCache.__init__
 
-    def noted(cache: OffloadedKVCache, shape: CacheShape, max_length: int, folder: str) -> None:
+    def noted(shape: CacheShape, max_length: int, folder: str) -> FullKVCache:
         made.append(folder)
-        new_cache(cache, shape, max_length, folder)
+        return offloaded_cache(shape, max_length, folder)
 
-    monkeypatch.setattr(OffloadedKVCache, "__init__", noted)
+    monkeypatch.setattr(target_model, "offloaded_cache", noted)
     records = run_auto_bench(make_options(tiny_model, text, positions=(60,), kv_offload=tmp_path))
     assert [record.has_same_tokens for record in records] == [True] * 4
     assert set(made) == {str(tmp_path)}

@@ -44,7 +44,7 @@ from swiftbatch.worker.kernels.layer_specs import Routing, Score
 from swiftbatch.worker.kernels.quantized_weights import Code, Weight, linear_from
 from swiftbatch.worker.kv.gpu_memory_plan import most_of_a_job
 from swiftbatch.worker.kv.kv_capacity import GPU_PAGE, PoolSize
-from swiftbatch.worker.kv.paged_arena import KVArena, PagedArena
+from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.kv.scan_cache import ScanKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
@@ -97,9 +97,9 @@ def target_over(parts: Parts, arena: KVArena) -> ArenaTarget:
     return ArenaTarget(forwards, parts.files)
 
 
-def paged(parts: Parts, num_slots: int, longest: int, pool: PoolSize) -> PagedArena:
+def paged(parts: Parts, num_slots: int, longest: int, pool: PoolSize) -> KVArena:
     """An arena whose pages are taken in any order."""
-    arena = PagedArena(parts.cache_shape(), num_slots, longest, pool)
+    arena = KVArena(parts.cache_shape(), num_slots, longest, pool)
     random.Random(arena.num_pages).shuffle(arena.pool._free)
     return arena
 
@@ -117,7 +117,7 @@ def test_slots_and_pages_in_any_order_give_one_digest_of_all_bits(trial: Trial) 
     small = PoolSize(num_pages * GPU_PAGE // SMALL_PAGE, SMALL_PAGE)
     arenas: list[Callable[[], KVArena]] = [
         lambda: KVArena(shape, num_slots, longest),
-        lambda: PagedArena(shape, num_slots, longest, PoolSize(num_pages)),
+        lambda: KVArena(shape, num_slots, longest, PoolSize(num_pages)),
         lambda: paged(parts, num_slots, longest, PoolSize(num_pages)),
         lambda: paged(parts, num_slots, longest, small),
     ]
@@ -142,7 +142,7 @@ def test_trees_over_keys_and_values_in_8_bits_have_the_bits_of_plain_decoding(tr
     parts = trial.parts()
     shape = dataclasses.replace(parts.cache_shape(), kv_dtype=kv_dtype, kv_scale_bytes=CUDA_SCALE_BYTES)
     pool = PoolSize(NUM_CACHES * most_of_a_job(MAX_LENGTH))
-    probe(target_over(parts, PagedArena(shape, NUM_CACHES, MAX_LENGTH, pool)), parts)
+    probe(target_over(parts, KVArena(shape, NUM_CACHES, MAX_LENGTH, pool)), parts)
 
 
 def parts_with_experts(trial: Trial, parts: Parts, gate_up: Weight, down: Weight) -> Parts:

@@ -158,7 +158,7 @@ class Engine:
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
         self.drafter.start(sequence, slot.cache)  # first, since it may fail: then nothing of the sequence is kept
         if distance := rewind_distance(sequence):
-            slot.cache.expect_returns(distance)
+            slot.cache.retain(-distance)
         self._slots[sequence.sequence_id] = slot
         self.sharing.join(slot)
         return slot

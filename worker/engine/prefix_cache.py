@@ -50,8 +50,8 @@ class PrefixSharing:
             if (num_tokens := num_alike(new.token_ids, other.token_ids)) >= SHORTEST:
                 new.num_alike[name] = other.num_alike[slot.sequence.sequence_id] = num_tokens
                 for cache in (slot.cache, other.slot.cache):
-                    cache.expect_copies(num_tokens)
-        slot.cache.expect_copies(slot.num_shared_tokens)
+                    cache.retain(0, num_tokens)
+        slot.cache.retain(0, slot.num_shared_tokens)
         self._members[slot.sequence.sequence_id] = new
 
     def leave(self, slot: Slot) -> None:
@@ -92,11 +92,10 @@ class PrefixSharing:
         source, end = max(self._sources(slot), key=lambda pair: pair[1])
         if source is None or end - start < SHORTEST:
             return 0
-        end = slot.cache.end_of_copy(source, end)
         slot.cache.copy_from(source, end)
         if isinstance(source, KeptPrefix):
             self.kept.use(source)
-        return end - start
+        return slot.cache.length - start
 
     def _sources(self, slot: Slot) -> Iterator[tuple[CacheSource | None, int]]:
         """Yield each source of a sequence's first tokens, and how many it has."""

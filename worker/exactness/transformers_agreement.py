@@ -11,8 +11,7 @@ import torch
 
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
-from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.recurrent_cache import new_cache_of
+from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 
 NUM_COMPARED_ROWS = 300
 MOST_SHIFTED = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # of the logits' own spread; a wrong mask shifts by about 1

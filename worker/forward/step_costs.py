@@ -19,9 +19,8 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import SequenceRows, known_rows, tree_rows
 from swiftbatch.worker.kernels.cuda.cuda_graph import Work, capture
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
-from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
-from swiftbatch.worker.kv.recurrent_cache import new_cache_of
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 

@@ -19,10 +19,9 @@ from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.tile_packing import SequenceRows, tree_rows
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
 from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom, place_of_caches
-from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 from swiftbatch.worker.kv.kv_capacity import HeldPositions, PoolSize
-from swiftbatch.worker.kv.kv_offload import OffloadedKVCache
-from swiftbatch.worker.kv.recurrent_cache import new_cache_of
+from swiftbatch.worker.kv.kv_offload import offloaded_cache
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.batch_sampler import SplitRows
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -167,15 +166,18 @@ class TargetModel:
             room.refuse_too_long(max_length, num_held)
         if self._kv_offload is None:
             return new_cache_of(shape, max_length)
-        return OffloadedKVCache(shape, max_length, self._kv_offload)
+        return offloaded_cache(shape, max_length, self._kv_offload)
 
-    def held_positions(self, num_unwritten: int) -> HeldPositions | None:
+    def held_positions(self, num_unwritten: int | None) -> HeldPositions | None:
         """The part of a text that a cache holds, if checkpoints lag by so much; None where it holds all of it.
+
+        So it does without `num_unwritten`: then caches may forget nothing.
 
         Where a GPU's caches forget, one pool's hold all, and the other's what `pool_size` says.
         """
-        is_paged = self.forwards.arena is not None
-        return None if self.is_offloaded or is_paged else self.cache_shape.held_positions(num_unwritten)
+        if num_unwritten is None or self.is_offloaded or self.forwards.arena is not None:
+            return None
+        return self.cache_shape.held_positions(num_unwritten)
 
     @property
     def num_slots(self) -> int | None:
@@ -186,17 +188,6 @@ class TargetModel:
     def pool_size(self) -> PoolSize | None:
         """The pages that all caches lie in; None where caches have memory of their own."""
         return self.forwards.arena.pool_size if self.forwards.arena else None
-
-    @property
-    def num_free_pages(self) -> int:
-        """Pages of the pool that no cache has."""
-        return self.forwards.arena.num_free_pages if self.forwards.arena else 0
-
-    @property
-    def num_free_window_pages(self) -> int:
-        """The same of layers with a window, where these have a pool of their own."""
-        arena = self.forwards.arena
-        return 0 if arena is None or arena.windowed is None else arena.windowed.num_free_pages
 
     def num_state_positions(self) -> int:
         """The positions that would take as much as the states of one sequence do; 0 where layers have none."""

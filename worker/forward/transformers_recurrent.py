@@ -17,7 +17,7 @@ from swiftbatch.worker.kernels.compute_threads import Team, shared_team
 from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.kernels.recurrence import Steps, are_known_states, native_steps
-from swiftbatch.worker.kv.recurrent_cache import RecurrentCache, RecurrentLayer
+from swiftbatch.worker.kv.recurrent_cache import RecurrentLayer, RecurrentStates
 from swiftbatch.worker.model.attention_needs import attention_of, form_of, recurrent_layers
 from swiftbatch.worker.model.causal_lm import decoder_of
 from swiftbatch.worker.model.layer_types import RecurrentShape
@@ -374,12 +374,13 @@ def _run_group(
 ) -> Tensor:
     """The rows of one sequence through its state."""
     cache = rows.cache
-    assert isinstance(cache, RecurrentCache)
-    first = rows.first_entry - cache.boundary
-    cache.reserve(first + len(rows))
-    layer, paths = cache.recurrent[number], paths_of(rows, cache.boundary)
+    states = cache.layer_states
+    assert isinstance(states, RecurrentStates)
+    first = rows.first_entry - states.boundary
+    states.reserve(first + len(rows))
+    layer, paths = states.layers[number], paths_of(rows, states.boundary)
     layer.write_inputs(first, projected.inputs)
-    return mixer.mix(StateWalk(layer, paths, cache.length - cache.boundary, first, team), projected)
+    return mixer.mix(StateWalk(layer, paths, cache.length - states.boundary, first, team), projected)
 
 
 def paths_of(rows: SequenceRows, boundary: int) -> list[list[int]]:

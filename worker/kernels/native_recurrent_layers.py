@@ -102,23 +102,23 @@ class SequenceTable:
         table, held = (CSequenceSteps * len(parts))(), []
         for entry, (cache, some) in zip(table, parts, strict=True):
             parents, before = _paths(cache, some, conv_width)
-            layers = cache.layer_steps()
+            layers = cache.layer_states.layer_steps()
             entry.layers, entry.parents, entry.before = layers.ctypes.data, parents.ctypes.data, before.ctypes.data
             entry.num_rows, entry.first_step = len(parents), some[0].first_entry - cache.boundary
-            held += [layers, parents, before, *cache.held()]
+            held += [layers, parents, before, *cache.layer_states.held()]
         return cls(table, held)
 
 
 def _paths(cache: Any, groups: list[Rows], conv_width: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """The row in front of each row, -1 for the committed state, and the steps whose inputs its convolution reads."""
-    if not hasattr(cache, "layer_steps"):
+    if getattr(cache, "layer_states", None) is None:
         raise ValueError("found rows behind a cache without states")
     first, num_rows = groups[0].first_entry, sum(len(group) for group in groups)
     in_front = [_in_front(group, conv_width) for group in groups]
     entries = np.concatenate(in_front)
     parents = np.where(entries[:, -1] >= first, entries[:, -1] - first, -1)
     before = (entries - cache.boundary)[:, : conv_width - 1]
-    cache.reserve(first + num_rows - cache.boundary)
+    cache.layer_states.reserve(first + num_rows - cache.boundary)
     rows = np.arange(num_rows)
     if num_rows > MOST_ROWS or first != cache.length:
         raise ValueError(f"found {num_rows} rows from entry {first} on, behind a state at {cache.length}")

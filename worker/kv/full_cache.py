@@ -1,11 +1,16 @@
-"""Key-value cache of one sequence: every committed position, and room behind them for one draft tree."""
+"""Key-value cache of one sequence: every committed position, and room behind them for one draft tree.
+
+Its layers are kept in stores, each a place of rows and perhaps a window behind which they forget, and layers with a
+state in place of keys and values beside them. Where that lies, on a CPU, in slots or pages of a GPU or outside the
+device, decides the place alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,109 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.kv_segments import LayerStates
-from swiftbatch.jobs.run.compute_options import KVDtype
-from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
-from swiftbatch.worker.kernels.kernel_sizes import KV_SCALE_BYTES
-from swiftbatch.worker.kernels.kv_quantization import CODES, coded, numbers_of
-from swiftbatch.worker.kernels.layer_specs import RecurrentSizes
-from swiftbatch.worker.kv.huge_pages import FilledPages
+from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
+from swiftbatch.worker.kv.cache_rows import NO_PAGE, NUMPY_DTYPES, CacheRows, bits_of
+from swiftbatch.worker.kv.cache_rows import CacheShape as CacheShape
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES as MAX_TREE_NODES
-from swiftbatch.worker.kv.kv_capacity import NUM_UNWRITTEN, HeldPositions, held_positions, state_bytes_of
-from swiftbatch.worker.model.architectures.attention_layers import Windows
-from swiftbatch.worker.model.layer_types import RecurrentShape
-
-NUMPY_DTYPES = {  # of what `kv` gives, by that of the bits
-    torch.int16: np.uint16,
-    torch.float32: np.float32,
-    torch.int8: np.int8,
-    torch.uint8: np.uint8,
-}
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """Sizes of a target model's key-value cache."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    recurrent: RecurrentShape | None = None  # of layers with a state in place of keys and values
-    short_length: int | None = None  # sequences of more positions turn by other angles; None where all turn alike
-    kv_dtype: KVDtype | None = None  # of the rows that full caches keep; None: `dtype`
-    kv_scale_bytes: int = KV_SCALE_BYTES  # behind the codes of these rows
-    num_parts: int = 2  # rows of a position and a head: a key and a value; 1 where a value is the beginning of its key
-    windows: Windows = ()  # of layers, which may forget what lies behind them; () where nothing is forgotten
-
-    @classmethod
-    def of(cls, weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None = None) -> CacheShape:
-        """The shape of a dense decoder's caches."""
-        sizes, length = weights.sizes, weights.rotary.short_length
-        windows = tuple(layer.window for layer in weights.layers if layer.attends)
-        counts = (len(windows), sizes.num_kv_heads, sizes.head_dim)
-        states = states_of(layer.mixer for layer in weights.layers)
-        forgets = any(windows) and states is None and device.type == "cpu"
-        num_parts = 2 if sizes.latent is None else 1
-        shape = cls(*counts, sizes.dtype, device, states, length, kv_dtype, num_parts=num_parts)
-        return replace(shape, windows=windows if forgets else ())
-
-    @property
-    def row_dtype(self) -> torch.dtype:
-        """The dtype of the rows that full caches keep."""
-        return self.dtype if self.kv_dtype is None else CODES[self.kv_dtype]
-
-    @property
-    def row_width(self) -> int:
-        """The elements of such a row."""
-        return self.head_dim if self.kv_dtype is None else self.head_dim + self.kv_scale_bytes
-
-    def kept(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows `[..., head_dim]` as full caches keep them."""
-        return rows if self.kv_dtype is None else coded(rows, self.row_dtype, self.kv_scale_bytes)
-
-    def numbers(self, rows: torch.Tensor) -> torch.Tensor:
-        """The numbers `[..., head_dim]` of kept rows."""
-        return numbers_of(rows, self.dtype, self.head_dim)
-
-    def first_angle(self, max_length: int) -> int:
-        """The row of the model's table of angles where those of a sequence of at most so many positions begin."""
-        return self.short_length if self.short_length is not None and max_length > self.short_length else 0
-
-    def state_bytes(self) -> int:
-        """The bytes of a sequence whatever its length: of layers that have a state in place of keys and values."""
-        return 0 if self.recurrent is None else state_bytes_of(self.recurrent, self.dtype.itemsize)
-
-    def checkpointed_state_bytes(self) -> int:
-        """The bytes of the states that a checkpoint holds."""
-        if self.recurrent is None:
-            return 0
-        return self.recurrent.checkpoint_bytes(self.dtype.itemsize)
-
-    def held_positions(self, num_unwritten: int = NUM_UNWRITTEN) -> HeldPositions | None:
-        """The part of a text that caches on the device hold, if checkpoints lag by so much; None for all of it."""
-        return held_positions(self.windows, num_unwritten)
-
-    def bytes_per_position(self) -> int:
-        return self.num_parts * self.num_layers * self.num_kv_heads * self.row_width * self.row_dtype.itemsize
-
-
-class HasRecurrentSizes(Protocol):
-    """A layer's mixer: its weights, wherever they lie."""
-
-    @property
-    def sizes(self) -> RecurrentSizes:
-        """The mixer's sizes."""
-
-
-def states_of(mixers: Iterable[HasRecurrentSizes | None]) -> RecurrentShape | None:
-    """The sizes of the mixers of a model's layers; None where no layer has one."""
-    found = [mixer.sizes for mixer in mixers if mixer is not None]
-    if not found:
-        return None
-    sizes = found[0]
-    heads = (sizes.num_heads, sizes.num_key_heads, sizes.key_dim, sizes.value_dim)
-    return RecurrentShape(len(found), *heads, sizes.num_channels, sizes.conv_width)
+from swiftbatch.worker.kv.kv_capacity import PagesError
+from swiftbatch.worker.kv.recurrent_cache import RecurrentStates, StateStore
+from swiftbatch.worker.kv.sliding_window_cache import Window, WindowedRows
 
 
 class CacheSource(Protocol):
@@ -128,224 +37,356 @@ class CacheSource(Protocol):
         """Return the states of layers behind the first `end` positions, as `FullKVCache.states_at` does."""
 
 
+@dataclass(frozen=True)
+class LayerStore:
+    """Rows of some layers; where they have a `window`, what no row of theirs sees any more is forgotten."""
+
+    rows: CacheRows
+    layers: Sequence[int]
+    window: Window | None = None
+
+    def reserve(self, end: int, length: int) -> None:
+        """Have room for the entries below `end`: where pages run out, what is held for others gives way."""
+        try:
+            self.rows.reserve(end)
+        except PagesError:
+            if self.window is None:
+                raise
+            self.window.release(None, length, self.rows)
+            self.rows.reserve(end)
+
+    def cut(self, length: int) -> int:
+        """Forget all positions from `length` on; returns how many are left, since rows there may see forgotten ones."""
+        if self.window is None:
+            return self.rows.cut(length)
+        end = self.rows.cut(self.window.end_of_cut(length))
+        return end if self.window.has_all_behind(end) else self.cut(end)
+
+
 class FullKVCache:
-    """One preallocated buffer `[num_layers, num_parts, num_kv_heads, capacity, row_width]`; entry = absolute position.
+    """Keys, values and states of a sequence; entry = absolute position.
 
     The first `length` entries are committed. A step writes the root's row to entry `length` and the draft tree's nodes
     behind it, in node order; `commit` moves the accepted path next to the root and forgets the rest.
-    Untouched pages of the buffer cost no memory.
     """
 
-    comes_by_layer = False  # whether `layer` gives memory that holds other layers later
-    boundary = 0  # behind which positions `states` are, of layers that have some
-    pages: Sequence[int] = ()  # that its entries lie in, where these are a pool's
-    window_pages: Sequence[int] = ()  # the same of layers with a window, where these have a pool of their own
-    num_window_pages = 0  # of those, that it has
-    is_by_position = True  # whether `kv` tells all that the positions leave behind: else there are states, too
-
-    def __init__(self, shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> None:
-        """Make room for `max_length` positions and a tree: on the device, or in a `buffer` that lies elsewhere."""
-        heads = (shape.num_layers, shape.num_parts, shape.num_kv_heads)
-        size = (*heads, max_length + MAX_TREE_NODES, shape.row_width)
+    def __init__(
+        self,
+        shape: CacheShape,
+        max_length: int,
+        buffer: torch.Tensor | None = None,
+        *,
+        stores: Sequence[LayerStore] = (),
+        states: StateStore[Any] | None = None,
+    ) -> None:
+        """Make room for `max_length` positions and a tree: on the device, in a `buffer`, or in `stores`."""
         self.shape = shape
         self.length = 0
         self.first_angle = shape.first_angle(max_length)  # the same for all of its positions, however many there are
         self.num_copied = 0  # first positions that another sequence with the same tokens had
-        self._buffer = torch.empty(size, dtype=shape.row_dtype, device=shape.device) if buffer is None else buffer
-        self._filled = FilledPages(self._buffer) if buffer is None else None
+        self.layer_states = states
+        self._is_view = False
+        if not stores:
+            is_own = buffer is None
+            buffer = shape.new_buffer(max_length) if buffer is None else buffer
+            stores = (LayerStore(CacheRows(shape, buffer, is_own), range(shape.num_layers)),)
+        self._stores = stores
+        self.rows = stores[0].rows  # of the layers that see all, if not of all layers
+
+    @property
+    def is_by_position(self) -> bool:
+        """Whether `kv` tells all that the positions leave behind: else there are states, too."""
+        return self.layer_states is None
+
+    @property
+    def comes_by_layer(self) -> bool:
+        """Whether `layer` gives memory that holds other layers later."""
+        return self.rows.comes_by_layer
+
+    @property
+    def boundary(self) -> int:
+        """The boundary behind which `states` are, of layers that have some."""
+        return 0 if self.layer_states is None else self.layer_states.boundary
+
+    @property
+    def slot(self) -> int:
+        """The number of the slot that it has in buffers on a GPU."""
+        return self.rows.slot
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """The pages that its entries lie in, where these are a pool's."""
+        return self.rows.pages
+
+    @property
+    def window_pages(self) -> Sequence[int]:
+        """The same of layers with a window, where these have a pool of their own."""
+        return self._stores[1].rows.pages if len(self._stores) > 1 else ()
 
     def reserve(self, end: int) -> None:
         """Have room for the entries below `end`. Raises KVRoomError where there is none."""
+        for store in self._stores:
+            store.reserve(end, self.length)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer on the device, each `[num_kv_heads, capacity, row_width]`."""
-        return self.stored(index)
+        rows, number = self._of_layer(index)
+        return rows.layer(number, self.length)
 
     def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer where it is kept, for those who copy few and new positions; here it is the device as well."""
-        return self._buffer[index, 0], self._buffer[index, -1]
+        """The layer where it is kept, for those who copy few and new positions."""
+        rows, number = self._of_layer(index)
+        return rows.stored(number, self.length)
 
     def stored_between(self, layer: int, positions: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """The stored keys and values of some consecutive positions."""
-        keys, values = self.stored(layer)
-        return keys[:, positions], values[:, positions]
+        rows, number = self._of_layer(layer)
+        return rows.stored_between(number, positions, self.length)
 
     def write(
         self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep rows `[num_kv_heads, num_rows, head_dim]`; returns the layer's keys and values, to attend to."""
-        entries = slice(first_entry, first_entry + key.shape[1])
-        for part, rows in enumerate((key, value)[: self.shape.num_parts]):
-            self._buffer[layer, part, :, entries] = self.shape.kept(rows)
-        return self.layer(layer)
+        self.reserve(first_entry + key.shape[1])
+        rows, number = self._of_layer(layer)
+        return rows.write(number, first_entry, key, value, self.length)
 
     def keep(self, layer: int, first_entry: int, end: int) -> None:
         """Keep the rows that were written to these entries of what `layer` gave, wherever the cache lies."""
+        rows, number = self._of_layer(layer)
+        rows.keep(number, first_entry, end, self.length)
 
     def commit(self, path: list[int]) -> None:
         """Commit the root's row and the accepted nodes `path`; roll back all other nodes."""
-        self._grow(keep_path(self._buffer, self.length, path))
+        if path:  # the root's row lies where it stays
+            self.reserve(self.length + 2 + max(path))
+            for store in self._stores:
+                store.rows.move(self.length, path)
+            if self.layer_states is not None:
+                self.layer_states.move(self.length, path)
+        self.advance(1 + len(path))
 
     def advance(self, num_positions: int) -> None:
         """Commit rows of known tokens, which were written in place."""
-        self._grow(self.length + num_positions)
+        start, end = self.length, self.length + num_positions
+        self._grow(end)
+        if self.layer_states is not None:
+            self.layer_states.advance(start, end)
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
         """Keys and values of committed positions, `[num_rows, end - start, row_width]`; 16-bit floats as their bits.
 
         On a CPU a view: committed positions keep their bits, so another thread may read it while decoding goes on.
+        Raises ValueError for positions that layers have forgotten.
         """
-        parts = [
-            self._copied_out(rows).reshape(rows.shape[:-2].numel(), *rows.shape[-2:])
-            for _, rows in self._parts(start, end)
-        ]
-        bits = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-        return bits.view(np.uint16) if bits.dtype == np.int16 else bits
+        for window in self._windows():
+            window.refuse_lost(start, end)
+        found = [store.rows.kv(start, end) for store in self._stores]
+        if len(found) == 1:
+            return found[0]
+        kv = np.empty((self.shape.num_layers, self._rows_per_layer, *found[0].shape[1:]), dtype=found[0].dtype)
+        for store, part in zip(self._stores, found, strict=True):
+            kv[list(store.layers)] = part.reshape(len(store.layers), *kv.shape[1:])
+        return kv.reshape(len(kv) * kv.shape[1], *kv.shape[2:])
 
     def load(self, kv: NDArray[Any]) -> None:
-        """Commit the positions behind `length` from what `kv` returned. Raises ValueError where it does not fit."""
-        rows = self._bits()
-        num_rows, width, most = rows.shape[:-2].numel(), rows.shape[-1], self._capacity - MAX_TREE_NODES
-        expected = np.dtype(NUMPY_DTYPES[rows.dtype])
+        """Commit the positions behind `length` from what `kv` returned. Raises ValueError where it does not fit.
+
+        With pages for windows a part at a time: positions behind windows are forgotten on the way.
+        """
+        shape, bits, most = self.shape, bits_of(self.rows.buffer), self.rows.capacity - MAX_TREE_NODES
+        num_rows, expected = shape.num_layers * self._rows_per_layer, np.dtype(NUMPY_DTYPES[bits.dtype])
         end = self.length + kv.shape[1]
-        if (kv.shape[0], kv.shape[2], kv.dtype) != (num_rows, width, expected) or end > most:
+        if (kv.shape[0], kv.shape[2], kv.dtype) != (num_rows, shape.row_width, expected) or end > most:
             raise ValueError(
                 f"found keys and values of {kv.dtype} {list(kv.shape)}, expected {expected} [{num_rows}, at most "
-                f"{most - self.length}, {width}]"
+                f"{most - self.length}, {shape.row_width}]"
             )
-        bits = kv.view(np.int16) if kv.dtype == np.uint16 else kv
-        for number, behind in self._parts(self.length, end):
-            self._copy_in(behind, bits[:, number].reshape(behind.shape))
-        self._grow(end)
+        by_layer = kv.reshape(shape.num_layers, self._rows_per_layer, *kv.shape[1:])
+        step = self._stores[-1].rows.page or max(1, kv.shape[1])
+        for start in range(0, kv.shape[1], step):
+            part = by_layer[:, :, start : start + step]
+            end = self.length + part.shape[2]
+            self.reserve(end)
+            for store in self._stores:
+                own = part if len(self._stores) == 1 else part[list(store.layers)]
+                store.rows.load(self.length, own.reshape(-1, *own.shape[2:]))
+            self._grow(end)
 
     def num_readable(self, most: int) -> int:
         """The number of known tokens, `most` at most, that are best read in one call."""
-        return most
+        return most if self.layer_states is None else self.layer_states.num_readable(self.length, most)
 
     def states(self) -> LayerStates | None:
         """The newest states that a checkpoint can hold, of layers that have some; None where none has, or is due."""
-        return None
+        return self.states_at(self.boundary) if self.boundary else None
 
     def states_at(self, end: int) -> LayerStates | None:
         """The states of layers behind the first `end` positions, which `copyable_end` has said; None without any."""
-        return None
+        return None if self.layer_states is None else self.layer_states.at(end)
 
     def set_states(self, states: LayerStates) -> None:
         """Go on from the states of layers at their position, up to which keys and values are loaded.
 
         Raises ValueError where they do not fit.
         """
-        raise ValueError("found states of layers, expected none: all layers of the model attend")
+        if self.layer_states is None:
+            raise ValueError("found states of layers, expected none: all layers of the model attend")
+        self.layer_states.load(states, self.length)
+        self.roll_back(states.num_positions)
 
     def copyable_end(self, limit: int) -> int:
         """The last position, `limit` at most, up to which another sequence can copy what this one has."""
-        return min(limit, self.length)
+        end, states = min(limit, self.length), self.layer_states
+        end = end if states is None else states.copyable_end(limit, self.length)
+        return min([end, *(window.lost.start for window in self._windows() if window.lost)])
 
-    def end_of_copy(self, source: CacheSource, end: int) -> int:
-        """Return the end of what is to be copied at once of what a source has up to `end`."""
-        return end
+    def retain(self, from_: int, until: int | None = None) -> None:
+        """Hold positions as a slice counts them, which else may be forgotten.
 
-    def expect_copies(self, end: int) -> None:
-        """Be ready to give others the first `end` positions, whatever comes behind them."""
+        The first ones, `until` some end, are for others that copy them; the newest, from `-n` on, for a way back; and
+        those from a position on are for `kv`, up to `release`. Where some of these are forgotten, roll back to what is
+        there.
+        """
+        if self.layer_states is not None:
+            self.layer_states.retain(from_, until)
+        for window in self._windows():
+            window.retain(from_, until)
+            if window.lacks_asked:
+                self.roll_back(window.lost.start)
 
-    def expect_returns(self, distance: int) -> None:
-        """Be ready to be rolled back by about so many positions."""
+    def release(self, until: int | None = None) -> None:
+        """Hold positions before `until` no more for `kv`; None, when memory has run out: hold none for others either.
 
-    def expect_reads(self, start: int) -> None:
-        """Be ready to give `kv` from a position on; where some of it is forgotten, roll back to what is there."""
-
-    def end_reads(self, end: int) -> None:
-        """Take note that nobody will ask `kv` for positions in front of `end` any more."""
-
-    def num_window_pages_for(self, end: int) -> int:
-        """The pages of layers with a window that it has, and those that entries below `end` take beside them."""
-        return 0
-
-    def give_way(self) -> None:
-        """Forget what is held for others that might copy it, and for a way back: memory has run out."""
+        Nor for a way back.
+        """
+        for store in self._stores:
+            if store.window is not None:
+                store.window.release(until, self.length, store.rows)
 
     @property
     def num_held(self) -> int:
         """The positions that would take as much memory in a cache that forgets nothing."""
-        return self.length
+        num_lost = (int(each.num_layers / self.shape.num_layers * len(each.lost)) for each in self._windows())
+        return self.length - sum(num_lost)
+
+    @property
+    def num_window_pages(self) -> int:
+        """The pages that it has of layers with a window."""
+        return len(self.window_pages) - self.window_pages.count(NO_PAGE)
+
+    def num_window_pages_for(self, end: int) -> int:
+        """The pages of layers with a window that it has, and those that entries below `end` take beside them."""
+        if len(self._stores) == 1:
+            return 0
+        store = self._stores[1]
+        if store.window is not None and not store.window.holds_unwritten:
+            end = min(end, self.length + ROW_CHOICES[-1])  # those of one forward: behind each, others are forgotten
+        return self.num_window_pages + max(0, -(-end // store.rows.page) - len(store.rows.pages))
 
     def copy_from(self, source: CacheSource, end: int) -> None:
-        """Commit the positions behind `length` up to `end` from who has the same tokens up to there."""
-        self.load(source.kv(self.length, end))
+        """Commit the positions behind `length` up to `end`, or a part, from who has the same tokens up to there."""
+        theirs = source if isinstance(source, FullKVCache) else None
+        if theirs is not None and self.rows.holds_all and theirs.rows.holds_all:
+            self._copy_rows(theirs, end)
+        else:
+            # what has no pages to share takes some, and jobs with windows are counted with so many
+            end = end if len(self._stores) == 1 else min(end, self.length + ROW_CHOICES[-1])
+            self.load(source.kv(self.length, end))
+        known = None if theirs is None else theirs.layer_states
+        if self.layer_states is not None and not self.layer_states.copy(known, end):
+            states = source.states_at(end)
+            assert states is not None  # `copyable_end` has promised it
+            self.set_states(states)
         self.num_copied = end
 
     def prefix(self, length: int) -> FullKVCache:
-        """View the same buffer as a cache of its first `length` committed positions, to run rows behind them again."""
+        """View the same rows as a cache of its first `length` committed positions, to run rows behind them again.
+
+        The view forgets nothing. Raises ValueError for an end whose rows see what is forgotten.
+        """
+        if self.layer_states is not None:
+            raise NotImplementedError("a state has no view at an earlier length")
+        for window in self._windows():
+            if not window.has_all_behind(length):
+                raise ValueError(
+                    f"found a prefix of {length:,} positions, whose rows see some of {window.lost}: forgotten"
+                )
         view = copy.copy(self)
+        view._is_view = True
         view.roll_back(length)
         return view
 
     @contextlib.contextmanager
     def replayed(self, length: int, num_positions: int = 1) -> Iterator[FullKVCache]:
         """Yield the cache as it was at `length`, to run its next tokens again; committed rows get their bits back."""
-        again = [rows for _, rows in self._parts(length, length + num_positions)]
-        committed = [rows.clone() for rows in again]
-        yield self.prefix(length)
-        for rows, kept in zip(again, committed, strict=True):
-            rows.copy_(kept)
+        with contextlib.ExitStack() as stack:
+            for store in self._stores:
+                stack.enter_context(store.rows.restored(length, length + num_positions))
+            yield self.prefix(length)
 
     def clear(self) -> None:
         """Make all of it zero (and so touch its memory)."""
-        self._buffer.zero_()
+        for store in self._stores:
+            store.rows.clear()
+        if self.layer_states is not None:
+            self.layer_states.clear()
 
     def roll_back(self, length: int) -> None:
-        """Forget all positions from `length` on."""
+        """Forget all positions from `length` on; where rows there see forgotten ones, from the first of these on.
+
+        So it is where no state is near in front of them, or where a page has to be copied and none is free for that.
+        """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot roll back to {length}: {self.length} positions are committed")
+        end = -1
+        while not self._is_view and end != length:  # one store may have to go further back than the others
+            end = length
+            for store in self._stores:
+                length = store.cut(length)
+            if self.layer_states is not None and length != self.length:
+                length = self.layer_states.cut(length)
         self.length = length
 
     def _grow(self, length: int) -> None:
+        for store in self._stores:
+            if store.window is not None and not self._is_view:
+                store.window.forget(length, store.rows)  # first: what it gives back is there for what comes
+            store.reserve(length, length)
+            store.rows.fill(length)
         self.length = length
-        if self._filled is not None:
-            self._filled.fill(length)
 
-    def _copied_out(self, rows: torch.Tensor) -> NDArray[Any]:
-        """Copy rows of `_bits` to the host."""
-        host: NDArray[Any] = rows.cpu().numpy()
-        return host
-
-    def _copy_in(self, rows: torch.Tensor, kv: NDArray[Any]) -> None:
-        """Fill rows of `_bits` from the host."""
-        rows.copy_(torch.from_numpy(kv if kv.flags.writeable else kv.copy()))
+    def _copy_rows(self, theirs: FullKVCache, end: int) -> None:
+        """Copy what lies on the same device: whole pages are shared."""
+        start = self.length
+        pairs = [(own.rows, other.rows) for own, other in zip(self._stores, theirs._stores, strict=True)]
+        try:
+            behind = [own.share(other, start, end) for own, other in pairs]
+            self.reserve(end)
+        except PagesError:
+            self.roll_back(start)
+            raise
+        for (own, other), first in zip(pairs, behind, strict=True):
+            own.copy(other, first, end)
+        self.length = end
 
     @property
-    def _capacity(self) -> int:
-        """Entries that there is room for."""
-        return int(self._buffer.shape[-2])
+    def _rows_per_layer(self) -> int:
+        return self.shape.num_parts * self.shape.num_kv_heads
 
-    def _parts(self, start: int, end: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the bits of entries `[start, end)` by parts that lie side by side: which of them, and their rows."""
-        yield slice(0, end - start), self._bits()[..., start:end, :]
+    def _windows(self) -> Iterator[Window]:
+        return (store.window for store in self._stores if store.window is not None)
 
-    def _bits(self) -> torch.Tensor:
-        """The buffer, whatever its strides, in numbers that numpy knows."""
-        return _bits_of(self._buffer)
-
-
-def keep_path(buffer: torch.Tensor, root: int, path: list[int]) -> int:
-    """Move the entries of the nodes `path` of a tree next to its root's entry; returns the end of what is kept.
-
-    On a CPU numpy moves them, one after the other. torch would share so little work among its threads, and these would
-    go on waiting for more on the cores that the next forward needs.
-    """
-    end = root + 1 + len(path)
-    source, target = [root + 1 + node for node in path], list(range(root + 1, end))
-    if source == target:
-        return end
-    if buffer.device.type != "cpu":
-        buffer[..., target, :] = buffer[..., source, :]
-        return end
-    entries = _bits_of(buffer).numpy()
-    for old, new in zip(source, target, strict=True):  # no entry is overwritten before it was moved: old >= new
-        if old != new:
-            entries[..., new, :] = entries[..., old, :]
-    return end
+    def _of_layer(self, layer: int) -> tuple[CacheRows, int]:
+        """The rows among which a layer is, and its number there."""
+        store = self._stores[0] if layer in self._stores[0].layers else self._stores[1]
+        return store.rows, store.layers.index(layer)
 
 
-def _bits_of(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.view(torch.int16) if buffer.element_size() == 2 else buffer
+def new_cache_of(shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> FullKVCache:
+    """An empty cache on the device for a model of this shape; with a `buffer` for its keys and values."""
+    states = None if shape.recurrent is None else RecurrentStates(shape, shape.recurrent)
+    if states is None and any(shape.windows) and buffer is None:
+        rows = WindowedRows(shape, shape.new_buffer(max_length))
+        return FullKVCache(shape, max_length, stores=(LayerStore(rows, range(shape.num_layers), rows.window),))
+    return FullKVCache(shape, max_length, buffer, states=states)

@@ -13,59 +13,62 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.kernels.kernel_sizes import RING_LAYERS
+from swiftbatch.worker.kv.cache_rows import CacheRows, CacheShape
 from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
 from swiftbatch.worker.kv.host_copies import CopyComputation, CopyEvent, CopyLane
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.kv.offload_hosts import BLOCK_POSITIONS, CacheHost, FileHost, PinnedHost, PinnedMemory
-from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena, SlotLease
+from swiftbatch.worker.kv.paged_arena import KVArena, SlotLease, SlotRows
 
 
-class OffloadedKVCache(FullKVCache):
-    """A `FullKVCache` whose buffer is a host's; `layer` and `write` bring layers to the device, in any order."""
+def offloaded_cache(shape: CacheShape, max_length: int, folder: str) -> FullKVCache:
+    """An empty cache in `folder`, or on a GPU in pinned memory. Raises KVRoomError where there is no room."""
+    rows = OffloadedRows(shape, max_length + MAX_TREE_NODES, folder)
+    return FullKVCache(shape, max_length, stores=(LayerStore(rows, range(shape.num_layers)),))
 
-    def __init__(self, shape: CacheShape, max_length: int, folder: str) -> None:
-        """Keep it in `folder`, or on a GPU in pinned memory. Raises KVRoomError where there is no room."""
-        num_entries = max_length + MAX_TREE_NODES
-        capacity = num_entries + -num_entries % BLOCK_POSITIONS
-        is_gpu = shape.device.type == "cuda"
-        self._host: CacheHost = PinnedHost(shape, capacity) if is_gpu else FileHost(shape, capacity, folder)
-        self._layers = LayerStream(self._host)
-        super().__init__(shape, max_length, self._host.rows[..., :num_entries, :])
+
+class OffloadedRows(CacheRows):
+    """Rows whose buffer is a host's; `layer` and `write` bring layers to the device, in any order."""
 
     comes_by_layer = True
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self._layers.forget(self.length)  # it was rolled back, or another view of it was ahead
-        parts = self._layers.take(index, self.length, self.length, self.length)
+    def __init__(self, shape: CacheShape, num_entries: int, folder: str) -> None:
+        capacity = num_entries + -num_entries % BLOCK_POSITIONS
+        is_gpu = shape.device.type == "cuda"
+        self.host: CacheHost = PinnedHost(shape, capacity) if is_gpu else FileHost(shape, capacity, folder)
+        self._layers = LayerStream(self.host)
+        super().__init__(shape, self.host.rows[..., :num_entries, :])
+
+    def layer(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._layers.forget(length)  # it was rolled back, or another view of it was ahead
+        parts = self._layers.take(index, length, length, length)
         return parts[0], parts[-1]
 
-    def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self._host.give_back((index - 1) % len(self._buffer), _whole_blocks(self.length))  # one may read layer by layer
-        return super().stored(index)
+    def stored(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.host.give_back((index - 1) % len(self.buffer), _whole_blocks(length))  # one may read layer by layer
+        return super().stored(index, length)
 
     def write(
-        self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        end = first_entry + key.shape[1]
         self._layers.forget(first_entry)  # it was rolled back, or another view of it was ahead
-        for part, rows in enumerate((key, value)[: self.shape.num_parts]):
-            self._buffer[layer, part, :, first_entry:end] = self.shape.kept(rows)
-        parts = self._layers.take(layer, self.length, first_entry, end)
+        self._put(layer, first_entry, key, value)
+        parts = self._layers.take(layer, length, first_entry, first_entry + key.shape[1])
         return parts[0], parts[-1]
 
-    def keep(self, layer: int, first_entry: int, end: int) -> None:
-        self._buffer[layer, ..., first_entry:end, :] = self._layers.used[..., first_entry:end, :]
+    def keep(self, layer: int, first_entry: int, end: int, length: int) -> None:
+        self.buffer[layer, ..., first_entry:end, :] = self._layers.used[..., first_entry:end, :]
 
-    def load(self, kv: NDArray[Any]) -> None:
-        self._layers.forget(self.length)
-        super().load(kv)
-        self._host.flush(_whole_blocks(self.length))
+    def load(self, start: int, kv: NDArray[Any]) -> None:
+        self._layers.forget(start)
+        super().load(start, kv)
+        self.host.flush(_whole_blocks(start + kv.shape[1]))
 
     def clear(self) -> None:
-        for rows in self._host.rows:
+        for rows in self.host.rows:
             rows.zero_()
-            self._host.flush(rows.shape[-2])
+            self.host.flush(rows.shape[-2])
         self._layers.forget(0)
 
 
@@ -285,24 +288,22 @@ class OffloadedArena(KVArena):
         self.streams = streams
         super().__init__(shape, num_slots, max_length)
 
-    def new_cache(self, max_length: int) -> OffloadedSlotCache:
+    def new_cache(self, max_length: int) -> FullKVCache:
         """Make a cache as `KVArena` does. Raises KVRoomError also where the host has no room."""
         KVRoom(MEMORY, self.shape.bytes_per_position()).refuse_too_long(max_length)
-        cache = super().new_cache(max_length)
-        assert isinstance(cache, OffloadedSlotCache)
-        return cache
+        return super().new_cache(max_length)
 
-    def _allocate(self) -> torch.Tensor:
-        self.ring = LayerRing(self.shape, self.num_slots, self.capacity, self.streams)
-        return self.ring.buffer
-
-    def _cache(self, lease: SlotLease, max_length: int) -> OffloadedSlotCache:
+    def rows(self, lease: SlotLease, max_length: int) -> RingRows:
         shape, num_entries = self.shape, max_length + MAX_TREE_NODES
         memory = PinnedMemory(num_entries * shape.bytes_per_position(), shape.device)
         weakref.finalize(lease, _release, memory, self.streams).atexit = False
         self.ring.forget(lease.slot, 0)
         size = (shape.num_layers, num_entries, shape.num_parts, shape.num_kv_heads, shape.row_width)
-        return OffloadedSlotCache(self, lease, max_length, memory.bytes.view(shape.row_dtype).view(size))
+        return RingRows(self, lease, memory.bytes.view(shape.row_dtype).view(size))
+
+    def _allocate(self) -> torch.Tensor:
+        self.ring = LayerRing(self.shape, self.num_slots, self.capacity, self.streams)
+        return self.ring.buffer
 
 
 def _release(memory: PinnedMemory, streams: Streams) -> None:
@@ -311,72 +312,71 @@ def _release(memory: PinnedMemory, streams: Streams) -> None:
     memory.release()
 
 
-class OffloadedSlotCache(ArenaKVCache):
-    """A `FullKVCache` whose rows are kept on the host; forwards bring its layers to its slot of the ring.
+class RingRows(SlotRows):
+    """Rows that are kept on the host; forwards bring their layers to their slot of the ring.
 
     Whoever reads rows here waits until the newest have come home, and whoever changes those that may be on their way to
     the device, until none is. Accepted rows are not: of what comes ahead of a step, only final positions are used.
     """
 
     comes_by_layer = True
+    holds_all = False
 
-    def __init__(self, arena: OffloadedArena, lease: SlotLease, max_length: int, rows: torch.Tensor) -> None:
-        """`rows [num_layers, capacity, num_parts, num_kv_heads, row_width]`."""
-        self._ring, self._rows, self._streams = arena.ring, rows, arena.streams
-        super().__init__(arena, lease, max_length, rows.permute(0, 2, 3, 1, 4), None)
+    def __init__(self, arena: OffloadedArena, lease: SlotLease, host: torch.Tensor) -> None:
+        """`host [num_layers, capacity, num_parts, num_kv_heads, row_width]`."""
+        super().__init__(arena, lease, host.permute(0, 2, 3, 1, 4))
+        self._ring, self._streams, self.host = arena.ring, arena.streams, host
 
-    def visit(self, first_entry: int, end: int) -> Visit:
-        """A forward that writes these entries, behind all those before."""
-        num_final = min(self.length, first_entry)
-        return Visit(self.slot, self._rows, num_final, first_entry, (slice(first_entry, end),))
+    def visit(self, first_entry: int, end: int, length: int) -> Visit:
+        """A forward that writes these entries, behind all those before, of which `length` are committed."""
+        num_final = min(length, first_entry)
+        return Visit(self.slot, self.host, num_final, first_entry, (slice(first_entry, end),))
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._shown(index, self.length)
+    def layer(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._shown(index, length, length)
 
-    def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def stored(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._ring.settle()
-        return super().stored(index)
+        return super().stored(index, length)
 
     def write(
-        self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
+        self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._streams.wait_for_copies()
-        end = first_entry + key.shape[1]
-        for part, rows in enumerate((key, value)[: self.shape.num_parts]):
-            self._buffer[layer, part, :, first_entry:end] = self.shape.kept(rows)
+        self._put(layer, first_entry, key, value)
         self._ring.forget(self.slot, first_entry)
-        return self._shown(layer, max(end, self.length))
+        return self._shown(layer, max(first_entry + key.shape[1], length), length)
 
-    def keep(self, layer: int, first_entry: int, end: int) -> None:
-        self._ring.keep(layer, [self.visit(first_entry, end)])
+    def keep(self, layer: int, first_entry: int, end: int, length: int) -> None:
+        self._ring.keep(layer, [self.visit(first_entry, end, length)])
 
-    def commit(self, path: list[int]) -> None:
+    def move(self, root: int, path: list[int]) -> None:
         self._ring.settle()
-        super().commit(path)
+        super().move(root, path)
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
         self._ring.settle()
         return super().kv(start, end)
 
-    def load(self, kv: NDArray[Any]) -> None:
+    def load(self, start: int, kv: NDArray[Any]) -> None:
         self._streams.wait_for_copies()
-        self._ring.forget(self.slot, self.length)
-        super().load(kv)
+        self._ring.forget(self.slot, start)
+        super().load(start, kv)
 
     @contextlib.contextmanager
-    def replayed(self, length: int, num_positions: int = 1) -> Iterator[FullKVCache]:
+    def restored(self, start: int, end: int) -> Iterator[None]:
         self._ring.settle()
-        with super().replayed(length, num_positions) as view:
-            yield view
+        with super().restored(start, end):
+            yield
             self._streams.wait_for_copies()
-        self._ring.forget(self.slot, length)
+        self._ring.forget(self.slot, start)
 
     def clear(self) -> None:
         self._streams.wait_for_copies()
         self._ring.forget(self.slot, 0)
         super().clear()
 
-    def _shown(self, index: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        visit = Visit(self.slot, self._rows, self.length, end)
-        parts = self._ring.show(index, visit)[:, :, : self._buffer.shape[-2]]
+    def _shown(self, index: int, end: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        visit = Visit(self.slot, self.host, length, end)
+        parts = self._ring.show(index, visit)[:, :, : self.buffer.shape[-2]]
         return parts[0], parts[-1]

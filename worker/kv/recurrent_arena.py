@@ -1,4 +1,4 @@
-"""The caches of a GPU worker whose model has layers with a state: pages of keys and values, and a slot of states.
+"""States of layers in the slots of a GPU worker, beside the pages of keys and values.
 
 A sequence's states are those at its last two boundaries, with the steps of the positions behind: what a row reads, in
 the order of its path. So a draft that fails leaves nothing to undo, and the last block can be taken back. States of
@@ -17,28 +17,20 @@ from swiftbatch.worker.kernels.cuda.cuda_graph import Upload
 from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers, move_steps, number_of_state
 from swiftbatch.worker.kernels.cuda.kv_kernels import PADDING, moves_of
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kv.full_cache import CacheShape, CacheSource
-from swiftbatch.worker.kv.host_copies import Staging
-from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, PoolSize
-from swiftbatch.worker.kv.paged_arena import PagedArena, PagedKVCache, PageLease, SlotLease
-from swiftbatch.worker.kv.recurrent_cache import KeptStates, StatefulKVCache
+from swiftbatch.worker.kv.cache_rows import CacheRows, CacheShape
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
+from swiftbatch.worker.kv.recurrent_cache import StateStore
+from swiftbatch.worker.model.layer_types import RecurrentShape
 
 MOST_READ = MAX_TREE_NODES + 1  # known tokens of one forward: as many steps as the largest tree has
 
 
-class StateArena(PagedArena):
-    """A `PagedArena` with states and steps beside its pages, as much of them for each slot."""
+class StateSlots:
+    """States and steps of all slots, as much of them for each; accepted steps move within them."""
 
-    states: StateBuffers
-
-    def __init__(
-        self, shape: CacheShape, num_slots: int, max_length: int, pool: PoolSize, staging: Staging | None = None
-    ) -> None:
-        """Make an arena for a `shape` with states."""
-        super().__init__(shape, num_slots, max_length, pool, staging)
-        sizes = shape.recurrent
-        assert sizes is not None
+    def __init__(self, shape: CacheShape, sizes: RecurrentShape, num_slots: int) -> None:
         self.states = StateBuffers.empty(sizes, sizes.num_layers, num_slots, shape.dtype, MOST_READ, shape.device)
+        self.num_before = sizes.conv_width - 1  # inputs in front of a boundary that the convolutions behind it read
         self._moves = torch.tensor([PADDING] * MAX_TREE_NODES, dtype=torch.int32, device=shape.device)
         self._upload = Upload(self._moves.view(-1))
 
@@ -53,23 +45,18 @@ class StateArena(PagedArena):
         self._upload.send()
         move_steps(self.states, self._moves)
 
-    def _cache(self, lease: SlotLease, max_length: int) -> StateSlotCache:
-        assert isinstance(lease, PageLease)
-        return StateSlotCache(self, lease, max_length, self._staging)
 
-
-class StateSlotCache(StatefulKVCache, PagedKVCache):
-    """A `FullKVCache` with states: `boundary` is that of the newest one.
+class SlotStates(StateStore[LayerStates]):
+    """States of a slot at its last two boundaries, and the steps behind them.
 
     A forward folds steps into the state of the boundary that its rows are behind; `fold_to` takes note of it.
     """
 
-    _arena: StateArena
-
-    def __init__(self, arena: StateArena, lease: PageLease, max_length: int, staging: Staging | None) -> None:
-        super().__init__(arena, lease, max_length, staging)
-        self.boundary = self._oldest = 0  # of the states that the slot has
-        self._kept = KeptStates[LayerStates]()
+    def __init__(self, slots: StateSlots, rows: CacheRows) -> None:
+        """Take the states of the slot of `rows`, which know the way to the host."""
+        super().__init__()
+        self._slots, self._rows = slots, rows
+        self._oldest = 0  # boundary of the states that the slot has
         self._due: list[int] = []  # boundaries whose states are to be kept, once a forward has them
 
     def fold_to(self, boundary: int) -> None:
@@ -79,49 +66,39 @@ class StateSlotCache(StatefulKVCache, PagedKVCache):
             self._due += [each for each in passed if self._kept.wants(each)]
             self.boundary, self._oldest = boundary, max(self._oldest, boundary - BLOCK)
 
-    def num_readable(self, most: int) -> int:
+    def num_readable(self, length: int, most: int) -> int:
         return min(most, MOST_READ)
 
-    def commit(self, path: list[int]) -> None:
-        self._arena.move_steps(self.slot, self.length, path)
-        super().commit(path)
+    def move(self, root: int, path: list[int]) -> None:
+        self._slots.move_steps(self._rows.slot, root, path)
 
-    def advance(self, num_positions: int) -> None:
-        super().advance(num_positions)
-        if self.length - self.boundary > BLOCK:  # positions that nobody has written: a length to measure forwards at
-            self.boundary = self._oldest = self.length // BLOCK * BLOCK
+    def advance(self, start: int, end: int) -> None:
+        if end - self.boundary > BLOCK:  # positions that nobody has written: a length to measure forwards at
+            self.boundary = self._oldest = end // BLOCK * BLOCK
         for boundary in self._due:
             if self._has(boundary):
                 self._kept.keep(boundary, self._copied(boundary))
         self._due.clear()
 
-    def roll_back(self, length: int) -> None:
-        """Forget all positions from `length` on; where no state is near in front of it, those behind a kept one.
-
-        Where the last page has to be copied and none is free for that, its positions are forgotten as well.
-        """
-        if length == self.length:
-            return
-        super().roll_back(length)
-        self._kept.roll_back(self.length)
-        while self.length < self._oldest:
-            if (nearest := self._kept.nearest(self.length)) is not None:
-                self.set_states(nearest[1])  # finds no free page either, perhaps
-            else:
-                super().roll_back(0)
-                self._oldest = 0
-        self.boundary = min(self.boundary, self.length // BLOCK * BLOCK)
+    def cut(self, length: int) -> int:
+        self._kept.roll_back(length)
+        if length >= self._oldest:
+            self.boundary = min(self.boundary, length // BLOCK * BLOCK)
+            return length
+        self.boundary = self._oldest = 0
+        if (nearest := self._kept.nearest(length)) is not None:
+            self.load(nearest[1], length)
+        return self.boundary
 
     def clear(self) -> None:
-        super().clear()
-        for numbers in (self._arena.states.states, self._arena.states.steps):
-            numbers[:, self.slot].zero_()
+        for numbers in (self._slots.states.states, self._slots.states.steps):
+            numbers[:, self._rows.slot].zero_()
 
-    def states_at(self, end: int) -> LayerStates | None:
+    def at(self, end: int) -> LayerStates:
         return self._kept.at(end) or self._copied(end)
 
-    def set_states(self, states: LayerStates) -> None:
-        self._refuse_unfit(states, len(self._arena.states.states))
+    def load(self, states: LayerStates, length: int) -> None:
+        self._refuse_unfit(states, len(self._slots.states.states), length)
         end = states.num_positions
         for name, like in self._empty_arrays().items():
             found = states.arrays.get(name, np.empty(0, dtype=np.bool_))
@@ -132,27 +109,21 @@ class StateSlotCache(StatefulKVCache, PagedKVCache):
                 )
         for name, part, rows in self._parts_at(end):
             if rows.numel():
-                self._copy_in(rows, states.arrays[name][part])
-        super().roll_back(end)
+                self._rows.from_host(rows, states.arrays[name][part])
         self.boundary = self._oldest = end
 
-    def copyable_end(self, limit: int) -> int:
+    def copyable_end(self, limit: int, length: int) -> int:
         kept = self._kept.nearest(limit)
         own = (each for each in (self.boundary, self.boundary - BLOCK) if each <= limit and self._has(each))
         return max(next(own, 0), kept[0] if kept else 0)
 
-    def copy_from(self, source: CacheSource, end: int) -> None:
-        """Copy as `PagedKVCache` does; states of another slot, where that has them still, stay on the device."""
-        super().copy_from(source, end)
-        if isinstance(source, StateSlotCache) and source._has(end):
-            for (_, _, own), (_, _, theirs) in zip(self._parts_at(end), source._parts_at(end), strict=True):
-                own.copy_(theirs)
-            self.boundary = self._oldest = end
-        else:
-            states = source.states_at(end)
-            assert states is not None  # `copyable_end` has promised it
-            self.set_states(states)
-            self.num_copied = end
+    def copy(self, theirs: StateStore[LayerStates] | None, end: int) -> bool:
+        if not isinstance(theirs, SlotStates) or not theirs._has(end):
+            return False
+        for (_, _, own), (_, _, other) in zip(self._parts_at(end), theirs._parts_at(end), strict=True):
+            own.copy_(other)
+        self.boundary = self._oldest = end
+        return True
 
     def _has(self, boundary: int) -> bool:
         """Tell whether the slot has the state at a boundary."""
@@ -163,17 +134,17 @@ class StateSlotCache(StatefulKVCache, PagedKVCache):
         arrays = self._empty_arrays()
         for name, part, rows in self._parts_at(end):
             if rows.numel():
-                arrays[name][part] = self._copied_out(rows)
+                arrays[name][part] = self._rows.to_host(rows)
         return LayerStates(end, arrays)
 
     def _empty_arrays(self) -> State:
         """Arrays of the states of all layers at a boundary; 16-bit floats are as their bits."""
-        states = self._arena.states
+        states = self._slots.states
         numbers = np.dtype(np.int16 if states.inputs.element_size() == 2 else np.float32)
         arrays: State = {}
         for layer in range(len(states.states)):
             arrays[f"state.{layer}"] = np.empty(states.states.shape[3:], dtype=np.float32)
-            arrays[f"inputs.{layer}"] = np.empty((self._num_before, states.inputs.shape[-1]), dtype=numbers)
+            arrays[f"inputs.{layer}"] = np.empty((self._slots.num_before, states.inputs.shape[-1]), dtype=numbers)
         return arrays
 
     def _parts_at(self, end: int) -> Iterator[tuple[str, slice, torch.Tensor]]:
@@ -181,19 +152,12 @@ class StateSlotCache(StatefulKVCache, PagedKVCache):
 
         Inputs lie in a ring, and so in one part or in two.
         """
-        states, slot, number = self._arena.states, self.slot, number_of_state(end)
+        states, slot, number = self._slots.states, self._rows.slot, number_of_state(end)
         inputs = states.inputs.view(torch.int16) if states.inputs.element_size() == 2 else states.inputs
         for layer in range(len(states.states)):
             yield f"state.{layer}", slice(None), states.states[layer, slot, number]
-            for part, own in _in_ring(end - self._num_before, end, states.layout.ring):
+            for part, own in _in_ring(end - self._slots.num_before, end, states.layout.ring):
                 yield f"inputs.{layer}", part, inputs[layer, slot, own]
-
-    @property
-    def _num_before(self) -> int:
-        """Inputs in front of a boundary that the convolutions behind it read."""
-        sizes = self.shape.recurrent
-        assert sizes is not None
-        return sizes.conv_width - 1
 
 
 def _in_ring(start: int, end: int, ring: int) -> Iterator[tuple[slice, slice]]:

@@ -1,9 +1,10 @@
-"""The cache of a model with recurrent layers: their states, kept ones at boundaries, and the KV beside."""
+"""States of a sequence's recurrent layers (Qwen3-Next, Qwen3.5): the newest, and those kept at boundaries."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -12,10 +13,9 @@ from torch import Tensor
 from swiftbatch.jobs.checkpoints.kv_segments import LayerStates, State
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, TILE_ROWS
 from swiftbatch.worker.kernels.recurrence import StepBuffers, are_known_states, folding_team, native_fold
-from swiftbatch.worker.kv.full_cache import CacheShape, CacheSource, FullKVCache
+from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.kv_capacity import FIRST_STEPS
 from swiftbatch.worker.kv.kv_capacity import NUM_STEPS as NUM_STEPS
-from swiftbatch.worker.kv.sliding_window_cache import WindowedKVCache
 from swiftbatch.worker.model.layer_types import RecurrentShape
 
 
@@ -136,7 +136,7 @@ def _tensor(array: np.ndarray | None, like: Tensor) -> Tensor:
     return tensor.view(like.dtype).to(like.device)
 
 
-# The states that caches keep at boundaries, wherever they lie, and what such caches have in common.
+# The states that are kept at boundaries, wherever they lie, and what all states of a sequence have in common.
 
 
 Kept = TypeVar("Kept")  # the states of all layers
@@ -192,60 +192,85 @@ class KeptStates(Generic[Kept]):
         return self._distance is not None and position % self._distance == 0
 
 
-class StatefulKVCache(FullKVCache):
-    """A `FullKVCache` of a model that has layers with a state; `boundary` is that of the newest state."""
+class StateStore(ABC, Generic[Kept]):
+    """States of a sequence's layers that have some in place of keys and values."""
 
-    is_by_position = False
-    boundary: int
-    _kept: KeptStates[Any]
+    boundary = 0  # behind which the newest of them is
 
-    def prefix(self, length: int) -> FullKVCache:
-        raise NotImplementedError("a state has no view at an earlier length")
+    def __init__(self) -> None:
+        self._kept = KeptStates[Kept]()
 
-    def states(self) -> LayerStates | None:
-        return self.states_at(self.boundary) if self.boundary else None
+    def retain(self, from_: int, until: int | None) -> None:
+        """Hold states as `FullKVCache.retain` says it of positions."""
+        if until is not None:
+            self._kept.want(until // BLOCK * BLOCK)
+        elif from_ < 0:
+            self._kept.want_every(-(from_ // BLOCK) * BLOCK)
 
-    def expect_copies(self, end: int) -> None:
-        self._kept.want(end // BLOCK * BLOCK)
+    @abstractmethod
+    def num_readable(self, length: int, most: int) -> int:
+        """The number of known tokens, `most` at most, that are best read in one call."""
 
-    def expect_returns(self, distance: int) -> None:
-        self._kept.want_every(-(-distance // BLOCK) * BLOCK)
+    @abstractmethod
+    def move(self, root: int, path: list[int]) -> None:
+        """Bring the steps of the nodes `path` of a tree next to those of its root, which is an entry."""
 
-    def _refuse_unfit(self, states: LayerStates, num_layers: int) -> None:
-        """Raise ValueError for states that are not behind a boundary of this cache, or not of so many layers."""
+    @abstractmethod
+    def advance(self, start: int, end: int) -> None:
+        """Take in that positions `[start, end)` are committed."""
+
+    @abstractmethod
+    def cut(self, length: int) -> int:
+        """Forget all behind some first positions; returns how many of these have a state near in front of them."""
+
+    @abstractmethod
+    def copyable_end(self, limit: int, length: int) -> int:
+        """The last of `length` positions, `limit` at most, whose states others can copy."""
+
+    @abstractmethod
+    def at(self, end: int) -> LayerStates:
+        """The states behind the first `end` positions: kept ones, or those of a boundary that is here."""
+
+    @abstractmethod
+    def load(self, states: LayerStates, length: int) -> None:
+        """Go on from states behind a boundary, `length` at most. Raises ValueError where they do not fit."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Set the states in front of all positions."""
+
+    def copy(self, theirs: StateStore[Kept] | None, end: int) -> bool:
+        """Copy the states at a boundary from who has them on the same device; returns whether it does."""
+        return False
+
+    @staticmethod
+    def _refuse_unfit(states: LayerStates, num_layers: int, length: int) -> None:
+        """Raise ValueError for states that are not behind a boundary of `length` positions, or not of all layers."""
         end = states.num_positions
-        if end % BLOCK or end > self.length or len(states.arrays) != 2 * num_layers:
+        if end % BLOCK or end > length or len(states.arrays) != 2 * num_layers:
             raise ValueError(
                 f"found {len(states.arrays)} states of layers behind {end} positions, expected {2 * num_layers} behind "
-                f"a multiple of {BLOCK}, at most {self.length}"
+                f"a multiple of {BLOCK}, at most {length}"
             )
 
 
-# The cache of a model that has recurrent layers beside those that attend (Qwen3-Next, Qwen3.5).
+class RecurrentStates(StateStore[list[LayerState]]):
+    """States on a CPU. The boundary stays at least one block behind the end, so the last block can be rolled back."""
 
-
-class RecurrentCache(StatefulKVCache):
-    """Keys and values of the layers that attend, and the states of the others.
-
-    The boundary stays at least one block behind the end, so that the last block can be rolled back.
-    """
-
-    def __init__(
-        self, shape: CacheShape, recurrent: RecurrentShape, max_length: int, buffer: Tensor | None = None
-    ) -> None:
-        super().__init__(shape, max_length, buffer)
-        self.boundary = 0
+    def __init__(self, shape: CacheShape, recurrent: RecurrentShape) -> None:
+        super().__init__()
         self.num_steps = FIRST_STEPS if shape.device.type == "cpu" else NUM_STEPS  # a GPU's memory is planned at once
-        layers = range(recurrent.num_layers)
-        self.recurrent = [RecurrentLayer(recurrent, shape.dtype, shape.device, self.num_steps) for _ in layers]
-        self._kept = KeptStates[list[LayerState]]()
-        self._steps = self._step_buffers(recurrent)
+        self._recurrent, self._is_on_cpu = recurrent, shape.device.type == "cpu"
+        self.layers = [
+            RecurrentLayer(recurrent, shape.dtype, shape.device, self.num_steps) for _ in range(recurrent.num_layers)
+        ]
+        self._steps = self._step_buffers()
 
-    def _step_buffers(self, recurrent: RecurrentShape) -> StepBuffers | None:
+    def _step_buffers(self) -> StepBuffers | None:
         """The steps where the kernels move and fold them; None where they do not."""
-        team = folding_team() if self.shape.device.type == "cpu" else None
+        team, recurrent = folding_team() if self._is_on_cpu else None, self._recurrent
         has_known = not recurrent.num_heads or are_known_states(recurrent.num_heads, recurrent.value_dim)
-        return StepBuffers(team, [layer.steps() for layer in self.recurrent]) if team and has_known else None
+        return StepBuffers(team, [layer.steps() for layer in self.layers]) if team and has_known else None
 
     def reserve(self, num_steps: int) -> None:
         """Have room for so many steps behind the boundary. Raises ValueError for more than any sequence has."""
@@ -254,130 +279,99 @@ class RecurrentCache(StatefulKVCache):
         if num_steps <= self.num_steps:
             return
         self.num_steps = min(NUM_STEPS, -(-num_steps // TILE_ROWS) * TILE_ROWS)
-        for layer in self.recurrent:
+        for layer in self.layers:
             layer.grow(self.num_steps)
-        assert self.shape.recurrent is not None
-        self._steps = self._step_buffers(self.shape.recurrent)
+        self._steps = self._step_buffers()
 
-    def num_readable(self, most: int) -> int:
+    def num_readable(self, length: int, most: int) -> int:
         """Return as many as there is room for, up to a boundary where that leaves out less than half of them."""
-        room = min(most, self.num_steps - (self.length - self.boundary))
-        to_boundary = (self.length + room) // BLOCK * BLOCK - self.length
+        room = min(most, self.num_steps - (length - self.boundary))
+        to_boundary = (length + room) // BLOCK * BLOCK - length
         return to_boundary if 2 * to_boundary >= room else room
 
     def layer_steps(self) -> np.ndarray:
         """The addresses of the steps and the state of each layer, `[num_layers, 5]`."""
-        return np.array([layer.addresses() for layer in self.recurrent], dtype=np.int64)
+        return np.array([layer.addresses() for layer in self.layers], dtype=np.int64)
 
     def held(self) -> list[Tensor]:
         """The buffers at these addresses, which have to live as long as a call reads them."""
-        return [each for layer in self.recurrent for each in layer.buffers()]
+        return [each for layer in self.layers for each in layer.buffers()]
 
-    def commit(self, path: list[int]) -> None:
-        root = self.length - self.boundary
-        super().commit(path)
-        if path != list(range(len(path))):
-            self._keep_path(root, path)
-        self._take_steps(root)
-
-    def advance(self, num_positions: int) -> None:
-        start = self.length - self.boundary
-        super().advance(num_positions)
-        if start + num_positions <= self.num_steps:
-            self._take_steps(start)
-        else:  # positions that nobody has written: a length to measure forwards at
-            self.boundary = self.length // BLOCK * BLOCK
-
-    def roll_back(self, length: int) -> None:
-        """Forget all positions from `length` on; where it lies in front of the boundary, those behind a kept state."""
-        if length == self.length:
+    def move(self, root: int, path: list[int]) -> None:
+        if path == list(range(len(path))):
             return
-        super().roll_back(length)
-        self._kept.roll_back(length)
-        if length and length >= self.boundary:
-            for layer in self.recurrent:
-                layer.state = layer.folded(layer.base, list(range(length - self.boundary)))
+        step = root - self.boundary
+        if self._steps is not None:
+            self._steps.keep(step + 1, path)
             return
-        self.length = self.boundary = 0
-        for layer in self.recurrent:
-            layer.clear()
-        if nearest := self._kept.nearest(length):
-            self._start_at(*nearest)
+        for layer in self.layers:
+            layer.keep_path(step, path)
 
-    def clear(self) -> None:
-        super().clear()
-        for layer in self.recurrent:
-            layer.clear()
-
-    def states_at(self, end: int) -> LayerStates | None:
-        """The states behind the first `end` positions: kept ones, or those of a boundary behind this cache's own."""
-        kept = self._kept.at(end)
-        layers = [layer.at(end - self.boundary) for layer in self.recurrent] if kept is None else kept
-        arrays = {f"{part}.{number}": each for number, layer in enumerate(layers) for part, each in _arrays(layer)}
-        return LayerStates(end, arrays)
-
-    def set_states(self, states: LayerStates) -> None:
-        self._refuse_unfit(states, len(self.recurrent))
-        self._start_at(
-            states.num_positions, [layer.taken(states.arrays, number) for number, layer in enumerate(self.recurrent)]
-        )
-
-    def copyable_end(self, limit: int) -> int:
-        end = min(limit, self.length) // BLOCK * BLOCK
-        kept = self._kept.nearest(limit)
-        return max(end if end >= self.boundary else 0, kept[0] if kept else 0)
-
-    def copy_from(self, source: CacheSource, end: int) -> None:
-        super().copy_from(source, end)
-        states = source.states_at(end)
-        assert states is not None  # `copyable_end` has promised it
-        self.set_states(states)
-
-    def _start_at(self, end: int, layers: list[LayerState]) -> None:
-        self.length = self.boundary = end
-        for layer, state in zip(self.recurrent, layers, strict=True):
-            layer.start_at(state)
-
-    def _take_steps(self, start: int) -> None:
+    def advance(self, start: int, end: int) -> None:
         """Bring the states to the end of what is committed, and the boundary near it."""
-        self._fold(start, self.length - self.boundary)
-        while self.length - self.boundary >= 2 * BLOCK:
-            for layer in self.recurrent:
+        if end - self.boundary > self.num_steps:  # positions that nobody has written: a length to measure forwards at
+            self.boundary = end // BLOCK * BLOCK
+            return
+        self._fold(start - self.boundary, end - self.boundary)
+        while end - self.boundary >= 2 * BLOCK:
+            for layer in self.layers:
                 layer.move_base(BLOCK)
             self.boundary += BLOCK
             if self._kept.wants(self.boundary):
-                self._kept.keep(self.boundary, [layer.at(0) for layer in self.recurrent])
+                self._kept.keep(self.boundary, [layer.at(0) for layer in self.layers])
 
-    def _keep_path(self, root: int, path: list[int]) -> None:
-        """Move the steps of the nodes `path` next to their root's."""
-        if self._steps is not None:
-            self._steps.keep(root + 1, path)
-            return
-        for layer in self.recurrent:
-            layer.keep_path(root, path)
+    def cut(self, length: int) -> int:
+        """Forget as `StateStore.cut` does; where `length` lies in front of the boundary, all behind a kept state."""
+        self._kept.roll_back(length)
+        if length and length >= self.boundary:
+            for layer in self.layers:
+                layer.state = layer.folded(layer.base, list(range(length - self.boundary)))
+            return length
+        self.clear()
+        self.boundary = 0
+        if nearest := self._kept.nearest(length):
+            self._start_at(*nearest)
+        return self.boundary
+
+    def clear(self) -> None:
+        for layer in self.layers:
+            layer.clear()
+
+    def at(self, end: int) -> LayerStates:
+        kept = self._kept.at(end)
+        layers = [layer.at(end - self.boundary) for layer in self.layers] if kept is None else kept
+        arrays = {f"{part}.{number}": each for number, layer in enumerate(layers) for part, each in _arrays(layer)}
+        return LayerStates(end, arrays)
+
+    def load(self, states: LayerStates, length: int) -> None:
+        self._refuse_unfit(states, len(self.layers), length)
+        self._start_at(
+            states.num_positions, [layer.taken(states.arrays, number) for number, layer in enumerate(self.layers)]
+        )
+
+    def copyable_end(self, limit: int, length: int) -> int:
+        end = min(limit, length) // BLOCK * BLOCK
+        kept = self._kept.nearest(limit)
+        return max(end if end >= self.boundary else 0, kept[0] if kept else 0)
+
+    def _start_at(self, end: int, layers: list[LayerState]) -> None:
+        self.boundary = end
+        for layer, state in zip(self.layers, layers, strict=True):
+            layer.start_at(state)
 
     def _fold(self, start: int, end: int) -> None:
         """Bring the states behind some steps; those that others share stay as they are."""
-        if self._steps is None or not self.shape.recurrent or not self.shape.recurrent.num_heads:
-            for layer in self.recurrent:
+        if self._steps is None or not self._recurrent.num_heads:
+            for layer in self.layers:
                 layer.state = layer.folded(layer.state, list(range(start, end)))
             return
-        before = [layer.state for layer in self.recurrent]
-        for layer in self.recurrent:
+        before = [layer.state for layer in self.layers]
+        for layer in self.layers:
             layer.state = torch.empty_like(layer.state) if layer.state is layer.base else layer.state
-        self._steps.fold(before, [layer.state for layer in self.recurrent], start, end)
+        self._steps.fold(before, [layer.state for layer in self.layers], start, end)
 
 
 def _arrays(layer: LayerState) -> list[tuple[str, np.ndarray]]:
     """A layer's part of `LayerStates`; 16-bit floats as their bits. On a CPU views."""
     inputs = layer.inputs.view(torch.int16) if layer.inputs.element_size() == 2 else layer.inputs
     return [("state", layer.state.cpu().numpy()), ("inputs", inputs.cpu().numpy())]
-
-
-def new_cache_of(shape: CacheShape, max_length: int, buffer: Tensor | None = None) -> FullKVCache:
-    """An empty cache on the device for a model of this shape; with a `buffer` for its keys and values."""
-    if shape.recurrent is not None:
-        return RecurrentCache(shape, shape.recurrent, max_length, buffer)
-    if any(shape.windows) and buffer is None:
-        return WindowedKVCache(shape, max_length)
-    return FullKVCache(shape, max_length, buffer)

@@ -20,8 +20,8 @@ from swiftbatch.worker.kernels.scan_coding import (
     flat_deviation,
     most_chunks,
 )
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory
-from swiftbatch.worker.kv.paged_arena import ArenaKVCache
 from swiftbatch.worker.kv.scan_cache import MOST_ENTRIES, SHORTEST_SCANNED
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, capacity_for
 
@@ -34,11 +34,11 @@ NOWHERE = torch.device("meta")
 class SlotKeys:
     """Coded keys of one sequence's cache in an arena. Kernels read the slot and the cache itself, not this object."""
 
-    def __init__(self, full: ArenaKVCache, texts: ScannedTexts, slot: int) -> None:
+    def __init__(self, full: FullKVCache, texts: ScannedTexts, slot: int) -> None:
         """Take a slot of `texts`, whoever had it before."""
         self._full, self._texts, self._slot = full, texts, slot
         self._num_chunks = 0
-        texts.addresses[:, slot] = torch.tensor(full.key_addresses())
+        texts.addresses[:, slot] = torch.tensor([layer[0].data_ptr() for layer in full.rows.buffer])  # of their keys
         texts.full_slots[slot].fill_(full.slot)
         texts.num_chunks[slot].fill_(0)
 

@@ -7,7 +7,6 @@ import gc
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -25,9 +24,10 @@ from swiftbatch.worker.kernels.cuda.kv_kernels import (
 )
 from swiftbatch.worker.kernels.cuda.scan_buffers import ScannedTexts, TextSizes
 from swiftbatch.worker.kernels.scan_coding import most_chunks
+from swiftbatch.worker.kv.cache_rows import NO_SLOT
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.kv.paged_arena import ArenaKVCache, Place, SlotLease
+from swiftbatch.worker.kv.paged_arena import Place, SlotLease
 from swiftbatch.worker.kv.scan_arena import SlotKeys
 from swiftbatch.worker.kv.sparse_cache import Entries, SparseCacheFactory
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -137,40 +137,41 @@ class SlotEntries(Entries):
         return self.arena.means[:, part, self.slot, :, :num_chunks]
 
     def new_keys(self, full: FullKVCache) -> SlotKeys | None:
-        if self.arena.texts is None or not isinstance(full, ArenaKVCache):
+        if self.arena.texts is None or full.slot == NO_SLOT:
             return None
         return SlotKeys(full, self.arena.texts, self.slot)
 
     def copy(self, full: FullKVCache, positions: slice, first_entry: int) -> None:
-        if not _has_all_layers(full):
+        if not full.rows.holds_all:
             super().copy(full, positions, first_entry)
         else:
             out = self._at(first_entry, positions.stop - positions.start)
-            gather_range(full.rows, positions.start, out, full.page_table)
+            gather_range(full.rows.buffer, positions.start, out, full.rows.page_table)
 
     def gather(self, full: FullKVCache, positions: torch.Tensor, first_entry: int) -> None:
-        if not _has_all_layers(full):
+        if not full.rows.holds_all:
             super().gather(full, positions, first_entry)
         else:
-            gather_entries(full.rows, _numbers(positions), self._at(first_entry, positions.shape[2]), full.page_table)
+            out = self._at(first_entry, positions.shape[2])
+            gather_entries(full.rows.buffer, _numbers(positions), out, full.rows.page_table)
 
     def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
         if self.arena.shape.num_parts == 2:  # else values are the beginning of their keys
             gather_entries(means[:, None], _numbers(chunks), self._at(first_entry, chunks.shape[2])[:, 1:])
 
     def average(self, full: FullKVCache, part: int, positions: slice, means: torch.Tensor) -> None:
-        if not _has_all_layers(full):
+        if not full.rows.holds_all:
             super().average(full, part, positions, means)
         else:
             chunk_size = (positions.stop - positions.start) // means.shape[2]
-            rows = full.rows[:, min(part, full.shape.num_parts - 1)]
-            average_chunks(rows, positions.start, chunk_size, means, full.page_table)
+            rows = full.rows.buffer[:, min(part, full.shape.num_parts - 1)]
+            average_chunks(rows, positions.start, chunk_size, means, full.rows.page_table)
 
     def replace(self, full: FullKVCache, positions: slice, entries: torch.Tensor) -> None:
-        if not _has_all_layers(full):
+        if not full.rows.holds_all:
             super().replace(full, positions, entries)
         else:
-            self.buffer[:, :, :, entries] = full.shape.numbers(full.rows_between(positions))
+            self.buffer[:, :, :, entries] = full.shape.numbers(full.rows.between(positions))
 
     def keep_path(self, root: int, path: list[int]) -> int:
         self.arena.move_rows(self.slot, root, path)
@@ -186,11 +187,6 @@ class SlotEntries(Entries):
 
     def _at(self, first_entry: int, num_entries: int) -> torch.Tensor:
         return self.buffer[:, :, :, first_entry : first_entry + num_entries]
-
-
-def _has_all_layers(full: FullKVCache) -> TypeGuard[ArenaKVCache]:
-    """Tell whether all layers of a cache lie on the device, in one buffer."""
-    return isinstance(full, ArenaKVCache) and not full.comes_by_layer
 
 
 class _Asked(Entries):

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache, keep_path
+from swiftbatch.worker.kv.cache_rows import keep_path
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.sampling.sequence import Sequence
 
@@ -92,7 +93,7 @@ class Entries:
                 self.buffer[layer, part, :, entries] = self.shape.numbers(rows).to(self.shape.device)
 
     def keep_path(self, root: int, path: list[int]) -> int:
-        """Keep a path as `worker.kv.full_cache.keep_path` does."""
+        """Keep a path as `worker.kv.cache_rows.keep_path` does."""
         return keep_path(self.buffer, root, path)
 
     def set_bias(self, bias: np.ndarray | None) -> None:

@@ -5,9 +5,9 @@ Where the caches of a worker's jobs outgrow its memory, some of them go back to 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
 from swiftbatch.worker.kv.kv_capacity import (
@@ -25,46 +25,69 @@ from swiftbatch.worker.session.work_messages import Assignment, Orders
 MOST_READ = 5 * ROW_CHOICES[-1]  # known tokens of a job in a step: twice copied, then read in three forwards at most
 
 if TYPE_CHECKING:  # a session without a model imports this, and no torch
+    from swiftbatch.worker.forward.target_model import TargetModel
+    from swiftbatch.worker.kv.paged_arena import KVArena
     from swiftbatch.worker.session.running_job import RunningJob
 
+    Pool = tuple[int | None, Callable[[Iterable[RunningJob]], int]]
 
-@dataclass(frozen=True)
-class JobSizes:
-    """The memory of a worker's jobs."""
 
+@dataclass
+class CacheRoom:
+    """The memory of a worker for the caches of its jobs."""
+
+    num_pages: int | None = None  # for all caches together; None where that is no question
     num_beside: int = 0  # positions that the states of a job's layers take room of
     page: int | None = None  # positions of a page, as `pages_of` has it
     held: HeldPositions | None = None  # of a job's positions; None for all
     windows: WindowPages | None = None  # of layers that have pages of their own
+    arena: KVArena | None = None  # which knows what is free, where a GPU's caches share pages
 
-    def num_pages(self, jobs: Iterable[RunningJob]) -> int:
+    @classmethod
+    def of(cls, target: TargetModel, num_unwritten: int | None) -> CacheRoom:
+        """The room for a target's caches, if checkpoints lag by so many positions, as `held_positions` has it."""
+        pool, held = target.pool_size, target.held_positions(num_unwritten)
+        if pool is None:
+            return cls(None, target.num_state_positions(), held=held)
+        return cls(
+            *(pool.num_pages, target.num_state_positions(), pool.page, held, pool.windows), target.forwards.arena
+        )
+
+    def follow(self, orders: Orders) -> None:
+        """Have as many pages as the orders say; those of a GPU are its own."""
+        if self.arena is None:
+            self.num_pages = orders.num_pages
+
+    def can_fit(self, jobs: Collection[RunningJob]) -> bool:
+        """Tell whether jobs have room for another step.
+
+        Alone a job always has, but for what its cache holds until a checkpoint has written it.
+        """
+        (most, num_taken), _ = self._pools(jobs)
+        return self._fits_windows(jobs) and (most is None or len(jobs) < 2 or num_taken(jobs) <= most)
+
+    def without_room(self, jobs: Collection[RunningJob]) -> list[RunningJob]:
+        """The jobs that have to leave before the next step: the youngest, as few as possible; the eldest always stays.
+
+        Age counts from a job's first attempt in the run. So no job ever makes an older one leave, on no worker: two
+        can't throw each other out in turns, and the eldest of all reaches its end. The youngest is, as a rule, the one
+        that loses least, too: it has run for the shortest time, and long jobs begin first.
+        """
+        if not self._fits_windows(jobs):
+            for job in jobs:  # what is held for others leaves first
+                job.cache.release()
+        by_age = sorted(jobs, key=lambda job: job.assignment.seniority)
+        leaving: list[RunningJob] = []
+        for most, num_taken in self._pools(jobs):
+            num_used = 0 if most is None else num_taken(by_age)
+            while most is not None and num_used > most and len(by_age) > 1:
+                leaving.append(by_age.pop())
+                num_used -= num_taken(leaving[-1:])
+        return leaving
+
+    def num_taken(self, jobs: Iterable[RunningJob]) -> int:
         """The pages that jobs take for all tokens that they have, those that are still to be read included."""
         return sum(pages_of(self._held(job) + self.num_beside, self.page) for job in jobs)
-
-    def num_window_pages(self, jobs: Iterable[RunningJob]) -> int:
-        """Count the pages of layers with a window in the same way, with those that a lagging checkpoint keeps there."""
-        return 0 if self.windows is None else sum(self._in_windows(job, self.windows.held) for job in jobs)
-
-    def _in_windows(self, job: RunningJob, held: HeldPositions) -> int:
-        """Return the pages that a job is expected to hold, or has and takes for a step if those are more.
-
-        Pages that it keeps for others do not count: they are given up where room is short.
-        """
-        num_tokens, cache = len(job.sequence), job.cache
-        end = min(num_tokens + ROOM_BEHIND, cache.length + MOST_READ)
-        return max(pages_of(held.of(num_tokens), self.page), cache.num_window_pages_for(end))
-
-    def _held(self, job: RunningJob) -> int:
-        """The positions that take as much; those of a shared prompt are all held, for others."""
-        num_positions = len(job.sequence)
-        return num_positions if self.held is None else self.held.of(num_positions, job.assignment.num_shared_tokens)
-
-
-class CacheRoom(NamedTuple):
-    """The memory of a worker for caches: so many pages, None where that is no question."""
-
-    num_pages: int | None
-    sizes: JobSizes = JobSizes()
 
     def has_room(self, jobs: Collection[RunningJob], assignment: Assignment) -> bool:
         """Tell whether a job may be expected to fit beside others for a while; alone it always does."""
@@ -72,15 +95,45 @@ class CacheRoom(NamedTuple):
             return True
         growths = [self._growth_of(job) for job in jobs]
         growths.append(self._growth(assignment.num_prompt_tokens, assignment.num_reported_tokens, assignment))
-        has_pages = most_pages(growths, self.sizes.page, self.sizes.held) <= self.num_pages
-        return has_pages and has_window_pages(growths, self.sizes.page or PAGE, self.sizes.windows)
+        has_pages = most_pages(growths, self.page, self.held) <= self.num_pages
+        return has_pages and has_window_pages(growths, self.page or PAGE, self.windows)
+
+    def _pools(self, jobs: Collection[RunningJob]) -> tuple[Pool, Pool]:
+        """The pages that jobs have or may take, and those of layers with a window, each with what counts their need.
+
+        Pages that several jobs share count for each, as their need does.
+        """
+        found = (self.num_pages, None) if self.arena is None else self.arena.num_pages_for(job.cache for job in jobs)
+        return (found[0], self.num_taken), (found[1], self._num_in_windows)
+
+    def _fits_windows(self, jobs: Collection[RunningJob]) -> bool:
+        _, (most, num_taken) = self._pools(jobs)
+        return most is None or num_taken(jobs) <= most
+
+    def _num_in_windows(self, jobs: Iterable[RunningJob]) -> int:
+        """Count the pages of layers with a window that jobs are expected to hold, or have and take for a step.
+
+        The more of the two: a lagging checkpoint keeps some there. Pages that a job keeps for others do not count.
+        """
+        assert self.windows is not None
+        held, num_pages = self.windows.held, 0
+        for job in jobs:
+            num_tokens = len(job.sequence)
+            end = min(num_tokens + ROOM_BEHIND, job.cache.length + MOST_READ)
+            num_pages += max(pages_of(held.of(num_tokens), self.page), job.cache.num_window_pages_for(end))
+        return num_pages
+
+    def _held(self, job: RunningJob) -> int:
+        """The positions that take as much; those of a shared prompt are all held, for others."""
+        num_positions = len(job.sequence)
+        return num_positions if self.held is None else self.held.of(num_positions, job.assignment.num_shared_tokens)
 
     def _growth_of(self, job: RunningJob) -> Growth:
         sequence = job.sequence
         return self._growth(sequence.num_prompt_tokens, sequence.num_generated_tokens, job.assignment)
 
     def _growth(self, num_prompt_tokens: int, num_tokens: int, assignment: Assignment) -> Growth:
-        num_before, num_expected = num_prompt_tokens + self.sizes.num_beside, assignment.num_expected_tokens
+        num_before, num_expected = num_prompt_tokens + self.num_beside, assignment.num_expected_tokens
         end = num_before + max(num_tokens, num_expected)
         return Growth(num_before + num_tokens, end, assignment.num_shared_tokens)
 
@@ -122,25 +175,3 @@ class Backlog:
         """Hand all back."""
         waiting, self._waiting = list(self._waiting), {}
         return waiting
-
-
-def without_room(
-    jobs: Collection[RunningJob],
-    num_pages: int | None,
-    sizes: JobSizes = JobSizes(),
-    num_window_pages: int | None = None,
-) -> list[RunningJob]:
-    """The jobs that have to leave before the next step: the youngest, as few as possible; the eldest always stays.
-
-    Age counts from a job's first attempt in the run. So no job ever makes an older one leave, on no worker: two can't
-    throw each other out in turns, and the eldest of all reaches its end. The youngest is, as a rule, the one that loses
-    least, too: it has run for the shortest time, and long jobs begin first.
-    """
-    by_age = sorted(jobs, key=lambda job: job.assignment.seniority)
-    leaving: list[RunningJob] = []
-    for most, num_taken in ((num_pages, sizes.num_pages), (num_window_pages, sizes.num_window_pages)):
-        num_used = num_taken(by_age)
-        while most is not None and num_used > most and len(by_age) > 1:
-            leaving.append(by_age.pop())
-            num_used -= num_taken(leaving[-1:])
-    return leaving

@@ -70,7 +70,7 @@ class Checkpointing:
             ):
                 self._put_state(job)
             kept_end = job.cache.length - rewind_distance(job.sequence)  # a rewind drops the segment that it falls into
-            job.cache.end_reads(self._writer.num_written_positions(job.job_id, kept_end))
+            job.cache.release(self._writer.num_written_positions(job.job_id, kept_end))
 
     def catch_up(self, jobs: Collection[RunningJob], seconds: float) -> bool:
         """Write what caches hold for that alone, for at most `seconds`; returns whether all is written.
@@ -83,7 +83,7 @@ class Checkpointing:
         is_written = self._writer.flush(seconds)
         self._writer.check()
         for job in jobs:
-            job.cache.end_reads(self._writer.num_written_positions(job.job_id, job.cache.length))
+            job.cache.release(self._writer.num_written_positions(job.job_id, job.cache.length))
         return is_written
 
     def flush(self, jobs: Items[RunningJob], seconds: float) -> None:
@@ -127,7 +127,7 @@ class Checkpointing:
     def _expect_reads(self, job: RunningJob) -> None:
         """Have the cache keep what segments are still to be written of."""
         if self._config.checkpoint == "state" or self._config.keep_state:
-            job.cache.expect_reads(self._writer.num_written_positions(job.job_id, len(job.sequence)))
+            job.cache.retain(self._writer.num_written_positions(job.job_id, len(job.sequence)))
 
     def _num_new_positions(self, job: RunningJob) -> int:
         """Count the positions behind the last state. Copied ones do not count: whoever read them keeps them, too."""

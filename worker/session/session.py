@@ -39,12 +39,12 @@ from swiftbatch.worker.forward.step_costs import step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.free_memory import check_folder
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
-from swiftbatch.worker.kv.kv_capacity import TOO_LONG, HeldPositions, PagesError, TooLongError
+from swiftbatch.worker.kv.kv_capacity import TOO_LONG, PagesError, TooLongError
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.sampler import NOT_FINITE
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import CONSTRAINT_REFUSED, ConstraintError
-from swiftbatch.worker.session.backlog import Backlog, CacheRoom, JobSizes, without_room
+from swiftbatch.worker.session.backlog import Backlog, CacheRoom
 from swiftbatch.worker.session.checkpointing import Checkpointing
 from swiftbatch.worker.session.result_writer import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
@@ -82,9 +82,8 @@ class WorkerSession:
         refuse_changed_meanwhile(files)
         self.numerics, self.num_slots, self.pool_size = target.numerics, target.num_slots, target.pool_size
         self.num_free_positions, self.num_state_positions = target.num_free_positions(), target.num_state_positions()
-        self.held_positions = _held(target, config)
-        pages = (self.pool_size.page, self.pool_size.windows) if self.pool_size else (None, None)
-        self._sizes = JobSizes(self.num_state_positions, pages[0], self.held_positions, pages[1])
+        self._room = CacheRoom.of(target, _num_unwritten(config))
+        self.held_positions = self._room.held
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
         self.engine = Engine(target, drafter, self._codec.output_text, counters, config.logprobs_mode)
@@ -92,7 +91,6 @@ class WorkerSession:
         logs = WorkerLogs(PackedLogs.of(self._run), worker_id)
         self._checkpointing = Checkpointing(self._checkpoints, logs, config, self.engine)
         self._running: dict[str, RunningJob] = {}
-        self._num_pages: int | None = None  # for all caches together, as the last orders say
         self._backlog, self._report = Backlog(), WorkReport()
         self._counted = -math.inf  # when counters were last reported
         self._must_drain = False
@@ -130,7 +128,7 @@ class WorkerSession:
     def _follow(self, orders: Orders) -> None:
         """Drop and hand back what is others' now, and take new jobs in."""
         self._drop(orders.cancelled)
-        self._num_pages = orders.num_pages
+        self._room.follow(orders)
         self._note_unbegun(self._backlog.follow(orders))
         self._release("released", orders.released, self._config.grace_seconds)
         for assignment in orders.assignments:
@@ -142,11 +140,11 @@ class WorkerSession:
     def _advance(self) -> None:
         """Begin with jobs of the reserve where others have left, and take one step with all."""
         self._make_room()
-        while (assignment := self._backlog.next(self._running.values(), self._room())) is not None:
+        while (assignment := self._backlog.next(self._running.values(), self._room)) is not None:
             self._take_in(assignment)
-            if self._sizes.windows is not None:  # where checkpoints lag, jobs hold more than they are expected to
+            if not self._can_fit():  # where checkpoints lag, jobs hold more than they are expected to
                 self._make_room()
-        if self._running and not (self._must_drain and self._lacks_window_pages()):
+        if self._running and not (self._must_drain and not self._can_fit()):
             self._step()
         for job in [job for job in self._running.values() if job.sequence.finish_reason is not None]:
             self._end(job)
@@ -240,7 +238,7 @@ class WorkerSession:
         sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids, rules)
         cache = self.engine.new_cache(sequence.max_length)
         if distance := rewind_distance(sequence):
-            cache.expect_returns(distance)  # before it is loaded: what a loop goes back to is not forgotten there
+            cache.retain(-distance)  # before it is loaded: what a loop goes back to is not forgotten there
         is_first = assignment.num_attempts == 1
         recovery = None if is_first else self._resumer.recover(sequence, cache, self._config.engine)
         job = RunningJob(assignment, sequence, cache, recovery, start, started=started, thinking=thinking)
@@ -265,55 +263,21 @@ class WorkerSession:
             logger.warning("drafter state of job %s not used: %s", sequence.sequence_id, error)
 
     def _make_room(self) -> None:
-        """Hand back the jobs that have no room for another step."""
-        if lacks_windows := self._lacks_window_pages():
-            for job in self._running.values():
-                job.cache.give_way()
-        jobs = self._without_room(lacks_windows)
+        """Hand back the jobs that have no room for another step, and have checkpoints catch up for those that stay."""
+        running = self._running.values()
+        jobs = self._room.without_room(running)
         if jobs and gc.collect():  # caches of jobs that have left may hang in circles of references
-            jobs = self._without_room(lacks_windows)
+            jobs = self._room.without_room(running)
         if jobs:
             self._release("evicted", [job.job_id for job in jobs], self._config.grace_seconds)
-            self._backlog.keep_to(len(self._running))
-        if lacks_windows:
-            self._wait_for_window_pages()
-        num_pages = self.pool_size.num_pages if self.pool_size else self._num_pages
-        self.engine.counters.count_pages(self._sizes.num_pages(self._running.values()), num_pages)
+            self._backlog.keep_to(len(running))
+        while not self._can_fit() and not self._must_drain:  # caches hold what is still to be written
+            if self._checkpointing.catch_up(running, CATCH_UP_SECONDS):
+                break
+        self.engine.counters.count_pages(self._room.num_taken(running), self._room.num_pages)
 
-    def _room(self) -> CacheRoom:
-        """The memory for all caches, as the driver plans with it."""
-        return CacheRoom(self.pool_size.num_pages if self.pool_size else self._num_pages, self._sizes)
-
-    def _without_room(self, lacks_windows: bool) -> list[RunningJob]:
-        """The jobs that have to leave, with those for which layers with a window lack pages of their own."""
-        num_windowed = self._num_window_pages() if lacks_windows else None
-        return without_room(self._running.values(), self._num_held_and_free(), self._sizes, num_windowed)
-
-    def _wait_for_window_pages(self) -> None:
-        """Have checkpoints catch up where those that stay lack pages, since they hold what is still to be written."""
-        while self._lacks_window_pages() and not self._must_drain:
-            if self._checkpointing.catch_up(self._running.values(), CATCH_UP_SECONDS):
-                return
-
-    def _lacks_window_pages(self) -> bool:
-        num_pages = self._num_window_pages()
-        return num_pages is not None and self._sizes.num_window_pages(self._running.values()) > num_pages
-
-    def _num_window_pages(self) -> int | None:
-        """The pages of layers with a window that jobs have and that are free; None where there is no such pool."""
-        if self._sizes.windows is None:
-            return None
-        num_held = sum(job.cache.num_window_pages for job in self._running.values())
-        return self.engine.target.num_free_window_pages + num_held
-
-    def _num_held_and_free(self) -> int | None:
-        """The pages that jobs may take: as the orders say; of a GPU's pool those that they have and that are free.
-
-        Pages that several jobs share count for each, as `without_room` counts them.
-        """
-        if self.pool_size is None:
-            return self._num_pages
-        return self.engine.target.num_free_pages + sum(len(job.cache.pages) for job in self._running.values())
+    def _can_fit(self) -> bool:
+        return self._room.can_fit(self._running.values())
 
     def _step(self) -> None:
         num_jobs, num_before = len(self._running), self.engine.counters.num_steps
@@ -390,12 +354,6 @@ class WorkerSession:
                 self._checkpointing.close(job)
                 self.engine.stop(job.sequence)
         self.engine.counters.note_work(bool(self._running))
-
-
-def _held(target: TargetModel, config: EngineConfig) -> HeldPositions | None:
-    """The part of a job's positions that its cache holds; None for all."""
-    num_unwritten = _num_unwritten(config)
-    return None if num_unwritten is None else target.held_positions(num_unwritten)
 
 
 def _num_unwritten(config: EngineConfig) -> int | None:

@@ -26,8 +26,8 @@ from swiftbatch.worker.forward import step_costs
 from swiftbatch.worker.kernels import gpu_kernel_choice
 from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS
 from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory
-from swiftbatch.worker.kv.paged_arena import ArenaKVCache
 from swiftbatch.worker.model.model_files import locate_model
 from tests import ROOT
 from tests.bench.bench_parts import words
@@ -137,13 +137,13 @@ def test_a_resumed_cache_with_other_bits_is_told(parts: Parts, monkeypatch: pyte
     resume = resume_record(parts, 70)
     assert resume.same_bits
     assert resume.num_bytes == 70 * parts.cache_shape().bytes_per_position()
-    load = ArenaKVCache.load
+    load = FullKVCache.load
 
-    def one_bit_off(self: ArenaKVCache, kv: object) -> None:
+    def one_bit_off(self: FullKVCache, kv: object) -> None:
         load(self, kv)  # type: ignore[arg-type]
-        self._buffer[0, 0, 0, self.length - 1, 0] += 1
+        self.rows.buffer[0, 0, 0, self.length - 1, 0] += 1
 
-    monkeypatch.setattr(ArenaKVCache, "load", one_bit_off)
+    monkeypatch.setattr(FullKVCache, "load", one_bit_off)
     assert not resume_record(parts, 70).same_bits
 
 

@@ -24,7 +24,7 @@ from swiftbatch.scheduler.driver.throughput import Speed, StepPace
 from swiftbatch.scheduler.driver.worker_fleet import Reported, Worker
 from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
 from swiftbatch.worker.kv.kv_capacity import PAGE
-from swiftbatch.worker.session.backlog import Backlog, CacheRoom, JobSizes, without_room
+from swiftbatch.worker.session.backlog import Backlog, CacheRoom
 from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
 from tests.jobs.run.run_parts import write_result
 from tests.scheduler.driver.driver_parts import make_context, make_run
@@ -115,7 +115,7 @@ class SimulatedWorker:
 
     def _make_room(self, num_pages: int | None, tokens: dict[str, int]) -> list[JobOutcome]:
         running: Any = list(self.jobs.values())
-        leaving: Any = without_room(running, num_pages)
+        leaving: Any = CacheRoom(num_pages).without_room(running)
         if leaving:
             self.reserve.keep_to(len(running) - len(leaving))
         for job in leaving:
@@ -125,8 +125,8 @@ class SimulatedWorker:
         youngest = max(job.assignment.seniority for job in staying)
         assert all(job.assignment.seniority > youngest for job in leaving), "an older job had to leave"
         if leaving or len(staying) > 1:
-            assert num_pages is None or len(staying) == 1 or JobSizes().num_pages(staying) <= num_pages
-        self.most_pages = max(self.most_pages, JobSizes().num_pages(staying))
+            assert num_pages is None or len(staying) == 1 or CacheRoom().num_taken(staying) <= num_pages
+        self.most_pages = max(self.most_pages, CacheRoom().num_taken(staying))
         return [job.outcome("evicted") for job in leaving]
 
     def _advance(self) -> list[SimulatedJob]:

@@ -17,7 +17,7 @@ from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.kv_offload import OffloadedKVCache
+from swiftbatch.worker.kv.kv_offload import offloaded_cache
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.kernel_parts import needs_kernels, random_tree
@@ -75,7 +75,7 @@ def rows_of(forwards: Forwards, num_entries: int, num_nodes: int, seed: int, is_
     numbers, shape = random.Random(seed), forwards.cache_shape
     noise = torch.Generator().manual_seed(seed)
     full = FullKVCache(shape, num_entries)
-    full._buffer[:] = torch.randn(full._buffer.shape, generator=noise).to(shape.dtype)
+    full.rows.buffer[:] = torch.randn(full.rows.buffer.shape, generator=noise).to(shape.dtype)
     full.advance(num_entries)
     bias = np.linspace(-2, 4, num_entries * 2 // 3, dtype=np.float32) if is_biased else None
     cache = everything_of(shape, full, bias)
@@ -135,9 +135,9 @@ def test_the_deepest_tree_fits_behind_any_number_of_entries(both: tuple[Forwards
 
 def test_a_bias_of_the_logarithm_of_three_weighs_as_three_equal_entries(forwards: Forwards) -> None:
     thrice = read(forwards, 72)
-    thrice._buffer[..., :72, :] = thrice._buffer[..., :24, :].repeat(1, 1, 1, 3, 1)
+    thrice.rows.buffer[..., :72, :] = thrice.rows.buffer[..., :24, :].repeat(1, 1, 1, 3, 1)
     once = read(forwards, 24)
-    once._buffer[..., :24, :] = thrice._buffer[..., :24, :]
+    once.rows.buffer[..., :24, :] = thrice.rows.buffer[..., :24, :]
     bias = np.full(24, math.log(3), dtype=np.float32)
     shape, tree = forwards.cache_shape, DraftTree.chain([4, 8])
     caches = [everything_of(shape, thrice), everything_of(shape, once, bias), everything_of(shape, once)]
@@ -182,7 +182,7 @@ def test_a_cache_that_comes_layer_by_layer_gives_the_same_queries(
 ) -> None:
     forwards = loaded["native", dtype]
     expected = forwards.queries(read(forwards, 130), 11)
-    cache = OffloadedKVCache(forwards.cache_shape, 200, str(tmp_path))
+    cache = offloaded_cache(forwards.cache_shape, 200, str(tmp_path))
     while cache.length < 130:
         forwards.read(cache, tokens(forwards.vocab_size)[cache.length : 130])
     assert torch.equal(forwards.queries(cache, 11), expected)

@@ -20,7 +20,6 @@ from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import NUM_STEPS
-from swiftbatch.worker.kv.recurrent_cache import RecurrentCache
 from swiftbatch.worker.model.supported_models import RECURRENT_ARCHITECTURES
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.kernel_parts import path_to
@@ -50,10 +49,8 @@ def target() -> TargetModel:
     return tiny_target("qwen3_5_text")
 
 
-def caches(target: TargetModel) -> tuple[RecurrentCache, RecurrentCache]:
+def caches(target: TargetModel) -> tuple[FullKVCache, FullKVCache]:
     ours, plain = target.new_cache(900), target.new_cache(900)
-    assert isinstance(ours, RecurrentCache)
-    assert isinstance(plain, RecurrentCache)
     return ours, plain
 
 
@@ -64,9 +61,9 @@ def decode(target: TargetModel, cache: FullKVCache, token_id: int) -> torch.Tens
     return outputs.logits[0]
 
 
-def assert_same_states(ours: RecurrentCache, plain: RecurrentCache) -> None:
+def assert_same_states(ours: FullKVCache, plain: FullKVCache) -> None:
     assert ours.length == plain.length
-    for one, other in zip(ours.recurrent, plain.recurrent, strict=True):
+    for one, other in zip(ours.layer_states.layers, plain.layer_states.layers, strict=True):
         assert torch.equal(one.state, other.state)
         assert torch.equal(one.at(ours.length - ours.boundary).inputs, other.at(plain.length - plain.boundary).inputs)
         assert one.inputs.abs().max() > 0
@@ -167,7 +164,7 @@ def read(target: TargetModel, cache: FullKVCache, end: int) -> None:
 
 def test_a_cache_that_may_return_goes_on_from_states_that_it_has_kept(target: TargetModel) -> None:
     ours, plain = caches(target)
-    ours.expect_returns(100)
+    ours.retain(-100)
     read(target, ours, 300)
     ours.roll_back(150)
     assert ours.length == 2 * BLOCK
@@ -183,7 +180,7 @@ def test_a_cache_that_may_return_goes_on_from_states_that_it_has_kept(target: Ta
 def test_a_copy_goes_on_as_a_cache_that_has_read_the_same(target: TargetModel, length: int, expected: int) -> None:
     """The copy goes on from what was kept in time, or from a boundary that is not far."""
     source, ours, plain = target.new_cache(900), *caches(target)
-    source.expect_copies(140)
+    source.retain(0, 140)
     read(target, source, length)
     end = source.copyable_end(min(length, 255 if expected == 192 else 140))
     assert end == expected

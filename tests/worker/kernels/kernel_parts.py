@@ -294,8 +294,8 @@ def cache_shape(shape: Shape) -> CacheShape:
 def random_cache(shape: Shape, length: int, room: int = 64) -> FullKVCache:
     """`length` committed positions of noise; NaN in every slot that nobody has written."""
     cache = FullKVCache(cache_shape(shape), length + room)
-    cache._buffer[..., :length, :] = noise(shape)[..., :length, :]
-    cache._buffer[..., length:, :] = float("nan")
+    cache.rows.buffer[..., :length, :] = noise(shape)[..., :length, :]
+    cache.rows.buffer[..., length:, :] = float("nan")
     cache.advance(length)
     return cache
 
@@ -305,7 +305,7 @@ def coded_cache(shape: Shape, kv_dtype: KVDtype, length: int, room: int = 64) ->
     cache = FullKVCache(dataclasses.replace(cache_shape(shape), kv_dtype=kv_dtype), length + room)
     cache.clear()
     if length:
-        cache._buffer[..., :length, :] = cache.shape.kept(noise(shape)[..., :length, :])
+        cache.rows.buffer[..., :length, :] = cache.shape.kept(noise(shape)[..., :length, :])
     cache.advance(length)
     return cache
 

@@ -46,7 +46,7 @@ def rows_of(number: int, dtype: torch.dtype) -> Tensor:
 def twin_of(cache: FullKVCache) -> FullKVCache:
     """A cache of the numbers that another one's rows stand for."""
     shape = dataclasses.replace(cache.shape, kv_dtype=None)
-    twin = FullKVCache(shape, cache._buffer.shape[-2], cache.shape.numbers(cache._buffer))
+    twin = FullKVCache(shape, cache.rows.buffer.shape[-2], cache.shape.numbers(cache.rows.buffer))
     twin.advance(cache.length)
     return twin
 
@@ -116,7 +116,7 @@ def test_a_row_of_a_tree_sees_its_own_key_as_later_rows_do(variant: str, kv_dtyp
 def test_scanned_codes_have_the_bits_of_scanned_numbers(kv_dtype: KVDtype, dtype: torch.dtype) -> None:
     codes, numbers = Text(dtype=dtype), Text(dtype=dtype)
     codes.keep(dataclasses.replace(codes.shape, kv_dtype=kv_dtype))
-    numbers.full._buffer[:] = codes.full.shape.numbers(codes.full._buffer)
+    numbers.full.rows.buffer[:] = codes.full.shape.numbers(codes.full.rows.buffer)
     numbers.keep(numbers.shape)
     query = queries(codes)
     assert torch.equal(codes.attend(query, 64, VARIANTS[0]), numbers.attend(query, 64, VARIANTS[0]))

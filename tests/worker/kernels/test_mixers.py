@@ -15,8 +15,7 @@ from swiftbatch.worker.kernels.decoder_weights import DecoderWeights
 from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentSizes, RecurrentWeights
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
 from swiftbatch.worker.kernels.quantized_weights import Linear, PackedLinear
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
-from swiftbatch.worker.kv.recurrent_cache import RecurrentCache, new_cache_of
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache, new_cache_of
 from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, Shape, needs_kernels, random_weights
 from tests.worker.kernels.quantized_parts import random_packed
 
@@ -63,10 +62,8 @@ def weights(name: str, dtype: torch.dtype = FLOAT32, packs: bool = False, unpack
     return dataclasses.replace(plain, sizes=whole, layers=[mixing, gated])
 
 
-def new_cache(made: DecoderWeights) -> RecurrentCache:
-    cache = new_cache_of(CacheShape.of(made, torch.device("cpu")), 300)
-    assert isinstance(cache, RecurrentCache)
-    return cache
+def new_cache(made: DecoderWeights) -> FullKVCache:
+    return new_cache_of(CacheShape.of(made, torch.device("cpu")), 300)
 
 
 def outputs(made: DecoderWeights, variant: str, num_threads: int = 1) -> Tensor:
@@ -83,7 +80,7 @@ def outputs(made: DecoderWeights, variant: str, num_threads: int = 1) -> Tensor:
         for cache in caches:
             cache.commit([0] if size else [])
         found.append(hidden)
-    found += [layer.state.flatten(1) for cache in caches for layer in cache.recurrent if layer.state.numel()]
+    found += [layer.state.flatten(1) for cache in caches for layer in cache.layer_states.layers if layer.state.numel()]
     return torch.cat([each.float().flatten() for each in found if each is not None])
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftbatch.worker.forward.tile_packing import tree_rows
+from swiftbatch.worker.kv.cache_rows import bits_of
 from swiftbatch.worker.sampling.draft_tree import ROOT
 from tests.worker.kernels.kernel_parts import (
     BF16,
@@ -99,7 +100,12 @@ def test_all_instruction_sets_without_products_of_bf16_give_the_same_bits(dtype:
         lengths = (0, 300) if shape.group > 2 else (0, 300, 2090)
         for variant in VARIANTS if dtype == FLOAT32 else F32_VARIANTS:
             groups = [chain(random_cache(shape, length), list(range(1, 8))) for length in lengths]
-            outputs.append((*whole(native(shape, variant).forward(groups)), *(group.cache._bits() for group in groups)))
+            outputs.append(
+                (
+                    *whole(native(shape, variant).forward(groups)),
+                    *(bits_of(group.cache.rows.buffer) for group in groups),
+                )
+            )
         for other in outputs[1:]:
             for mine, its in zip(outputs[0], other, strict=True):
                 assert torch.equal(mine.nan_to_num(), its.nan_to_num())

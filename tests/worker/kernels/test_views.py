@@ -164,7 +164,7 @@ def test_blocks_that_no_row_sees_are_never_read(variant: str) -> None:
     for shape in SHAPES:
         cache, inputs, view = random_cache(shape, 2304), random_inputs(shape, 30), view_of(shape, 100)
         want = attend([chain(cache, [0] * 30)], inputs, view, variant)
-        cache._buffer[..., : 2304 - 128, :] = float("nan")
+        cache.rows.buffer[..., : 2304 - 128, :] = float("nan")
         assert torch.equal(attend([chain(cache, [0] * 30)], inputs, view, variant), want)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.kv_offload import OffloadedArena, OffloadedSlotCache, Streams, Visit
+from swiftbatch.worker.kv.kv_offload import OffloadedArena, RingRows, Streams, Visit
 from tests.worker.kv.cache_parts import rows_of, shape
 from tests.worker.kv.lazy_stream import LazyStream
 
@@ -75,14 +75,15 @@ class RingForwards:
                 cache.commit(path)
 
     def _written(self, pair: Pair, first_entry: int, num_rows: int) -> Written:
-        assert isinstance(pair.ours, OffloadedSlotCache)
+        ours = pair.ours.rows
+        assert isinstance(ours, RingRows)
         rows, expected = [], []
         for layer in range(self.shape.num_layers):
             before = torch.stack(pair.theirs.layer(layer))
             expected.append(before[:, :, :first_entry].clone())
             rows.append(torch.stack(rows_of(self.shape, num_rows)))
             pair.theirs.write(layer, first_entry, *rows[-1])
-        return Written(pair.ours.visit(first_entry, first_entry + num_rows), first_entry, rows, expected)
+        return Written(ours.visit(first_entry, first_entry + num_rows, pair.ours.length), first_entry, rows, expected)
 
     def _compute(self, layer: int, written: list[Written]) -> None:
         side = self.arena.buffer[layer % len(self.arena.buffer)]

@@ -40,7 +40,7 @@ class Text:
     def keep(self, kept: CacheShape) -> None:
         """Keep the text's rows as a cache of this shape does."""
         full = FullKVCache(kept, LENGTH)
-        full._buffer[:] = kept.kept(self.full._buffer)
+        full.rows.buffer[:] = kept.kept(self.full.rows.buffer)
         full.advance(LENGTH)
         self.full, self.entries = full, everything_of(kept, full.prefix(NUM_ENTRIES))
 

@@ -13,7 +13,8 @@ from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.forward_backend import load_transformers
 from swiftbatch.worker.forward.native_forwards import NativeForwards
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.worker.drafters.drafter_parts import free_rows
@@ -35,7 +36,7 @@ class SlottedTarget(TargetModel):
         self.arena.buffer.fill_(torch.nan)
         return self.arena
 
-    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> ArenaKVCache:
+    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> FullKVCache:
         return self.arena.new_cache(max_length)
 
 

@@ -15,8 +15,8 @@ from swiftbatch.worker.kv import offload_hosts as cache_hosts
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.kv.kv_capacity import PoolSize
-from swiftbatch.worker.kv.kv_offload import OffloadedArena, OffloadedKVCache, Streams
-from swiftbatch.worker.kv.paged_arena import KVArena, PagedArena
+from swiftbatch.worker.kv.kv_offload import OffloadedArena, Streams, offloaded_cache
+from swiftbatch.worker.kv.paged_arena import KVArena
 from tests.worker.kv.cache_parts import MAX_LENGTH, held, rows_of, shape, use_small_blocks, write
 from tests.worker.kv.lazy_stream import LazyStream
 
@@ -70,17 +70,17 @@ class TestEveryCache:
         if kind == "device":
             return lambda shape: FullKVCache(shape, MAX_LENGTH)
         if kind in STAGING:
-            arena = KVArena(shape, 3, MAX_LENGTH + 100, STAGING[kind](shape))
+            arena = KVArena(shape, 3, MAX_LENGTH + 100, staging=STAGING[kind](shape))
             arena.buffer.fill_(math.nan)
             return lambda shape: arena.new_cache(MAX_LENGTH)
         if kind == "pages":
-            pages = PagedArena(shape, 3, MAX_LENGTH, PoolSize(NUM_PAGES, MAX_LENGTH // 8))
+            pages = KVArena(shape, 3, MAX_LENGTH, PoolSize(NUM_PAGES, MAX_LENGTH // 8))
             return lambda shape: pages.new_cache(MAX_LENGTH)
         if kind in STREAMS:
             offloaded = OffloadedArena(shape, 3, MAX_LENGTH + 100, STREAMS[kind](shape.device))
             offloaded.buffer.fill_(math.nan)
             return lambda shape: offloaded.new_cache(MAX_LENGTH)
-        return lambda shape: OffloadedKVCache(shape, MAX_LENGTH, str(tmp_path))
+        return lambda shape: offloaded_cache(shape, MAX_LENGTH, str(tmp_path))
 
     @pytest.fixture
     def cache(self, new_cache: NewCache, shape: CacheShape) -> FullKVCache:
@@ -187,7 +187,7 @@ class TestEveryCache:
 
 
 def in_a_file(sizes: CacheShape, folder: Path) -> FullKVCache:
-    return OffloadedKVCache(sizes, MAX_LENGTH, str(folder))
+    return offloaded_cache(sizes, MAX_LENGTH, str(folder))
 
 
 def in_pinned_memory(sizes: CacheShape, folder: Path) -> FullKVCache:

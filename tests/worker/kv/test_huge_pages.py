@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache, new_cache_of
 from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
-from swiftbatch.worker.kv.recurrent_cache import new_cache_of
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -21,7 +21,7 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv import kv_offload
 from swiftbatch.worker.kv import offload_hosts as cache_hosts
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
-from swiftbatch.worker.kv.kv_offload import OffloadedKVCache
+from swiftbatch.worker.kv.kv_offload import offloaded_cache
 from swiftbatch.worker.kv.offload_hosts import FileHost
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
@@ -133,68 +133,68 @@ def test_memory_holds_two_layers_however_long_the_text(
         monkeypatch.setattr(module, "BLOCK_POSITIONS", 1024)
     sizes, length = offloading.cache_shape, 60_000
     before = reset_peak()
-    cache = OffloadedKVCache(sizes, length + 100, str(tmp_path))
+    cache = offloaded_cache(sizes, length + 100, str(tmp_path))
     num_file_bytes = length * sizes.bytes_per_position()
     cache.advance(length)
     for _ in range(3):
         write(cache, sizes, 1)
         cache.commit([])
     assert peak_bytes() - before < 0.4 * num_file_bytes  # two of eight layers, and the newest rows
-    assert resident_bytes(cache._host.rows) < 0.1 * num_file_bytes
+    assert resident_bytes(cache.rows.host.rows) < 0.1 * num_file_bytes
 
 
 def test_a_loaded_cache_does_not_stay_in_memory(offloading: TargetModel, tmp_path: Path) -> None:
     sizes = offloading.cache_shape
-    cache = OffloadedKVCache(sizes, 20_000, str(tmp_path))
+    cache = offloaded_cache(sizes, 20_000, str(tmp_path))
     kv = np.ones((2 * sizes.num_layers * sizes.num_kv_heads, 2000, sizes.head_dim), np.uint16)
     for _ in range(10):
         cache.load(kv)
-    assert resident_bytes(cache._host.rows) < 0.1 * 20_000 * sizes.bytes_per_position()
+    assert resident_bytes(cache.rows.host.rows) < 0.1 * 20_000 * sizes.bytes_per_position()
     assert (cache.kv(0, 20_000) == 1).all()
 
 
 def test_what_draft_caches_and_checkpoints_read_does_not_stay_in_memory(tmp_path: Path) -> None:
     sizes = shape(3)
-    cache = OffloadedKVCache(sizes, MAX_LENGTH, str(tmp_path))
+    cache = offloaded_cache(sizes, MAX_LENGTH, str(tmp_path))
     write(cache, sizes, 900)
     cache.advance(900)
     write(cache, sizes, 1)
-    num_before = resident_bytes(cache._host.rows)
+    num_before = resident_bytes(cache.rows.host.rows)
     cache.kv(0, 900).sum()
-    assert resident_bytes(cache._host.rows) > num_before
+    assert resident_bytes(cache.rows.host.rows) > num_before
     for _ in range(2):
         write(cache, sizes, 1)
     held(cache, sizes)
-    assert resident_bytes(cache._host.rows) <= num_before
+    assert resident_bytes(cache.rows.host.rows) <= num_before
 
 
 def test_whoever_reads_layer_by_layer_holds_one_layer_in_memory(tmp_path: Path) -> None:
     sizes = shape(6)
-    cache = OffloadedKVCache(sizes, 20_000, str(tmp_path))
+    cache = offloaded_cache(sizes, 20_000, str(tmp_path))
     write(cache, sizes, 20_000)
     cache.advance(20_000)
     write(cache, sizes, 1)
     for layer in range(6):
         assert sum(float(part.float().sum()) for part in cache.stored(layer))
-    assert resident_bytes(cache._host.rows) < 1.5 / 6 * 20_000 * sizes.bytes_per_position()
+    assert resident_bytes(cache.rows.host.rows) < 1.5 / 6 * 20_000 * sizes.bytes_per_position()
 
 
 def test_a_killed_process_leaves_nothing_and_the_space_is_taken_at_once(tmp_path: Path) -> None:
     before = os.statvfs(tmp_path)
-    cache = OffloadedKVCache(shape(3), 100_000, str(tmp_path))
+    cache = offloaded_cache(shape(3), 100_000, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
     after = os.statvfs(tmp_path)
-    num_bytes = cache._host.rows.numel() * 2
+    num_bytes = cache.rows.host.rows.numel() * 2
     assert (before.f_bavail - after.f_bavail) * before.f_frsize > 0.5 * num_bytes  # other programs write, too
 
 
 def test_a_cache_that_ended_leaves_no_open_file(tmp_path: Path) -> None:
     sizes = shape(3)
-    cache = OffloadedKVCache(sizes, MAX_LENGTH, str(tmp_path))
+    cache = offloaded_cache(sizes, MAX_LENGTH, str(tmp_path))
     write(cache, sizes, 1)
     held(cache, sizes)
     assert _num_open_files(tmp_path)
-    brings = cache._layers._thread
+    brings = cache.rows._layers._thread
     del cache
     brings.shutdown()  # it may still bring what it was last asked for
     gc.collect()
@@ -210,7 +210,7 @@ def test_blocks_are_on_the_disk_before_they_are_read_and_once_is_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, calls = shape(3), []
-    cache = OffloadedKVCache(sizes, MAX_LENGTH, str(tmp_path))
+    cache = offloaded_cache(sizes, MAX_LENGTH, str(tmp_path))
     write(cache, sizes, 300)
     cache.advance(300)
     for name in ("fdatasync", "preadv"):
@@ -235,7 +235,7 @@ def test_a_disk_that_fails_is_no_silent_matter(tmp_path: Path, monkeypatch: pyte
         raise OSError(5, "Input/output error")
 
     sizes = shape(3)
-    cache = OffloadedKVCache(sizes, MAX_LENGTH, str(tmp_path))
+    cache = offloaded_cache(sizes, MAX_LENGTH, str(tmp_path))
     write(cache, sizes, 300)
     cache.advance(300)
     monkeypatch.setattr(os, "preadv", fail)

@@ -9,7 +9,7 @@ import torch
 
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import KVRoomError, PoolSize
-from swiftbatch.worker.kv.paged_arena import PagedArena, PagedKVCache
+from swiftbatch.worker.kv.paged_arena import KVArena
 from tests.worker.kv.cache_parts import shape, use_side_by_side, write
 
 LENGTH, PAGE, NUM_PAGES = 500, 64, 24
@@ -17,23 +17,22 @@ SENTINEL = 7.0
 
 
 @pytest.fixture
-def arena() -> PagedArena:
-    arena = PagedArena(shape(2), 3, LENGTH, PoolSize(NUM_PAGES, PAGE))
+def arena() -> KVArena:
+    arena = KVArena(shape(2), 3, LENGTH, PoolSize(NUM_PAGES, PAGE))
     arena.buffer.fill_(SENTINEL)
     random.Random(0).shuffle(arena.pool._free)
     return arena
 
 
-def cache_of(arena: PagedArena, num_positions: int) -> PagedKVCache:
+def cache_of(arena: KVArena, num_positions: int) -> FullKVCache:
     cache = arena.new_cache(LENGTH)
-    assert isinstance(cache, PagedKVCache)
     write(cache, arena.shape, num_positions)
     cache.advance(num_positions)
     return cache
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_any_use_gives_the_rows_of_a_cache_alone_and_touches_no_other_page(arena: PagedArena, seed: int) -> None:
+def test_any_use_gives_the_rows_of_a_cache_alone_and_touches_no_other_page(arena: KVArena, seed: int) -> None:
     before, ours, theirs = cache_of(arena, 100), arena.new_cache(LENGTH), FullKVCache(arena.shape, LENGTH)
     kept = before.kv(0, 100)
     use_side_by_side(ours, theirs, LENGTH, random.Random(seed), num_steps=40)
@@ -44,7 +43,7 @@ def test_any_use_gives_the_rows_of_a_cache_alone_and_touches_no_other_page(arena
     assert sorted([*unused, *ours.pages, *before.pages]) == list(range(NUM_PAGES)), "no page has two owners"
 
 
-def test_pages_are_taken_as_positions_come_and_given_back_as_they_go(arena: PagedArena) -> None:
+def test_pages_are_taken_as_positions_come_and_given_back_as_they_go(arena: KVArena) -> None:
     cache = cache_of(arena, 65)
     assert (len(cache.pages), arena.pool.num_free) == (2, NUM_PAGES - 2)
     assert arena.pages.numbers[cache.slot, :2].tolist() == cache.pages
@@ -62,7 +61,7 @@ def test_pages_are_taken_as_positions_come_and_given_back_as_they_go(arena: Page
     assert (arena.pool.num_free, arena.num_free) == (NUM_PAGES, 3)
 
 
-def test_a_job_that_finds_no_page_is_told_so_and_the_others_keep_theirs(arena: PagedArena) -> None:
+def test_a_job_that_finds_no_page_is_told_so_and_the_others_keep_theirs(arena: KVArena) -> None:
     first, second, third = (cache_of(arena, length) for length in (LENGTH, LENGTH, 8 * PAGE - 10))
     assert arena.pool.num_free == 0
     third.length = 8 * PAGE
@@ -74,7 +73,7 @@ def test_a_job_that_finds_no_page_is_told_so_and_the_others_keep_theirs(arena: P
     assert len(third.pages) == 9
 
 
-def test_whole_pages_of_a_text_that_two_jobs_begin_with_are_there_once(arena: PagedArena) -> None:
+def test_whole_pages_of_a_text_that_two_jobs_begin_with_are_there_once(arena: KVArena) -> None:
     source, other = cache_of(arena, 200), arena.new_cache(LENGTH)
     other.copy_from(source, 150)
     assert list(other.pages[:2]) == source.pages[:2]
@@ -93,7 +92,7 @@ def test_whole_pages_of_a_text_that_two_jobs_begin_with_are_there_once(arena: Pa
 
 
 @pytest.mark.parametrize("who", ["the source", "the other"])
-def test_who_goes_back_into_a_page_of_several_writes_into_one_of_its_own(arena: PagedArena, who: str) -> None:
+def test_who_goes_back_into_a_page_of_several_writes_into_one_of_its_own(arena: KVArena, who: str) -> None:
     source, other = cache_of(arena, 200), arena.new_cache(LENGTH)
     other.copy_from(source, 150)
     back, stays = (source, other) if who == "the source" else (other, source)
@@ -108,7 +107,7 @@ def test_who_goes_back_into_a_page_of_several_writes_into_one_of_its_own(arena: 
     assert (back.kv(0, 100) == before).all()
 
 
-def test_who_goes_back_into_a_page_of_several_and_finds_none_free_forgets_all_of_it(arena: PagedArena) -> None:
+def test_who_goes_back_into_a_page_of_several_and_finds_none_free_forgets_all_of_it(arena: KVArena) -> None:
     source, other = cache_of(arena, 200), arena.new_cache(LENGTH)
     other.copy_from(source, 2 * PAGE)
     kept = source.kv(0, 200)
@@ -121,7 +120,7 @@ def test_who_goes_back_into_a_page_of_several_and_finds_none_free_forgets_all_of
     assert arena.pool.num_free == 0, "the source has them all"
 
 
-def test_what_comes_from_elsewhere_is_loaded_and_what_does_not_fit_refused(arena: PagedArena) -> None:
+def test_what_comes_from_elsewhere_is_loaded_and_what_does_not_fit_refused(arena: KVArena) -> None:
     theirs = FullKVCache(arena.shape, LENGTH)
     write(theirs, arena.shape, 300)
     theirs.advance(300)

@@ -15,10 +15,10 @@ from swiftbatch.worker.forward.cuda.cuda_loading import MOST_SCANNED, plan_wante
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.cuda.scan_buffers import ScannedTexts, ScanScratch
 from swiftbatch.worker.kernels.scan_coding import SCAN_CHUNK
-from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, SlotsWanted, one_slot, plan_pages
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
-from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena
+from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.kv.scan_arena import scan_memory
 from swiftbatch.worker.kv.scan_cache import SHORTEST_SCANNED, ScanKVCache, ScannedKeys
 from swiftbatch.worker.kv.sparse_arena import SparseArena, arena_for
@@ -38,7 +38,7 @@ def arena() -> SparseArena:
     return arena_for(ScanKVCache, NUM_BEST, SHAPE, 2, LONGEST)
 
 
-def full_cache(seed: int) -> ArenaKVCache:
+def full_cache(seed: int) -> FullKVCache:
     """The second slot of an arena, with noise."""
     slots = KVArena(SHAPE, 2, LONGEST)
     slots.buffer.copy_(torch.randn(slots.buffer.shape, generator=torch.Generator().manual_seed(seed)))
@@ -47,7 +47,7 @@ def full_cache(seed: int) -> ArenaKVCache:
     return second
 
 
-def followed(arena: SparseArena, full: ArenaKVCache, *lengths: int) -> ScanKVCache:
+def followed(arena: SparseArena, full: FullKVCache, *lengths: int) -> ScanKVCache:
     sequence = Sequence("a", [0], SamplingParams(max_tokens=LONGEST - 1), 1)
     cache = ScanKVCache(SHAPE, NUM_BEST, sequence, arena.new_entries)
     for length in lengths:

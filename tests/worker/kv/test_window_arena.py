@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, ROW_CHOICES
+from swiftbatch.worker.kv.cache_rows import NO_PAGE
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import NUM_ASKED, HeldPositions, PagesError, PoolSize, WindowPages
-from swiftbatch.worker.kv.paged_arena import NO_PAGE
-from swiftbatch.worker.kv.sliding_window_arena import WindowArena, WindowSlotCache
+from swiftbatch.worker.kv.paged_arena import KVArena
 from tests.worker.kv.cache_parts import shape, use_side_by_side, write
 from tests.worker.kv.window_parts import spoil_free_pages
 
@@ -24,8 +24,8 @@ HELD = HeldPositions(300, 0.0)
 ROWS = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
 
 
-def arena_of(shape: CacheShape = SHAPE, num_pages: int = 40, num_window_pages: int = 20) -> WindowArena:
-    arena = WindowArena(shape, 3, LENGTH, PoolSize(num_pages, PAGE, WindowPages(num_window_pages, HELD)))
+def arena_of(shape: CacheShape = SHAPE, num_pages: int = 40, num_window_pages: int = 20) -> KVArena:
+    arena = KVArena(shape, 3, LENGTH, PoolSize(num_pages, PAGE, WindowPages(num_window_pages, HELD)))
     arena.buffer.fill_(torch.nan)
     for pool in (arena.pool, arena.windowed.pool):
         random.Random(1).shuffle(pool._free)
@@ -33,10 +33,8 @@ def arena_of(shape: CacheShape = SHAPE, num_pages: int = 40, num_window_pages: i
     return arena
 
 
-def new_cache(arena: WindowArena) -> WindowSlotCache:
-    cache = arena.new_cache(LENGTH)
-    assert isinstance(cache, WindowSlotCache)
-    return cache
+def new_cache(arena: KVArena) -> FullKVCache:
+    return arena.new_cache(LENGTH)
 
 
 def read_to(end: int, *caches: FullKVCache) -> None:
@@ -94,11 +92,11 @@ def test_paths_are_moved_in_both_pools_over_the_edges_of_pages_and_windows() -> 
 def test_what_a_checkpoint_has_still_to_write_and_what_others_copy_is_held() -> None:
     arena = arena_of()
     cache, alone = new_cache(arena), FullKVCache(replace(SHAPE, windows=()), LENGTH)
-    cache.expect_copies(130)
-    cache.expect_reads(0)
+    cache.retain(0, 130)
+    cache.retain(0)
     read_to(500, cache, alone)
     assert (cache.kv(0, 500) == alone.kv(0, 500)).all()
-    cache.end_reads(320)
+    cache.release(320)
     read_to(800, cache, alone)
     assert (cache.kv(320, 800) == alone.kv(320, 800)).all()
     assert cache.window_pages[3:5] == [NO_PAGE] * 2
@@ -116,12 +114,12 @@ def test_what_a_checkpoint_has_still_to_write_and_what_others_copy_is_held() -> 
 def test_a_cache_goes_back_as_far_as_its_rows_see_what_is_there_and_else_to_where_all_is() -> None:
     arena = arena_of()
     cache, alone = new_cache(arena), FullKVCache(replace(SHAPE, windows=()), LENGTH)
-    cache.expect_copies(100)
+    cache.retain(0, 100)
     read_to(800, cache, alone)
     cache.roll_back(800 - NUM_ASKED)
     assert cache.length == 800 - NUM_ASKED
     cache.roll_back(600)
-    assert (cache.length, cache._windowed.length) == (100, 100)
+    assert (cache.length, len(cache.pages), len(cache.window_pages)) == (100, 2, 2)
     read_to(400, cache)
     assert (cache.kv(0, 100) == alone.kv(0, 100)).all()
     assert (cache.kv(320, 400) == alone.kv(320, 400)).all()
@@ -132,11 +130,11 @@ def test_one_that_goes_back_into_a_page_that_another_has_too_gets_its_own(end: i
     """The way back ends in front of what is forgotten, or at its beginning."""
     arena = arena_of()
     one, other, alone = new_cache(arena), new_cache(arena), FullKVCache(replace(SHAPE, windows=()), LENGTH)
-    one.expect_copies(300)
+    one.retain(0, 300)
     read_to(300, one)
     read_to(600, alone)
     other.copy_from(one, 256)
-    other.expect_copies(250)
+    other.retain(0, 250)
     read_to(600, other)
     other.roll_back(end)
     assert (other.length, len(other.window_pages)) == (min(end, 250), 4)
@@ -151,19 +149,20 @@ def test_one_that_goes_back_into_a_page_that_another_has_too_gets_its_own(end: i
 def test_who_finds_no_page_in_one_of_the_pools_has_as_many_positions_in_both(pool: str) -> None:
     arena = arena_of()
     one, other = new_cache(arena), new_cache(arena)
-    one.expect_copies(300)
+    one.retain(0, 300)
     read_to(300, one)
     other.copy_from(one, 256)
     chosen = arena.pool if pool == "pool" else arena.windowed.pool
     taken = chosen.take(chosen.num_free)
     other.roll_back(200)
-    assert (other.length, other._windowed.length) == (192, 192)
+    assert (other.length, len(other.pages), len(other.window_pages)) == (192, 3, 3)
     with pytest.raises(PagesError):
         other.reserve(300)
     third = new_cache(arena)
     with pytest.raises(PagesError):
         third.copy_from(one, 210)
-    assert third.length == third._windowed.length <= 192
+    assert third.length <= 192
+    assert len(third.pages) == len(third.window_pages) == third.length // PAGE
     chosen.give_back(taken)
     kv = np.array(one.kv(0, 300))
     third.roll_back(0)
@@ -197,8 +196,8 @@ def test_a_length_that_nobody_has_written_takes_the_pages_of_a_window() -> None:
 def test_what_is_held_for_others_and_for_a_way_back_gives_way_where_pages_run_out() -> None:
     arena = arena_of(num_window_pages=9)
     cache, alone = new_cache(arena), FullKVCache(replace(SHAPE, windows=()), LENGTH)
-    cache.expect_copies(250)
-    cache.expect_returns(100)
+    cache.retain(0, 250)
+    cache.retain(-100)
     read_to(400, cache, alone)
     assert cache.copyable_end(400) >= 250
     taken = arena.windowed.pool.take(arena.windowed.num_free_pages)
@@ -213,7 +212,10 @@ def test_what_is_held_for_others_and_for_a_way_back_gives_way_where_pages_run_ou
 def test_what_the_host_has_of_a_text_comes_a_part_at_a_time_and_pages_of_another_all_at_once() -> None:
     arena = arena_of()
     one, other = new_cache(arena), new_cache(arena)
-    one.expect_copies(300)
+    one.retain(0, 300)
     read_to(300, one)
-    assert other.end_of_copy(one, 300) == 300
-    assert other.end_of_copy(FullKVCache(SHAPE, LENGTH), 300) == ROW_CHOICES[-1] < 300
+    third, alone = new_cache(arena), FullKVCache(replace(SHAPE, windows=()), LENGTH)
+    read_to(300, alone)
+    other.copy_from(one, 300)
+    third.copy_from(alone, 300)
+    assert (other.length, third.length) == (300, ROW_CHOICES[-1])

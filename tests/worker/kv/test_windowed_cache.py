@@ -18,7 +18,7 @@ from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpe
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
-from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache, new_cache_of
 from swiftbatch.worker.kv.kv_capacity import (
     FORGETS_EVERY,
     NUM_ASKED,
@@ -27,8 +27,6 @@ from swiftbatch.worker.kv.kv_capacity import (
     held_of,
     held_positions,
 )
-from swiftbatch.worker.kv.recurrent_cache import new_cache_of
-from swiftbatch.worker.kv.sliding_window_cache import WindowedKVCache
 from swiftbatch.worker.model.model_files import read_config
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kv.window_parts import EVERY, spoil_what_is_forgotten
@@ -43,10 +41,9 @@ def _forgotten_numbers_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_what_is_forgotten(monkeypatch)
 
 
-def filled(length: int, shape: CacheShape = SHAPE) -> WindowedKVCache:
+def filled(length: int, shape: CacheShape = SHAPE) -> FullKVCache:
     """A cache whose entries are their positions."""
     cache = new_cache_of(shape, 4000)
-    assert isinstance(cache, WindowedKVCache)
     extend(cache, length)
     return cache
 
@@ -87,19 +84,19 @@ def test_what_is_forgotten_is_never_given_away() -> None:
 
 def test_what_a_checkpoint_has_still_to_write_is_held() -> None:
     cache = filled(0)
-    cache.expect_reads(0)
+    cache.retain(0)
     extend(cache, 500)
     assert cache.kv(0, 500).shape[1] == 500
-    cache.end_reads(320)
+    cache.release(320)
     extend(cache, 1000)
     assert first_held(cache) == 320
-    cache.end_reads(100)
+    cache.release(100)
     assert first_held(cache) == 320
 
 
 def test_the_first_positions_are_held_for_others_that_have_the_same_tokens() -> None:
     cache = filled(0)
-    cache.expect_copies(200)
+    cache.retain(0, 200)
     extend(cache, 1000)
     assert cache.copyable_end(900) == 200
     other = new_cache_of(SHAPE, 4000)
@@ -116,8 +113,8 @@ def test_a_cache_goes_back_as_far_as_its_rows_see_what_is_there_and_else_to_wher
     extend(cache, 150)
     assert cache.kv(0, 150).max() == 149, "all is there again"
     ready = filled(0)
-    ready.expect_returns(200)
-    ready.expect_copies(100)
+    ready.retain(-200)
+    ready.retain(0, 100)
     extend(ready, 1000)
     ready.roll_back(800)
     assert ready.length == 800
@@ -128,12 +125,12 @@ def test_a_cache_goes_back_as_far_as_its_rows_see_what_is_there_and_else_to_wher
 def test_segments_that_begin_in_what_is_forgotten_make_the_cache_read_again() -> None:
     """A rewind takes the segment back that it falls into."""
     cache = filled(0)
-    cache.expect_reads(0)
-    cache.end_reads(640)
+    cache.retain(0)
+    cache.release(640)
     extend(cache, 1000)
-    cache.expect_reads(640)
+    cache.retain(640)
     assert cache.length == 1000
-    cache.expect_reads(500)
+    cache.retain(500)
     assert cache.length == 0
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.kv import sliding_window_cache
-from swiftbatch.worker.kv.sliding_window_arena import WindowArena
+from swiftbatch.worker.kv.paged_arena import KVArena
 
 EVERY = 64
 
@@ -24,7 +24,7 @@ def spoil(rows: torch.Tensor) -> None:
         rows.view(torch.uint8).fill_(255)  # their scales are NaN, too
 
 
-def spoil_free_pages(arena: WindowArena) -> None:
+def spoil_free_pages(arena: KVArena) -> None:
     """Let pages be full of NaN that no sequence has, now and whenever one is given back."""
     pool, buffer, page = arena.windowed.pool, arena.windowed.buffer, arena.page
     give_back = pool.give_back

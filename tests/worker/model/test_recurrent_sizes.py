@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import NUM_STEPS, KVRoomError, bytes_per_position, state_bytes
-from swiftbatch.worker.kv.recurrent_cache import RecurrentCache
 from swiftbatch.worker.model.layer_types import layer_types, num_attending_layers, recurrent_shape
 from swiftbatch.worker.model.supported_models import RECURRENT_ARCHITECTURES
 from tests.worker.model.kind_parts import tiny_target
@@ -37,15 +37,14 @@ def test_a_config_tells_the_sizes_that_a_model_has(kind: str) -> None:
     assert bytes_per_position(config, "float32") == target.cache_shape.bytes_per_position()
     assert state_bytes(config, "float32") == target.cache_shape.state_bytes() > 0
     cache = target.new_cache(100)
-    assert isinstance(cache, RecurrentCache)
     assert taken_by(cache) < target.cache_shape.state_bytes()
-    cache.reserve(NUM_STEPS)
+    cache.layer_states.reserve(NUM_STEPS)
     most = pytest.approx(target.cache_shape.state_bytes(), rel=0.02)  # beside the last inputs in front
     assert taken_by(cache) == most, "the largest tree takes no more than a job is counted with"
 
 
-def taken_by(cache: RecurrentCache) -> int:
-    taken = cache.recurrent
+def taken_by(cache: FullKVCache) -> int:
+    taken = cache.layer_states.layers
     tensors = [[layer.state, layer.base, layer.keys, layer.updates, layer.decays, layer.inputs] for layer in taken]
     return sum(each.nbytes for parts in tensors for each in parts)
 

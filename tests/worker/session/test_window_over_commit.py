@@ -28,8 +28,8 @@ from swiftbatch.worker.kv.kv_capacity import (
     has_window_pages,
     pages_of,
 )
-from swiftbatch.worker.kv.sliding_window_arena import WindowArena
-from swiftbatch.worker.session.backlog import JobSizes, without_room
+from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.session.backlog import CacheRoom
 from tests.worker.kv.window_parts import spoil_free_pages
 
 NUM_JOBS, NUM_FITTING, LONGEST, PAGE, WINDOW, VOCAB = 40, 6, 320, 64, 40, 8
@@ -122,9 +122,9 @@ class Worker:
     def __init__(self) -> None:
         num_pages = NUM_FITTING * pages_of(LONGEST, PAGE)
         windows = WindowPages(NUM_FITTING * pages_of(HELD.num_whole, PAGE), HELD)
-        self.arena = WindowArena(SHAPE, NUM_JOBS, LONGEST, PoolSize(num_pages, PAGE, windows))
+        self.arena = KVArena(SHAPE, NUM_JOBS, LONGEST, PoolSize(num_pages, PAGE, windows))
         spoil_free_pages(self.arena)
-        self.sizes = JobSizes(page=PAGE, windows=windows)
+        self.room = CacheRoom(num_pages, page=PAGE, windows=windows, arena=self.arena)
         self.running: dict[int, Any] = {}
         self.num_left = self.num_killed = self.num_copied = 0
 
@@ -133,7 +133,7 @@ class Worker:
         cache = self.arena.new_cache(LONGEST)
         assignment = SimpleNamespace(seniority=text.number, num_shared_tokens=text.num_shared)
         others = [job.cache for job in self.running.values() if job.text.num_shared and text.num_shared]
-        cache.expect_copies(text.num_shared)
+        cache.retain(0, text.num_shared)
         source = max(others, key=lambda each: each.copyable_end(text.num_shared), default=None)
         if text.segments:
             for kv in text.segments:
@@ -141,7 +141,7 @@ class Worker:
         elif source is not None and (end := source.copyable_end(text.num_shared)):
             cache.copy_from(source, end)
             self.num_copied += 1
-        cache.expect_reads(sum(kv.shape[1] for kv in text.segments))
+        cache.retain(sum(kv.shape[1] for kv in text.segments))
         self.running[text.number] = SimpleNamespace(
             text=text, sequence=text.token_ids, cache=cache, assignment=assignment
         )
@@ -157,14 +157,12 @@ class Worker:
         start = sum(kv.shape[1] for kv in job.text.segments)
         if job.cache.length - start >= least:
             job.text.segments.append(np.array(job.cache.kv(start, job.cache.length)))
-            job.cache.end_reads(job.cache.length)
+            job.cache.release(job.cache.length)
 
     def make_room(self) -> list[Text]:
         jobs = list(self.running.values())
         gc.collect()
-        num_pages = self.arena.num_free_pages + sum(len(job.cache.pages) for job in jobs)
-        num_windowed = self.arena.windowed.num_free_pages + sum(job.cache.num_window_pages for job in jobs)
-        leaving = without_room(jobs, num_pages, self.sizes, num_windowed)
+        leaving = self.room.without_room(jobs)
         self.num_left += len(leaving)
         return [self.leave(job.text.number, is_written=True) for job in leaving]
 
@@ -209,4 +207,4 @@ def test_forty_jobs_in_pages_for_six_have_the_tokens_that_each_has_alone() -> No
     gc.collect()
     assert worker.arena.num_free_pages == worker.arena.num_pages
     assert worker.arena.windowed.num_free_pages == worker.arena.windowed.num_pages
-    assert has_window_pages((), PAGE, worker.sizes.windows)
+    assert has_window_pages((), PAGE, worker.room.windows)

@@ -17,9 +17,9 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.worker.drafters.auto.repeated_text import RepeatingDrafter
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.kv.kv_capacity import HeldPositions, pages_of
-from swiftbatch.worker.kv.sliding_window_cache import WindowedKVCache
-from swiftbatch.worker.session.backlog import JobSizes
-from swiftbatch.worker.session.session import _held
+from swiftbatch.worker.kv.sliding_window_cache import Window
+from swiftbatch.worker.session.backlog import CacheRoom
+from swiftbatch.worker.session.session import _num_unwritten
 from tests.worker.kv.window_parts import spoil_what_is_forgotten
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (
@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> str:
     """The digest of the job where caches have forgotten nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WindowedKVCache, "_forget", lambda _: None)
+        patch.setattr(Window, "forget", lambda *_: None)
         return undisturbed_digest(tmp_path_factory.mktemp("undisturbed") / "run", model, JOB)
 
 
@@ -128,7 +128,7 @@ def test_a_loop_is_taken_back_exactly_behind_every_kill(
     job = record("fox", 230, drawn=LOOPS_OF_80, prompt=5 * BOOK)
     plain = make_run(tmp_path / "plain")
     with monkeypatch.context() as patch:
-        patch.setattr(WindowedKVCache, "_forget", lambda _: None)
+        patch.setattr(Window, "forget", lambda *_: None)
         to_the_end(session(plain, model, engine="autoregressive", checkpoint="tokens"), claimed(plain, job))
     undisturbed, num_before = looping_outcome(plain, job), len(moments)
     assert undisturbed["num_rewinds"] > 0
@@ -212,7 +212,7 @@ def test_a_worker_counts_what_its_caches_hold(tmp_path: Path, model: Path) -> No
     assert worker.held_positions is not None
     prompt = [claimed(run, JOB), replace(claimed(run, JOB), num_shared_tokens=2000)]
     jobs: list[Any] = [SimpleNamespace(sequence=range(5000), assignment=assignment) for assignment in prompt]
-    sizes = JobSizes(held=HeldPositions(1000, 0.25))
-    assert [sizes.num_pages([job]) for job in jobs] == [pages_of(1000 + 1000), pages_of(2000 + 1000 + 500)]
+    room = CacheRoom(held=HeldPositions(1000, 0.25))
+    assert [room.num_taken([job]) for job in jobs] == [pages_of(1000 + 1000), pages_of(2000 + 1000 + 500)]
     for changes in ({"engine": "triforce"}, {"checkpoint": "tokens", "keep_state": True}):
-        assert _held(worker.engine.target, replace(worker._config, **changes)) is None
+        assert _num_unwritten(replace(worker._config, **changes)) is None

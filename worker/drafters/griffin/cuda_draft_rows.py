@@ -28,7 +28,7 @@ from swiftbatch.worker.kernels.cuda.cuda_graph import Download, Upload
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena
+from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.sampling.cuda.cuda_sampler import TokenCounts
 from swiftbatch.worker.sampling.cuda.logits_kernels import update_counts
 from swiftbatch.worker.sampling.cuda.sampling_rows import (
@@ -132,14 +132,9 @@ class CudaRoom(Room):
     counts: TokenCounts  # token counts of the sequence's penalty window
 
     @classmethod
-    def of(cls, sequence: Sequence, cache: ArenaKVCache, features: torch.Tensor) -> CudaRoom:
+    def of(cls, sequence: Sequence, cache: FullKVCache, features: torch.Tensor) -> CudaRoom:
         """The slot is the cache's in all buffers; `features [num_slots, num_places, hidden]`."""
         return cls(sequence, cache, Features(features[cache.slot]), TokenCounts(sequence, cache.slot))
-
-
-def slot_of(cache: FullKVCache) -> int:
-    """A room's slot in the buffers."""
-    return cast(ArenaKVCache, cache).slot
 
 
 @dataclass(frozen=True)
@@ -166,12 +161,12 @@ class DraftLayout:
         Raises ValueError for rows that do not fit the layout.
         """
         rows, places, draws = self.parts(buffer)
-        self.rows.fill(rows, [(part.rows, slot_of(part.room.cache)) for part in parts])
+        self.rows.fill(rows, [(part.rows, part.room.cache.slot) for part in parts])
         places[:] = 0, NOWHERE
         ranked: list[SamplingRow | None] = []
         news: dict[int, tuple[Any, Any]] = {}
         for part in parts:
-            slot, start = slot_of(part.room.cache), len(ranked)
+            slot, start = part.room.cache.slot, len(ranked)
             places[start : start + len(part), 0] = np.array(part.places) + slot * self.num_places
             ranked += [None] * part.num_known
             for row, path in enumerate(part.paths, part.first):

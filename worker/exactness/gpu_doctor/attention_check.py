@@ -17,7 +17,7 @@ from swiftbatch.worker.kernels.cuda.attention_backends import ATTENTION_KERNELS,
 from swiftbatch.worker.kernels.cuda.cuda_graph import Upload
 from swiftbatch.worker.kernels.cuda.cuda_row_table import TableLayout
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
-from swiftbatch.worker.kv.paged_arena import ArenaKVCache
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-5}  # of the greatest number of a row
@@ -173,7 +173,7 @@ class OneLayer:
             found.append(weights @ values[:, : self._value_dim])
         return torch.cat(found)
 
-    def _tree(self, rng: random.Random, cache: ArenaKVCache, length: int, num_rows: int) -> SequenceRows:
+    def _tree(self, rng: random.Random, cache: FullKVCache, length: int, num_rows: int) -> SequenceRows:
         cache.length = length
         vocab = self._parts.sizes.vocab
         tree = random_tree(rng, num_rows - 1, max_tree_depth(length), vocab) if num_rows > 1 else DraftTree()

@@ -20,11 +20,12 @@ from swiftbatch.worker.kernels.cuda.cuda_graph import Capture, Work, capture
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, handed_over, stacked_weights
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
-from swiftbatch.worker.kv.full_cache import CacheShape, states_of
+from swiftbatch.worker.kv.cache_rows import states_of
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import splits_of
 from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.kv.model_sizes import read_sizes
-from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena
+from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 
@@ -55,7 +56,7 @@ class ArenaTarget(TargetModel):
         super().__init__(forwards, files)
         self.arena = forwards.arena
 
-    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> ArenaKVCache:
+    def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> FullKVCache:
         return self.arena.new_cache(max_length)
 
 

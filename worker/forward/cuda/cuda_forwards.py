@@ -29,8 +29,9 @@ from swiftbatch.worker.kernels.quantized_weights import AnyLinear, PackedLinear
 from swiftbatch.worker.kernels.rope_scaling import Rotary
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.host_copies import computing_stream
-from swiftbatch.worker.kv.kv_offload import OffloadedArena, OffloadedSlotCache, Visit
-from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena
+from swiftbatch.worker.kv.kv_offload import OffloadedArena, RingRows, Visit
+from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.recurrent_arena import SlotStates
 from swiftbatch.worker.kv.sparse_arena import RowMover, SlotEntries, SparseArena, arena_for
 from swiftbatch.worker.kv.sparse_cache import NewEntries, SparseCacheFactory
 from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
@@ -132,11 +133,11 @@ class CudaForwards:
         kernels = kernels.for_weights(weights.is_packed)
         self.num_splits, self.kernels, self.capture = num_splits, kernels, capture
         self.rows_per_forward = kernels.num_rows
+        windowed = None if arena.windowed is None else arena.windowed.place
         attention, linear = ATTENTION_KERNELS[kernels.attention], LINEAR_KERNELS[kernels.linear]
         self._decoder = CudaDecoder(
             weights, arena.buffer, arena.capacity, num_splits, linear, attention=attention, pages=arena.pages,
-            states=arena.states, num_rows=kernels.num_rows,
-            windowed=None if arena.windowed is None else (arena.windowed.buffer, arena.windowed.pages),
+            states=arena.states, num_rows=kernels.num_rows, windowed=windowed,
         )  # fmt: skip
         self._table = Upload(self._decoder.table_buffer)
         num_routed, met = sum(layer.experts is not None for layer in weights.layers), self._decoder.experts_met
@@ -233,7 +234,7 @@ class CudaForwards:
 
     def _send(self, groups: list[SequenceRows]) -> None:
         computing_stream(self.device).join()
-        caches = cast("list[ArenaKVCache]", [group.cache for group in groups])
+        caches = [group.cache for group in groups]
         placed = list[tuple[SequenceRows, int]]()
         for group, cache in zip(groups, caches, strict=True):
             cache.reserve(group.first_entry + len(group.token_ids))
@@ -246,7 +247,7 @@ class CudaForwards:
             rows = [StateRows(group, slot, cache.boundary) for (group, slot), cache in zip(placed, caches, strict=True)]
             decoder.mixers.layout.fill(buffer[decoder.layout.size :], rows)
             for group, cache in zip(groups, caches, strict=True):
-                cache.fold_to(group.boundary)
+                cast("SlotStates", cache.layer_states).fold_to(group.boundary)
         self._table.send()
 
 
@@ -321,7 +322,8 @@ def visits_of(groups: list[SequenceRows]) -> list[Visit]:
     """
     by_slot = defaultdict[int, list[Visit]](list)
     for group in groups:
-        visit = cast("OffloadedSlotCache", group.cache).visit(group.first_entry, group.first_entry + len(group))
+        end, rows = group.first_entry + len(group), cast("RingRows", group.cache.rows)
+        visit = rows.visit(group.first_entry, end, group.cache.length)
         by_slot[visit.slot].append(visit)
     return [_united(visits) for visits in by_slot.values()]
 

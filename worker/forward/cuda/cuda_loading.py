@@ -37,10 +37,8 @@ from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, HeldPositions, KVRoomError, PoolSize, held_in_windows
 from swiftbatch.worker.kv.kv_offload import OffloadedArena, Streams
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
-from swiftbatch.worker.kv.paged_arena import KVArena, PagedArena
-from swiftbatch.worker.kv.recurrent_arena import StateArena
+from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.kv.scan_arena import scan_memory
-from swiftbatch.worker.kv.sliding_window_arena import WindowArena
 from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
@@ -138,23 +136,16 @@ def planned_forwards(
 
 def arena_of(shape: CacheShape, plan: MemoryPlan, staging: Staging | None) -> KVArena:
     """The memory of caches on a GPU as planned: a pool of pages where the plan has some, or two."""
-    if plan.windows is not None or plan.num_pages:
-        paged = PagedArena if shape.recurrent is None else StateArena
-        if plan.windows is not None:
-            paged = WindowArena
-        pool = PoolSize(plan.num_pages, windows=plan.windows)
-        return paged(shape, plan.num_slots, plan.longest_job, pool, staging)
-    return KVArena(shape, plan.num_slots, plan.longest_job, staging)
+    pool = PoolSize(plan.num_pages, windows=plan.windows) if plan.num_pages else None
+    return KVArena(shape, plan.num_slots, plan.longest_job, pool, staging)
 
 
 def whole_arena(
     attention: AttentionName, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None
 ) -> KVArena:
     """Memory of caches as a kind of attention has it, where every slot's sequence has room for `max_length`."""
-    if PLANS[attention] is plan_pages:
-        paged = PagedArena if shape.recurrent is None else StateArena
-        return paged(shape, num_slots, max_length, PoolSize(num_slots * most_of_a_job(max_length)), staging)
-    return KVArena(shape, num_slots, max_length, staging)
+    pool = PoolSize(num_slots * most_of_a_job(max_length)) if PLANS[attention] is plan_pages else None
+    return KVArena(shape, num_slots, max_length, pool, staging)
 
 
 def cuda_cache_shape(

@@ -84,7 +84,7 @@ def random_rows(
     vocab = target.vocab_size
     sequence = Sequence("a", [numbers.randrange(vocab) for _ in range(12)], params, vocab)
     room, generator = rows.new_room(sequence), torch.Generator().manual_seed(length)
-    known = room.cache._buffer[..., :length, :]
+    known = room.cache.rows.buffer[..., :length, :]
     known.copy_(torch.randn(known.shape, generator=generator).to(known.dtype))
     room.cache.advance(length)
     tree = random_tree(numbers, most_rows - 1, length, vocab)

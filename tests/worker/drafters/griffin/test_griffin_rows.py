@@ -55,7 +55,7 @@ def test_kernels_and_torch_say_the_same_of_every_variant(
         rows, numbers = way(model, small_target, small_target.vocab_size), random.Random(1)
         parts = [random_rows(numbers, rows, length, small_target) for length in (0, 130)]
         found = [torch.stack([by_token(row) for row in each]) for each in rows.run(parts)]
-        written = parts[1].room.cache._buffer[..., 130 : 130 + len(parts[1]), :]
+        written = parts[1].room.cache.rows.buffer[..., 130 : 130 + len(parts[1]), :]
         outputs.append((*found, *map(regressed, parts), written))
     tolerance = TOLERANCES[str(small_target.dtype).removeprefix("torch.")]
     for ours, theirs in zip(*outputs, strict=True):

@@ -18,10 +18,8 @@ from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kv.full_cache import CacheShape
 from swiftbatch.worker.kv.host_copies import HostStream
 from swiftbatch.worker.kv.kv_capacity import PoolSize, WindowPages, pages_of
-from swiftbatch.worker.kv.kv_offload import OffloadedArena, OffloadedSlotCache, Streams
-from swiftbatch.worker.kv.paged_arena import KVArena, PagedArena, SlotLease
-from swiftbatch.worker.kv.recurrent_arena import StateArena
-from swiftbatch.worker.kv.sliding_window_arena import WindowArena
+from swiftbatch.worker.kv.kv_offload import OffloadedArena, RingRows, Streams
+from swiftbatch.worker.kv.paged_arena import KVArena, SlotLease
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -59,8 +57,7 @@ def arena_of(
     num_pages = num_pages or num_slots * pages_of(longest_job + PAGE, PAGE)
     if windows is not None:
         return window_arena_of(shape, num_slots, longest_job, num_pages, windows)
-    paged = PagedArena if shape.recurrent is None else StateArena
-    arena = paged(shape, num_slots, longest_job, PoolSize(num_pages, PAGE))
+    arena = KVArena(shape, num_slots, longest_job, PoolSize(num_pages, PAGE))
     if arena.states is not None:
         leave_unwritten(arena.states.states)
         leave_unwritten(arena.states.steps)
@@ -70,9 +67,9 @@ def arena_of(
 
 def window_arena_of(
     shape: CacheShape, num_slots: int, longest_job: int, num_pages: int, windows: WindowPages
-) -> WindowArena:
+) -> KVArena:
     """The same with a pool for layers with a window, where a page that is nobody's is full of NaN."""
-    arena = WindowArena(shape, num_slots, longest_job, PoolSize(num_pages, PAGE, windows))
+    arena = KVArena(shape, num_slots, longest_job, PoolSize(num_pages, PAGE, windows))
     spoil_free_pages(arena)
     for pool in (arena.pool, arena.windowed.pool):
         random.Random(num_pages).shuffle(pool._free)
@@ -109,10 +106,10 @@ def cuda_target(
 class UnwrittenRows(OffloadedArena):
     """Caches are full of NaN where nothing was written, on the host as well."""
 
-    def _cache(self, lease: SlotLease, max_length: int) -> OffloadedSlotCache:
-        cache = super()._cache(lease, max_length)
-        leave_unwritten(cache._rows)
-        return cache
+    def rows(self, lease: SlotLease, max_length: int) -> RingRows:
+        rows = super().rows(lease, max_length)
+        leave_unwritten(rows.host)
+        return rows
 
 
 def offloaded_target(

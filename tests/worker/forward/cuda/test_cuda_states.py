@@ -18,8 +18,8 @@ from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import max_tree_depth, tree_rows
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.model_sizes import read_sizes
-from swiftbatch.worker.kv.recurrent_arena import StateArena, StateSlotCache
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -70,18 +70,16 @@ def made(name: str, folder: Path, dtype: str = "bf16", num_slots: int = 3) -> Ta
     return cuda_target(locate_model(str(folder)), DTYPES[dtype], num_slots, LONGEST, linear)  # type: ignore[arg-type]
 
 
-def read(target: TargetModel, cache: StateSlotCache, end: int) -> None:
+def read(target: TargetModel, cache: FullKVCache, end: int) -> None:
     while cache.length < end:
         target.read(cache, (2 * TEXT)[cache.length : end])
 
 
-def caches(target: TargetModel, count: int) -> list[StateSlotCache]:
-    found = [target.new_cache(LONGEST) for _ in range(count)]
-    assert all(isinstance(cache, StateSlotCache) for cache in found)
-    return found  # type: ignore[return-value]
+def caches(target: TargetModel, count: int) -> list[FullKVCache]:
+    return [target.new_cache(LONGEST) for _ in range(count)]
 
 
-def next_logits(target: TargetModel, cache: StateSlotCache, token_id: int = 5) -> torch.Tensor:
+def next_logits(target: TargetModel, cache: FullKVCache, token_id: int = 5) -> torch.Tensor:
     """Plain decoding's of one token, which is then committed."""
     [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
     logits = outputs.logits[0].clone()
@@ -135,7 +133,7 @@ def test_states_go_through_checkpoints_copies_and_roll_backs_bit_for_bit(name: s
     target = made(name, tmp_path)
     source, ours, plain = caches(target, 3)
     read(target, plain, 70)
-    source.expect_copies(BLOCK)
+    source.retain(0, BLOCK)
     read(target, source, 140)
     expected = next_logits(target, plain)
 
@@ -165,8 +163,8 @@ def test_states_go_through_checkpoints_copies_and_roll_backs_bit_for_bit(name: s
 def test_states_are_kept_where_others_will_ask_or_a_text_goes_back(tmp_path: Path) -> None:
     target = made("LFM2", tmp_path, "fp32")
     source, ours, plain = caches(target, 3)
-    source.expect_copies(70)
-    source.expect_returns(BLOCK)
+    source.retain(0, 70)
+    source.retain(-BLOCK)
     read(target, source, 3 * BLOCK + 4)
     read(target, plain, 70)
     assert source.copyable_end(70) == BLOCK
@@ -211,7 +209,6 @@ def test_a_slot_takes_what_the_plan_counts(tmp_path: Path) -> None:
     target = made("Qwen3.5", tmp_path, num_slots=2)
     sizes, arena = read_sizes(target.files, "bfloat16"), target.forwards.arena
     assert sizes is not None
-    assert isinstance(arena, StateArena)
     assert arena.states.states.nbytes + arena.states.steps.nbytes == 2 * sizes.state_bytes
 
 

@@ -83,7 +83,7 @@ def test_every_kind_holds_in_a_slot_what_it_holds_elsewhere(kind: str) -> None:
 def test_a_cache_of_its_own_is_copied_from_as_well() -> None:
     """One that lies outside the GPU, for instance."""
     full, own = full_cache(), FullKVCache(SHAPE, LONGEST)
-    own._buffer.copy_(full._buffer)
+    own.rows.buffer.copy_(full.rows.buffer)
     ours, theirs = (PARTIAL_CACHES["summary"](SHAPE, BUDGET, text(), arena_of("summary").new_entries) for _ in range(2))
     for length in LENGTHS:
         follow(ours, own, length)

@@ -10,7 +10,7 @@ import torch
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
 from swiftbatch.worker.kv.full_cache import CacheShape
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, PoolSize
-from swiftbatch.worker.kv.paged_arena import KVArena, PagedArena
+from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.kv.sparse_arena import RowMover
 
 SHAPE = CacheShape(2, 2, 16, torch.float32, torch.device("cpu"))
@@ -33,7 +33,7 @@ class CountedGraphs:
 def test_moves_of_all_sequences_of_a_step_are_one_launch_and_leave_what_indexing_leaves(num_sequences: int) -> None:
     """More than the table takes are two."""
     graphs, numbers = CountedGraphs(), random.Random(2)
-    arenas = [PagedArena(SHAPE, num_sequences, 300, PoolSize(num_sequences * 9, 64)) for _ in range(2)]
+    arenas = [KVArena(SHAPE, num_sequences, 300, PoolSize(num_sequences * 9, 64)) for _ in range(2)]
     arenas[0].buffer.normal_(generator=torch.Generator().manual_seed(0))
     arenas[1].buffer.copy_(arenas[0].buffer)
     arenas[1].move_rows = mover = RowMover(arenas[1].buffer, graphs)
@@ -50,7 +50,7 @@ def test_moves_of_all_sequences_of_a_step_are_one_launch_and_leave_what_indexing
     assert graphs.num_replays == -(-18 * num_sequences // MAX_TREE_NODES)
     for plain, moved in zip(*caches, strict=True):
         assert plain.length == moved.length == 69
-        assert torch.equal(plain.rows_between(slice(0, 69)), moved.rows_between(slice(0, 69)))
+        assert torch.equal(plain.rows.between(slice(0, 69)), moved.rows.between(slice(0, 69)))
     caches[1][0].commit([2])  # one by itself moves at once
     assert graphs.num_replays == 1 - (-18 * num_sequences // MAX_TREE_NODES)
 

@@ -17,10 +17,10 @@ from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
+from swiftbatch.worker.kv.cache_rows import NO_PAGE
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import HeldPositions, WindowPages, pages_of
-from swiftbatch.worker.kv.paged_arena import NO_PAGE
-from swiftbatch.worker.kv.sliding_window_arena import WindowArena
+from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.session import session as worker_session
@@ -107,7 +107,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[str]:
 
 def windowed_session(
     run: Run, model: Path, num_window_pages: int, monkeypatch: pytest.MonkeyPatch, **changes: Any
-) -> tuple[WorkerSession, WindowArena]:
+) -> tuple[WorkerSession, KVArena]:
     """A worker of a GPU with so few pages of windows."""
 
     def load(files: ModelFiles, *_: Any) -> TargetModel:
@@ -119,7 +119,6 @@ def windowed_session(
         patches.setattr(worker_session, "step_costs_of", lambda target: free_rows)
         worker = session(run, model, engine="autoregressive", **changes)
     arena = worker.engine.target.forwards.arena
-    assert isinstance(arena, WindowArena)
     return worker, arena
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.kernels.cuda.kv_kernels import PADDING, move_rows, moves_of
-from swiftbatch.worker.kv.full_cache import keep_path
+from swiftbatch.worker.kv.cache_rows import keep_path
 from tests.worker.kernels.cuda.arena_parts import CAPACITY, NUM_SLOTS, any_arena, same_bits
 
 

@@ -17,9 +17,9 @@ from swiftbatch.worker.kernels.cuda.scan_buffers import TILE_ROWS, ScannedTexts,
 from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape, Scratch
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kernels.scan_coding import MOMENT_STRIDE, SCAN_CHUNK
-from swiftbatch.worker.kv.full_cache import CacheShape
+from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import PoolSize, pages_of
-from swiftbatch.worker.kv.paged_arena import ArenaKVCache, KVArena, PagedArena
+from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.kv.scan_arena import SlotKeys
 from swiftbatch.worker.kv.sparse_cache import SparseCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
@@ -56,7 +56,7 @@ class Texts:
         arena = KVArena(self.shape, len(sequences), longest)
         if page is not None:
             pool = PoolSize(len(sequences) * pages_of(longest, page), page)
-            arena = PagedArena(self.shape, len(sequences), longest, pool)
+            arena = KVArena(self.shape, len(sequences), longest, pool)
             random.Random(page).shuffle(arena.pool._free)
         self.full, self.entries, self.pages = arena.buffer.fill_(NAN), self._empty_entries(), arena.pages
         most_chunks = max(1, max(rows.num_chunks for rows in sequences))
@@ -65,7 +65,7 @@ class Texts:
         for tensor in self.texts.tensors():
             tensor.fill_(NAN if tensor.is_floating_point() else -1)
         generator = torch.Generator().manual_seed(head_dim)
-        self.caches: list[ArenaKVCache] = [arena.new_cache(longest) for _ in sequences][::-1]
+        self.caches: list[FullKVCache] = [arena.new_cache(longest) for _ in sequences][::-1]
         self.partial: list[SparseCache] = []
         for slot, rows in enumerate(sequences):
             cache = self.caches[slot]
@@ -79,7 +79,7 @@ class Texts:
         size = (1, 2, len(self.sequences), self.num_kv_heads, ENTRIES, self.shape.head_dim)
         return torch.full(size, NAN, dtype=self.shape.dtype)
 
-    def _write(self, cache: ArenaKVCache, length: int, generator: torch.Generator) -> None:
+    def _write(self, cache: FullKVCache, length: int, generator: torch.Generator) -> None:
         head_dim = self.shape.head_dim
         mixed = torch.randn(head_dim, head_dim, generator=generator) / head_dim**0.5
         noise = torch.randn(2, self.num_kv_heads, length, head_dim, generator=generator)
@@ -90,7 +90,7 @@ class Texts:
     def _place(self, slot: int, rows: Rows, generator: torch.Generator) -> None:
         """Entries, and keys and values of the rows themselves, as `rope_store` would have written them."""
         seen = self.entries[:, :, slot, :, : rows.num_entries + rows.num_rows]
-        seen[..., : rows.num_entries, :] = self.caches[slot].rows_between(slice(0, rows.num_entries))
+        seen[..., : rows.num_entries, :] = self.caches[slot].rows.between(slice(0, rows.num_entries))
         own = torch.randn(seen[..., rows.num_entries :, :].shape, generator=generator)
         seen[..., rows.num_entries :, :] = own.to(seen.dtype)
 
