@@ -1,6 +1,134 @@
-"""`python -m bench NAME [options]` from a checkout."""
+"""`python -m bench`: every benchmark is a module with `Options` and `run`, which yields records; this is all the rest.
 
-from bench.commands import main
+Options are the fields of `Options`: `num_tokens` is `--tokens`, `json_path` is `--json`, tuples are comma-separated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+import click
+from pydantic.fields import FieldInfo
+
+from bench.tables import Record, tables
+from swiftbatch.scheduler.cli import SETTINGS, OneLineErrors
+from swiftbatch.scheduler.commands.bench import decode
+from swiftbatch.scheduler.commands.options.model_options import checked
+
+ABLATIONS = {name: f"bench.{name}_ablation" for name in ("tokenswift", "triforce", "griffin")}
+MODULES = {name: f"bench.{name.replace('-', '_')}" for name in (
+    "agreement", "auto", "checkpoints", "fields", "kernels", "long", "many-jobs", "mixed", "scale", "sizing", "tail",
+)} | {"all": "bench.suite", "gpu": "bench.gpu.gpu"}  # fmt: skip
+PROGRAMS = ("digests",)  # that say themselves what they take
+
+
+class Benches(OneLineErrors):
+    """Commands by their modules, each of which is imported when it is asked for."""
+
+    modules = MODULES
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*self.modules, *self.commands])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name in self.modules:
+            return command_of(name, importlib.import_module(self.modules[name]))
+        return super().get_command(context, name)
+
+
+class Ablations(Benches):
+    modules = ABLATIONS
+
+
+def command_of(name: str, module: ModuleType) -> click.Command:
+    """The command that runs a module's benchmark with the fields of its options."""
+    fields = module.Options.model_fields
+
+    def run(is_markdown: bool, **given: Any) -> None:
+        if "num_threads" in fields and given["num_threads"] is None:
+            given["num_threads"] = len(os.sched_getaffinity(0))
+        options = checked(module.Options, {field: value for field, value in given.items() if value is not None})
+        records: list[Record] = []
+        try:
+            with _lines(given.get("json_path")) as lines:
+                for record in module.run(options):
+                    records.append(record)
+                    print(json.dumps(record, default=str), file=lines, flush=True)
+        finally:
+            if records:
+                shown = module.shown(records, options) if hasattr(module, "shown") else records
+                click.echo(tables(shown, is_markdown=is_markdown))
+
+    params: list[click.Parameter] = [option_of(*item) for item in fields.items()]
+    params.append(click.Option(["--markdown", "is_markdown"], is_flag=True, help="Print tables as Markdown."))
+    return click.Command(name, SETTINGS, run, params, help=module.run.__doc__)
+
+
+def option_of(name: str, field: FieldInfo) -> click.Option:
+    """The option of a field."""
+    said = "--" + name.removeprefix("num_").removesuffix("_path").replace("_", "-")
+    if field.annotation is bool:
+        return click.Option([said, name], is_flag=True, default=None)
+    default = field.default
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    told = "" if field.is_required() or default is None else f"[default: {shown}]"
+    return click.Option([said, name], required=field.is_required(), help=field.description or told)
+
+
+@contextlib.contextmanager
+def _lines(path: str | None) -> Iterator[IO[str]]:
+    """Where records go as they come: the file that is named, or what a terminal shows beside the tables."""
+    if path is None:
+        yield sys.stderr
+    else:
+        with Path(path).open("w", encoding="utf-8") as file:
+            yield file
+
+
+@click.group(cls=Benches, context_settings=SETTINGS, invoke_without_command=True)
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Run a benchmark, or repeat a table of a paper. Records are JSON lines, in the file of `--json` where it is named.
+
+    \b
+    Example:
+      python -m bench auto --positions 2048,16384 --slots 1,8 --text book.txt
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+    elif context.invoked_subcommand == "decode":
+        import bench.variants  # noqa: F401  then variants have names as engines do
+
+
+main.add_command(decode)
+
+
+@main.group(cls=Ablations, context_settings=SETTINGS)
+def ablation() -> None:
+    """Measure what the parts of an engine bring: tables of papers.
+
+    \b
+    Example:
+      python -m bench ablation tokenswift --table 5
+    """
+
+
+@main.command(context_settings=SETTINGS | {"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def digests(arguments: tuple[str, ...]) -> None:
+    """Digests of all tokens, to compare before and behind a change."""
+    sys.argv = ["digests", *arguments]
+    runpy.run_module("bench.digests", run_name="__main__")
+
 
 if __name__ == "__main__":
     main(prog_name="python -m bench")

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from bench.compared_caches import PARTIAL_CACHES
-from bench.variants import Temperatures
-from swiftbatch.jobs.json_records import Frozen
+from bench.options import Floats, Ints, Names, one_of
+from bench.tables import Record
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.bench_texts import BenchError, text_tokens
-from swiftbatch.worker.decode_bench import BenchOptions, Positions, check_length, read_tokens
+from swiftbatch.worker.decode_bench import BenchError, BenchOptions, check_length, read_tokens, text_tokens
 from swiftbatch.worker.forward.forward_interface import partial_rows
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
@@ -33,67 +29,50 @@ from swiftbatch.worker.sampling.sequence import Sequence
 CACHES = PARTIAL_CACHES | {"scan": ScanKVCache}
 
 
-class AgreementOptions(BenchOptions):
+class Options(BenchOptions):
     """The measurement asked for: `num_tokens` behind each of `positions`, at each temperature, for each of `caches`."""
 
-    caches: tuple[str, ...]  # name, or name:budget
-    positions: Positions
-    num_tokens: int = Field(ge=1)
-    temperatures: Temperatures
-    min_p: float = Field(ge=0.0, le=1.0)
     text: Path
-    seed: int = Field(ge=0)
-
-    @field_validator("caches")
-    @classmethod
-    def _known_caches(cls, caches: tuple[str, ...]) -> tuple[str, ...]:
-        for entry in caches:
-            name, _, budget = entry.partition(":")
-            if name not in CACHES or not budget.isdecimal() or not 0 < int(budget) < 2**20:
-                raise ValueError(f"got {entry!r}; expected one of {', '.join(CACHES)}, with a budget, as in `scan:256`")
-        return caches
+    caches: Names = ("scan:256", "summary:2048")  # name:budget
+    positions: Ints = (4096,)
+    num_tokens: int = 256
+    temperatures: Floats = (1.0,)
+    min_p: float = 0.1
+    seed: int = 0
 
 
-class AgreementRecord(Frozen):
-    """One cache at one position and temperature. `round_ms` is the median of a row's forward with it."""
+def run(options: Options) -> Iterator[Record]:
+    """Count how often the model draws the same token with a partial cache as with all keys.
 
-    cache: str
-    position: int
-    temperature: float
-    share_alike: float  # of tokens
-    round_ms: float
-    plain_ms: float  # with all keys
+    The time of a round is the median of a row's forward with that cache.
 
-
-def run_agreement_bench(
-    options: AgreementOptions, report: Callable[[str], None] = lambda line: None
-) -> list[AgreementRecord]:
-    """Measure at all positions; `report` gets a line about each. Raises BenchError, ModelError."""
-    files, highest = locate_model(options.model), options.positions[-1]
+    \b
+    Example:
+      python -m bench agreement --caches scan:256,streaming:512 --positions 16384 --text book.txt --json agreement.jsonl
+    """
+    files, highest = locate_model(options.model), max(options.positions)
+    for entry in options.caches:
+        one_of(CACHES, entry.partition(":")[0])
     check_length(files, highest, options.num_tokens)
     target = options.load(files)
-    if any(_name(entry) == "scan" for entry in options.caches) and target.forwards.team is None:
+    if any(entry.startswith("scan:") for entry in options.caches) and target.forwards.team is None:
         raise BenchError(
             f"keys are scanned by compiled kernels alone, and {files.name} runs on {target.forwards.numerics}"
         )
     text = text_tokens(options.text, files, highest)
     full = target.new_cache(highest + options.num_tokens)
-    records: list[AgreementRecord] = []
-    for position in options.positions:
-        report(f"position {position}: reading the text, then {options.num_tokens} tokens for each temperature")
+    for position in sorted(options.positions):
         read_tokens(target, full, text[:position], [])
         for temperature in options.temperatures:
-            records += _Comparison(target, options, full, text[:position], temperature).records()
+            yield from _Comparison(target, options, full, text[:position], temperature).records()
             full.roll_back(position - 1)
-        options.write({"results": [record.model_dump() for record in records]}, target)
-    return records
 
 
 class _Comparison:
     """Plain decoding behind a text; before each token, every cache draws its own."""
 
     def __init__(
-        self, target: TargetModel, options: AgreementOptions, full: FullKVCache, text: list[int], temperature: float
+        self, target: TargetModel, options: Options, full: FullKVCache, text: list[int], temperature: float
     ) -> None:
         sampling = SamplingParams(
             max_tokens=options.num_tokens,
@@ -110,19 +89,19 @@ class _Comparison:
         self._alike: dict[str, list[bool]] = {entry: [] for entry in options.caches}
         self._seconds: dict[str, list[float]] = {entry: [] for entry in (*options.caches, "")}
 
-    def records(self) -> list[AgreementRecord]:
+    def records(self) -> list[Record]:
         for _ in range(self._sequence.num_remaining_tokens):
             self._step()
         plain = statistics.median(self._seconds[""])
         return [
-            AgreementRecord(
-                cache=entry,
-                position=self._position,
-                temperature=self._sequence.sampling.temperature,
-                share_alike=float(np.mean(alike)),
-                round_ms=1000 * statistics.median(self._seconds[entry]),
-                plain_ms=1000 * plain,
-            )
+            {
+                "cache": entry,
+                "position": self._position,
+                "temperature": self._sequence.sampling.temperature,
+                "share_alike": float(np.mean(alike)),
+                "round_ms": 1000 * statistics.median(self._seconds[entry]),
+                "plain_ms": 1000 * plain,
+            }
             for entry, alike in self._alike.items()
         ]
 
@@ -154,22 +133,6 @@ class _Comparison:
             return self._target.queries(before, int(self._sequence.token_ids[position]))
 
 
-def _name(entry: str) -> str:
-    return entry.partition(":")[0]
-
-
 def _new_cache(target: TargetModel, entry: str, sequence: Sequence) -> SparseCache:
     name, _, budget = entry.partition(":")
     return CACHES[name](target.cache_shape, int(budget), sequence)
-
-
-def render(records: list[AgreementRecord]) -> Table:
-    """A table for people."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for header in ("position", "T", "cache", "drawn alike", "ms of a round", "of a plain step"):
-        table.add_column(header, justify="left" if header == "cache" else "right", no_wrap=True)
-    for record in records:
-        share = f"{record.round_ms / record.plain_ms:.0%}"
-        cells = (f"{record.position}", f"{record.temperature:g}", record.cache, f"{record.share_alike:.3f}")
-        table.add_row(*cells, f"{record.round_ms:.2f}", share)
-    return table

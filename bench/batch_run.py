@@ -5,27 +5,21 @@ from __future__ import annotations
 import json
 import random
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import click
-from pydantic import Field, ValidationError, field_validator
-
+from bench.options import JSONOptions
+from bench.tables import Record
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.jobs.run.compute_options import Dtype
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.metrics.report.attempts import Attempt, attempts_of, parsed_history
-from swiftbatch.scheduler.commands.options.model_options import DTYPE, JSON, MODEL, THREADS, all_of
-from swiftbatch.scheduler.commands.options.option_types import ANY_NUMBER
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.decode_bench import in_a_folder, write_json
-from swiftbatch.worker.drafters.catalogue import ENGINES
 
 WORDS = "river lamp seven green walked slowly over the hill and found a letter from her brother who had left in autumn"
 NUM_WORDS = 15  # of a prompt
@@ -33,40 +27,23 @@ ROOM_FOR_PROMPT = 64  # tokens, whatever the tokenizer
 SAMPLING = {"temperature": 1.0, "min_p": 0.1, "ignore_eos": True}
 LEAST_TOKENS = 4  # of a job
 
-Figures = dict[str, Any]
-Stage = Callable[[Path], Figures]
-
 
 class BatchError(UserError):
     """A batch can't be measured."""
 
 
-class BatchOptions(Frozen):
+class BatchOptions(JSONOptions):
     """A model, and by how much the lengths of the jobs are divided."""
 
     model: str = Computation.model
     engine: str = Computation.engine
     dtype: Dtype = Computation.dtype
-    scale: float = Field(ge=0.1, le=10_000)
-    num_threads: int = Field(ge=1)  # of each worker
-    json_path: Path | None = None
-
-    _in_a_folder = field_validator("json_path")(in_a_folder)
+    scale: float = 10.0
+    num_threads: int = Computation.num_threads  # of each worker
 
     def scaled(self, num_tokens: float) -> int:
         """A length of the full batch in the one that is measured."""
         return max(LEAST_TOKENS, round(num_tokens / self.scale))
-
-    def settings(self) -> dict[str, Any]:
-        """All that figures depend on, as JSON has it."""
-        return self.model_dump(mode="json", exclude={"json_path"})
-
-
-class StagesFile(Frozen):
-    """The JSON file of a batch's stages, by which a later run goes on."""
-
-    stages: dict[str, Figures]
-    settings: dict[str, Any]
 
 
 def write_lines(path: Path, lengths: Iterable[int]) -> None:
@@ -79,42 +56,12 @@ def write_lines(path: Path, lengths: Iterable[int]) -> None:
             file.write(json.dumps(line | SAMPLING) + "\n")
 
 
-def run_stages(
-    options: BatchOptions, lengths: Sequence[int], stages: dict[str, Stage], report: Callable[[str], None]
-) -> dict[str, Figures]:
-    """Measure all stages, one after the other. Figures that the JSON file has from a run that was stopped are kept.
-
-    The file is whole after every stage. Raises BatchError.
-    """
-    found = _kept(options.json_path, options.settings())
+@contextmanager
+def jobs_file_of(lengths: Iterable[int]) -> Iterator[Path]:
+    """A file of jobs of such lengths, in a folder for their runs that goes with the block."""
     with TemporaryDirectory(prefix="swiftbatch-batch-") as folder:
-        jobs_file = Path(folder) / "jobs.jsonl"
-        write_lines(jobs_file, lengths)
-        for name, stage in stages.items():
-            if name in found:
-                report(f"{name}: kept from {options.json_path}")
-                continue
-            report(f"{name}: {len(lengths):,} jobs, {sum(lengths):,} tokens")
-            found[name] = stage(jobs_file)
-            write_figures(options, found)
-    return found
-
-
-def write_figures(options: BatchOptions, found: dict[str, Figures]) -> None:
-    """Write the figures of stages with what they were measured with, where a file was named."""
-    if options.json_path is not None:
-        write_json(options.json_path, StagesFile(stages=found, settings=options.settings()).model_dump())
-
-
-def _kept(path: Path | None, settings: dict[str, Any]) -> dict[str, Figures]:
-    """The figures of stages that were measured with the same settings; none where the file has another form."""
-    if path is None:
-        return {}
-    try:
-        found = StagesFile.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        return {}
-    return found.stages if found.settings == settings else {}
+        write_lines(Path(folder) / "jobs.jsonl", lengths)
+        yield Path(folder) / "jobs.jsonl"
 
 
 @dataclass(frozen=True)
@@ -140,7 +87,7 @@ class StartedRun:
         )
         return cls(folder, process)
 
-    def figures(self) -> Figures:
+    def figures(self) -> Record:
         """Wait for its end, and measure. Raises BatchError; an interruption ends the run first."""
         try:
             told = self.process.communicate()[1]
@@ -159,7 +106,7 @@ class StartedRun:
             self.process.communicate()
 
 
-def figures_of(run: Run) -> Figures:
+def figures_of(run: Run) -> Record:
     """Measure a run that has ended, from a worker's first job to the end of all: the starts of workers stay out.
 
     Where these begin at different times, the mean counts.
@@ -192,13 +139,3 @@ def _starts_and_ends(attempts: Iterable[Attempt]) -> tuple[dict[str, float], dic
         starts[attempt.worker_id] = min(starts.get(attempt.worker_id, attempt.start), attempt.start)
         ends[attempt.worker_id] = max(ends.get(attempt.worker_id, attempt.end), attempt.end)
     return starts, ends
-
-
-BATCH = all_of(
-    MODEL,
-    click.option("--engine", type=click.Choice(list(ENGINES)), metavar="ENGINE", default=Computation.engine),
-    DTYPE,
-    click.option("--scale", type=ANY_NUMBER, default=10.0, show_default=True, help="What lengths are divided by."),
-    THREADS,
-    JSON,
-)

@@ -6,27 +6,24 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
-from rich.table import Table
 
+from bench.options import Ints
 from bench.peak_memory import peak_bytes, reset_peak
-from bench.tables import new_table
+from bench.tables import Record
 from swiftbatch.jobs.checkpoints.checkpoint_files import ResumeRecord
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import Job, JobRecord, packed
-from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunManifest
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.bench_texts import BenchError, text_tokens
-from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.decode_bench import BenchOptions, Positions, check_length, write_json
+from swiftbatch.worker.config import CheckpointSettings, Computation, EngineConfig
+from swiftbatch.worker.decode_bench import BenchError, BenchOptions, check_length, text_tokens
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.session.session import WorkerSession
 from swiftbatch.worker.session.work_messages import Assignment, Orders
@@ -135,63 +132,45 @@ class BenchWorker:
         return record
 
 
-MIB = 2**20
 SPARE_TOKENS = 1024  # the last step goes beyond what is measured: the job may not end with it
 
 
-class CheckpointBenchOptions(BenchOptions):
+class Options(BenchOptions):
     """The measurement asked for: `num_rounds` times `checkpoint_tokens` tokens behind each of `positions`."""
 
-    engine: str
-    positions: Positions
-    checkpoint_tokens: int = Field(ge=128)  # more than a step generates
-    num_rounds: int = Field(ge=1)
     text: Path
+    engine: str = Computation.engine
+    positions: Ints = (4096,)
+    checkpoint_tokens: int = CheckpointSettings.checkpoint_tokens  # between two states; more than a step generates
+    num_rounds: int = 5  # intervals measured with state and without
 
     def engine_config(self, checkpoint: Literal["tokens", "state"]) -> EngineConfig:
         fields = self.model_dump(include={"model", "engine", "dtype", "device", "num_threads", "checkpoint_tokens"})
         return EngineConfig(checkpoint=checkpoint, **fields)
 
 
-class CheckpointRecord(Frozen):
-    """Figures at one position. `overhead`: time with state over time without, less 1; the median of the rounds."""
+def run(options: Options) -> Iterator[Record]:
+    """Measure what writing state costs while a job runs, and what it saves when the job is resumed.
 
-    position: int
-    tokens_ms_per_token: float
-    state_ms_per_token: float
-    overhead: float
-    segment_bytes: int
-    num_bytes_per_token: float  # of state, drafter included
-    num_peak_bytes_above: int  # resident memory in a round with state above that of one without
-    kv_seconds: float  # from the assignment to the first new token
-    replay_seconds: float
-    has_same_tokens: bool  # of both resumes and of the worker that went on
+    `overhead` is time with state over time without, less 1; the seconds of a resume end with its first new token.
 
-
-def run_checkpoint_bench(
-    options: CheckpointBenchOptions, report: Callable[[str], None] = lambda line: None
-) -> list[CheckpointRecord]:
-    """Measure at all positions; `report` gets a line about each stage. Raises BenchError, ModelError."""
-    files = locate_model(options.model)
+    \b
+    Example:
+      python -m bench checkpoints --positions 4096,60000 --text book.txt --json checkpoints.jsonl
+    """
+    files, highest = locate_model(options.model), max(options.positions)
     num_tokens = (options.num_rounds + 3) * options.checkpoint_tokens
-    check_length(files, options.positions[-1], num_tokens)
-    text = text_tokens(options.text, files, options.positions[-1])
-    records = []
+    check_length(files, highest, num_tokens)
+    text = text_tokens(options.text, files, highest)
     for position in options.positions:
-        report(f"position {position}: reading the prompt, then {options.num_rounds} rounds with and without state")
         with tempfile.TemporaryDirectory(prefix="swiftbatch-bench-") as folder:
             prompt = TextCodec(files).decode(text[:position])
             most = min(num_tokens + SPARE_TOKENS, files.max_positions - position)
             make_run(Path(folder) / "state", options.model, prompt, most)
-            records.append(_measure(options, position, Path(folder)))
-    if options.json_path is not None:
-        settings = options.model_dump(mode="json", exclude={"json_path"})
-        document = {"results": [r.model_dump() for r in records], "settings": settings}
-        write_json(options.json_path, document)
-    return records
+            yield _measure(options, position, Path(folder))
 
 
-def _measure(options: CheckpointBenchOptions, position: int, folder: Path) -> CheckpointRecord:
+def _measure(options: Options, position: int, folder: Path) -> Record:
     first = BenchWorker(folder / "state", options.engine_config("state"))
     first.generate_to(1)
     first.drain()
@@ -210,21 +189,21 @@ def _measure(options: CheckpointBenchOptions, position: int, folder: Path) -> Ch
     outputs = {tuple(worker.output_ids[:num_tokens]) for worker in (undisturbed, *resumed)}
     for worker in (undisturbed, *resumed):
         worker.drain()  # nothing writes into the folder any more
-    return CheckpointRecord(
-        position=position,
-        tokens_ms_per_token=round(statistics.median(tokens_ms), 3),
-        state_ms_per_token=round(statistics.median(state_ms), 3),
-        overhead=round(statistics.median(s / t for t, s in zip(tokens_ms, state_ms, strict=True)) - 1, 4),
-        segment_bytes=max(path.stat().st_size for path in (folder / "state").glob("checkpoints/*/*/kv-*")),
-        num_bytes_per_token=round(preempted.num_state_bytes / (preempted.num_tokens - first.num_tokens), 1),
-        num_peak_bytes_above=round(statistics.median(s.num_peak_bytes - t.num_peak_bytes for t, s in rounds)),
-        kv_seconds=round(kv_seconds, 3),
-        replay_seconds=round(replay_seconds, 3),
-        has_same_tokens=len(outputs) == 1,
-    )
+    return {
+        "position": position,
+        "tokens_ms_per_token": statistics.median(tokens_ms),
+        "state_ms_per_token": statistics.median(state_ms),
+        "overhead": statistics.median(s / t for t, s in zip(tokens_ms, state_ms, strict=True)) - 1,
+        "segment_MiB": max(path.stat().st_size for path in (folder / "state").glob("checkpoints/*/*/kv-*")) / 2**20,
+        "bytes_per_token": preempted.num_state_bytes / (preempted.num_tokens - first.num_tokens),
+        "peak_MiB_above": statistics.median(s.num_peak_bytes - t.num_peak_bytes for t, s in rounds) / 2**20,
+        "kv_seconds": kv_seconds,
+        "replay_seconds": replay_seconds,
+        "same_tokens": len(outputs) == 1,  # of both resumes and of the worker that went on
+    }
 
 
-def _rounds(pair: list[BenchWorker], options: CheckpointBenchOptions) -> Iterator[tuple[Turn, Turn]]:
+def _rounds(pair: list[BenchWorker], options: Options) -> Iterator[tuple[Turn, Turn]]:
     """Generate one interval's tokens with both in turn, each time in the other order. Yields turns (tokens, state)."""
     half = options.checkpoint_tokens // 2  # a state falls due in the middle of a turn, and is written within it
     for worker in pair:
@@ -234,21 +213,3 @@ def _rounds(pair: list[BenchWorker], options: CheckpointBenchOptions) -> Iterato
         ordered = pair if number % 2 else pair[::-1]
         turns = {worker: worker.generate_to(num_tokens) for worker in ordered}
         yield turns[pair[0]], turns[pair[1]]
-
-
-def render(records: list[CheckpointRecord]) -> Table:
-    headers = ("position", "tokens\nms", "state\nms", "over-\nhead", "segment\nMiB", "peak\nMiB", "kv\ns", "replay\ns")
-    table = new_table("", (), (*headers, "same\ntokens"))
-    for record in records:
-        table.add_row(
-            str(record.position),
-            f"{record.tokens_ms_per_token:.2f}",
-            f"{record.state_ms_per_token:.2f}",
-            f"{record.overhead:.1%}",
-            f"{record.segment_bytes / MIB:.1f}",
-            f"{record.num_peak_bytes_above / MIB:.1f}",
-            f"{record.kv_seconds:.2f}",
-            f"{record.replay_seconds:.2f}",
-            "yes" if record.has_same_tokens else "no",
-        )
-    return table

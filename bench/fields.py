@@ -6,20 +6,24 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from pydantic import Field
-from rich.table import Table
-
-from bench.tables import new_table
-from bench.variants import EngineName, create_bench_drafter
-from swiftbatch.jobs.json_records import Frozen
+from bench.options import TextOptions
+from bench.tables import Record
+from bench.variants import BY_NAME
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.bench_texts import BenchError, own_tokens, text_tokens
 from swiftbatch.worker.constraints.thinking import Markers, Thinking, ThinkingRule
-from swiftbatch.worker.decode_bench import BenchOptions, EngineContestant, bench_slots, check_length, read_tokens
+from swiftbatch.worker.decode_bench import (
+    BenchEngine,
+    BenchError,
+    Contestant,
+    bench_slots,
+    check_length,
+    own_tokens,
+    read_tokens,
+    text_tokens,
+)
 from swiftbatch.worker.forward.step_costs import step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
@@ -67,67 +71,55 @@ def fields(num_tokens: int) -> dict[str, dict[str, Any]]:
     return {name: said | {"ignore_eos": True} for name, said in endless.items()} | structured
 
 
-class FieldBenchOptions(BenchOptions):
+class Options(TextOptions):
     """The measurement: `num_tokens` behind `position` tokens with each field, in turn, in `num_rounds` parts."""
 
-    engine: EngineName
-    position: int = Field(ge=2)
-    num_tokens: int = Field(ge=1)
-    num_rounds: int = Field(ge=1)
-    temperature: float = Field(ge=0.0, le=100.0)
-    min_p: float = Field(ge=0.0, le=1.0)
-    seed: int = Field(ge=0)
-    text: Path | None = None
+    engine: str = "autoregressive"  # one without drafts shows a field's cost best
+    position: int = 2048
+    num_tokens: int = 2000
+    num_rounds: int = 50
 
 
-class FieldRecord(Frozen):
-    """The cost of one field: medians over the rounds of a run."""
+def run(options: Options) -> Iterator[Record]:
+    """Time each field of a job line on one stream: penalties, biases, guards, log-probabilities, structures.
 
-    field: str
-    ms_per_token: float
-    ratio: float  # of its time to that of nothing set, round by round
-    tokens_per_step: float
+    All generate in turn, each its own text, and are compared with a line without any such field.
 
-
-def run_field_bench(options: FieldBenchOptions, report: Callable[[str], None] = lambda line: None) -> list[FieldRecord]:
-    """Measure all fields; `report` gets a line about each stage. Raises BenchError, ModelError."""
+    \b
+    Example:
+      python -m bench fields --tokens 4000 --json fields.jsonl
+    """
     if options.num_tokens < TOKENS_PER_ROUND * options.num_rounds:
         least = TOKENS_PER_ROUND * options.num_rounds
         raise BenchError(f"{options.num_tokens} tokens in {options.num_rounds} rounds: expected {least} or more")
-    files = locate_model(options.model)
-    check_length(files, options.position, 2 * options.num_tokens)
-    target = options.load(files, bench_slots((options.engine,), options.position + 2 * options.num_tokens))
-    report(f"text of {options.position} tokens: {options.text or 'the model goes on from a built-in prompt'}")
-    position, text = options.position, options.text
+    files, position, text = locate_model(options.model), options.position, options.text
+    check_length(files, position, 2 * options.num_tokens)
+    target = options.load(files, bench_slots((options.engine,), position + 2 * options.num_tokens))
     token_ids = text_tokens(text, files, position) if text else own_tokens(target, position)
-    contestants = dict(_contestants(options, target, files, token_ids))
-    seconds = _compete(list(contestants.values()), options, report)
-    records = [
-        FieldRecord(
-            field=name,
-            ms_per_token=1000 * statistics.median(own),
-            ratio=statistics.median(a / b for a, b in zip(own, seconds[0], strict=True)),
-            tokens_per_step=len(contestant.token_ids()) / contestant.timing.num_steps,
-        )
-        for (name, contestant), own in zip(contestants.items(), seconds, strict=True)
-    ]
-    options.write({"results": [record.model_dump() for record in records]}, target)
-    return records
+    contestants = list(_contestants(options, target, files, token_ids))
+    seconds = _compete(contestants, options)
+    for contestant, own in zip(contestants, seconds, strict=True):
+        yield {
+            "field": contestant.name,
+            "ms_per_token": 1000 * statistics.median(own),
+            "ratio": statistics.median(a / b for a, b in zip(own, seconds[0], strict=True)),
+            "tokens_per_step": len(contestant.token_ids()) / contestant.engine.counters.num_steps,
+        }
 
 
 def _contestants(
-    options: FieldBenchOptions, target: TargetModel, files: ModelFiles, token_ids: list[int]
-) -> Iterator[tuple[str, EngineContestant]]:
+    options: Options, target: TargetModel, files: ModelFiles, token_ids: list[int]
+) -> Iterator[Contestant]:
     codec, costs = TextCodec(files), step_costs_of(target)
     cache = target.new_cache(len(token_ids) + 2 * options.num_tokens)
     read_tokens(target, cache, token_ids, [])
     for name, said in fields(2 * options.num_tokens).items():
-        sampling = {"temperature": options.temperature, "min_p": options.min_p, "seed": options.seed} | said
+        sampling = options.model_dump(include={"temperature", "min_p", "seed"}) | said
         params = SamplingParams(max_tokens=2 * options.num_tokens, **sampling)
         words = codec.bad_word_ids(params.bad_words)
         sequence = Sequence(name, token_ids, params, target.vocab_size, target.device, words, _rules(codec, params))
-        drafter = create_bench_drafter(options.engine, target, costs)
-        yield name, EngineContestant(name, target, drafter, [sequence], [cache], codec.output_text)
+        drafter = BY_NAME[options.engine](target, costs, None)
+        yield Contestant(name, BenchEngine(target, drafter, codec.output_text), [sequence], [cache])
 
 
 def _rules(codec: TextCodec, params: SamplingParams) -> tuple[Rule, ...]:
@@ -137,32 +129,20 @@ def _rules(codec: TextCodec, params: SamplingParams) -> tuple[Rule, ...]:
     return (ThinkingRule(Thinking(NEVER, is_open=True), params.thinking_token_budget),)
 
 
-def _compete(
-    contestants: list[EngineContestant], options: FieldBenchOptions, report: Callable[[str], None]
-) -> list[list[float]]:
+def _compete(contestants: list[Contestant], options: Options) -> list[list[float]]:
     """Seconds per token of every contestant, `[num_contestants][num_rounds]`. They take turns in a new order each time.
 
     Raises BenchError where a text ends early: nothing could be said of its cost.
     """
     seconds: list[list[float]] = [[] for _ in contestants]
     for number in range(options.num_rounds):
-        report(f"round {number + 1} of {options.num_rounds}")
         num_tokens = options.num_tokens * (number + 1) // options.num_rounds
         for i in random.Random(number).sample(range(len(contestants)), len(contestants)):
-            before = len(contestants[i].token_ids()), contestants[i].timing.seconds
+            num_before, num_rounds = len(contestants[i].token_ids()), len(contestants[i].rounds)
             contestants[i].generate_to(num_tokens)
-            num_new = len(contestants[i].token_ids()) - before[0]
-            if num_new:
-                seconds[i].append((contestants[i].timing.seconds - before[1]) / num_new)
+            if len(contestants[i].rounds) > num_rounds:
+                num_new = len(contestants[i].token_ids()) - num_before
+                seconds[i].append(contestants[i].rounds[-1][0] / num_new)
             else:  # its drafts had run ahead: the round before counts these tokens too
                 seconds[i].append(seconds[i][-1])
     return seconds
-
-
-def render(records: list[FieldRecord]) -> Table:
-    """A table for people: a row for each field."""
-    table = new_table("", ("field",), ("ms\nper token", f"/ {NOTHING}", "tokens\nper step"))
-    for record in records:
-        figures = f"{record.ms_per_token:.3f}", f"{record.ratio:.3f}x", f"{record.tokens_per_step:.2f}"
-        table.add_row(record.field, *figures)
-    return table

@@ -1,39 +1,32 @@
-"""`python -m bench ablation griffin`: a table of the paper, whose rows are trained first and then let draft."""
+"""`python -m bench ablation griffin`: GRIFFIN's paper: what a table's rows compare is trained, then drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from itertools import product
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
-from rich.console import Group
 from transformers import AutoConfig, PreTrainedConfig
 
-from bench.ablation_arms import PromptArms, num_plain_tokens
-from bench.ablation_prompts import Prompt, read_prompt
-from bench.griffin_tables import (
-    GRIFFIN_TABLES,
-    MAX_FORWARDS,
-    NUM_ORDER_SEEDS,
-    TEMPERATURES,
-    ArmKey,
-    GriffinFigures,
-    GriffinTable,
-    Plan,
-    Results,
-    Training,
-    Variant,
-    render,
-    summary,
-)
-from bench.long import Report
+from bench.options import one_of
+from bench.prompt_arms import Prompt, PromptArms, num_plain_tokens, read_prompt
+from bench.tables import Record, only, pivot
 from bench.variants import GRIFFIN_PAPER as PAPER
-from swiftbatch.worker.bench_texts import BenchError, encode, read_text
-from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length
+from swiftbatch.scheduler.commands.options.model_options import say
+from swiftbatch.worker.decode_bench import (
+    BenchError,
+    BenchOptions,
+    Contestant,
+    bench_slots,
+    check_length,
+    digest,
+    encode,
+    read_text,
+)
 from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions, griffin
 from swiftbatch.worker.drafters.griffin.griffin_model import GriffinConfig
 from swiftbatch.worker.forward.step_costs import step_costs_of
@@ -42,6 +35,245 @@ from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.training.griffin_features import TEST
 from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE, GriffinRecipe
 from swiftbatch.worker.training.train_griffin import GriffinAccuracyRecord, griffin_folder, train_griffin
+
+FORMULA = ("row", "seed", "temperature", "tree", "tokens_per_step", "predicted", "predicted_tree", "speedup")
+TIMES = (
+    "row",
+    "seed",
+    "temperature",
+    "tree",
+    "nodes_per_step",
+    "levels_per_step",
+    "plain_verify_ms",
+    "verify_ms",
+    "level_ms",
+)
+TEMPERATURES = (0.0, 1.0)
+NUM_ORDER_SEEDS = 3  # trainings of each row of table order
+MAX_FORWARDS = 6  # of a draft, as deep as the paper's trees
+
+Plan = Literal["own", "paper"]
+"""As many nodes and levels as pay; or the paper's whole trees: 60 nodes, depth 6 (appendix C.2)."""
+
+Expansion = Literal["hidden", "double"]
+"""The sizes of the second fusion besides the target's feed-forward size: its hidden size, or twice the former."""
+
+Layout = Literal["arms", "forwards", "order"]
+"""Speed-up and accept length of every row; misaligned rates per forward; means and ranges over seeds."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One training: the name of its folder, and what it changes in `GriffinRecipe`."""
+
+    name: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    expansion: Expansion | None = None
+
+
+@dataclass(frozen=True)
+class GriffinTable:
+    """Rows as in the paper, by their labels."""
+
+    title: str
+    label_header: str
+    rows: dict[str, Variant]
+    note: str
+    layout: Layout = "arms"
+    plans: tuple[Plan, ...] = ("own", "paper")
+
+
+NO_HEAD = {"has_token_enhanced_head": False}
+NO_FUSION = {"fusion": "none"}
+NO_MASK = {"align_top_k": None}
+ONE_PASS = {"num_passes": 1, **NO_MASK}
+
+GRIFFIN = Variant("griffin")
+WITHOUT_HEAD = Variant("without-head", NO_HEAD)
+WITHOUT_FUSION = Variant("without-fusion", NO_FUSION)
+WITHOUT_BOTH = Variant("without-fusion-and-head", NO_FUSION | NO_HEAD)
+ONE_STEP = Variant("one-step", ONE_PASS)
+EAGLE_2 = Variant("eagle-2", NO_FUSION | NO_HEAD | ONE_PASS)
+HASS = Variant("hass", NO_FUSION | NO_HEAD | NO_MASK)
+
+
+def _top_k(k: int) -> Variant:
+    return Variant(f"top-k-{k}", {"align_top_k": k})
+
+
+def _steps(n: int) -> Variant:
+    return Variant(f"steps-{n}", {"num_passes": n})
+
+
+GRIFFIN_TABLES: dict[str, GriffinTable] = {
+    "1c": GriffinTable(
+        "Figure 1c: misaligned tokens per draft forward",
+        "recipe",
+        {"EAGLE-2": EAGLE_2, "HASS": HASS, "GRIFFIN": GRIFFIN},
+        "Of the drafts whose earlier tokens were right, the share whose n-th is not what the target draws.",
+        layout="forwards",
+        plans=(),
+    ),
+    "2": GriffinTable(
+        "Table 2: token-alignable training (TAT) and draft model (TAD)",
+        "method",
+        {
+            "GRIFFIN": GRIFFIN,
+            "w/o TAT": ONE_STEP,
+            "w/o TAD": WITHOUT_BOTH,
+            "w/o both (EAGLE-2)": EAGLE_2,
+            "HASS (ours, added)": HASS,
+        },
+        "Without TAT one forward is trained; without TAD the draft model is EAGLE's; HASS trains 3 without the mask.",
+    ),
+    "3": GriffinTable(
+        "Table 3: top-k of the alignment mask",
+        "top-k",
+        {"NA": Variant("top-k-na", NO_MASK), "1": _top_k(1), "3": GRIFFIN, "5": _top_k(5), "10": _top_k(10)},
+        "NA: no mask.",
+    ),
+    "4": GriffinTable(
+        "Table 4: training steps",
+        "N",
+        {"1": ONE_STEP, "2": _steps(2), "3": GRIFFIN, "4": _steps(4), "5": _steps(5)},
+        "Step n trains the n-th forward of a draft.",
+    ),
+    "5": GriffinTable(
+        "Table 5: what the first fusion is fused with once more",
+        "input",
+        {
+            "token (ours)": GRIFFIN,
+            "feature": Variant("fusion-feature", {"fusion": "feature"}),
+            "fused": Variant("fusion-fused", {"fusion": "fused"}),
+        },
+        "In place of x in equation 7: the feature F, or the first fusion h.",
+    ),
+    "6": GriffinTable(
+        "Table 6: parts of the token-guided fusion",
+        "method",
+        {
+            "GRIFFIN": GRIFFIN,
+            "ablation 1": Variant("fusion-not-expanded", {"expansion_size": 0}),
+            "ablation 2": Variant("fusion-without-token", {"fusion": "without-token"}),
+            "ablation 3": Variant("fusion-without-fused", {"fusion": "without-fused"}),
+        },
+        "1: neither up-projector nor SiLU. 2: without x in equation 7. 3: without h in equation 7.",
+    ),
+    "7": GriffinTable(
+        "Table 7: size of the expansion",
+        "expansion",
+        {
+            "hidden size": Variant("expansion-hidden", expansion="hidden"),
+            "feed-forward size (ours)": GRIFFIN,
+            "twice that": Variant("expansion-double", expansion="double"),
+        },
+        "In the target: its hidden size and that of its feed-forward layers.",
+    ),
+    "8": GriffinTable(
+        "Table 8: parts of the token-alignable draft model",
+        "method",
+        {"GRIFFIN": GRIFFIN, "w/o TEH": WITHOUT_HEAD, "w/o TGF": WITHOUT_FUSION, "w/o both": WITHOUT_BOTH},
+        "TEH: token-enhanced head. TGF: token-guided fusion.",
+    ),
+    "order": GriffinTable(
+        "Order of the parts by what they bring",
+        "method",
+        {
+            "GRIFFIN": GRIFFIN,
+            "w/o head": WITHOUT_HEAD,
+            "w/o fusion": WITHOUT_FUSION,
+            "w/o alignment": ONE_STEP,
+            "none of them (EAGLE-2)": EAGLE_2,
+        },
+        "Rows stand in the paper's order. Mean and range over trainings with other seeds; trees of 60 nodes, depth 6.",
+        layout="order",
+        plans=("paper",),
+    ),
+}
+
+
+def predicted_speedup(plain_ms: float, verify_ms: float, num_levels: float, level_ms: float, tau: float) -> float:
+    """Equation 14: t / (t + d x tbar) x tau, with `verify_ms` as the t of the denominator.
+
+    `plain_ms` is a forward of plain decoding, `level_ms` one of the draft model, of which a step has `num_levels`;
+    `tau` counts the tokens of a step.
+    """
+    return plain_ms / (verify_ms + num_levels * level_ms) * tau
+
+
+@dataclass(frozen=True)
+class Training:
+    """A draft model that is there, as one row of a table."""
+
+    row: str
+    seed: int
+    folder: Path
+    recipe: GriffinRecipe
+    accuracy: list[GriffinAccuracyRecord]  # after training, for each kind of held-out text; none where there are none
+
+
+def figures_of(pairs: list[tuple[Contestant, Contestant]]) -> Record:
+    """Figures of generations of one sequence each, with plain decoding behind the same prompts.
+
+    All counts and times begin behind the first step. In equation 14 tau is `tokens_per_step`, d `levels_per_step`, tbar
+    `level_ms` (all of drafting, shared out among them) and t `plain_verify_ms`; `predicted` takes a tree for a row.
+    """
+    generations = [generation for generation, _ in pairs]
+    total, plain = _Total.of(generations), _Total.of([plain for _, plain in pairs])
+    tau, levels = total.num_tokens / total.num_steps, total.num_levels / total.num_steps
+    level_ms = 1000 * total.draft_seconds / total.num_levels if total.num_levels else 0.0
+    return {
+        "num_tokens": total.num_tokens,
+        "num_plain_tokens": plain.num_tokens,
+        "ms_per_token": total.ms_per_token,
+        "plain_ms_per_token": plain.ms_per_token,
+        "speedup": plain.ms_per_token / total.ms_per_token,
+        "tokens_per_step": tau,
+        "nodes_per_step": total.num_nodes / total.num_steps,
+        "levels_per_step": levels,
+        "level_ms": level_ms,
+        "plain_verify_ms": plain.verify_ms,
+        "verify_ms": total.verify_ms,
+        "predicted": predicted_speedup(plain.verify_ms, plain.verify_ms, levels, level_ms, tau),
+        "predicted_tree": predicted_speedup(plain.verify_ms, total.verify_ms, levels, level_ms, tau),
+        "tokens_sha256": digest(*(generation.token_ids() for generation in generations)),
+    }
+
+
+@dataclass
+class _Total:
+    """Generations behind their first steps, added up."""
+
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_nodes: int = 0
+    num_levels: int = 0
+    seconds: float = 0.0
+    verify_seconds: float = 0.0
+    draft_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, generations: list[Contestant]) -> _Total:
+        total = cls()
+        for first, last in (generation.engine.span for generation in generations):
+            total.num_tokens += last.num_tokens - first.num_tokens
+            total.num_steps += last.num_steps - first.num_steps
+            total.num_nodes += last.num_draft_tokens - first.num_draft_tokens
+            total.num_levels += last.draft.num_levels - first.draft.num_levels
+            total.seconds += last.seconds - first.seconds
+            total.verify_seconds += last.step_seconds["verify"] - first.step_seconds["verify"]
+            total.draft_seconds += sum(last.draft.seconds.values()) - sum(first.draft.seconds.values())
+        return total
+
+    @property
+    def ms_per_token(self) -> float:
+        return 1000 * self.seconds / self.num_tokens
+
+    @property
+    def verify_ms(self) -> float:
+        """The time of verification, per step."""
+        return 1000 * self.verify_seconds / self.num_steps
+
 
 FEATURES = "features"  # beside the trainings, which share them
 
@@ -53,7 +285,6 @@ def train_variants(
     data: Path,
     work: Path,
     recipe: GriffinRecipe,
-    report: Callable[[str], None],
 ) -> list[Training]:
     """Train every row's draft model with every seed, where it is not there yet. Raises ModelError, CorpusError."""
     target = AutoConfig.from_pretrained(files.path, local_files_only=True, trust_remote_code=False)
@@ -62,8 +293,7 @@ def train_variants(
         for row, variant in rows.items():
             own = recipe_of(variant, recipe, seed, target)
             folder = work / f"{variant.name}-{seed}"
-            report(f"{row}, seed {seed}: training in {folder}")
-            train_griffin(files.name, data, folder, own, report, work / FEATURES)
+            train_griffin(files.name, data, folder, own, say, work / FEATURES)
             log = griffin_folder(folder, files.fingerprint, own).records()
             accuracy = [GriffinAccuracyRecord(**record) for record in log if record.get("when") == "after"]
             trainings.append(Training(row, seed, folder, own, accuracy))
@@ -83,69 +313,73 @@ def recipe_of(variant: Variant, base: GriffinRecipe, seed: int, target: PreTrain
 OPTIONS: dict[Plan, GriffinOptions] = {"own": GriffinOptions(), "paper": PAPER}
 
 
-class GriffinAblationOptions(BenchOptions):
+class Options(BenchOptions):
     """The table asked for, what its rows learn from, and how many tokens each arm generates behind how many prompts."""
 
-    table: str
-    data: Path
-    work: Path
-    num_steps: int = Field(default=GRIFFIN_RECIPE.num_steps, ge=1)
-    num_own_texts: int = Field(default=GRIFFIN_RECIPE.texts.num_own_texts, ge=0)
-    num_seeds: int | None = Field(default=None, ge=1)
-    seed: int = Field(ge=0)
-    text: Path | None = None
-    num_prompts: int = Field(ge=1)
-    prefill: int = Field(ge=2)
-    num_tokens: int = Field(gt=MAX_FORWARDS + 1)  # more than the first step commits
-
-    @model_validator(mode="after")
-    def _only_where_they_belong(self) -> GriffinAblationOptions:
-        layout = self.layout.layout
-        if self.num_seeds is not None and layout != "order":
-            raise ValueError(f"table {self.table}: --seeds is for table order; the others take one --seed")
-        if self.text is None and self.layout.plans:
-            raise ValueError(f"table {self.table}: its arms go on from a text; name one with --text FILE")
-        return self
-
-    @property
-    def layout(self) -> GriffinTable:
-        return GRIFFIN_TABLES[self.table]
-
-    @property
-    def seeds(self) -> range:
-        num_seeds = NUM_ORDER_SEEDS if self.layout.layout == "order" else 1
-        return range(self.seed, self.seed + (self.num_seeds or num_seeds))
+    table: str  # a name in `GRIFFIN_TABLES`
+    data: Path  # books to train on
+    work: Path  # folder of trainings, which are kept for other tables
+    num_steps: int = GRIFFIN_RECIPE.num_steps
+    num_own_texts: int = GRIFFIN_RECIPE.texts.num_own_texts
+    num_seeds: int = NUM_ORDER_SEEDS  # of table order
+    seed: int = 0
+    text: Path | None = None  # books for the prompts, unseen in training
+    num_prompts: int = 2
+    prefill: int = 2048
+    num_tokens: int = 256  # more than the first step commits
 
 
-def run_griffin_ablation(
-    options: GriffinAblationOptions, report: Report = lambda line: None, recipe: GriffinRecipe = GRIFFIN_RECIPE
-) -> Group:
-    """Train what is missing, run all arms and lay out the tables; JSON is written after each arm.
+def run(options: Options, recipe: GriffinRecipe = GRIFFIN_RECIPE) -> Iterator[Record]:
+    """Repeat a table or figure of the GRIFFIN paper: train what its rows compare, then let them draft.
 
-    `recipe` is what the trainings have in common beside the options. Raises BenchError, CorpusError, ModelError.
+    Trainings are kept in --work, one folder each, for other tables and after a kill. Every arm continues the same
+    prompts, as plain decoding does, and must give the same tokens.
+
+    \b
+    Example:
+      python -m bench ablation griffin --table 2 --data books --text test.jsonl --work griffin --json table2.jsonl
     """
-    files = locate_model(options.model)
-    prompts = _prompts(options, files)
-    _make_folders(options)
+    table, files = one_of(GRIFFIN_TABLES, options.table), locate_model(options.model)
+    prompts = _prompts(options, files) if table.plans else []
+    if table.layout == "forwards" and not any(options.data.rglob(TEST)):
+        raise BenchError(f"data {options.data}: no file matches {TEST}; figure 1c is measured on test books")
+    options.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.num_threads)  # for the trainings
-    results = Results(_train(options, files, recipe, report))
+    texts = replace(recipe.texts, num_own_texts=options.num_own_texts)
+    recipe = replace(recipe, num_steps=options.num_steps, texts=texts)
+    seeds = range(options.seed, options.seed + (options.num_seeds if table.layout == "order" else 1))
+    trainings = train_variants(table.rows, seeds, files, options.data, options.work, recipe)
+    for training in trainings:
+        yield from _accuracies(training)
+    if not prompts:
+        return
     target = options.load(files, bench_slots(["griffin"], options.prefill + options.num_tokens, options.num_prompts))
     costs = step_costs_of(target)
-    _save(options, results, target)
-    behind = [_read(options, target, prompt, number, report) for number, prompt in enumerate(prompts)]
-    for training, temperature, plan in product(results.trainings, TEMPERATURES, options.layout.plans):
-        key, drafting = ArmKey(training.row, training.seed, temperature, plan), OPTIONS[plan]
-        pairs = [arms.run(griffin(target, costs, training.folder, drafting), key.temperature) for arms in behind]
-        results.figures[key] = GriffinFigures.of(pairs)
-        report(summary(key, results.figures[key]))
-        _save(options, results, target)
-    return render(options.layout, results, _compared(options))
+    behind = [_read(options, target, prompt, number) for number, prompt in enumerate(prompts)]
+    for training, temperature, plan in product(trainings, TEMPERATURES, table.plans):
+        pairs = [arms.run(griffin(target, costs, training.folder, OPTIONS[plan]), temperature) for arms in behind]
+        key = {"table": options.table, "row": training.row, "seed": training.seed, "temperature": temperature}
+        yield key | {"tree": plan} | figures_of(pairs)
 
 
-def _prompts(options: GriffinAblationOptions, files: ModelFiles) -> list[Prompt]:
-    """Stretches from all over the text; none where no arm generates. Raises BenchError where the text is too short."""
-    if options.text is None or not options.layout.plans:
-        return []
+def _accuracies(training: Training) -> Iterator[Record]:
+    """What a training says of held-out texts: by the way of drawing, the share of drafts that are not the target's."""
+    for record in training.accuracy:
+        for way, rates in record.misaligned.items():
+            yield {
+                "row": training.row,
+                "seed": training.seed,
+                "texts": record.texts,
+                "drawn_at": way,
+                "accuracy": statistics.fmean(record.same[way]),
+                "num_rows": record.num_rows,
+            } | {f"n={n}": rate for n, rate in enumerate(rates, 1)}
+
+
+def _prompts(options: Options, files: ModelFiles) -> list[Prompt]:
+    """Stretches from all over the text. Raises BenchError where the text is too short."""
+    if options.text is None:
+        raise BenchError(f"table {options.table}: its arms go on from a text; name one with --text FILE")
     check_length(files, options.prefill, options.num_tokens)
     ids = encode(files, read_text(options.text))
     between = len(ids) // options.num_prompts
@@ -157,50 +391,48 @@ def _prompts(options: GriffinAblationOptions, files: ModelFiles) -> list[Prompt]
     return [Prompt(ids[i * between :][: options.prefill], []) for i in range(options.num_prompts)]
 
 
-def _make_folders(options: GriffinAblationOptions) -> None:
-    """Make the folders that are written to, before anything takes long. Raises BenchError."""
-    files = [path for path in (options.json_path,) if path is not None]
-    for folder in [options.work, *(path.parent for path in files)]:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BenchError(f"{folder}: cannot be made a folder: {error.strerror}; name another one") from error
-
-
-def _train(options: GriffinAblationOptions, files: ModelFiles, recipe: GriffinRecipe, report: Report) -> list[Training]:
-    if options.layout.layout == "forwards" and not any(options.data.rglob(TEST)):
-        raise BenchError(f"data {options.data}: no file matches {TEST}; figure 1c is measured on test books")
-    texts = replace(recipe.texts, num_own_texts=options.num_own_texts)
-    recipe = replace(recipe, num_steps=options.num_steps, texts=texts)
-    return train_variants(options.layout.rows, options.seeds, files, options.data, options.work, recipe, report)
-
-
-def _read(
-    options: GriffinAblationOptions, target: TargetModel, prompt: Prompt, number: int, report: Report
-) -> PromptArms:
+def _read(options: Options, target: TargetModel, prompt: Prompt, number: int) -> PromptArms:
     """Read one prompt; each prompt's arms draw with a seed of their own."""
     num_plain = num_plain_tokens(options.num_tokens, options.prefill)
-    report(
-        f"reading prompt {number + 1} of {options.num_prompts}: {options.prefill:,} tokens; each arm generates "
-        f"{options.num_tokens} behind it, in turns with plain decoding of {num_plain}"
-    )
     read = read_prompt(target, prompt, options.num_tokens)
     return PromptArms(target, [read], options.num_tokens, num_plain, options.seed + number)
 
 
-def _compared(options: GriffinAblationOptions) -> str:
-    num_plain = num_plain_tokens(options.num_tokens, options.prefill)
-    return (
-        f"Behind each of {options.num_prompts} prompts of {options.prefill:,} tokens: {options.num_tokens:,} with each "
-        f"arm, in turns with plain decoding, which said the same {num_plain:,}."
-    )
+def shown(records: list[Record], options: Options) -> Iterator[Record]:
+    """The paper's table, and what is behind it."""
+    table, arms = GRIFFIN_TABLES[options.table], [record for record in records if "tree" in record]
+    trained = [record for record in records if "drawn_at" in record]
+    yield {"words": f"{table.title}. {table.note}"}
+    if table.layout == "forwards":
+        yield from trained
+        return
+    if table.layout == "order":
+        yield from _order(table, arms, trained)
+    else:
+        cells = [each | {"arm": f"T = {each['temperature']:g} {each['tree']}"} for each in arms]
+        yield from pivot(cells, ["row"], "arm", ["speedup", "tokens_per_step"])
+    yield from only(arms, TIMES)
+    yield {
+        "words": "Speed-up by appendix H's formula, as if a tree cost what a row costs and as it does, and as measured"
+    }
+    yield from only(arms, FORMULA)
 
 
-def _save(options: GriffinAblationOptions, results: Results, target: TargetModel) -> None:
-    options.write(_documents(results), target)
-
-
-def _documents(results: Results) -> dict[str, Any]:
-    trainings = [asdict(training) | {"folder": training.folder.name} for training in results.trainings]
-    arms = [key._asdict() | {"figures": figures.model_dump()} for key, figures in results.figures.items()]
-    return {"trainings": trainings, "arms": arms}
+def _order(table: GriffinTable, arms: list[Record], trained: list[Record]) -> Iterator[Record]:
+    """Means over seeds with the least and the most, and in words whether rows come out in the paper's order."""
+    taus = {
+        (t, row): [each["tokens_per_step"] for each in arms if (each["temperature"], each["row"]) == (t, row)]
+        for t, row in product(TEMPERATURES, table.rows)
+    }
+    for (t, row), found in taus.items() if arms else ():
+        own = [each for each in trained if each["row"] == row and each["drawn_at"] == f"T {t:g}"]
+        shares = [each["accuracy"] for each in own], [each["num_rows"] for each in own]
+        figures = {"tau": statistics.mean(found), "least": min(found), "most": max(found)}
+        accuracy = statistics.fmean(*shares) if own else None
+        yield {"row": row, "temperature": t} | figures | {"accuracy": accuracy}
+    for t in TEMPERATURES if arms else ():
+        columns = list(zip(*(taus[t, row] for row in table.rows), strict=True))
+        num_held = sum(all(a > b for a, b in pairwise(column)) for column in columns)
+        by_mean = sorted(table.rows, key=lambda row: -statistics.mean(taus[t, row]))
+        words = f"T = {t:g}: tau falls in the paper's order with {num_held} of {len(columns)} seeds; by its mean: "
+        yield {"words": words + " > ".join(by_mean)}

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+import numpy as np
 
-from bench.long_figures import LongFigures, LongRecord, LongResult, Mark, PlainWindows, plot
+from bench.options import TextOptions
+from bench.tables import Record, only
 from bench.variants import TOKENSWIFT_PAPER as PAPER
-from bench.variants import EngineName, create_bench_drafter
+from bench.variants import create_bench_drafter
+from swiftbatch.jobs import sampling_params
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.bench_texts import BenchEngine, own_tokens, text_tokens
-from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length, digest, read_tokens
+from swiftbatch.worker.config import Computation
+from swiftbatch.worker.decode_bench import (
+    BenchEngine,
+    bench_slots,
+    check_length,
+    digest,
+    own_tokens,
+    read_tokens,
+    text_tokens,
+)
+from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain
 from swiftbatch.worker.drafters.tokenswift.tokenswift import (
@@ -30,13 +42,19 @@ from swiftbatch.worker.drafters.tokenswift.tokenswift import (
 )
 from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
-from swiftbatch.worker.sampling.filters import FILTERS
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Verification
 from swiftbatch.worker.session.running_job import distinct
 
+NUM_PLAIN_TOKENS = 24  # of one window
+RATES = ("speedup", "alpha", "beta", "tokens_per_step")
+COLUMNS = (
+    *("num_tokens", "total.seconds", "total.plain_seconds", *(f"total.{rate}" for rate in RATES)),
+    *("window.ms_per_token", "window.plain_ms_per_token", *(f"window.{rate}" for rate in RATES), "same_tokens"),
+)
 METERED = {"tokenswift-paper": PAPER, "tokenswift": TokenSwiftOptions()}
 NOTHING = Sources([], [])
 
@@ -101,92 +119,6 @@ def metered_drafter(
     return tokenswift(target, costs, parts_folder, options or METERED[engine], new_proposer), tally
 
 
-class LongGeneration:
-    """A prompt in the cache and what the engine says behind it. Marks and records are taken at pauses."""
-
-    def __init__(
-        self,
-        name: str,
-        target: TargetModel,
-        drafter: Drafter,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        reuse: ReuseTally | None,
-    ) -> None:
-        """`reuse` is what the drafter's n-grams bring, where it has some."""
-        self._name = name
-        self._drafter = drafter
-        self._reuse = reuse
-        self._num_draft_depth = 0
-        self.sequence = Sequence("long", prompt_ids, sampling, target.vocab_size, target.device)
-        self.cache = target.new_cache(self.sequence.max_length)
-        started = time.perf_counter()
-        read_tokens(target, self.cache, prompt_ids, [drafter])
-        self._read_seconds = time.perf_counter() - started
-        self._engine = BenchEngine(target, drafter)
-        started = time.perf_counter()
-        self._engine.start(self.sequence, self.cache)
-        self.seconds = time.perf_counter() - started  # so far, pauses left out
-        self._marks: list[Mark] = []
-        self._recorded: list[Mark] = []
-        self._records: list[LongRecord] = []
-
-    @property
-    def num_tokens(self) -> int:
-        return self.sequence.num_generated_tokens
-
-    def run_to(self, num_tokens: int) -> None:
-        """Generate until there are at least `num_tokens` tokens, and mark it."""
-        started = time.perf_counter()
-        while self.num_tokens < num_tokens:
-            for _, verification in self._engine.step():  # ends with its tokens on the host: clocks are right on a GPU
-                self._num_draft_depth += max(verification.tree.depths(), default=0)
-        self.seconds += time.perf_counter() - started
-        self._marks.append(self._mark())
-
-    def record(self, plain: PlainWindows) -> LongRecord:
-        """Figures since the record before and since the start."""
-        start = self._marks[0]
-        before, now = (self._recorded or [start])[-1], self._marks[-1]
-        self._recorded.append(now)
-        self._records.append(
-            LongRecord(
-                num_tokens=now.num_tokens,
-                window=LongFigures.between(before, now, plain),
-                total=LongFigures.between(start, now, plain),
-                distinct=distinct(self.sequence.output_ids),
-            )
-        )
-        return self._records[-1]
-
-    def result(self, plain: PlainWindows) -> LongResult:
-        output_ids = self.sequence.output_ids
-        return LongResult(
-            engine=self._name,
-            num_tokens=len(output_ids),
-            prefill_seconds=round(self._read_seconds, 3),
-            tokens_sha256=digest(output_ids),
-            records=self._records,
-            plain_windows=plain.compared(output_ids),
-            marks=self._marks,
-            plain_seconds=[round(plain.seconds(0, mark.num_tokens), 3) for mark in self._marks],
-        )
-
-    def _mark(self) -> Mark:
-        counters, draft = self._engine.counters, self._drafter.counters
-        return Mark(
-            num_tokens=self.num_tokens,
-            seconds=self.seconds,
-            num_steps=counters.num_steps,
-            num_accepted_tokens=counters.num_accepted_tokens,
-            num_draft_depth=self._num_draft_depth,
-            num_ngram_accepted_tokens=self._reuse.num_accepted_tokens if self._reuse else None,
-            num_rounds=draft.num_rounds,
-            step_seconds=dict(counters.step_seconds),
-            draft_seconds=dict(draft.seconds),
-        )
-
-
 @dataclass
 class ReuseTally:
     """The gain of reused n-grams so far."""
@@ -194,30 +126,28 @@ class ReuseTally:
     num_accepted_tokens: int = 0  # that they alone proposed
 
 
-NUM_PLAIN_TOKENS = 24  # of one window
+class Options(TextOptions):
+    """`num_tokens` behind `prefill` tokens of text, with a record every `every` tokens.
 
-Report = Callable[[str], None]
-
-
-class LongBenchOptions(BenchOptions):
-    """The measurement asked for: `sampling.max_tokens` tokens behind `prefill` tokens of text.
-
-    There is a record every `every` tokens. Every `plain_every` tokens, plain decoding generates `NUM_PLAIN_TOKENS`,
-    which are counted neither as output nor in the time.
+    Every `plain_every` tokens, plain decoding generates `NUM_PLAIN_TOKENS`, which count neither as output nor in time.
     """
 
+    engine: str = Computation.engine
     draft_model: Path | None = None
-    engine: EngineName
-    sampling: SamplingParams
-    prefill: int = Field(ge=1)
-    every: int = Field(ge=1)
-    plain_every: int = Field(ge=1)
-    text: Path | None = None
-    plot_path: Path | None = None
+    num_tokens: int = 100_000
+    prefill: int = 4096
+    every: int = 20_000
+    plain_every: int = 2500
+    temperature: float = 0.0
+    top_p: float = sampling_params.TOP_P
+    eta: float = sampling_params.ETA
+    repetition_penalty: float = sampling_params.REPETITION_PENALTY
+    penalty_window: int = sampling_params.PENALTY_WINDOW
 
     @property
-    def num_tokens(self) -> int:
-        return self.sampling.max_tokens
+    def sampling(self) -> SamplingParams:
+        sampled = self.model_dump(include=set(SamplingParams.model_fields))
+        return SamplingParams(max_tokens=self.num_tokens, ignore_eos=True, **sampled)
 
     def record_stops(self) -> list[int]:
         """Numbers of tokens at which figures are taken, ascending; the last one is the end."""
@@ -229,77 +159,155 @@ class LongBenchOptions(BenchOptions):
         grid = {*range(0, last, self.plain_every), *self.record_stops(), last}
         return sorted(stop for stop in grid if stop <= last)
 
-    def title(self) -> str:
-        sampling = self.sampling
-        parts = [f"{self.engine} on {Path(self.model).name}", f"{self.prefill:,} tokens of prompt"]
-        parts.append(f"T = {sampling.temperature:g}")
-        if sampling.temperature > 0:
-            asked = [each.field for each in FILTERS if each.is_on(sampling)]
-            parts += [f"{field.replace('_', '-')} {getattr(sampling, field):g}" for field in asked]
-        if sampling.repetition_penalty != 1.0:
-            parts.append(f"penalty {sampling.repetition_penalty:g} over {sampling.penalty_window:,} tokens")
-        return ", ".join(parts)
 
+def run(options: Options) -> Iterator[Record]:
+    """Generate one long text, and compare with plain decoding at the same positions.
 
-def run_long_bench(options: LongBenchOptions, report: Report = lambda line: None) -> LongResult:
-    """Generate, and write JSON and plot at every record. `report` gets a line at each pause.
+    Alpha is the accepted tokens divided by the depth of the drafts, beta the part of it that token reuse alone
+    proposed. `total` is since the start, `window` since the record before.
 
-    Raises BenchError, ModelError.
+    \b
+    Example:
+      python -m bench long --engine tokenswift --tokens 100000 --prefill 4096 --json long.jsonl
     """
     files = locate_model(options.model)
     check_length(files, options.prefill, options.num_tokens)
     target = options.load(files, bench_slots([options.engine], options.prefill + options.num_tokens))
-    report(f"reading {options.prefill:,} tokens, then {options.num_tokens:,} with {options.engine}")
-
-    def save(result: LongResult) -> None:
-        options.write(result.model_dump(), target)
-        if options.plot_path is not None:
-            plot(result, options.title(), options.plot_path)
-
-    metered = metered_drafter(options.engine, target, step_costs_of(target), options.draft_model)
-    return generate_long(options, target, *metered, report, save)
-
-
-def generate_long(
-    options: LongBenchOptions,
-    target: TargetModel,
-    drafter: Drafter,
-    reuse: ReuseTally | None,
-    report: Report,
-    save: Callable[[LongResult], None] = lambda result: None,
-) -> LongResult:
-    """Generate with a given drafter, whose n-grams bring `reuse`; `save` gets the figures so far at every record.
-
-    Raises BenchError.
-    """
-    generation = LongGeneration(options.engine, target, drafter, _prompt(options, target), options.sampling, reuse)
-    plain = PlainWindows(target, NUM_PLAIN_TOKENS)
-    plain_stops, record_stops = set(options.plain_stops()), set(options.record_stops())
-    num_recorded = 0
-    for stop in sorted(plain_stops | record_stops):
-        generation.run_to(stop)
-        if stop in plain_stops:
-            plain.measure(generation.sequence, generation.cache)
-        num_tokens = generation.num_tokens
-        if stop in record_stops and num_tokens > num_recorded:  # a step may have run past two stops
-            num_recorded = num_tokens
-            report(record_line(generation.record(plain)))
-            save(generation.result(plain))
-        elif stop:
-            report(f"{num_tokens:,} of {options.num_tokens:,} tokens in {generation.seconds / 60:.1f} min")
-    return generation.result(plain)
-
-
-def record_line(record: LongRecord) -> str:
-    total, alpha = record.total, record.total.alpha
-    return (
-        f"{record.num_tokens:,} tokens in {total.seconds / 60:.1f} min, plain decoding {total.plain_seconds / 60:.1f} "
-        f"min: {total.speedup:.2f}x ({record.window.speedup:.2f}x in the latest window), "
-        f"alpha {'-' if alpha is None else f'{alpha:.2f}'}"
+    yield from generated(
+        options, target, *metered_drafter(options.engine, target, step_costs_of(target), options.draft_model)
     )
 
 
-def _prompt(options: LongBenchOptions, target: TargetModel) -> list[int]:
-    if options.text is None:
-        return own_tokens(target, options.prefill)
-    return text_tokens(options.text, target.files, options.prefill)
+def shown(records: list[Record], options: Options) -> list[Record]:
+    return only(records, COLUMNS)
+
+
+def generated(options: Options, target: TargetModel, drafter: Drafter, reuse: ReuseTally | None) -> Iterator[Record]:
+    """Generate with a given drafter, whose n-grams bring `reuse`; yields figures at every stop. Raises BenchError."""
+    generation = LongGeneration(options, target, drafter, reuse)
+    sequence, plain = generation.sequence, PlainWindows(target, NUM_PLAIN_TOKENS)
+    plain_stops, record_stops = set(options.plain_stops()), set(options.record_stops())
+    before: Record | None = None
+    start: Record = {}
+    for stop in sorted(plain_stops | record_stops):
+        mark = generation.run_to(stop)
+        start = start or mark
+        if stop in plain_stops:
+            plain.measure(sequence, generation.cache)
+        if stop in record_stops and mark["num_tokens"] > (before or start)["num_tokens"]:  # a step may run past two
+            yield {
+                "engine": options.engine,
+                "num_tokens": mark["num_tokens"],
+                "window": _between(before or start, mark, plain),
+                "total": _between(start, mark, plain),
+                "distinct": distinct(sequence.output_ids),
+                "same_tokens": all(plain.compared(sequence.output_ids)),
+                "tokens_sha256": digest(sequence.output_ids),
+            }
+            before = mark
+
+
+class LongGeneration:
+    """A prompt in the cache and what the engine says behind it. Marks are taken at pauses, which do not count."""
+
+    def __init__(self, options: Options, target: TargetModel, drafter: Drafter, reuse: ReuseTally | None) -> None:
+        """`reuse` is what the drafter's n-grams bring, where it has some."""
+        self._drafter, self._reuse, self._num_draft_depth = drafter, reuse, 0
+        text, prefill = options.text, options.prefill
+        prompt_ids = text_tokens(text, target.files, prefill) if text else own_tokens(target, prefill)
+        self.sequence = Sequence("long", prompt_ids, options.sampling, target.vocab_size, target.device)
+        self.cache = target.new_cache(self.sequence.max_length)
+        read_tokens(target, self.cache, prompt_ids, [drafter])
+        self._engine = BenchEngine(target, drafter)
+        started = time.perf_counter()
+        self._engine.start(self.sequence, self.cache)
+        self._seconds = time.perf_counter() - started
+
+    def run_to(self, num_tokens: int) -> Record:
+        """Generate until there are at least `num_tokens` tokens, and return the counts since the first token."""
+        started = time.perf_counter()
+        while self.sequence.num_generated_tokens < num_tokens:
+            for _, verification in self._engine.step():  # ends with its tokens on the host: clocks are right on a GPU
+                self._num_draft_depth += max(verification.tree.depths(), default=0)
+        self._seconds += time.perf_counter() - started
+        counters, draft = self._engine.counters, self._drafter.counters
+        return {
+            "num_tokens": self.sequence.num_generated_tokens,
+            "seconds": self._seconds,
+            "num_steps": counters.num_steps,
+            "num_accepted": counters.num_accepted_tokens,
+            "draft_depth": self._num_draft_depth,  # the most tokens that could have been accepted
+            "num_ngrams": self._reuse.num_accepted_tokens if self._reuse else None,
+            "num_rounds": draft.num_rounds,  # forwards with a partial cache
+            "step_seconds": dict(counters.step_seconds),
+            "draft_seconds": dict(draft.seconds),
+        }
+
+
+def _between(first: Record, last: Record, plain: PlainWindows) -> Record:
+    """Figures from one mark to a later one. `alpha` is the paper's equation 4: None where nothing was drafted."""
+    names = ("num_tokens", "seconds", "num_steps", "num_accepted", "draft_depth", "num_rounds")
+    num_tokens, seconds, num_steps, accepted, depth, rounds = (last[name] - first[name] for name in names)
+    plain_seconds = plain.seconds(first["num_tokens"], last["num_tokens"])
+    has_beta = depth and last["num_ngrams"] is not None
+    return {
+        "seconds": seconds,
+        "plain_seconds": plain_seconds,
+        "ms_per_token": 1000 * seconds / num_tokens,
+        "plain_ms_per_token": 1000 * plain_seconds / num_tokens,
+        "speedup": plain_seconds / seconds,
+        "alpha": accepted / depth if depth else None,
+        "beta": (last["num_ngrams"] - first["num_ngrams"]) / depth if has_beta else None,
+        "tokens_per_step": num_tokens / num_steps,  # the bonus token and steps without a draft included
+        "draft_depth": depth / num_steps,
+        "rounds_per_step": rounds / num_steps,
+        "step_ms": per_step(first["step_seconds"], last["step_seconds"], num_steps),
+        "draft_ms": per_step(first["draft_seconds"], last["draft_seconds"], num_steps),
+    }
+
+
+def per_step(first: dict[str, float], last: dict[str, float], num_steps: int) -> dict[str, float]:
+    """Milliseconds of each phase, between two counts of seconds."""
+    return {name: 1000 * (last[name] - first[name]) / num_steps for name in last}
+
+
+class PlainWindows:
+    """Takes a generation's place for `size` tokens now and then. Its cache and its sequence stay as they are."""
+
+    def __init__(self, target: TargetModel, size: int) -> None:
+        self._size, self._engine = size, BenchEngine(target, AutoregressiveDrafter())
+        self._measured: list[tuple[int, float, np.ndarray]] = []  # position, ms a token, tokens
+
+    def measure(self, sequence: Sequence, cache: FullKVCache) -> None:
+        """Decode plainly from where the sequence stands; nothing where it has ended or was measured already."""
+        num_tokens = sequence.num_generated_tokens
+        size = min(self._size, sequence.num_remaining_tokens)
+        if size == 0 or (self._measured and self._measured[-1][0] == num_tokens):
+            return
+        plain = sequence.with_output(sequence.output_ids.tolist())
+        plain.max_length = len(plain) + size
+        self._engine.start(plain, cache.prefix(cache.length))
+        seconds = []
+        while plain.finish_reason is None:
+            started = time.perf_counter()
+            [(_, step)] = self._engine.step()  # ends with the token on the host, so a clock is right on a GPU too
+            seconds += [(time.perf_counter() - started) / step.num_steps] * step.num_steps
+        self._engine.stop(plain)
+        self._measured.append((num_tokens, 1000 * statistics.median(seconds), plain.output_ids[num_tokens:]))
+
+    def compared(self, output_ids: np.ndarray) -> list[bool]:
+        """Tell for each window whether the generation's tokens, as far as there are any, are the same."""
+        windows = ((output_ids[first:][: len(ids)], ids) for first, _, ids in self._measured)
+        return [np.array_equal(found, ids[: len(found)]) for found, ids in windows]
+
+    def seconds(self, first: int, last: int) -> float:
+        """Return the seconds of plain decoding of generated tokens `[first, last)`: the windows' times, integrated."""
+        return (
+            integral([place for place, *_ in self._measured], [ms for _, ms, _ in self._measured], first, last) / 1000
+        )
+
+
+def integral(positions: list[int], values: list[float], first: int, last: int) -> float:
+    """Integrate the curve through points of ascending positions over `[first, last]`: lines, level at both ends."""
+    grid = [first, *(position for position in positions if first < position < last), last]
+    return float(np.trapezoid(np.interp(grid, positions, values), grid))

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from bench.options import JSONOptions as Options
+from bench.tables import Record
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.drafters.shared_budget import best_shares, rate_of
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, PRIOR_ACCEPTANCE
@@ -233,11 +235,11 @@ def table_rows(gpu: GPU) -> Iterator[list[str]]:
         yield [gpu.name, run.name, num_rows, *(speed(gpu, run, way) for way in ways.values())]
 
 
-def jobs_table() -> str:
-    """Markdown."""
-    lines = [HEADERS, ["---"] * len(HEADERS), *(cells for gpu in (H100, A100) for cells in table_rows(gpu))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def run(options: Options) -> Iterator[Record]:
+    """Compute the table of docs/gpu.md of few and of many jobs, planned as a worker plans; --markdown prints it.
 
-
-if __name__ == "__main__":
-    print(jobs_table())
+    \b
+    Example:
+      python -m bench many-jobs --markdown
+    """
+    yield from (dict(zip(HEADERS, cells, strict=True)) for gpu in (H100, A100) for cells in table_rows(gpu))

@@ -1,79 +1,119 @@
-"""`python -m bench scale`: what a driver costs with so many jobs and workers, on a machine without any worker."""
+"""`python -m bench scale`: what a driver costs with so many jobs and workers, on a machine without any worker.
+
+As a module it is one stage, in a process of its own: `python -m bench.scale STAGE OPTIONS`.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 import subprocess
-from collections.abc import Callable
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TypeVar
 
-import click
-from pydantic import Field, field_validator
-from rich.table import Table
+import numpy as np
 
-from bench.tables import new_table, number
+from bench.options import JSONOptions
+from bench.peak_memory import peak_bytes, reset_peak
+from bench.stub_workers import SimulatedClock, StubCalls
+from bench.tables import Record
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
-from swiftbatch.scheduler.commands.options.model_options import JSON, checked, say, show
-from swiftbatch.scheduler.commands.options.option_types import ANY_NUMBER, WholeNumber
-from swiftbatch.worker.decode_bench import in_a_folder, write_json
+from swiftbatch.jobs.run.output_line import success_line
+from swiftbatch.jobs.run.result_files import SealedResult
+from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.run.run_records import Progress
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.metrics.counters import DriverCounters
+from swiftbatch.scheduler.cluster.ray_cluster import Cluster
+from swiftbatch.scheduler.cluster.worker_actor import WorkerSpec
+from swiftbatch.scheduler.display.events import Event
+from swiftbatch.scheduler.driver.attempt_numbers import Attempts
+from swiftbatch.scheduler.driver.driver import Driver
+from swiftbatch.scheduler.driver.driver_state import DriverContext
+from swiftbatch.scheduler.driver.queue_loading import load_queue
+from swiftbatch.scheduler.driver.run_lease import RunLease
+from swiftbatch.scheduler.driver.run_limits import Limits, Spending
+from swiftbatch.scheduler.driver.worker_fleet import Fleet
+from swiftbatch.scheduler.runs.cancellation import cancel_jobs
+from swiftbatch.scheduler.runs.run_settings import Settings
+from swiftbatch.scheduler.runs.submission import submission
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.session.result_writer import MOST_RESULTS
 
 JOBS_FILE, RUN, OPTIONS_FILE = "jobs.jsonl", "run", "options.json"
-MOST_JOBS, MOST_WORKERS, MOST_SLOTS, MOST_SECONDS = 10_000_000, 100_000, 256, 86_400
-MOST_STORE_MS = 10_000
-
-
-class ScaleOptions(Frozen):
-    """A run of `num_jobs`, of which `share_done` are done when it is resumed, and the driver of `num_workers`."""
-
-    num_jobs: int = Field(ge=10, le=MOST_JOBS)
-    num_workers: int = Field(ge=1, le=MOST_WORKERS)
-    num_slots: int = Field(ge=1, le=MOST_SLOTS)
-    num_seconds: float = Field(gt=0, le=MOST_SECONDS)  # simulated ones, with jobs at work
-    store_ms: float = Field(default=0.0, ge=0, le=MOST_STORE_MS)  # of a request to the store, simulated; 0: a disk
-    share_done: float = Field(default=0.9, ge=0, le=1)
-    folder: Path
-    json_path: Path | None = None
-
-    _in_a_folder = field_validator("json_path")(in_a_folder)
-
-
-STAGE_NAMES = ("submit", "drive", "finish", "submit again", "resume", "cancel")
-UNMEASURED = "finish"
 WORDS = ("river", "lamp", "seven", "green", "walked", "slowly", "over", "the", "hill", "and", "found", "a", "letter")
 NUM_WORDS = (10, 90)  # of a prompt
 MAX_TOKENS = (16, 4000)
+MAX_ATTEMPTS = 5
+PATIENCE = 1e9  # seconds: no stub worker is ever given up
 MIB = 2**20
+UNMEASURED = "finish"
+COLUMNS = (
+    *(
+        "stage",
+        "cpu_seconds",
+        "us_per_job",
+        "MiB",
+        "busy",
+        "ms_per_report",
+        "num_reports",
+        "num_finished",
+        "num_requests",
+    ),
+    *("us_per_ended", "turn_p99_seconds", "longest_without_beat_seconds"),
+)
+
+Result = TypeVar("Result")
+
+
+class Options(JSONOptions):
+    """A run of `num_jobs`, of which `share_done` are done when it is resumed, and the driver of `num_workers`."""
+
+    num_jobs: int = 10_000
+    num_workers: int = 100
+    num_slots: int = 8
+    num_seconds: float = 20.0  # simulated ones, with jobs at work
+    store_ms: float = 0.0  # of a request to the store, simulated: 100 in a busy bucket; 0: a disk
+    share_done: float = 0.9
+    folder: Path | None = None  # for the run, which stays; in memory (/dev/shm) it goes sooner
 
 
 class ScaleError(UserError):
     """A stage can't be measured."""
 
 
-def run_scale_bench(options: ScaleOptions, report: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
-    """Measure all stages, one after the other; `report` gets a line about each. Raises ScaleError."""
-    if (options.folder / RUN).exists():
-        raise ScaleError(f"--folder {options.folder}: found a run there, expected a folder without one")
-    try:
-        options.folder.mkdir(parents=True, exist_ok=True)
-        (options.folder / OPTIONS_FILE).write_text(options.model_dump_json())
-        write_jobs(options.folder / JOBS_FILE, options.num_jobs)
-    except OSError as error:
-        raise ScaleError(
-            f"--folder {options.folder}: {error.strerror}; expected a folder that can be written"
-        ) from None
-    found = []
-    for name in STAGE_NAMES:
-        report(f"{name}: {options.num_jobs:,} jobs")
-        found.append(_measured_apart(name, options.folder / OPTIONS_FILE))
-    found = [figures for figures in found if figures["stage"] != UNMEASURED]
-    if options.json_path is not None:
-        document = {"results": found, "settings": options.model_dump(mode="json", exclude={"json_path", "folder"})}
-        write_json(options.json_path, document)
-    return found
+def run(options: Options) -> Iterator[Record]:
+    """Measure the driver with stub workers and a simulated clock: CPU seconds and memory, from submit to cancel.
+
+    Nothing is generated, Ray is left out. `busy` is the driver's share of a core, a turn that of its loop.
+
+    \b
+    Example:
+      python -m bench scale --jobs 100000 --workers 1000 --folder /dev/shm/scale --json scale.jsonl
+    """
+    with TemporaryDirectory(prefix="swiftbatch-scale-") as temporary:
+        folder = options.folder or Path(temporary)
+        if (folder / RUN).exists():
+            raise ScaleError(f"--folder {folder}: found a run there, expected a folder without one")
+        folder.mkdir(parents=True, exist_ok=True)
+        asked = options.model_copy(update={"folder": folder})
+        (folder / OPTIONS_FILE).write_text(asked.model_dump_json())
+        write_jobs(folder / JOBS_FILE, options.num_jobs)
+        for name in STAGES:
+            found = _measured_apart(name, folder / OPTIONS_FILE)
+            if name != UNMEASURED:
+                yield found
+
+
+def shown(records: list[Record], options: Options) -> list[Record]:
+    return [{name: record.get(name) for name in COLUMNS} for record in records]
 
 
 def write_jobs(path: Path, num_jobs: int) -> None:
@@ -87,79 +127,179 @@ def write_jobs(path: Path, num_jobs: int) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def _measured_apart(name: str, options_file: Path) -> dict[str, Any]:
+def _measured_apart(name: str, options_file: Path) -> Record:
     """A stage in a process of its own, so that none finds what another has read. Raises ScaleError."""
-    command = module_command("bench.scale_stages", name, str(options_file))
+    command = module_command("bench.scale", name, str(options_file))
     process = subprocess.run(command, env=environment_of_code(), capture_output=True, text=True, check=False)
     if process.returncode != 0:
         last = (process.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise ScaleError(f"the stage {name!r} ended with exit code {process.returncode}: {last}")
-    figures: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    figures: Record = json.loads(process.stdout.splitlines()[-1])
     return figures
 
 
-def render(options: ScaleOptions, found: list[dict[str, Any]]) -> Table:
-    """The figures of all stages as a table."""
-    title = (
-        f"{options.num_jobs:,} jobs; {options.num_workers:,} workers of {options.num_slots} slots for "
-        f"{options.num_seconds:g} simulated seconds"
+def _folder(options: Options) -> Path:
+    assert options.folder is not None
+    return options.folder
+
+
+def submit(options: Options) -> dict[str, float]:
+    """Read the file of jobs, tokenize it, and add what is new to the run."""
+    with submission(str(_folder(options) / JOBS_FILE), str(_folder(options) / RUN), Settings()) as made:
+        return {"num_rejects": len(made.rejects)}
+
+
+def drive(options: Options) -> dict[str, float]:
+    """Run jobs for a while with stub workers: `busy` is the driver's share of a core, and turns are its loop's."""
+    clock = SimulatedClock()
+    store = SlowStore(str(_folder(options) / RUN), clock, options.store_ms / 1000)
+    run, beats = Run(store, Run.open(store.uri).manifest), BeatTimes(clock)
+    calls = StubCalls(clock)
+    cluster = Cluster(is_embedded=True, num_gpus=0, watch=None)
+    fleet = Fleet(WorkerSpec(EngineConfig(), run.store.uri), cluster, PATIENCE, calls, clock.now)
+    hold = RunLease(run, clock=clock.now)
+    attempts = Attempts.read(run.store, hold.epoch.number)
+    queue = load_queue(run, MAX_ATTEMPTS, attempts)
+    context = DriverContext(
+        *(run, queue, attempts, fleet, beats, DriverCounters(), options.num_workers, options.num_slots),
+        grace_seconds=0.0,
+        limits=Limits(),
+        spent=Spending(),
+        clock=clock.now,
     )
-    table = new_table(
-        title,
-        ["stage"],
-        ["CPU s", "us/job", "MiB", "core", "ms/report", "reports", "ended", "requests", "turn p99 s", "no beat s"],
+    driver = Driver(context, hold)
+    turns = DriverTurns(calls, store, options.num_seconds, driver.request_stop)
+    calls.at_turn = turns.turn
+    driver.run()
+    return turns.figures() | beats.figures(*turns.span)
+
+
+class SlowStore(Store):
+    """A folder whose requests take a simulated time, and are counted. They delay the thread that made it alone."""
+
+    def __init__(self, uri: str, clock: SimulatedClock, seconds: float) -> None:
+        super().__init__(uri)
+        self.is_local = not seconds
+        self.num_requests = 0
+        self._clock, self._seconds, self._loop = clock, seconds, threading.current_thread()
+
+    def _try(self, action: str, path: str, call: Callable[[], Result], is_root_meant: bool = False) -> Result:
+        self.num_requests += 1
+        if threading.current_thread() is self._loop:
+            self._clock.skip_to(self._clock.now() + self._seconds)
+        return super()._try(action, path, call, is_root_meant)
+
+
+class BeatTimes:
+    """Stands for a display, which hears of each beat."""
+
+    def __init__(self, clock: SimulatedClock) -> None:
+        self._clock = clock
+        self._times: list[float] = []
+
+    def note(self, event: Event) -> None:
+        pass
+
+    def update(self, progress: Progress) -> None:
+        self._times.append(self._clock.now())
+
+    def figures(self, start: float, end: float) -> dict[str, float]:
+        """The longest time without a beat within another."""
+        times = [start, *(time for time in self._times if start < time < end), end]
+        return {"longest_without_beat_seconds": float(np.diff(times).max())}
+
+
+class DriverTurns:
+    """Run a driver from its first turn until enough seconds are over."""
+
+    def __init__(self, calls: StubCalls, store: SlowStore, num_seconds: float, stop: Callable[[], None]) -> None:
+        self._calls, self._store, self._num_seconds, self._stop = calls, store, num_seconds, stop
+        self._turns: list[tuple[float, float]] = []  # simulated time and CPU time
+        self._counts = self._first = (0, 0, 0)
+
+    def turn(self) -> None:
+        if self._turns and self._turns[-1][0] - self._turns[0][0] >= self._num_seconds:
+            self._stop()
+            return
+        self._turns.append((self._calls.clock.now(), self._calls.clock.cpu_seconds()))
+        self._counts = (self._calls.num_reports, self._calls.num_finished, self._store.num_requests)
+        if len(self._turns) == 1:
+            self._first = self._counts
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """The simulated times of the first turn and of the last one."""
+        return self._turns[0][0], self._turns[-1][0]
+
+    def figures(self) -> dict[str, float]:
+        (start, cpu_start), (end, cpu_end) = self._turns[0], self._turns[-1]
+        num_reports, num_finished, num_requests = np.subtract(self._counts, self._first).tolist()
+        turns = np.diff([now for now, _ in self._turns])
+        return {
+            "busy": (cpu_end - cpu_start) / max(end - start, 1e-9),
+            "us_per_ended": 1e6 * (cpu_end - cpu_start) / max(num_finished, 1),
+            "ms_per_report": 1e3 * (cpu_end - cpu_start) / max(num_reports, 1),
+            "num_reports": num_reports,
+            "num_finished": num_finished,
+            "num_requests": num_requests,
+            "turn_p99_seconds": float(np.quantile(turns, 0.99)) if len(turns) else 0.0,
+        }
+
+
+def finish(options: Options) -> dict[str, float]:
+    """Write results as workers would, of all jobs but a part: nothing here is measured for its own sake."""
+    run = Run.open(str(_folder(options) / RUN))
+    records = run.jobs()
+    ended = records[: int(len(records) * options.share_done)]
+    for number, start in enumerate(range(0, len(ended), MOST_RESULTS)):
+        results = [_result(run, record) for record in ended[start : start + MOST_RESULTS]]
+        run.write_segment(f"simulated-{number:04d}", results)
+    return {}
+
+
+def _result(run: Run, record: JobRecord) -> SealedResult:
+    line = success_line(
+        *(record, run.manifest.run_id, "a text " * 8, "length"),
+        model=run.manifest.model,
+        system_fingerprint=run.manifest.fingerprint,
+        token_ids=np.zeros(record.job.sampling.max_tokens, np.uint32),
+        metrics={"seconds": 1.0},
     )
-    for figures in found:
-        seconds = figures["cpu_seconds"]
-        per_job = figures.get("us_per_ended", 1e6 * seconds / options.num_jobs)
-        table.add_row(
-            figures["stage"],
-            number(seconds, ".1f"),
-            number(per_job, ",.0f"),
-            number(figures["peak_bytes"] / MIB, ",.0f"),
-            number(figures.get("busy")),
-            number(figures.get("ms_per_report"), ".3f"),
-            number(figures.get("num_reports"), ",.0f"),
-            number(figures.get("num_finished"), ",.0f"),
-            number(figures.get("num_requests"), ",.0f"),
-            number(figures.get("turn_p99_seconds"), ".3f"),
-            number(figures.get("longest_without_beat_seconds"), ".1f"),
-        )
-    return table
+    return SealedResult.of(record.job_id, line)
 
 
-@click.command()
-@click.option("--jobs", "num_jobs", type=WholeNumber(10), default=10_000, show_default=True, help="Jobs of the run.")
-@click.option("--workers", "num_workers", type=WholeNumber(1), default=100, show_default=True, help="Stub workers.")
-@click.option("--slots", "num_slots", type=WholeNumber(1), default=8, show_default=True, help="Jobs at a time on each.")
-@click.option(
-    "--seconds", "num_seconds", type=ANY_NUMBER, default=20.0, show_default=True, help="Simulated time of the driver."
-)
-@click.option(
-    "--store-ms",
-    type=ANY_NUMBER,
-    default=0.0,
-    show_default=True,
-    help="Simulated time of a request to the store, 100 in a busy bucket.",
-)
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for the run, which stays; in memory (/dev/shm) it goes sooner. [default: one that is removed]",
-)
-@JSON
-def scale(folder: Path | None, **options: Any) -> None:
-    """Measure the driver with stub workers and a simulated clock: CPU seconds and memory, from submit to cancel.
+def resume(options: Options) -> dict[str, float]:
+    """Find out what is left to do, as a driver does before it hands out the first job."""
+    run = Run.open(str(_folder(options) / RUN))
+    queue = load_queue(run, MAX_ATTEMPTS)
+    run.set_damaged_aside(queue.unfinished())
+    return {"num_unfinished": queue.num_unfinished}
 
-    Nothing is generated, Ray is left out. "core" is the driver's share of one, "turn" a turn of its loop, "no beat"
-    the longest time without a heartbeat.
 
-    \b
-    Example:
-      python -m bench scale --jobs 100000 --workers 1000 --folder /dev/shm/scale --json scale.json
-    """
-    from tempfile import TemporaryDirectory
+def cancel(options: Options) -> dict[str, float]:
+    """Cancel what is left, with the output files written."""
+    cancel_jobs(Run.open(str(_folder(options) / RUN)), None)
+    return {}
 
-    with TemporaryDirectory(prefix="swiftbatch-scale-") as temporary:
-        scale_options = checked(ScaleOptions, options | {"folder": folder or Path(temporary)})
-        show(render(scale_options, run_scale_bench(scale_options, say)))
+
+STAGES: dict[str, Callable[[Options], dict[str, float]]] = {
+    "submit": submit,
+    "drive": drive,
+    "finish": finish,
+    "submit again": submit,
+    "resume": resume,
+    "cancel": cancel,
+}
+
+
+def measured(name: str, options: Options) -> Record:
+    """A stage's CPU seconds and the memory that it took above what was there before, in bytes."""
+    before, started = reset_peak(), time.process_time()
+    figures = STAGES[name](options)
+    seconds = time.process_time() - started
+    own = {"cpu_seconds": seconds, "us_per_job": 1e6 * seconds / options.num_jobs, "MiB": (peak_bytes() - before) / MIB}
+    return {"stage": name, **own, **figures}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measured(sys.argv[1], Options.model_validate_json(Path(sys.argv[2]).read_bytes()))))

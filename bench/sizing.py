@@ -1,6 +1,6 @@
 """The tables of docs/gpu.md: slots that fit a GPU, with weights in bfloat16, packed, and where layers forget.
 
-`python -m bench sizing` prints them; no GPU is needed.
+`python -m bench sizing --markdown` prints them; no GPU is needed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from bench.options import JSONOptions as Options
+from bench.tables import Record
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.forward.rows_per_forward import most_together
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
@@ -63,10 +65,9 @@ def gpu_memory(num_multiprocessors: int, free_bytes: int, sizes: ModelSizes = MO
     return GPUMemory(free_bytes, splits_of(num_multiprocessors, sizes))
 
 
-def sizing_table() -> str:
-    """Markdown: what each model takes of each GPU in bfloat16, in GB, and how many slots of each length fit."""
-    lines = [HEADERS, ["---"] * len(HEADERS), *_rows()]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def sizing_table() -> list[Record]:
+    """What each model takes of each GPU in bfloat16, in GB, and how many slots of each length fit."""
+    return [dict(zip(HEADERS, cells, strict=True)) for cells in _rows()]
 
 
 def _rows() -> Iterator[list[str]]:
@@ -84,15 +85,14 @@ def _rows() -> Iterator[list[str]]:
         yield [model, name, f"{length:,}", *(f"{each / GB:.1f}" for each in figures), *slots]
 
 
-def packed_table() -> str:
-    """Markdown: what the weights of a model take in each form, in GB, and how many slots of each length fit then.
+def packed_table() -> list[Record]:
+    """What the weights of a model take in each form, in GB, and how many slots of each length fit then.
 
     Behind those with keys and values in bfloat16 are those in 8 bits; latent vectors have no such codes.
     """
     slots = [f"slots of {length:,}{words}" for words in ("", ", keys in fp8") for length in SLOT_LENGTHS]
     headers = ("weights of", "form", "GB", "GPU", *slots)
-    lines = [headers, ["---"] * len(headers), *_packed_rows()]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return [dict(zip(headers, cells, strict=True)) for cells in _packed_rows()]
 
 
 def _packed_rows() -> Iterator[list[str]]:
@@ -104,13 +104,13 @@ def _packed_rows() -> Iterator[list[str]]:
         yield [model, form, f"{sizes.weight_bytes / GB:.1f}", name, *slots]
 
 
-def window_table() -> str:
-    """Markdown: what a job takes of models whose layers with a window forget, in GB, and how many fit one H100.
+def window_table() -> list[Record]:
+    """What a job takes of models whose layers with a window forget, in GB, and how many fit one H100.
 
     Beside both is what it would be if they forgot nothing.
     """
     headers = ("model with windows", "positions", "a job", "all held", "slots", "slots, all held")
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headers, ["---"] * len(headers), *_window_rows()])
+    return [dict(zip(headers, cells, strict=True)) for cells in _window_rows()]
 
 
 def _window_rows() -> Iterator[list[str]]:
@@ -147,5 +147,11 @@ def num_in_products(sizes: ModelSizes) -> int:
     return num_layers * sizes.hidden * (heads + 3 * sizes.intermediate)
 
 
-if __name__ == "__main__":
-    print(sizing_table(), packed_table(), window_table(), sep="\n\n")
+def run(options: Options) -> Iterator[Record]:
+    """Compute the tables of docs/gpu.md of the memory that models need; --markdown prints them as there.
+
+    \b
+    Example:
+      python -m bench sizing --markdown
+    """
+    yield from (*sizing_table(), *packed_table(), *window_table())

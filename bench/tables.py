@@ -1,28 +1,84 @@
-"""The shared parts of all benchmarks' tables."""
+"""Records, which all benchmarks yield: plain dicts, written as JSON lines, and printed as tables by one function."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from swiftbatch.worker.exactness.gpu_doctor.findings import cell_of
 
-
-def new_table(title: str, label_headers: Iterable[str], headers: Iterable[str]) -> Table:
-    """An empty table: labels to the left, figures to the right."""
-    rich = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="")
-    for header in label_headers:
-        rich.add_column(header)  # gives way, as figures must not
-    for header in headers:
-        rich.add_column(header, justify="right", no_wrap=True)
-    return rich
+Record = dict[str, Any]
 
 
-def number(value: float | None, form: str = ".2f") -> str:
-    """A figure in a cell; a dash where there is none."""
-    return "-" if value is None else format(value, form)
+def tables(records: Iterable[Record], *, is_markdown: bool = False) -> str:
+    """Return a table for each stretch of records that have the same fields. `words` alone stand as lines.
+
+    Digests and lists are for the file only.
+    """
+    parts = []
+    for names, alike in itertools.groupby(map(flat, records), key=tuple):
+        shown = [name for name in names if not name.endswith("sha256")]
+        cells = [shown, *([_cell(record[name]) for name in shown] for record in alike)]
+        if shown == ["words"]:
+            parts.append("\n".join(words for [words] in cells[1:]))
+        else:
+            parts.append("\n".join(_in_markdown(cells) if is_markdown else _aligned(cells)))
+    return "\n\n".join(parts)
 
 
-def short(num_tokens: int) -> str:
-    """A length as the paper writes it, where it is round: 20K."""
-    return f"{num_tokens // 1000}K" if num_tokens % 1000 == 0 else str(num_tokens)
+def _in_markdown(cells: list[list[str]]) -> Iterator[str]:
+    for line in [cells[0], ["---"] * len(cells[0]), *cells[1:]]:
+        yield f"| {' | '.join(line)} |"
+
+
+def _aligned(cells: list[list[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    is_number = [all(cell[:1] in "-0123456789" for cell in column) for column in zip(*cells[1:], strict=True)]
+    for line in cells:
+        padded = (
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(line, widths, is_number, strict=True)
+        )
+        yield "  ".join(padded).rstrip()
+
+
+def _cell(value: Any) -> str:
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return cell_of(value)
+
+
+def flat(record: Record) -> Record:
+    """The record with the fields of those within as its own, and without lists."""
+    found: Record = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": each for key, each in flat(value).items()}
+        elif not isinstance(value, list | tuple):
+            found[name] = value
+    return found
+
+
+def only(records: Iterable[Record], names: Iterable[str]) -> list[Record]:
+    """Leave of every record the fields of these names that it has."""
+    return [{name: each[name] for name in names if name in each} for each in map(flat, records)]
+
+
+def pivot(records: Iterable[Record], rows: Iterable[str], column: str, values: Iterable[str]) -> list[Record]:
+    """Lay records out as papers do: a row for each place in `rows`, with `values` by the field `column` side by side.
+
+    A value that a place lacks is None, so that all rows have the same fields.
+    """
+    given, names, kept = [flat(record) for record in records], tuple(rows), tuple(values)
+    headers = {f"{each[column]} {value}".strip(): None for each in given for value in kept}
+    if len(kept) == 1:
+        headers = {str(each[column]): None for each in given}
+    found: dict[tuple[Any, ...], Record] = {}
+    for each in given:
+        place = {name: each[name] for name in names}
+        row = found.setdefault(tuple(place.values()), place | headers)
+        row |= {f"{each[column]} {value}" if len(kept) > 1 else str(each[column]): each.get(value) for value in kept}
+    return list(found.values())

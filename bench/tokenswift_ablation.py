@@ -1,143 +1,199 @@
-"""`python -m bench ablation tokenswift`: a table of the paper, a long generation for each arm; what reuse brings."""
+"""`python -m bench ablation tokenswift`: the ablations of TokenSwift's paper, a long generation for each arm.
+
+All arms start from the paper's setting (its table 10 for LLaMA3.1-8b, and section 4.3): a prompt of 4,096 tokens,
+T = 1, min-p 0.1, penalty 1.2 over 1,024 tokens, digits 1,3,3,3, k = 20.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field
-from rich.console import Group
-from rich.table import Table
-
+from bench import long
 from bench.compared_caches import with_cache
-from bench.long import METERED, LongBenchOptions, Report, generate_long, metered_drafter
-from bench.long_figures import LongRecord, LongResult
-from bench.tables import new_table, number, short
-from bench.tokenswift_tables import ABLATIONS, PAPER_SAMPLING, Ablation, AblationArm, Engine, View
-from swiftbatch.jobs.sampling_params import SamplingParams
+from bench.long import METERED, generated, metered_drafter
+from bench.options import one_of
+from bench.tables import Record, pivot
 from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length
 from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
 from swiftbatch.worker.forward.step_costs import step_costs_of
-from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.model.model_files import locate_model
 
+PAPER_SAMPLING = {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.2, "penalty_window": 1024}
+PAPER_PREFILL = 4096
 NUM_LENGTHS = 5  # the paper's 20K, 40K, ... 100K, scaled
 PLAIN_EVERY = 2500
-Measure = Callable[[LongRecord], float | None]
+Layout = Literal["by_length", "by_arm", "at_end"]
+"""Rows are lengths and columns arms; rows arms and columns lengths; rows arms and columns measures at the end."""
 
 
-class AblationOptions(BenchOptions):
-    """The table asked for, and how many tokens each of its arms generates."""
+@dataclass(frozen=True)
+class AblationArm:
+    """One generation: what it changes in `TokenSwiftOptions` (a cache by its name) and in the sampling."""
 
-    table: str
-    engine: Engine
-    num_tokens: int = Field(ge=NUM_LENGTHS * BLOCK)  # more between two records than a step commits
-    seed: int = Field(ge=0)
-    text: Path | None = None
+    label: str
+    options: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    prefill: int = PAPER_PREFILL
+
+
+@dataclass(frozen=True)
+class View:
+    """One table of the paper: `measures` are fields of records."""
+
+    title: str
+    layout: Layout
+    measures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ablation:
+    arms: tuple[AblationArm, ...]
+    views: tuple[View, ...]
+
+
+RATES = ("alpha", "speedup")
+DIVERSITY = ("distinct_1", "distinct_2", "distinct_3", "distinct_4", "average")
+NO_REUSE = {"num_ngrams": 0}
+NO_PENALTY = {"repetition_penalty": 1.0}
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "top-p 0.9": {"min_p": 0.0, "top_p": 0.9},
+    "min-p 0.1": {},
+    "eta 2e-4": {"min_p": 0.0, "eta": 2e-4},
+}
+DIGITS = ((3, 3, 3, 3), (1, 9, 9, 9), (1, 3, 3, 3))  # 120, 820 and 40 nodes; the cache has room for 127
+CACHES = {
+    "full": "full cache",
+    "static": "partial cache",
+    "dynamic": "dynamic partial",
+    "summary": "summary (ours)",
+}
+PREFILLS = (2048, 3072, 4096, 5120, 6144, 7168, 8192)
+WINDOWS = (20, 50, 128, 256, 512, 1024, 2048)
+
+
+def _by_reuse(*nums_ngrams: int) -> tuple[AblationArm, ...]:
+    return tuple(AblationArm(f"k = {k}", {"num_ngrams": k}) for k in nums_ngrams)
+
+
+ABLATIONS: dict[str, Ablation] = {
+    "5": Ablation(
+        tuple(AblationArm(label, NO_REUSE | {"cache": cache}) for cache, label in CACHES.items()),
+        (
+            View(
+                "Table 5: KV management, k = 0; the summary holds one entry more for every 32 positions",
+                "by_length",
+                RATES,
+            ),
+        ),
+    ),
+    "6": Ablation(
+        tuple(
+            AblationArm(f"{name}{note}", sampling=sampling | change)
+            for name, sampling in SAMPLERS.items()
+            for note, change in (("", {}), (" w/o penalty", NO_PENALTY))
+        ),
+        (View("Table 6: contextual penalty and sampling methods", "at_end", (*DIVERSITY, "speedup")),),
+    ),
+    "7": Ablation(
+        tuple(AblationArm(str(list(digits)), NO_REUSE | {"digits": digits}) for digits in DIGITS),
+        (View("Table 7: tree configurations, at most 127 nodes, k = 0", "by_length", RATES),),
+    ),
+    "8": Ablation(
+        tuple(AblationArm(f"theta {t}", sampling={"repetition_penalty": t}) for t in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5)),
+        (View("Table 8: penalty value", "at_end", DIVERSITY),),
+    ),
+    "12": Ablation(
+        tuple(AblationArm(name, NO_REUSE, sampling) for name, sampling in SAMPLERS.items()),
+        (View("Table 12: sampling methods, k = 0", "by_length", RATES),),
+    ),
+    "13": Ablation(
+        tuple(
+            AblationArm(f"T {t}", sampling=SAMPLERS["top-p 0.9"] | {"temperature": t})
+            for t in (0.4, 0.6, 0.8, 1.0, 1.2)
+        ),
+        (View("Table 13: temperatures, top-p 0.9", "by_length", RATES),),
+    ),
+    "14": Ablation(
+        tuple(AblationArm(f"{p:,}", NO_REUSE | {"budget": p}, prefill=p) for p in PREFILLS),
+        (View("Table 14: prefill length, which is the budget too, k = 0", "by_arm", RATES),),
+    ),
+    "15": Ablation(
+        tuple(AblationArm(f"W {w:,}", sampling={"penalty_window": w}) for w in WINDOWS),
+        (
+            View("Table 15: penalty window", "by_arm", RATES),
+            View("Table 16: penalty window and diversity", "at_end", DIVERSITY),
+        ),
+    ),
+    "fig3": Ablation(
+        _by_reuse(20, 0),
+        (View("Figure 3: token reuse", "by_length", ("alpha", "beta", "speedup")),),
+    ),
+    "fig4": Ablation(
+        _by_reuse(0, 5, 10, 20, 40),
+        (View("Figure 4: number of n-gram candidates", "at_end", ("alpha", "beta", "speedup")),),
+    ),
+}
+
+
+class Options(BenchOptions):
+    """The table asked for, and how many tokens each of its arms generates: its five lengths are fifths of them."""
+
+    table: str  # a name in `ABLATIONS`; 15 also gives 16
+    engine: str = "tokenswift-paper"  # which arms change: K = 1 and whole trees; or `tokenswift`: what pays
     draft_model: Path | None = None
+    num_tokens: int = 20_000  # 320 at least: more between two records than a step commits
+    seed: int = 0
+    text: Path | None = None
 
-    @property
-    def ablation(self) -> Ablation:
-        return ABLATIONS[self.table]
-
-    def arm_options(self, arm: AblationArm) -> LongBenchOptions:
+    def arm_options(self, arm: AblationArm) -> long.Options:
+        shared = self.model_dump(include={"model", "engine", "dtype", "device", "num_threads", "text", "seed"})
         every = self.num_tokens // NUM_LENGTHS
-        sampling = PAPER_SAMPLING | arm.sampling
-        shared = self.model_dump(include={"model", "engine", "dtype", "device", "num_threads", "text"})
-        return LongBenchOptions(
-            sampling=SamplingParams(max_tokens=every * NUM_LENGTHS, seed=self.seed, ignore_eos=True, **sampling),
-            prefill=arm.prefill,
-            every=every,
-            plain_every=min(PLAIN_EVERY, every),
-            **shared,
-        )
+        own = PAPER_SAMPLING | arm.sampling | {"num_tokens": every * NUM_LENGTHS, "prefill": arm.prefill}
+        return long.Options(every=every, plain_every=min(PLAIN_EVERY, every), **shared | own)
 
     def tokenswift_options(self, arm: AblationArm) -> TokenSwiftOptions:
-        return replace(METERED[self.engine], **with_cache(arm.options))
+        return replace(one_of(METERED, self.engine), **with_cache(arm.options))
 
 
-def run_ablation(options: AblationOptions, report: Report = lambda line: None) -> Group:
-    """Run all arms and lay out the tables. Writes JSON after each arm. Raises BenchError, ModelError."""
-    files = locate_model(options.model)
-    arms = options.ablation.arms
-    for arm in arms:
-        check_length(files, arm.prefill, options.arm_options(arm).num_tokens)
+def run(options: Options) -> Iterator[Record]:
+    """Repeat an ablation of the TokenSwift paper. Its five lengths are fifths of `--tokens`.
+
+    \b
+    Example:
+      python -m bench ablation tokenswift --table 5 --tokens 20000 --json table5.jsonl
+    """
+    files, arms = locate_model(options.model), one_of(ABLATIONS, options.table).arms
     longest = max(arm.prefill + options.arm_options(arm).num_tokens for arm in arms)
+    check_length(files, longest, 0)
     target = options.load(files, bench_slots([options.engine], longest))
     costs = step_costs_of(target)
-    results: list[LongResult] = []
-    for place, arm in enumerate(arms, 1):
-        report(f"arm {place} of {len(arms)}: {arm.label}")
-        changed = options.tokenswift_options(arm)
+    for arm in arms:
+        asked, changed = options.arm_options(arm), options.tokenswift_options(arm)
         metered = metered_drafter(options.engine, target, costs, options.draft_model, changed)
-        results.append(generate_long(options.arm_options(arm), target, *metered, report))
-        options.write({"arms": _documents(arms, results)}, target)
-    return render(options.ablation, results, options.arm_options(arms[0]).record_stops())
+        for length, record in zip(asked.record_stops(), generated(asked, target, *metered), strict=True):
+            yield {"table": options.table, "arm": arm.label, "tokens": length} | _measures(record) | record
 
 
-def _documents(arms: tuple[AblationArm, ...], results: list[LongResult]) -> list[dict[str, Any]]:
-    return [
-        {"label": arm.label, "options": arm.options, "sampling": arm.sampling, "prefill": arm.prefill}
-        | {"result": result.model_dump()}
-        for arm, result in zip(arms, results, strict=False)
-    ]
+def _measures(record: Record) -> Record:
+    """The figures of the paper's columns, since the start."""
+    total, distinct = record["total"], record["distinct"]
+    average = statistics.mean(distinct.values())
+    measures: Record = {name: total[name] for name in ("alpha", "beta", "speedup")} | distinct | {"average": average}
+    return measures
 
 
-def _distinct(n: int, record: LongRecord) -> float:
-    return record.distinct[f"distinct_{n}"]
-
-
-MEASURES: dict[str, tuple[str, Measure]] = {  # header, and the figure since the start of the generation
-    "alpha": ("alpha", lambda record: record.total.alpha),
-    "beta": ("beta", lambda record: record.total.beta),
-    "speedup": ("x", lambda record: record.total.speedup),
-    **{f"distinct_{n}": (f"Distinct\n{n}", partial(_distinct, n)) for n in range(1, 5)},
-    "distinct_average": ("AVG.", lambda record: statistics.mean(record.distinct.values())),
-}
-
-
-def render(ablation: Ablation, results: list[LongResult], lengths: list[int]) -> Group:
-    """All tables of an ablation; `results` has one for each arm, with a record at each of `lengths`."""
-    labels = [arm.label for arm in ablation.arms]
-    records = {label: result.records for label, result in zip(labels, results, strict=True)}
-    return Group(*(LAYOUTS[view.layout](view, records, lengths) for view in ablation.views))
-
-
-def _by_length(view: View, records: dict[str, list[LongRecord]], lengths: list[int]) -> Table:
-    table = new_table(view.title, ("tokens",), ("", *records))
-    for index, length in enumerate(lengths):
-        for row, measure in enumerate(view.measures):
-            cells = [_cell(measure, arm[index]) for arm in records.values()]
-            table.add_row("" if row else short(length), MEASURES[measure][0], *cells)
-    return table
-
-
-def _by_arm(view: View, records: dict[str, list[LongRecord]], lengths: list[int]) -> Table:
-    headers = [f"{short(length)}\n{MEASURES[measure][0]}" for length in lengths for measure in view.measures]
-    table = new_table(view.title, ("",), headers)
-    for label, arm in records.items():
-        table.add_row(label, *(_cell(measure, record) for record in arm for measure in view.measures))
-    return table
-
-
-def _at_end(view: View, records: dict[str, list[LongRecord]], lengths: list[int]) -> Table:
-    headers = (MEASURES[measure][0] for measure in view.measures)
-    table = new_table(f"{view.title}, {short(lengths[-1])} tokens", ("",), headers)
-    for label, arm in records.items():
-        table.add_row(label, *(_cell(measure, arm[-1]) for measure in view.measures))
-    return table
-
-
-def _cell(measure: str, record: LongRecord) -> str:
-    return number(MEASURES[measure][1](record))
-
-
-LAYOUTS: dict[str, Callable[[View, dict[str, list[LongRecord]], list[int]], Table]] = {
-    "by_length": _by_length,
-    "by_arm": _by_arm,
-    "at_end": _at_end,
-}
+def shown(records: list[Record], options: Options) -> Iterator[Record]:
+    """The paper's tables."""
+    for view in ABLATIONS[options.table].views if records else ():
+        yield {"words": view.title}
+        if view.layout == "by_length":
+            yield from pivot(records, ["tokens"], "arm", view.measures)
+        elif view.layout == "by_arm":
+            yield from pivot(records, ["arm"], "tokens", view.measures)
+        else:
+            last = [each for each in records if each["tokens"] == records[-1]["tokens"]]
+            yield from ({name: each[name] for name in ("arm", "tokens", *view.measures)} for each in last)

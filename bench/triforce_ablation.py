@@ -1,25 +1,32 @@
-"""`python -m bench ablation triforce`: a table of the paper; its arms all go on from prompts that are read once.
+"""`python -m bench ablation triforce`: the tables of TriForce's paper; arms all go on from prompts that are read once.
 
-An arm's drafter is TriForce as the arm wants it, or the naive policy that the paper compares it with (5.1)."""
+An arm's drafter is TriForce as the arm wants it, or the naive policy that the paper compares it with (5.1).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
-from rich.console import Group
-
-from bench.ablation_arms import PromptArms, PromptFigures, num_plain_tokens
-from bench.ablation_prompts import NEEDLE, Prompt, Prompts, length_of, make_prompts, num_text_tokens, read_prompt
 from bench.compared_caches import StreamingKVCache, with_cache
-from bench.long import Report
-from bench.triforce_tables import OFFLOADED, PROMPT_TABLES, TOP_P, PromptArm, PromptTable, Results, render, summary
+from bench.options import one_of
+from bench.prompt_arms import (
+    NEEDLE,
+    Prompt,
+    PromptArms,
+    Prompts,
+    figures_of,
+    length_of,
+    make_prompts,
+    num_plain_tokens,
+    num_text_tokens,
+    read_prompt,
+)
+from bench.tables import Record, only
 from bench.variants import TRIFORCE_PAPER as PAPER
-from swiftbatch.worker.bench_texts import encode, text_tokens
-from swiftbatch.worker.decode_bench import BenchOptions, bench_slots, check_length
+from swiftbatch.worker.decode_bench import BenchError, BenchOptions, bench_slots, check_length, encode, text_tokens
 from swiftbatch.worker.drafters.catalogue import check_parts
 from swiftbatch.worker.drafters.self_speculation.draft_chain import RoundPlan
 from swiftbatch.worker.drafters.self_speculation.round_planner import MeasuredPlanner
@@ -27,62 +34,246 @@ from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpe
 from swiftbatch.worker.drafters.triforce import DraftModel, DraftModelProposer, TriForceOptions, triforce
 from swiftbatch.worker.forward.step_costs import Costs, step_costs_of
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.kv.free_memory import check_folder
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 
-MIN_PREFILL = 257  # the smallest budget of figure 6a, and one; a needle has room too
+COLUMNS = (
+    *("row", "arm", "ms_per_token", "plain_ms_per_token", "speedup", "acceptance", "tokens_per_step"),
+    *("drafted_per_step", "rounds_per_step"),
+)
+TOP_P = 0.9  # at every temperature above 0, as in the authors' scripts
+BUDGET = 4096
+OWN_BUDGET = 1024  # of the engine itself, beside its summaries
+MAX_BUDGET_SHARE = 8  # a prompt is at least so many budgets long: it would be no partial cache otherwise
+
+Plan = Literal["own", "paper", "naive"]
+"""As many tokens as pay; the paper's gammas; or the draft model's tokens straight to the full verification."""
 
 
-class PromptAblationOptions(BenchOptions):
+@dataclass(frozen=True)
+class PromptArm:
+    """One generation behind the prompts."""
+
+    options: dict[str, Any] = field(default_factory=dict)  # what it changes in `TriForceOptions`, its cache by name
+    temperature: float = 0.6
+    plan: Plan = "own"
+    prompts: Prompts = field(default_factory=Prompts)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: what it is called, and its arms by the names that columns use."""
+
+    labels: tuple[str, ...]
+    arms: dict[str, PromptArm]
+
+
+@dataclass(frozen=True)
+class Column:
+    """Cells with a figure of one arm: `measure` is a field of its record."""
+
+    header: str
+    arm: str
+    measure: str
+
+
+@dataclass(frozen=True)
+class PromptTable:
+    """Rows and columns as in the paper."""
+
+    title: str
+    label_headers: tuple[str, ...]
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    note: str
+
+
+CACHES = {
+    "topk": "Top-K (ref.)",
+    "streaming": "StreamingLLM",
+    "h2o": "H2O",
+    "retrieval": "retrieval",
+    "summary": "summary (ours)",
+}
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+BATCHES = ((2, 0.56, 1024), (6, 0.19, 768), (10, 0.12, 768))  # sequences, share of the prompt, budget
+BUDGETS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+CHUNK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+SPEEDUP = Column("speed-up", "triforce", "speedup")
+ACCEPTANCE = Column("acceptance", "triforce", "acceptance")
+MIDDLE = Column("middle acceptance", "triforce", "middle_acceptance")
+FIGURE = (ACCEPTANCE, MIDDLE, SPEEDUP)
+AT = "At T = 0.6."
+
+
+def budget_for(prefill: int, most: int) -> int:
+    """A budget, or an eighth of a short prompt."""
+    return min(most, prefill // MAX_BUDGET_SHARE)
+
+
+def _table_1(prefill: int, model: str) -> PromptTable:
+    def arms(cache: str) -> dict[str, PromptArm]:
+        options = {"cache": cache, "gammas": (0, 6), "budget": budget_for(prefill, BUDGET)}
+        return {kind: PromptArm(options, 0.0, prompts=Prompts(kind)) for kind in ("books", "needle")}
+
+    return PromptTable(
+        "Table 1: acceptance of self-speculation, gamma 6, T = 0",
+        ("method",),
+        (
+            Column("books", "books", "acceptance"),
+            Column("needle", "needle", "acceptance"),
+            Column("needle repeated by plain decoding", "needle", "needle_share"),
+        ),
+        tuple(Row((label,), arms(cache)) for cache, label in CACHES.items()),
+        "The summary holds one entry more for every 32 positions. A model that does not repeat the needle with its "
+        "full cache retrieves nothing: then that column is a second text, not a test of retrieval.",
+    )
+
+
+def _table_2(prefill: int, model: str) -> PromptTable:
+    own, budget = {"budget": budget_for(prefill, OWN_BUDGET)}, {"budget": budget_for(prefill, BUDGET)}
+    by_temperature = (
+        Row(("TriForce", f"{t:.1f}"), {"triforce": PromptArm(own, t), "naive": PromptArm(own, t, "naive")})
+        for t in TEMPERATURES
+    )
+    others = {
+        "TriForce, retrieval cache": PromptArm(budget | {"cache": "retrieval"}),
+        "the same, gammas 2 and 6": PromptArm(budget, plan="paper"),
+        "retrieval w/o hierarchy": PromptArm(budget | {"cache": "retrieval", "gammas": (0, 6)}),
+        "StreamingLLM w/ hierarchy": PromptArm(budget | {"cache": "streaming"}),
+    }
+    return PromptTable(
+        "Table 2: speed-up over plain decoding, and the share of drafted tokens that was accepted",
+        ("method", "T"),
+        (SPEEDUP, ACCEPTANCE, MIDDLE, *(Column(f"naive {name}", "naive", name) for name in ("speedup", "acceptance"))),
+        (*by_temperature, *(Row((label, "0.6"), {"triforce": arm}) for label, arm in others.items())),
+        "Where no gamma stands, drafts have as many tokens as pay; of longer ones a smaller share is accepted.",
+    )
+
+
+def _table_3(prefill: int, model: str) -> PromptTable:
+    budget = {"budget": budget_for(prefill, OWN_BUDGET)}
+    return PromptTable(
+        "Table 3: caches outside the device",
+        ("target model", "T"),
+        (
+            Column("TriForce (ms)", "triforce", "ms_per_token"),
+            Column("AR (ms)", "triforce", "plain_ms_per_token"),
+            Column("speed-up", "triforce", "speedup"),
+        ),
+        tuple(Row((model, f"{t:.1f}"), {"triforce": PromptArm(budget, t)}) for t in (0.6, 0.0)),
+        "AR is plain decoding with its cache in the same place.",
+    )
+
+
+def _table_4(prefill: int, model: str) -> PromptTable:
+    rows = []
+    for num_sequences, share, budget in BATCHES:
+        prompts = Prompts("books", num_sequences, share)
+        batch = f"({num_sequences}, {length_of(prompts, prefill) / 1000:.1f}K)"
+        for t in (0.0, 0.6):
+            arms = {
+                "triforce": PromptArm({"budget": budget}, t, prompts=prompts),
+                "naive": PromptArm({"budget": budget}, t, "naive", prompts),
+            }
+            rows.append(Row((batch, f"({num_sequences}, {budget})", f"{t:.1f}"), arms))
+    return PromptTable(
+        "Table 4: batches, speed-up of tokens per second over plain decoding of the same batch",
+        ("batch", "budget", "T"),
+        (Column("speed-up", "triforce", "speedup"), Column("naive policy", "naive", "speedup")),
+        tuple(rows),
+        "Until the last sequence of a batch has all its tokens.",
+    )
+
+
+def _figure_6a(prefill: int, model: str) -> PromptTable:
+    budgets = [budget for budget in BUDGETS if budget < prefill]
+    rows = (Row((f"{budget:,}",), {"triforce": PromptArm({"budget": budget}, plan="paper")}) for budget in budgets)
+    return PromptTable("Figure 6a: cache budget, gammas 2 and 6", ("budget",), FIGURE, tuple(rows), AT)
+
+
+def _figure_6b(prefill: int, model: str) -> PromptTable:
+    budget = budget_for(prefill, BUDGET)
+    sizes = [size for size in CHUNK_SIZES if 2 * size <= budget]
+    arms = {size: PromptArm({"budget": budget, "chunk_size": size}, plan="paper") for size in sizes}
+    title = f"Figure 6b: chunk size at a budget of {budget:,}, gammas 2 and 6"
+    rows = (Row((f"{size:,}",), {"triforce": arm}) for size, arm in arms.items())
+    return PromptTable(title, ("chunk size",), FIGURE, tuple(rows), AT)
+
+
+PROMPT_TABLES: dict[str, Callable[[int, str], PromptTable]] = {
+    "1": _table_1,
+    "2": _table_2,
+    "3": _table_3,
+    "4": _table_4,
+    "6a": _figure_6a,
+    "6b": _figure_6b,
+}
+"""Each takes the prompt's length and the model's name."""
+
+
+class Options(BenchOptions):
     """The table asked for, how much is read before, and how many tokens each arm generates."""
 
+    table: str  # a name in `PROMPT_TABLES`
+    text: Path  # whole books
     draft_model: Path | None = None
-    table: str
-    prefill: int = Field(ge=MIN_PREFILL)
-    num_tokens: int = Field(gt=TILE_ROWS)  # more than the first step commits
-    seed: int = Field(ge=0)
-    text: Path
-    kv_offload: Path | None = None
-
-    @model_validator(mode="after")
-    def _only_where_they_belong(self) -> PromptAblationOptions:
-        if (self.kv_offload is not None) != (self.table in OFFLOADED):
-            raise ValueError(f"table {self.table}: --kv-offload DIR belongs to table 3, and table 3 needs it")
-        return self
-
-    @property
-    def num_plain_tokens(self) -> int:
-        return num_plain_tokens(self.num_tokens, self.prefill)
+    prefill: int = 32_768  # 257 at least; of table 4 in all
+    num_tokens: int = 256  # more than the first step commits
+    seed: int = 0
+    kv_offload: Path | None = None  # table 3: the folder of caches
 
     def layout(self) -> PromptTable:
-        return PROMPT_TABLES[self.table](self.prefill, Path(self.model).name)
+        return one_of(PROMPT_TABLES, self.table)(self.prefill, Path(self.model).name)
 
 
-def run_prompt_ablation(options: PromptAblationOptions, report: Report = lambda line: None) -> Group:
-    """Run all arms and lay out the tables. Writes JSON after each arm. Raises BenchError, ModelError."""
-    files = locate_model(options.model)
-    _check(options, files)
-    table = options.layout()
+def run(options: Options) -> Iterator[Record]:
+    """Repeat a table or figure of the TriForce paper, with prompts of `--prefill` tokens (table 4: in all).
+
+    Every arm continues the same prompt, as plain decoding does, and must give the same tokens. Table 3 needs
+    --kv-offload DIR for its caches.
+
+    \b
+    Example:
+      python -m bench ablation triforce --table 2 --prefill 100000 --text books.jsonl --json table2.jsonl
+    """
+    table, files = options.layout(), locate_model(options.model)
+    if (options.kv_offload is not None) != (options.table == "3"):
+        raise BenchError(f"table {options.table}: --kv-offload DIR belongs to table 3, and table 3 needs it")
+    check_length(files, max(length_of(prompts, options.prefill) for prompts in _all_prompts(table)), options.num_tokens)
+    check_parts("triforce", options.model, files.fingerprint, options.draft_model)
+    check_folder(None if options.kv_offload is None else str(options.kv_offload))
     text_ids = text_tokens(options.text, files, max(num_text_tokens(p, options.prefill) for p in _all_prompts(table)))
     target = options.load(files, _slots_wanted(options, files, table))
-    results: Results = {}
     for prompts in _all_prompts(table):
         made = make_prompts(prompts, options.prefill, text_ids, files)
-        behind = _read(options, target, made, report)
+        behind = _read(options, target, made)
         costs = step_costs_of(behind.target)
-        for key, arm in _arms_behind(table, prompts):
+        for labels, name, arm in _arms_behind(table, prompts):
             pair = behind.run(new_drafter(behind.target, costs, arm, options.draft_model), arm.temperature)
-            results[key] = PromptFigures.of(*pair, made[0].expected_ids)
-            report(summary(table, key, results[key]))
-            _save(options, table, results, target)
+            place = {"table": options.table, "row": " ".join(labels), "arm": name, "temperature": arm.temperature}
+            yield place | {"plan": arm.plan, "options": arm.options} | figures_of(*pair, made[0].expected_ids)
         del behind  # its caches make room for the next ones
-    return render(table, results)
 
 
-def _slots_wanted(options: PromptAblationOptions, files: ModelFiles, table: PromptTable) -> SlotsWanted | None:
+def shown(records: list[Record], options: Options) -> Iterator[Record]:
+    """The paper's table, and behind it speed and counts of each arm."""
+    table, found = options.layout(), {(record["row"], record["arm"]): record for record in records}
+    if records:
+        yield {"words": table.title}
+    for row in table.rows if records else ():
+        cells = {
+            column.header: found.get((" ".join(row.labels), column.arm), {}).get(column.measure)
+            for column in table.columns
+        }
+        yield dict(zip(table.label_headers, row.labels, strict=True)) | cells
+    yield {"words": table.note}
+    yield from only(records, COLUMNS)
+
+
+def _slots_wanted(options: Options, files: ModelFiles, table: PromptTable) -> SlotsWanted | None:
     """Return the needs of all prompts; None where caches go to a folder."""
     if options.kv_offload is not None:
         return None
@@ -91,22 +282,11 @@ def _slots_wanted(options: PromptAblationOptions, files: ModelFiles, table: Prom
     return bench_slots(["triforce"], longest, max(prompts.num_sequences for prompts in _all_prompts(table)))
 
 
-def _check(options: PromptAblationOptions, files: ModelFiles) -> None:
-    """Refuse what cannot run before minutes of reading. Raises BenchError, ModelError, KVRoomError."""
-    length = max(length_of(prompts, options.prefill) for prompts in _all_prompts(options.layout()))
-    check_length(files, length, options.num_tokens)
-    check_parts("triforce", options.model, files.fingerprint, options.draft_model)
-    check_folder(None if options.kv_offload is None else str(options.kv_offload))
-
-
-def _read(options: PromptAblationOptions, target: TargetModel, prompts: list[Prompt], report: Report) -> PromptArms:
+def _read(options: Options, target: TargetModel, prompts: list[Prompt]) -> PromptArms:
     """Read the prompts, in memory; then move them to where the arms want them. A needle is to be said to its end."""
     num_expected = len(prompts[0].expected_ids)
-    num_tokens, num_plain = num_expected or options.num_tokens, num_expected or options.num_plain_tokens
-    report(
-        f"reading {len(prompts)} x {len(prompts[0].token_ids):,} tokens{' with a needle' if num_expected else ''}; "
-        f"each arm generates {num_tokens} behind each, in turns with plain decoding of {num_plain}"
-    )
+    num_tokens = num_expected or options.num_tokens
+    num_plain = num_expected or num_plain_tokens(options.num_tokens, options.prefill)
     read = [read_prompt(target, prompt, num_tokens) for prompt in prompts]
     if options.kv_offload is not None:
         target = TargetModel(target.forwards, target.files, str(options.kv_offload))
@@ -119,25 +299,10 @@ def _all_prompts(table: PromptTable) -> list[Prompts]:
     return list(dict.fromkeys(arm.prompts for row in table.rows for arm in row.arms.values()))
 
 
-def _arms_behind(table: PromptTable, prompts: Prompts) -> Iterator[tuple[tuple[int, str], PromptArm]]:
-    """The arms that go on from these prompts, with row number and name."""
-    for number, row in enumerate(table.rows):
-        for name, arm in row.arms.items():
-            if arm.prompts == prompts:
-                yield (number, name), arm
-
-
-def _save(options: PromptAblationOptions, table: PromptTable, results: Results, target: TargetModel) -> None:
-    options.write({"arms": _documents(table, results)}, target)
-
-
-def _documents(table: PromptTable, results: Results) -> list[dict[str, Any]]:
-    return [
-        {"row": table.rows[number].labels, "name": name}
-        | asdict(table.rows[number].arms[name])
-        | {"figures": figures.model_dump()}
-        for (number, name), figures in results.items()
-    ]
+def _arms_behind(table: PromptTable, prompts: Prompts) -> Iterator[tuple[tuple[str, ...], str, PromptArm]]:
+    """The arms that go on from these prompts, with their row's labels and their names."""
+    for row in table.rows:
+        yield from ((row.labels, name, arm) for name, arm in row.arms.items() if arm.prompts == prompts)
 
 
 def new_drafter(target: TargetModel, costs: Costs, arm: PromptArm, parts_folder: Path | None) -> SelfSpeculationDrafter:

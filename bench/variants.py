@@ -6,10 +6,8 @@ import functools
 import heapq
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-from pydantic import AfterValidator, Field
 
 from bench.compared_caches import ImportanceKVCache, RetrievalKVCache
 from swiftbatch.worker.decode_bench import BY_NAME as BY_NAME
@@ -128,22 +126,6 @@ VARIANTS: dict[str, DrafterFactory] = STATIC_VARIANTS | {
 }
 BENCH_ENGINES: dict[str, DrafterFactory] = {name: entry.factory() for name, entry in ENGINES.items()} | VARIANTS
 BY_NAME.update(VARIANTS)
-
-
-def _known(name: str) -> str:
-    if name not in BENCH_ENGINES:
-        raise ValueError(f"got {name}; expected one of: {', '.join(BENCH_ENGINES)}")
-    return name
-
-
-def _some(temperatures: tuple[float, ...]) -> tuple[float, ...]:
-    if not temperatures:
-        raise ValueError("got none; expected at least one temperature")
-    return temperatures
-
-
-EngineName = Annotated[str, AfterValidator(_known)]
-Temperatures = Annotated[tuple[Annotated[float, Field(ge=0.0, le=100.0)], ...], AfterValidator(_some)]
 
 
 def create_bench_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: Path | None = None) -> Drafter:

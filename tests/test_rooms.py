@@ -29,7 +29,6 @@ WORKER = {
     "worker.exactness": "whether a machine keeps the promise",
     "worker.training": "trainings of targets and of the engines' parts",
     "worker.session": "a worker's jobs: orders, checkpoints, resumes, reports",
-    "worker.bench_texts": "texts for measurements",
     "worker.decode_bench": "how fast each engine decodes on this machine",
 }
 DRIVER = (

@@ -1,36 +1,34 @@
-"""`swiftbatch bench decode`: every engine generates the same tokens from the same state, in turn.
-
-The benchmarks of a checkout (`bench/`) share its options, texts and contestants.
-"""
+"""`swiftbatch bench decode`: every engine generates the same tokens in turn. `bench/` shares texts and contestants."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.run.compute_options import Device, Dtype
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics.counters import EngineCounters
-from swiftbatch.worker.bench_texts import BenchEngine, BenchError, own_tokens, text_tokens
 from swiftbatch.worker.config import Computation
-from swiftbatch.worker.drafters.catalogue import CHECKPOINT_ENGINES, ENGINES, DrafterFactory
+from swiftbatch.worker.drafters.catalogue import CHECKPOINT_ENGINES, DEFAULT_ENGINE, ENGINES, DrafterFactory
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.engine_memory import with_tried
+from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.prefill import prefill_tile
 from swiftbatch.worker.forward.hardware import cpu_capability
 from swiftbatch.worker.forward.step_costs import Costs, seconds_now, step_costs_of
@@ -40,29 +38,32 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
-from swiftbatch.worker.text.output_text import OutputText
+from swiftbatch.worker.sampling.verification import Verification
 
 BASELINE = "autoregressive"
 NUM_ROUNDS = 5  # the engines take turns, so that a busy moment of the machine hits them all
 NUM_WARMUP_TOKENS = 16_384  # tokens of another job, so that drafters which learn across jobs start hot
 BY_NAME: dict[str, DrafterFactory] = {name: entry.factory() for name, entry in (ENGINES | CHECKPOINT_ENGINES).items()}
 """All engines that can be named; the last ones need a checkpoint that not all models have. `bench/` adds variants."""
+PROMPT = (
+    "The mill stood where the river bent, and the miller's daughter kept its accounts. Every evening she wrote down "
+    "what the farmers had brought and what they had taken home, and every evening the sum came out a little short. "
+    "On the first day of autumn she made up her mind to stay awake and see who was helping himself to the flour."
+)
+COUNTED = ("num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "mean_acceptance_length")
+Record = dict[str, Any]
 
 
-def _ascending(positions: tuple[int, ...]) -> tuple[int, ...]:
-    if not positions or min(positions) < 1:
-        raise ValueError(f"got {list(positions)}; expected at least one position, each 1 or more")
-    return tuple(sorted(set(positions)))
+class BenchError(UserError):
+    """A benchmark that cannot be run as asked."""
 
 
-def in_a_folder(path: Path | None) -> Path | None:
-    """Check a file for figures before all is measured. Raises ValueError where its folder is not there."""
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(f"got {path}; expected a file in a folder, and there is none at {path.parent}")
-    return path
-
-
-Positions = Annotated[tuple[int, ...], AfterValidator(_ascending)]
+class BenchEngine(Engine):
+    def step(self) -> list[tuple[Sequence, Verification]]:
+        results = super().step()
+        for error in (sequence.error for sequence in self.sequences if sequence.error is not None):
+            raise BenchError(error)
+        return results
 
 
 class BenchOptions(Frozen):
@@ -76,24 +77,19 @@ class BenchOptions(Frozen):
     num_threads: int = Field(default=Computation.num_threads, ge=1)
     json_path: Path | None = None
 
-    _in_a_folder = field_validator("json_path", "plot_path", check_fields=False)(in_a_folder)
+    @field_validator("json_path")
+    @classmethod
+    def _in_a_folder(cls, path: Path | None) -> Path | None:
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"got {path}; expected a file in a folder, and there is none at {path.parent}")
+        return path
 
     def load(self, files: ModelFiles, slots: SlotsWanted | None = None, kv_offload: Path | None = None) -> TargetModel:
-        """The model, computing as was asked for; a GPU is shared out as a worker's is. Raises ModelError, KVRoomError.
-
-        Without `slots` caches come one by one. With `kv_offload`, a folder, they lie outside the device.
-        """
+        """Load the model; a GPU is shared out as a worker's is. Raises ModelError, KVRoomError."""
         torch.set_num_threads(self.num_threads)
         folder = None if kv_offload is None else str(kv_offload)
         check_folder(folder)
         return TargetModel.load(files, self.dtype, self.device, folder, slots=slots)
-
-    def write(self, content: dict[str, Any], found: TargetModel | dict[str, Any], **further: Any) -> None:
-        """Write figures, where a file was named, with settings and the machine: as `found`, or that of a target."""
-        if self.json_path is not None:
-            settings = self.model_dump(mode="json", exclude={"json_path", "plot_path"}) | further
-            described = found if isinstance(found, dict) else machine(found)
-            write_json(self.json_path, content | {"settings": settings, "machine": described})
 
 
 class DecodeBenchOptions(BenchOptions):
@@ -101,7 +97,7 @@ class DecodeBenchOptions(BenchOptions):
 
     draft_model: Path | None = None
     engines: tuple[str, ...]
-    positions: Positions
+    positions: tuple[int, ...]
     num_tokens: int = Field(ge=NUM_ROUNDS)
     temperature: float = Field(ge=0.0, le=100.0)
     min_p: float = Field(ge=0.0, le=1.0)
@@ -113,7 +109,16 @@ class DecodeBenchOptions(BenchOptions):
     @field_validator("engines")
     @classmethod
     def _known_engines(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
-        return known_engines(engines, BY_NAME)
+        if not engines or not set(engines) <= BY_NAME.keys() or len(set(engines)) < len(engines):
+            raise ValueError(f"got {', '.join(engines) or 'none'}; expected some of: {', '.join(BY_NAME)}, each once")
+        return engines
+
+    @field_validator("positions")
+    @classmethod
+    def _ascending(cls, positions: tuple[int, ...]) -> tuple[int, ...]:
+        if not positions or min(positions) < 1:
+            raise ValueError(f"got {list(positions)}; expected at least one position, each 1 or more")
+        return tuple(sorted(set(positions)))
 
     @model_validator(mode="after")
     def _greedy_against_transformers(self) -> DecodeBenchOptions:
@@ -122,30 +127,14 @@ class DecodeBenchOptions(BenchOptions):
         return self
 
 
-def known_engines(engines: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
-    """Check names of engines, of which there must be some. Raises ValueError."""
-    names = list(known)
-    if not engines or not set(engines) <= set(names) or len(set(engines)) < len(engines):
-        raise ValueError(f"got {', '.join(engines) or 'none'}; expected some of: {', '.join(names)}, each once")
-    return engines
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Put figures in place at once: whoever reads the file sees it whole. Raises StoreError."""
-    Store(str(path.parent)).write(path.name, (json.dumps(document, indent=2) + "\n").encode())
-
-
 def machine(target: TargetModel) -> dict[str, Any]:
-    """Describe what figures depend on beside the settings: device, model and versions."""
-    import transformers  # late: options may be refused, and a command that asks for none be half a second sooner
-
-    modules = {"torch": torch, "transformers": transformers, "numpy": np}
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "numpy")}
     return {
         "device": str(target.device) if target.device.type == "cpu" else torch.cuda.get_device_name(target.device),
         "cpu_capability": cpu_capability(),
         "numerics": target.forwards.numerics,
         "model_fingerprint": target.files.fingerprint,
-        "versions": {"python": platform.python_version()} | {name: its.__version__ for name, its in modules.items()},
+        "versions": {"python": platform.python_version()} | versions,
     }
 
 
@@ -156,20 +145,15 @@ def check_length(files: ModelFiles, length: int, num_tokens: int) -> None:
 
 
 def bench_slots(
-    engines: Iterable[str], longest: int, num_sequences: int = 1, files: ModelFiles | None = None
+    engines: Iterable[str], longest: int, num_jobs: int = 1, files: ModelFiles | None = None
 ) -> SlotsWanted:
-    """Return the needs of a benchmark: sequences of so many positions at most, and one more slot for probes.
-
-    Partial caches are those of the engine that keeps most; what variants keep beyond that comes from the rest. With
-    `files`, there is also room for what `auto` tries of that model.
-    """
+    """Return room for jobs of so many positions, one more for probes, and with `files` what `auto` tries."""
     entries = [ENGINES[name] for name in engines if name in ENGINES]
-    budget, num_best = (
-        max((getattr(entry, name) for entry in entries), default=0) for name in ("partial_budget", "scanned_best")
-    )
-    wanted = SlotsWanted(longest, budget, num_sequences + 1, num_best)
-    tried = next((entry.tries for entry in entries if entry.tries is not None), None)
-    return wanted if files is None or tried is None else with_tried(wanted, tried, files, None)
+    budget = max((entry.partial_budget for entry in entries), default=0)
+    num_best = max((entry.scanned_best for entry in entries), default=0)
+    wanted = SlotsWanted(longest, budget, num_jobs + 1, num_best)
+    tried = [entry.tries for entry in entries if entry.tries is not None and files is not None]
+    return with_tried(wanted, tried[0], files, None) if tried and files else wanted
 
 
 def digest(*token_ids: np.ndarray) -> str:
@@ -177,152 +161,75 @@ def digest(*token_ids: np.ndarray) -> str:
     return hashlib.sha256(np.concatenate(token_ids).astype("<u4").tobytes()).hexdigest()
 
 
-class OwnPositions:
-    """Positions of one generation, behind the prompt, in a cache that other generations use as well.
+class Contestant:
+    """An engine with a sequence in each cache. Others use the caches meanwhile, but for those with states."""
 
-    Nothing moves in a cache with states: each generation has one of its own.
-    """
+    def __init__(self, name: str, engine: Any, sequences: list[Sequence], caches: list[FullKVCache]) -> None:
+        self.name, self.engine = name, engine
+        self.caches, self.firsts = caches, [cache.length for cache in caches]
+        self.rounds: list[tuple[float, int]] = []  # seconds and steps; a round that the last one had run ahead is none
+        self.start(sequences)
 
-    def __init__(self, cache: FullKVCache) -> None:
-        self.cache = cache
-        self.first = cache.length
-        self._kv = cache.kv(0, 0).copy()
-
-    def put_back(self) -> None:
-        """Put the positions back into the cache, before the generation goes on."""
-        if self.cache.is_by_position:
-            self.cache.roll_back(self.first)
-            self.cache.load(self._kv)
-
-    def take_away(self) -> None:
-        """Take the positions out of the cache, before another generation goes on."""
-        if self.cache.is_by_position:
-            self._kv = self.cache.kv(self.first, self.cache.length).copy()
-
-
-@dataclass
-class Timing:
-    """The times and steps of one contestant's rounds."""
-
-    seconds_per_step: list[float] = field(default_factory=list)  # one per round
-    num_steps: int = 0
-    seconds: float = 0.0  # of all rounds
-
-    def add(self, seconds: float, num_steps: int) -> None:
-        """Add one round; a round without steps (the last one had run ahead of it) counts nothing."""
-        if num_steps:
-            self.seconds_per_step.append(seconds / num_steps)
-            self.num_steps += num_steps
-            self.seconds += seconds
-
-
-class EngineContestant:
-    """One drafter for one or more sequences, each on a cache that all contestants share.
-
-    Between rounds it keeps only its own positions behind the text.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        target: TargetModel,
-        drafter: Drafter,
-        sequences: list[Sequence],
-        caches: list[FullKVCache],
-        output_text: OutputText | None = None,
-    ) -> None:
-        self.name = name
-        self.timing = Timing()
-        self._target = target
-        self._sequences = sequences
-        self._own = [OwnPositions(cache) for cache in caches]
-        self._drafter = drafter
-        self._engine = BenchEngine(target, drafter, output_text)
-        self.counters = self._engine.counters
-        for sequence, cache in zip(sequences, caches, strict=True):
-            self._engine.start(sequence, cache)
-
-    def learn_from(self, warm: Drafter) -> None:
-        """Know of other jobs what the `warm` drafter has learned."""
-        for sequence in self._sequences:
-            if state := warm.state(sequence):
-                self._drafter.restore(sequence, state)
+    def start(self, sequences: list[Sequence]) -> None:
+        self.sequences, self._kv = sequences, [cache.kv(0, 0).copy() for cache in self.caches]
+        for sequence, cache in zip(sequences, self.caches, strict=True):
+            self.engine.start(sequence, cache)
 
     def generate_to(self, num_tokens: int) -> None:
-        """Generate until every sequence has at least `num_tokens` tokens in all, and take the time.
-
-        Raises BenchError where one ends before.
-        """
-        for own in self._own:
-            own.put_back()
-        num_steps = self.counters.num_steps
-        _wait(self._target.device)
-        started = seconds_now()
-        while min(sequence.num_generated_tokens for sequence in self._sequences) < num_tokens:
-            if not self._engine.step():
+        """Generate until every sequence has so many tokens, and take the time. Raises BenchError where one ends."""
+        for cache, first, kv in zip(self.caches, self.firsts, self._kv, strict=True):
+            if cache.is_by_position:
+                cache.roll_back(first)
+                cache.load(kv)
+        started, num_steps = _now(), self.engine.counters.num_steps
+        while min(sequence.num_generated_tokens for sequence in self.sequences) < num_tokens:
+            if not self.engine.step():
                 raise BenchError(f"{self.name}: the text ended early; use another seed")
-        _wait(self._target.device)
-        self.timing.add(seconds_now() - started, self.counters.num_steps - num_steps)
-        for own in self._own:
-            own.take_away()
+        if num_new := self.engine.counters.num_steps - num_steps:
+            self.rounds.append((_now() - started, num_new))
+        if self.caches[0].is_by_position:
+            self._kv = [cache.kv(self.firsts[i], cache.length).copy() for i, cache in enumerate(self.caches)]
 
     def token_ids(self) -> np.ndarray:
-        """The generated tokens of all sequences, one behind the other, `[num_generated] int64`."""
-        return np.concatenate([sequence.output_ids for sequence in self._sequences])
+        return np.concatenate([sequence.output_ids for sequence in self.sequences])
 
 
-class TransformersContestant:
-    """Greedy plain decoding with `transformers`' DynamicCache and its scaled-dot-product attention."""
+class TransformersEngine:
+    """Greedy plain decoding of one sequence with `transformers`' DynamicCache and scaled-dot-product attention."""
 
-    def __init__(self, target: TargetModel, sequence: Sequence, cache: FullKVCache) -> None:
-        from transformers import DynamicCache  # late: the options of every benchmark know this module
+    def __init__(self, target: TargetModel) -> None:
+        from transformers import DynamicCache  # late, as few ask for it
 
         from swiftbatch.worker.model.causal_lm import load_causal_lm
 
-        self.name = "transformers"
-        self.timing = Timing()
-        self._device = target.device
-        self._model = load_causal_lm(target.files, target.dtype).to(target.device)
+        self.counters, self._cache, self._target = EngineCounters(), DynamicCache(), target
+        self._model = load_causal_lm(target.files, target.dtype).to(target.device).eval()
         self._model.set_attn_implementation("sdpa")
-        self._model.eval()
-        self._cache = DynamicCache()
-        for index in range(target.cache_shape.num_layers):
+
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
+        self._sequence = sequence
+        for index in range(self._target.cache_shape.num_layers):
             keys, values = (part[None, :, : cache.length].clone() for part in cache.layer(index))
             self._cache.update(keys, values, index)
-        self._last = int(sequence.token_ids[-1])
-        self._generated: list[int] = []
-        self.counters = EngineCounters()
 
     @torch.inference_mode()
-    def generate_to(self, num_tokens: int) -> None:
-        num_steps = max(num_tokens - len(self._generated), 0)
-        _wait(self._device)
-        started = seconds_now()
-        for _ in range(num_steps):
-            inputs = torch.tensor([[self._last]], device=self._device)
-            logits = self._model(input_ids=inputs, past_key_values=self._cache, use_cache=True).logits
-            self._last = int(logits[0, -1].argmax())
-            self._generated.append(self._last)
-        _wait(self._device)
-        seconds = seconds_now() - started
-        self.timing.add(seconds, num_steps)
-        self.counters.num_steps += num_steps
-        self.counters.step_seconds["verify"] += seconds
-
-    def token_ids(self) -> np.ndarray:
-        return np.array(self._generated, dtype=np.int64)
+    def step(self) -> list[Sequence]:
+        started, inputs = seconds_now(), torch.tensor([[self._sequence.token_ids[-1]]], device=self._target.device)
+        logits = self._model(input_ids=inputs, past_key_values=self._cache, use_cache=True).logits
+        self._sequence.extend([int(logits[0, -1].argmax())])
+        self.counters.num_steps += 1
+        self.counters.step_seconds["verify"] += seconds_now() - started
+        return [self._sequence]
 
 
-Contestant = EngineContestant | TransformersContestant
+def _now() -> float:
+    """The time, once queued work of a GPU has ended."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return seconds_now()
 
 
-def _wait(device: torch.device) -> None:
-    """Let queued work end, so that a clock read next to it means something."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def compete(contestants: Items[Contestant], num_tokens: int, num_rounds: int = NUM_ROUNDS, first: int = 0) -> None:
+def compete(contestants: list[Contestant], num_tokens: int, num_rounds: int = NUM_ROUNDS, first: int = 0) -> None:
     """Let all generate a part of the tokens in turn, round by round, each time in another order from `first` on."""
     for round_number in range(num_rounds):
         leader = (first + round_number) % len(contestants)
@@ -330,31 +237,25 @@ def compete(contestants: Items[Contestant], num_tokens: int, num_rounds: int = N
             contestant.generate_to(num_tokens * (round_number + 1) // num_rounds)
 
 
-def run_decode_bench(
-    options: DecodeBenchOptions, report: Callable[[str], None] = lambda line: None
-) -> list[DecodeRecord]:
+def run_decode_bench(options: DecodeBenchOptions, report: Callable[[str], None] = lambda line: None) -> list[Record]:
     """Measure all engines at all positions; `report` gets a line about each stage. Raises BenchError, ModelError."""
     files, highest = locate_model(options.model), options.positions[-1]
     check_length(files, highest, options.num_tokens)
-    longest = max(highest + options.num_tokens, num_warmup_tokens(files))
+    longest = max(highest + options.num_tokens, min(NUM_WARMUP_TOKENS, files.max_positions // 2))
     target = options.load(files, bench_slots(options.engines, longest, files=files))
     records = list(decode_records(target, options, report))
-    results = {"results": [record.model_dump() for record in records]}
-    options.write(results, target, num_warmup_tokens=NUM_WARMUP_TOKENS)
+    if (path := options.json_path) is not None:
+        settings = options.model_dump(mode="json", exclude={"json_path"}) | {"num_warmup_tokens": NUM_WARMUP_TOKENS}
+        document = {"results": records, "settings": settings, "machine": machine(target)}
+        Store(str(path.parent)).write(path.name, (json.dumps(document, indent=2) + "\n").encode())
     return records
 
 
-def decode_records(
-    target: TargetModel, options: DecodeBenchOptions, report: Callable[[str], None]
-) -> Iterator[DecodeRecord]:
-    """Measure all engines on a loaded model, two caches of which have room at a time. Raises BenchError, ModelError.
-
-    The records of a position come once all engines have been there.
-    """
-    files, highest = target.files, options.positions[-1]
+def decode_records(target: TargetModel, options: DecodeBenchOptions, report: Callable[[str], None]) -> Iterator[Record]:
+    """Yield the records of a position once all engines of a loaded model were there. Raises BenchError, ModelError."""
+    highest, costs = options.positions[-1], step_costs_of(target)
     report(f"text of {highest} tokens: {options.text or 'the model goes on from a built-in prompt'}")
-    text = text_tokens(options.text, files, highest) if options.text else own_tokens(target, highest)
-    costs = step_costs_of(target)
+    text = text_tokens(options.text, target.files, highest) if options.text else own_tokens(target, highest)
     drafters = warm_drafters(target, costs, options.engines, options.draft_model)
     cache = target.new_cache(highest + options.num_tokens)
     for position in options.positions:
@@ -366,121 +267,135 @@ def decode_records(
         cache.roll_back(position - 1)  # which changes nothing where contestants have caches of their own
 
 
-def num_warmup_tokens(files: ModelFiles) -> int:
-    return min(NUM_WARMUP_TOKENS, files.max_positions // 2)
-
-
 def read_tokens(target: TargetModel, cache: FullKVCache, token_ids: list[int], drafters: list[Drafter]) -> None:
     """Read all but the last token, which the first step's root row adds; drafters learn as from any prompt."""
-    known, drawing = np.array(token_ids[:-1]), target.forwards.new_batch_sampler()
+    known, sampler = np.array(token_ids[:-1]), target.forwards.new_batch_sampler()
     while cache.length < len(known):
-        prefill_tile(target, cache, known, drafters, drawing)
+        prefill_tile(target, cache, known, drafters, sampler)
 
 
 def _contestants(
-    options: DecodeBenchOptions,
-    target: TargetModel,
-    costs: Costs,
-    cache: FullKVCache,
-    text: list[int],
-    drafters: Mapping[str, Drafter],
-) -> Iterator[Contestant]:
-    drawn_with = options.model_dump(include={"temperature", "min_p", "repetition_penalty", "seed"})
-    sampling = SamplingParams(max_tokens=options.num_tokens, ignore_eos=True, **drawn_with)
+    options: DecodeBenchOptions, target: TargetModel, costs: Costs, cache: FullKVCache, text: list[int],
+    drafters: dict[str, Drafter],
+) -> Iterator[Contestant]:  # fmt: skip
+    sampled = options.model_dump(include={"temperature", "min_p", "repetition_penalty", "seed"})
+    sampling = SamplingParams(max_tokens=options.num_tokens, ignore_eos=True, **sampled)
     for name in options.engines:
         sequence = Sequence(name, text, sampling, target.vocab_size, target.device)
-        drafter = BY_NAME[name](target, costs, options.draft_model)
-        own = cache if cache.is_by_position else _own_cache(target, cache, text, options.num_tokens)
-        contestant = EngineContestant(name, target, drafter, [sequence], [own])
-        contestant.learn_from(drafters[name])
+        drafter, own = BY_NAME[name](target, costs, options.draft_model), cache
+        if not cache.is_by_position:
+            own = target.new_cache(len(text) + options.num_tokens)
+            if end := cache.copyable_end(cache.length):
+                own.copy_from(cache, end)
+            read_tokens(target, own, text, [])
+        contestant = Contestant(name, BenchEngine(target, drafter), [sequence], [own])
+        if state := drafters[name].state(sequence):  # what it has learned of other jobs
+            drafter.restore(sequence, state)
         yield contestant
     if options.against == "transformers":
-        yield TransformersContestant(target, Sequence("transformers", text, sampling, target.vocab_size), cache)
+        sequence = Sequence("", text, sampling, target.vocab_size)
+        yield Contestant("transformers", TransformersEngine(target), [sequence], [cache])
 
 
-def _own_cache(target: TargetModel, cache: FullKVCache, text: list[int], num_tokens: int) -> FullKVCache:
-    """A cache behind the same text as `cache`, whose states no other generation moves."""
-    own = target.new_cache(len(text) + num_tokens)
-    if end := cache.copyable_end(cache.length):
-        own.copy_from(cache, end)
-    read_tokens(target, own, text, [])
-    return own
-
-
-def warm_drafters(
-    target: TargetModel, costs: Costs, engines: tuple[str, ...], parts: Path | None
-) -> dict[str, Drafter]:
+def warm_drafters(target: TargetModel, costs: Costs, engines: Iterable[str], parts: Path | None) -> dict[str, Drafter]:
     """Drafters as a worker has them after another job: the model's own text, which holds nothing of the bench's."""
     drafters = {name: BY_NAME[name](target, costs, parts) for name in engines}
     if any(drafter.needs_top_k for drafter in drafters.values()):  # other drafters know only what is in the text
-        num_tokens = num_warmup_tokens(target.files)
-        other_job = own_tokens(target, num_tokens)
-        read_tokens(target, target.new_cache(num_tokens), other_job, list(drafters.values()))
+        num_tokens = min(NUM_WARMUP_TOKENS, target.files.max_positions // 2)
+        read_tokens(target, target.new_cache(num_tokens), own_tokens(target, num_tokens), list(drafters.values()))
     return drafters
 
 
-class DecodeRecord(Frozen):
-    """One engine at one position. `speedup` is over `autoregressive` in the same run, None where that did not run."""
-
-    engine: str
-    position: int
-    temperature: float
-    num_tokens: int
-    ms_per_token: float  # median over the rounds of the time per step, times steps per token
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    mean_acceptance_length: float
-    speedup: float | None
-    tokens_sha256: str  # over the generated ids as little-endian uint32
-    num_steps: int
-    propose_ms: float  # per step
-    verify_ms: float
-    commit_ms: float
-
-
-def _records(contestants: Items[Contestant], position: int, temperature: float) -> Iterator[DecodeRecord]:
-    times = {contestant.name: _ms_per_token(contestant) for contestant in contestants}
-    baseline = times.get(BASELINE)
-    for contestant in contestants:
-        counters, token_ids, ms = contestant.counters, contestant.token_ids(), times[contestant.name]
-        yield DecodeRecord(
-            engine=contestant.name,
-            position=position,
-            temperature=temperature,
-            num_tokens=len(token_ids),
-            ms_per_token=ms,
-            num_drafts=counters.num_drafts,
-            num_draft_tokens=counters.num_draft_tokens,
-            num_accepted_tokens=counters.num_accepted_tokens,
-            mean_acceptance_length=counters.mean_acceptance_length,
-            speedup=baseline / ms if baseline else None,
-            tokens_sha256=digest(token_ids),
-            num_steps=counters.num_steps,
+def _records(contestants: list[Contestant], position: int, temperature: float) -> Iterator[Record]:
+    times = {each.name: ms_per_token(each) for each in contestants}
+    for each in contestants:
+        counters, ms, baseline = each.engine.counters, times[each.name], times.get(BASELINE)
+        yield {
+            "engine": each.name,
+            "position": position,
+            "temperature": temperature,
+            "num_tokens": len(each.token_ids()),
+            "ms_per_token": ms,
+            "speedup": baseline / ms if baseline else None,
+            "tokens_sha256": digest(each.token_ids()),
+            **{name: getattr(counters, name) for name in COUNTED},
             **{f"{name}_ms": 1000 * s / counters.num_steps for name, s in counters.step_seconds.items()},
-        )
+        }
 
 
-def _ms_per_token(contestant: Contestant) -> float:
-    timing = contestant.timing
-    return 1000 * statistics.median(timing.seconds_per_step) * timing.num_steps / len(contestant.token_ids())
+def ms_per_token(contestant: Contestant) -> float:
+    """The median over the rounds of the time per step, times steps per token."""
+    num_steps, num_tokens = contestant.engine.counters.num_steps, len(contestant.token_ids())
+    seconds = statistics.median(seconds / steps for seconds, steps in contestant.rounds)
+    return float(1000 * seconds * num_steps / num_tokens)
 
 
-def render(records: Items[DecodeRecord]) -> Table:
+def render(records: list[Record]) -> Table:
     """A table for people; tokens that differ from the baseline's are marked."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header in ("position", "T", "engine", "ms per\ntoken", "speed-up", "acceptance\nlength", "same\ntokens"):
         is_text = header in ("engine", "same\ntokens")
         table.add_column(header, justify="left" if is_text else "right", no_wrap=header != "same\ntokens")
-    first = {record.position: record.tokens_sha256 for record in reversed(records)}
-    for record in records:
-        table.add_row(
-            str(record.position),
-            f"{record.temperature:g}",
-            record.engine,
-            f"{record.ms_per_token:.2f}",
-            "-" if record.speedup is None else f"{record.speedup:.2f}x",
-            f"{record.mean_acceptance_length:.2f}",
-            "yes" if record.tokens_sha256 == first[record.position] else "no",
-        )
+    first = {record["position"]: record["tokens_sha256"] for record in reversed(records)}
+    for each in records:
+        place = str(each["position"]), f"{each['temperature']:g}", each["engine"]
+        speedup = "-" if each["speedup"] is None else f"{each['speedup']:.2f}x"
+        figures = f"{each['ms_per_token']:.2f}", speedup, f"{each['mean_acceptance_length']:.2f}"
+        table.add_row(*place, *figures, "yes" if each["tokens_sha256"] == first[each["position"]] else "no")
     return table
+
+
+def encode(files: ModelFiles, text: str) -> list[int]:
+    from transformers import AutoTokenizer  # half a second, of which a benchmark that is refused has no use
+
+    tokenizer = AutoTokenizer.from_pretrained(files.path, local_files_only=True, trust_remote_code=False)
+    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+
+def read_text(path: Path) -> str:
+    """A plain UTF-8 file, or the `text` fields of a `.jsonl` file one after the other. Raises BenchError."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise BenchError(f"text {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BenchError(f"text {path}: cannot be read as UTF-8: {error}") from error
+    if path.suffix != ".jsonl":
+        return text
+    texts = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            texts += [json.loads(line)["text"] + ""] if line.strip() else []
+        except (ValueError, KeyError, TypeError):
+            expected = 'expected a JSON object with a string field "text"'
+            raise BenchError(f"text {path}, line {number}: {expected}") from None
+    return "\n\n".join(texts)
+
+
+def text_tokens(path: Path, files: ModelFiles, num_tokens: int) -> list[int]:
+    """The first `num_tokens` tokens of a text file. Raises BenchError where it has fewer."""
+    ids = encode(files, read_text(path))
+    if len(ids) < num_tokens:
+        raise BenchError(f"text {path}: it has {len(ids)} tokens, the highest position needs {num_tokens}")
+    return ids[:num_tokens]
+
+
+def own_tokens(target: TargetModel, num_tokens: int) -> list[int]:
+    """The first `num_tokens` tokens of a built-in prompt and what the model goes on to say; made once, kept on disk."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftbatch" / "bench"
+    path = folder / f"{target.files.fingerprint[:16]}-{str(target.dtype).removeprefix('torch.')}.npy"
+    known = np.load(path, allow_pickle=False).tolist() if path.is_file() else encode(target.files, PROMPT)
+    if len(known) < num_tokens:
+        num_new = num_tokens - len(known)
+        sampling = SamplingParams(max_tokens=num_new, temperature=1.0, min_p=0.1, seed=1, ignore_eos=True)
+        sequence = Sequence("bench-text", known, sampling, target.vocab_size, target.device)
+        engine = BenchEngine(target, BY_NAME[DEFAULT_ENGINE](target, step_costs_of(target), None))
+        engine.start(sequence)
+        while sequence.finish_reason is None:
+            engine.step()
+        known = [int(token_id) for token_id in sequence.token_ids]
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}.npy")
+        np.save(aside, np.array(known, dtype=np.uint32))
+        aside.replace(path)
+    return known[:num_tokens]

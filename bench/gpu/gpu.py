@@ -1,31 +1,44 @@
-"""`python -m bench gpu`: what a GPU makes of a model. Steps, prompts, a resume, every engine, and the memory."""
+"""The command `python -m bench gpu`, which needs neither a GPU nor Triton to say that there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 
-from bench.gpu.gpu_figures import GPUBenchOptions
-from swiftbatch.worker.bench_texts import BenchError
-from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
-from swiftbatch.worker.model.model_files import locate_model
-
-if TYPE_CHECKING:
-    from bench.gpu.gpu_figures import GPUBenchResult
+from bench.options import GPUOptions as Options
+from bench.tables import Record
+from swiftbatch.worker.decode_bench import BenchError
 
 
-def run_gpu_bench(options: GPUBenchOptions, report: Callable[[str], None] = lambda line: None) -> GPUBenchResult:
-    """Measure this machine's GPU; `report` gets a line about each stage. Raises BenchError, ModelError."""
+def run(options: Options) -> Iterator[Record]:
+    """Measure a GPU: steps against the roofline, prefill, a resume, every engine, and the memory used.
+
+    Run `swiftbatch doctor --device cuda` first. Without --text the model generates its own, which takes minutes.
+
+    With --everything it brings its own models, and needs neither Ray nor a network. Every stage has a process of its
+    own, which is killed when its time is over, and leaves a JSON file and a log in the folder; `summary.md` has all
+    tables. The same command goes on after an interruption. Exit code: 0 all stages passed, 1 not all did.
+
+    \b
+    Example:
+      python -m bench gpu --model DIR --text book.txt --json gpu.jsonl
+      python -m bench gpu --everything --minutes 27 --output found
+    """
+    if options.output is not None:
+        from bench.gpu.everything import run_everything
+
+        yield from run_everything(options.output, options.minutes)
+        return
     if not torch.cuda.is_available():
         raise BenchError(
             f"no GPU to measure: no CUDA device is visible to torch {torch.__version__}; "
             "`python -m bench kernels` measures CPUs"
         )
-    from bench.gpu.measuring import measured
+    from bench.gpu.steps import measured
     from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
+    from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
+    from swiftbatch.worker.model.model_files import locate_model
 
     kernels = CudaKernels(options.attention, options.linear)
-    parts = Parts.of(locate_model(options.model), options.dtype, torch.device("cuda"), kernels)
-    return measured(parts, options, report)
+    yield from measured(Parts.of(locate_model(options.model), options.dtype, torch.device("cuda"), kernels), options)

@@ -1,6 +1,7 @@
-"""The things that stages are given: a device, a model in published shapes with random weights, and how much is tried.
+"""The things that stages are given: a device, models in published shapes with random weights, and how much is tried.
 
-Weights are written once for all stages: a few layers, which are repeated where the speed of the whole is measured.
+`families.jsonl` has their configs with one layer of each kind, and as many layers as are published. The first one is
+written once for all stages; others lie on the device without any files. `deepened` repeats the layers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,72 +23,107 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.gpu.family_weights import DEVIATION, FAMILIES, Family
 from swiftbatch.jobs.run.compute_options import Dtype
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
-from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Extent, Parts
-from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
+from swiftbatch.worker.exactness.gpu_doctor.model_under_test import NUM_SPLITS_ELSEWHERE, Extent, Parts
+from swiftbatch.worker.forward.cuda.cuda_loading import hold_gemms_steady
+from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights, handed_over, stacked_weights
 from swiftbatch.worker.kernels.gpu_kernel_choice import DEFAULT_KERNELS, CudaKernels
+from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedExperts, PackedMatrix, Weight, plain
+from swiftbatch.worker.kv.gpu_memory_plan import splits_of
 from swiftbatch.worker.kv.host_copies import CudaLane, HostStream, computing_stream
 from swiftbatch.worker.kv.kv_offload import Streams
-from swiftbatch.worker.model.digests import TEXT_FILES
+from swiftbatch.worker.kv.model_sizes import sizes_of
+from swiftbatch.worker.model.decoder_config import read_decoder_config
+from swiftbatch.worker.model.decoder_loading import decoder_of
+from swiftbatch.worker.model.digests import TEXT_FILES, Digests
 from swiftbatch.worker.model.model_files import EMBEDDED, ModelFiles, locate_model
+from swiftbatch.worker.model.text_config import HEAD, text_view
 
 Try = tuple[str, Callable[[], Finding]]
 """A name, and what is tried under it."""
+DEVIATION = 0.02  # of random weights, as models are initialized with
+PACKED: dict[str, tuple[Code, int, float, re.Pattern[str]]] = {  # code, group, scales, and the tensors that have it
+    "FP8": ("e4m3", 128, 2.0**-12, re.compile(r"_proj(_qkv|_z|_with_mqa)?\.weight$")),
+    "MXFP4": ("e2m1", 32, 2.0**-6, re.compile(r"\.experts\.(gate_up|down)_proj$")),
+}
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes of a dense model as Llama has them."""
+class Family:
+    """A model's config with one layer of each kind, and as many layers as are published."""
 
-    hidden: int
-    intermediate: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab: int
-    max_positions: int = 131_072
+    name: str
+    config: dict[str, Any]
+    num_layers: int
+    small: dict[str, Any]  # of its config, for Triton's interpreter
+    packed: str | None = None
+    num_first: int = 0  # layers that stand once, in front of those that are repeated
 
-    def config(self, num_layers: int) -> dict[str, Any]:
-        """The config of such a model."""
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "num_hidden_layers": num_layers,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": self.max_positions,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "tie_word_embeddings": True,
-            "torch_dtype": "bfloat16",
-            "hidden_act": "silu",
-        }
+    def cut(self) -> Family:
+        """A small model of this family, of the layers that are made."""
+        config = self.config | {"max_position_embeddings": 4096} | self.small
+        return dataclasses.replace(self, config=config, num_layers=config["num_hidden_layers"])
 
-    def tensors(self, num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield names and sizes of its weights."""
-        query, key = (count * self.head_dim for count in (self.num_heads, self.num_kv_heads))
-        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
-        yield "model.norm.weight", (self.hidden,)
-        for number in range(num_layers):
-            layer = f"model.layers.{number}."
-            yield f"{layer}input_layernorm.weight", (self.hidden,)
-            yield f"{layer}post_attention_layernorm.weight", (self.hidden,)
-            for name, rows in (("q", query), ("k", key), ("v", key)):
-                yield f"{layer}self_attn.{name}_proj.weight", (rows, self.hidden)
-            yield f"{layer}self_attn.o_proj.weight", (self.hidden, query)
-            for name in ("gate", "up"):
-                yield f"{layer}mlp.{name}_proj.weight", (self.intermediate, self.hidden)
-            yield f"{layer}mlp.down_proj.weight", (self.hidden, self.intermediate)
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The config as a model folder has it."""
+        return text_view({"attention_bias": False, "tie_word_embeddings": False, "rope_scaling": None} | self.config)
+
+    def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
+        """Random numbers in all its tensors, from one seed."""
+        generator, made = torch.Generator(device).manual_seed(0), dict[str, Weight]()
+        for name, shape in shapes_of(self.text_config):
+            if self.packed is not None and PACKED[self.packed][3].search(name):
+                made[name] = _packed(self.packed, shape, dtype, generator)
+                continue
+            numbers = torch.empty(shape, dtype=dtype, device=device)
+            is_norm = name.endswith("norm.weight")
+            made[name] = numbers.fill_(1.0) if is_norm else numbers.normal_(0.0, DEVIATION, generator=generator)
+        return made
 
 
-LLAMA_8B = Shape(4096, 14_336, 32, 8, 128, 128_256)
+def _packed(form: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> PackedMatrix:
+    """A matrix, or those of all experts where a dimension stands in front."""
+    code, most, scale, _ = PACKED[form]
+    columns, depth = math.prod(shape[:-1]), shape[-1]
+    random: dict[str, Any] = {"generator": generator, "device": generator.device}
+    codes = torch.randint(0, 256, (columns, depth * CODE_BITS[code] // 8), **random, dtype=torch.uint8)
+    if code == "e4m3":
+        codes[(codes & 127) == 127] = 0  # which are no numbers
+    scales = scale * torch.rand(columns, depth // min(most, depth), **random)
+    if len(shape) == 2:
+        return PackedMatrix(code, codes, scales, dtype)
+    return PackedExperts(code, codes, scales, dtype, num_experts=shape[0])
+
+
+def shapes_of(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and shapes of a model's tensors as they are published; transformers has experts in one tensor."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    experts = read_decoder_config(config).experts
+    for name, tensor in model.state_dict().items():
+        shape = tuple(tensor.shape)
+        if experts is None or ".experts." not in name or len(shape) < 3:
+            if name != HEAD or not config["tie_word_embeddings"]:
+                yield name, shape
+        elif experts.names.each is None:
+            yield name, (shape[0], shape[2], shape[1])
+        else:
+            prefix, _, part = name.rpartition(".")
+            parts = ("down",) if part == "down_proj" else ("gate", "up")
+            for number, each in itertools.product(range(shape[0]), parts):
+                yield f"{prefix}.{number}.{each}_proj.weight", (shape[1] // len(parts), shape[2])
+
+
+def _families() -> tuple[Family, ...]:
+    lines = Path(__file__).with_name("families.jsonl").read_text(encoding="utf-8").splitlines()
+    return tuple(Family(**json.loads(line)) for line in lines)
+
+
+LLAMA_8B, *FAMILIES = _families()
 GPU_EXTENT = Extent(
     num_tries=5,
     lengths=(0, 1, 64, 1000, 4096, 102_400),
@@ -99,8 +137,7 @@ GPU_EXTENT = Extent(
 class TrialSizes:
     """The amount tried by all stages together, for some minutes of a GPU."""
 
-    shape: Shape = LLAMA_8B
-    num_written: int = 2  # layers
+    model: Family = LLAMA_8B
     num_layers: int = 32  # of steps that are timed
     extent: Extent = GPU_EXTENT
     dtype: Dtype = "bfloat16"
@@ -109,7 +146,7 @@ class TrialSizes:
     job_counts: tuple[int, ...] = (1, 4, 15, 32, 128)
     job_length: int = 4096
     num_steps: int = 24
-    families: tuple[Family, ...] = FAMILIES
+    families: tuple[Family, ...] = tuple(FAMILIES)
     family_counts: tuple[int, ...] = (1, 8, 32)  # of jobs
     host_counts: tuple[int, ...] = (1, 8, 32, 128)
     num_host_steps: int = 60
@@ -125,8 +162,7 @@ class TrialSizes:
 
 
 SMALL_SIZES = TrialSizes(  # for Triton's interpreter: a second for each forward
-    shape=Shape(64, 64, 2, 1, 64, 4096, 4096),
-    num_written=1,
+    model=LLAMA_8B.cut(),
     num_layers=1,
     extent=Extent(
         num_tries=1,
@@ -174,11 +210,7 @@ class Trial:
     @functools.cached_property
     def files(self) -> ModelFiles:
         """The model with random weights, written if no stage did so before."""
-        folder = self.scratch / "model"
-        if not folder.exists():
-            written = write_random(self.sizes.shape, self.sizes.num_written, self.scratch, self.device)
-            written.rename(folder)
-        return locate_model(str(folder))
+        return written(self.sizes.model, self.scratch / "model", self.device)
 
     @functools.cached_property
     def decoded_files(self) -> ModelFiles:
@@ -193,28 +225,47 @@ class Trial:
         made.extent = self.sizes.extent
         return made
 
-    def deep_parts(self, kernels: CudaKernels = DEFAULT_KERNELS) -> Parts:
+    def deep_parts(self) -> Parts:
         """The same with as many layers as the published model has."""
-        made = self.parts(kernels)
+        made = self.parts()
         few = made.load
         made.load = lambda: deepened(few(), self.sizes.num_layers)
         return made
 
+    def family_parts(self, family: Family) -> Parts:
+        """A family's model, as checks take it. Weights are made when they are asked for."""
+        config, dtype, device = family.text_config, torch.bfloat16, self.device
+        sizes, num_splits = sizes_of(config, 0, "bfloat16"), NUM_SPLITS_ELSEWHERE
+        assert sizes is not None
+        if device.type == "cuda":
+            hold_gemms_steady()
+            num_splits = splits_of(torch.cuda.get_device_properties(device).multi_processor_count, sizes)
+        positions = config["max_position_embeddings"]
+        files = ModelFiles(family.name, Path(family.name), Digests({}, {}), positions, config["vocab_size"])
 
-def write_random(shape: Shape, num_layers: int, folder: Path, device: torch.device) -> Path:
-    """Write a model of random weights into a new folder in `folder`, and return that."""
-    made = Path(tempfile.mkdtemp(dir=folder))
-    generator = torch.Generator(device).manual_seed(0)
-    tensors = {}
-    for name, size in shape.tensors(num_layers):
-        numbers = torch.empty(size, dtype=torch.bfloat16, device=device)
-        numbers = numbers.fill_(1.0) if len(size) == 1 else numbers.normal_(0.0, DEVIATION, generator=generator)
-        tensors[name] = numbers.cpu()
-    save_file(tensors, made / "model.safetensors", {"format": "pt"})
-    for file in (file for pattern in TEXT_FILES for file in EMBEDDED.glob(pattern)):
-        shutil.copy(file, made)  # a tokenizer, of which only its being there matters
-    (made / "config.json").write_text(json.dumps(shape.config(num_layers)), encoding="utf-8")
-    return made
+        def load() -> StackedWeights | None:
+            made = decoder_of(family.tensors(dtype, device), read_decoder_config(config), dtype)
+            return deepened(stacked_weights(made, device, handed_over(made)), family.num_layers, family.num_first)
+
+        # cuBLAS where products are not packed, as workers have it; a CPU's has none of these sums
+        kernels = DEFAULT_KERNELS if device.type == "cuda" else CudaKernels(linear="triton")
+        made = Parts(files, dtype, device, num_splits, load, kernels=kernels)
+        made.extent = self.sizes.extent
+        return made
+
+
+def written(family: Family, folder: Path, device: torch.device) -> ModelFiles:
+    """A dense model of random weights in a folder, which is made once; its tokenizer only has to be there."""
+    if not folder.exists():
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        tensors = {name: plain(each).cpu() for name, each in family.tensors(torch.bfloat16, device).items()}
+        save_file(tensors, made / "model.safetensors", {"format": "pt"})
+        for file in (file for pattern in TEXT_FILES for file in EMBEDDED.glob(pattern)):
+            shutil.copy(file, made)
+        config = family.config | {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
+        (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        made.rename(folder)
+    return locate_model(str(folder))
 
 
 class HostLane:
@@ -236,9 +287,8 @@ class HostLane:
 
 def streams_of(device: torch.device) -> Streams:
     """The streams of offloaded caches."""
-    if device.type == "cuda":
-        return Streams(computing_stream(device), CudaLane(device), CudaLane(device))
-    return Streams(computing_stream(device), HostLane(), HostLane())
+    lane = (lambda: CudaLane(device)) if device.type == "cuda" else HostLane
+    return Streams(computing_stream(device), lane(), lane())
 
 
 def deepened(weights: StackedWeights | None, num_layers: int, num_first: int = 0) -> StackedWeights | None:

@@ -14,13 +14,14 @@ from click.testing import CliRunner
 
 from bench import mixed as mixed_bench
 from bench import tail as tail_bench
-from bench.batch_run import BatchError, Figures, StartedRun, figures_of
-from bench.commands import main
-from bench.mixed import MixedOptions, mixed_lengths, run_mixed_bench
-from bench.tail import TailOptions, run_tail_bench, tail_lengths
+from bench.__main__ import main
+from bench.batch_run import BatchError, StartedRun, figures_of
+from bench.mixed import mixed_lengths
+from bench.tables import Record
+from bench.tail import tail_lengths
 
-MIXED = MixedOptions(scale=100, num_threads=1, kv_memory=2.0)
-TAIL = TailOptions(scale=1, num_threads=1, num_jobs=9, num_workers=2, longest=4000)
+MIXED = mixed_bench.Options(scale=100, num_threads=1, kv_memory=2.0)
+TAIL = tail_bench.Options(scale=1, num_threads=1, num_jobs=9, num_workers=2, longest=4000)
 
 
 class StubRuns:
@@ -36,7 +37,7 @@ class StubRuns:
         self.started.append((name, further))
         return self
 
-    def figures(self) -> Figures:
+    def figures(self) -> Record:
         name = self.started[-1][0]
         if name in self.stopped:
             raise KeyboardInterrupt
@@ -64,51 +65,23 @@ def test_slots_have_the_memory_of_pages(monkeypatch: pytest.MonkeyPatch) -> None
     """0.02 GB of the embedded model are 4,882 positions: ten times 400 and a prompt."""
     runs = StubRuns({"pages": 10.0, "slots": 20.0})
     put_in_place(runs, monkeypatch)
-    found = run_mixed_bench(MIXED, lambda line: None)
+    found = list(mixed_bench.run(MIXED))
     assert runs.started == [("pages", ("--kv-memory", "0.02")), ("slots", ("--slots", "10"))]
-    assert mixed_bench.render(MIXED, found).row_count == 2
+    assert [record["way"] for record in found] == ["pages", "slots"]
 
 
 def test_runs_with_other_tokens_are_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     put_in_place(StubRuns({"pages": 10.0, "slots": 20.0}, digests={"slots": "others"}), monkeypatch)
     with pytest.raises(BatchError, match="other tokens"):
-        run_mixed_bench(MIXED, lambda line: None)
+        list(mixed_bench.run(MIXED))
 
 
 def test_a_makespan_is_set_against_what_one_worker_takes_over_the_workers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     put_in_place(StubRuns({"together": 11.0, "alone-0": 19.0, "alone-1": 20.0}), monkeypatch)
-    options = TAIL.model_copy(update={"json_path": tmp_path / "tail.json"})
-    found = run_tail_bench(options, lambda line: None)
-    assert found["together"]["over_bound"] == pytest.approx(1.1)  # both ran when the first was asked
-    assert json.loads((tmp_path / "tail.json").read_text())["stages"] == found
-    assert tail_bench.render(options, found).row_count == 5
-
-
-def test_a_benchmark_that_was_stopped_goes_on_behind_its_last_stage(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    options, runs = MIXED.model_copy(update={"json_path": tmp_path / "mixed.json"}), StubRuns({"pages": 1, "slots": 2})
-    put_in_place(runs, monkeypatch)
-    runs.stopped.add("slots")
-    with pytest.raises(KeyboardInterrupt):
-        run_mixed_bench(options, lambda line: None)
-    runs.stopped.clear()
-    run_mixed_bench(options, lambda line: None)
-    assert [name for name, _ in runs.started] == ["pages", "slots", "slots"]
-    run_mixed_bench(options.model_copy(update={"scale": 50.0}), lambda line: None)
-    assert [name for name, _ in runs.started][3:] == ["pages", "slots"], "figures of other settings are none of these"
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"stages": {"pages": 1}, "settings": {}}', '{"stages": {}}'])
-def test_a_file_of_another_form_is_no_stage_that_was_measured(text: str, monkeypatch: Any, tmp_path: Path) -> None:
-    options, runs = MIXED.model_copy(update={"json_path": tmp_path / "mixed.json"}), StubRuns({"pages": 1, "slots": 2})
-    put_in_place(runs, monkeypatch)
-    (tmp_path / "mixed.json").write_text(text)
-    run_mixed_bench(options, lambda line: None)
-    assert [name for name, _ in runs.started] == ["pages", "slots"]
-    assert [path.name for path in tmp_path.iterdir()] == ["mixed.json"], "nothing is left beside the file"
+    [_, alone] = tail_bench.run(TAIL)
+    assert alone["over_bound"] == pytest.approx(1.1)  # both ran when the first was asked
 
 
 class EndedRun:
@@ -166,7 +139,7 @@ def test_no_run_goes_on_when_another_that_works_beside_it_has_failed(
     runs = [started(tmp_path, code) for code in ("raise SystemExit(2)", "import time; time.sleep(20)")]
     waiting = iter(runs)
     monkeypatch.setattr(StartedRun, "of", lambda *_: next(waiting))
-    options = TailOptions(scale=10, num_threads=1, num_jobs=2, num_workers=2, longest=100)
+    options = tail_bench.Options(scale=10, num_threads=1, num_jobs=2, num_workers=2, longest=100)
     with pytest.raises(BatchError, match="exit code 2"):
         tail_bench._alone(tmp_path / "jobs.jsonl", options)
     assert all(run.process.returncode for run in runs)
@@ -180,27 +153,12 @@ def test_a_run_is_measured_without_the_starts_of_its_workers() -> None:
     assert figures["digests"] == {"j0": "0", "j1": "1"}
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["mixed", "--scale", "0"], "scale"),
-        (["mixed", "--kv-memory", "nan"], "expected at most"),
-        (["tail", "--json", "/nowhere/x.json"], "expected a file in a folder"),
-        (["tail", "--workers", "1"], "not in the range"),
-    ],
-)
-def test_what_cannot_be_measured_is_told_before_anything_is(options: list[str], told: str) -> None:
-    result = CliRunner().invoke(main, [*options])
-    assert result.exit_code == 2
-    assert told in result.output
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_small_batch_runs_on_real_workers(tiny_model: Path, tmp_path: Path) -> None:
-    figures = tmp_path / "tail.json"
+    figures = tmp_path / "tail.jsonl"
     options = ["--model", str(tiny_model), "--jobs", "6", "--longest", "100", "--scale", "1", "--threads", "1"]
     result = CliRunner().invoke(main, ["tail", *options, "--json", str(figures)])
     assert result.exit_code == 0, result.output
-    found = json.loads(figures.read_text())["stages"]
-    assert found["together"]["digests"] == found["alone"]["digests"]
+    together, alone = map(json.loads, figures.read_text().splitlines())
+    assert together["digests"] == alone["digests"]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
-from rich.console import Console
 
-from bench.agreement import AgreementOptions, render, run_agreement_bench
-from swiftbatch.worker.bench_texts import BenchError
+from bench.agreement import Options, run
+from swiftbatch.worker.decode_bench import BenchError
 from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE
 from tests.worker.kernels.kernel_parts import needs_kernels
 
@@ -22,7 +19,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def make_options(text: Path, **changes: object) -> AgreementOptions:
+def make_options(text: Path, **changes: object) -> Options:
     fields = {
         "caches": ("scan:128", "full:1", "streaming:32"),
         "positions": (1700,),
@@ -32,36 +29,24 @@ def make_options(text: Path, **changes: object) -> AgreementOptions:
         "text": text,
         "seed": 0,
         "device": "cpu",
-        "json_path": text.with_suffix(".json"),
     }
-    return AgreementOptions.model_validate(fields | changes)
+    return Options.model_validate(fields | changes)
 
 
 @needs_kernels
 def test_a_cache_that_holds_everything_always_agrees_and_others_less(text: Path) -> None:
     options = make_options(text, dtype="float32")  # in bfloat16 two candidates may tie within rounding
-    records = run_agreement_bench(options)
-    shares = {(record.cache, record.temperature): record.share_alike for record in records}
+    records = list(run(options))
+    shares = {(record["cache"], record["temperature"]): record["share_alike"] for record in records}
     assert shares["full:1", 0.0] == shares["full:1", 1.0] == 1.0
     assert shares["scan:128", 0.0] >= 0.75
     assert len(shares) == 6
-    assert all(record.round_ms > 0 for record in records)
-    assert json.loads(text.with_suffix(".json").read_text())["results"] == [r.model_dump() for r in records]
-    console = Console(width=100, record=True)
-    console.print(render(records))
-    assert "scan:128" in console.export_text()
+    assert all(record["round_ms"] > 0 for record in records)
 
 
-@pytest.mark.parametrize("temperature", [-1.0, 101.0, float("nan")])
-def test_a_temperature_that_is_none_is_refused_before_the_text_is_read(text: Path, temperature: float) -> None:
-    with pytest.raises(ValidationError, match="temperatures"):
-        make_options(text, temperatures=(temperature,))
-
-
-@pytest.mark.parametrize("cache", ["scan", "scan:0", "scan:many", "medusa:5"])
-def test_an_unknown_cache_names_the_known_ones(text: Path, cache: str) -> None:
-    with pytest.raises(ValidationError, match=r"expected one of summary, .*scan, with a budget, as in `scan:256`"):
-        make_options(text, caches=(cache,))
+def test_an_unknown_cache_names_the_known_ones(text: Path) -> None:
+    with pytest.raises(BenchError, match=r"got medusa; expected one of: summary, .*scan"):
+        next(run(make_options(text, caches=("medusa:5",))))
 
 
 def test_models_whose_keys_are_not_scanned_are_refused(
@@ -69,4 +54,4 @@ def test_models_whose_keys_are_not_scanned_are_refused(
 ) -> None:
     monkeypatch.setenv(OVERRIDE, NO_KERNELS)
     with pytest.raises(BenchError, match="keys are scanned by compiled kernels alone"):
-        run_agreement_bench(make_options(text, model=str(tiny_model), positions=(100,)))
+        next(run(make_options(text, model=str(tiny_model), positions=(100,))))

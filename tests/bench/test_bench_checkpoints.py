@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.checkpoints import BenchWorker, CheckpointBenchOptions, make_run, run_checkpoint_bench
+from bench.checkpoints import BenchWorker, Options, make_run, run
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.worker.bench_texts import BenchError
 from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.decode_bench import BenchError
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.text.tokenizer import TextCodec
 
@@ -18,12 +18,12 @@ def test_a_model_that_is_fast_is_measured_step_by_step(tiny_model: Path, tmp_pat
     """The job of such a model would be over within the first slice."""
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    options = CheckpointBenchOptions(
+    options = Options(
         model=str(tiny_model), engine="auto", positions=(64,), checkpoint_tokens=128, num_rounds=1, text=text
     )
-    [record] = run_checkpoint_bench(options)
-    assert record.has_same_tokens
-    assert record.num_bytes_per_token > 0
+    [record] = run(options)
+    assert record["same_tokens"]
+    assert record["bytes_per_token"] > 0
 
 
 def test_its_run_counts_the_prompt_so_that_a_gpu_has_room_for_the_job(tiny_model: Path, tmp_path: Path) -> None:

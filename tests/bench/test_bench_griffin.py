@@ -7,18 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 from bench import griffin_ablation
-from bench.ablation_commands import ablation
-from bench.griffin_ablation import OPTIONS, GriffinAblationOptions, run_griffin_ablation
-from bench.griffin_tables import TEMPERATURES, GriffinFigures
+from bench.__main__ import main
+from bench.griffin_ablation import GRIFFIN_TABLES, OPTIONS, TEMPERATURES, Options, run
 from bench.variants import GRIFFIN_PAPER
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.bench_texts import BenchError, encode, read_text
+from swiftbatch.worker.decode_bench import BenchError, encode, read_text
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions
 from swiftbatch.worker.kv.full_cache import FullKVCache
@@ -28,7 +26,6 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Verification
 from swiftbatch.worker.training.griffin_recipe import GriffinRecipe
 from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
-from tests.bench.bench_parts import words
 
 pytestmark = pytest.mark.long
 
@@ -55,8 +52,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_options(folder: Path, tiny_model: Path) -> Callable[..., GriffinAblationOptions]:
-    def make(**fields: Any) -> GriffinAblationOptions:
+def make_options(folder: Path, tiny_model: Path) -> Callable[..., Options]:
+    def make(**fields: Any) -> Options:
         shared = {
             "model": str(tiny_model),
             "data": folder / "books",
@@ -69,7 +66,7 @@ def make_options(folder: Path, tiny_model: Path) -> Callable[..., GriffinAblatio
             "num_prompts": 2,
             "seed": 0,
         }
-        return GriffinAblationOptions.model_validate(shared | fields)
+        return Options.model_validate(shared | fields)
 
     return make
 
@@ -78,29 +75,14 @@ def make_options(folder: Path, tiny_model: Path) -> Callable[..., GriffinAblatio
 @pytest.mark.parametrize(
     "table", [pytest.param(table, marks=[] if table == "5" else [pytest.mark.slow]) for table in "2345678"]
 )
-def test_a_table_runs_and_shows_what_its_json_holds(
-    table: str, make_options: Callable[..., GriffinAblationOptions], tmp_path: Path
+def test_a_table_has_a_record_of_every_arm_and_all_say_the_same(
+    table: str, make_options: Callable[..., Options]
 ) -> None:
-    path = tmp_path / "table.json"
-    options = make_options(table=table, num_prompts=1, json_path=path)
-    lines = words(run_griffin_ablation(options, recipe=FAST))
-    document = json.loads(path.read_text())
-    rows = list(options.layout.rows)
-    assert [training["row"] for training in document["trainings"]] == rows
-    figures = {
-        (arm["row"], arm["temperature"], arm["plan"]): GriffinFigures.model_validate(arm["figures"])
-        for arm in document["arms"]
-    }
-    assert set(figures) == {(row, t, plan) for row in rows for t in TEMPERATURES for plan in OPTIONS}
-    for row in rows:
-        cells = []
-        for t in TEMPERATURES:
-            own, paper = figures[row, t, "own"], figures[row, t, "paper"]
-            cells += [f"{own.speedup:.2f}x", f"{own.tokens_per_step:.2f}", f"{paper.tokens_per_step:.2f}"]
-        assert [*row.split(), *cells] in lines
-    for t in TEMPERATURES:  # all arms say the same
-        assert len({arm.tokens_sha256 for (_, at, _), arm in figures.items() if at == t}) == 1
-    assert len({arm.tokens_sha256 for arm in figures.values()}) == 2
+    arms = [record for record in run(make_options(table=table, num_prompts=1), FAST) if "tree" in record]
+    found = {(arm["row"], arm["temperature"], arm["tree"]) for arm in arms}
+    assert found == {(row, t, plan) for row in GRIFFIN_TABLES[table].rows for t in TEMPERATURES for plan in OPTIONS}
+    for t in TEMPERATURES:
+        assert len({arm["tokens_sha256"] for arm in arms if arm["temperature"] == t}) == 1
 
 
 def test_plans_are_what_pays_and_the_paper_s_trees() -> None:
@@ -109,13 +91,12 @@ def test_plans_are_what_pays_and_the_paper_s_trees() -> None:
 
 @pytest.mark.slow
 def test_trainings_are_shared_by_tables_and_used_again(
-    make_options: Callable[..., GriffinAblationOptions], folder: Path
+    make_options: Callable[..., Options], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_griffin_ablation(make_options(table="1c"), recipe=FAST)
+    list(run(make_options(table="1c"), FAST))
     weights = {path: path.stat().st_mtime_ns for path in (folder / "work").glob("*/*.safetensors")}
-    said: list[str] = []
-    run_griffin_ablation(make_options(table="5", num_prompts=1), said.append, FAST)
-    assert any("griffin-0" in line and "nothing to do" in line for line in said)
+    list(run(make_options(table="5", num_prompts=1), FAST))
+    assert "nothing to do" in capsys.readouterr().err
     after = {path: path.stat().st_mtime_ns for path in (folder / "work").glob("*/*.safetensors")}
     assert weights.items() <= after.items()
     trained = {path.parent.name for path in after}
@@ -123,52 +104,33 @@ def test_trainings_are_shared_by_tables_and_used_again(
     assert len(list((folder / "work").glob("features/*.arrow"))) == 3
 
 
-def test_another_recipe_in_the_same_folder_is_refused(make_options: Callable[..., GriffinAblationOptions]) -> None:
-    run_griffin_ablation(make_options(table="1c"), recipe=FAST)
+def test_another_recipe_in_the_same_folder_is_refused(make_options: Callable[..., Options]) -> None:
+    list(run(make_options(table="1c"), FAST))
     with pytest.raises(ModelError, match="num_steps") as caught:
-        run_griffin_ablation(make_options(table="1c", num_steps=3), recipe=FAST)
+        list(run(make_options(table="1c", num_steps=3), FAST))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow
-def test_figure_1c_shows_the_misaligned_rates_of_the_trainings_logs(
-    make_options: Callable[..., GriffinAblationOptions], folder: Path, tmp_path: Path
+def test_figure_1c_has_the_misaligned_rates_of_the_trainings_logs(
+    make_options: Callable[..., Options], folder: Path
 ) -> None:
-    path = tmp_path / "figure.json"
-    options = make_options(table="1c", text=None, json_path=path)
-    lines = words(run_griffin_ablation(options, recipe=FAST))
-    trainings = json.loads(path.read_text())["trainings"]
-    for name, training in zip(("eagle-2", "hass", "griffin"), trainings, strict=True):
+    records = list(run(make_options(table="1c", text=None), FAST))
+    for name, row in (("eagle-2", "EAGLE-2"), ("hass", "HASS"), ("griffin", "GRIFFIN")):
         log = (folder / "work" / f"{name}-0" / "griffin_log.jsonl").read_text().splitlines()
-        logged = [record for record in map(json.loads, log) if record.get("when") == "after"]
-        assert training["accuracy"] == logged != []
-        for record in logged:
-            for way, rates in record["misaligned"].items():
-                cells = [training["row"], *(f"{rate:.1%}" for rate in rates)]
-                assert len(rates) == 6
-                assert any(way.split()[1] in line and line[-7:] == cells for line in lines)
+        for logged in (record for record in map(json.loads, log) if record.get("when") == "after"):
+            for way, rates in logged["misaligned"].items():
+                places = (row, way, logged["texts"])
+                [found] = [each for each in records if (each["row"], each["drawn_at"], each["texts"]) == places]
+                assert [found[f"n={n}"] for n in range(1, 7)] == rates
 
 
 @pytest.mark.slow
-def test_the_order_has_a_mean_and_a_range_over_seeds(
-    make_options: Callable[..., GriffinAblationOptions], tmp_path: Path
-) -> None:
-    path = tmp_path / "order.json"
-    options = make_options(table="order", num_seeds=2, seed=3, num_prompts=1, json_path=path)
-    lines = words(run_griffin_ablation(options, recipe=FAST))
-    document = json.loads(path.read_text())
-    assert [training["seed"] for training in document["trainings"]] == [3] * 5 + [4] * 5
-    assert {arm["plan"] for arm in document["arms"]} == {"paper"}
-    taus = [
-        arm["figures"]["tokens_per_step"]
-        for arm in document["arms"]
-        if arm["row"] == "w/o fusion" and arm["temperature"] == 0
-    ]
-    assert len(taus) == 2
-    [row] = [line for line in lines if line[:2] == ["w/o", "fusion"] and len(line) == 6]
-    assert row[2] == f"{np.mean(taus):.2f}"
-    below = lines[lines.index(row) + 1]
-    assert below[:3] == [f"{min(taus):.2f}", "to", f"{max(taus):.2f}"]
+def test_the_order_has_arms_of_all_seeds(make_options: Callable[..., Options]) -> None:
+    records = list(run(make_options(table="order", num_seeds=2, seed=3, num_prompts=1), FAST))
+    arms = [record for record in records if "tree" in record]
+    assert {(arm["seed"], arm["tree"]) for arm in arms} == {(3, "paper"), (4, "paper")}
+    assert len(arms) == 5 * 2 * len(TEMPERATURES)
 
 
 class Vandal(Drafter):
@@ -187,17 +149,15 @@ class Vandal(Drafter):
 
 
 def test_a_wrong_token_stops_the_bench_in_one_line(
-    make_options: Callable[..., GriffinAblationOptions], monkeypatch: pytest.MonkeyPatch
+    make_options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(griffin_ablation, "griffin", lambda *parts: Vandal())
     with pytest.raises(BenchError, match=r"token \d+ at T = 0: found \d+, expected \d+") as caught:
-        run_griffin_ablation(make_options(table="5", num_tokens=30), recipe=FAST)
+        list(run(make_options(table="5", num_tokens=30), FAST))
     assert "\n" not in str(caught.value)
 
 
-def test_prompts_are_stretches_from_all_over_the_text(
-    make_options: Callable[..., GriffinAblationOptions], tiny_model: Path
-) -> None:
+def test_prompts_are_stretches_from_all_over_the_text(make_options: Callable[..., Options], tiny_model: Path) -> None:
     files = locate_model(str(tiny_model))
     options = make_options(table="2", num_prompts=3)
     ids = encode(files, read_text(options.text))
@@ -208,21 +168,16 @@ def test_prompts_are_stretches_from_all_over_the_text(
 
 def bench(folder: Path, model: Path, *args: str) -> Result:
     shared = ["--model", str(model), "--data", str(folder / "books"), "--threads", "1", "--work", str(folder / "cli")]
-    return CliRunner().invoke(ablation, ["griffin", *shared, *args])
+    return CliRunner().invoke(main, ["ablation", "griffin", *shared, *args])
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (["--table", "2"], "--text FILE"),
-        (["--table", "9"], "'order'"),
-        (["--table", "2", "--text", "TEXT", "--seeds", "2"], "--seeds is for table order"),
-        (["--table", "2", "--text", "TEXT", "--tokens", "7"], "num_tokens"),
-        (["--table", "2", "--text", "TEXT", "--steps", "0"], "num_steps"),
+        (["--table", "9"], "order"),
         (["--table", "2", "--text", "TEXT", "--prefill", "4000"], "4000 + 256 tokens"),
         (["--table", "2", "--text", "TEXT", "--prompts", "9", "--prefill", "200"], "9 prompts of 200 need 1800"),
-        (["--table", "2", "--text", "TEXT", "--prefill", "70", "--work", "/proc/none"], "/proc/none"),
-        (["--table", "1c", "--json", "/proc/none/1c.json"], "/proc/none"),
         (["--table", "1c", "--data", "EMPTY"], "*test*.jsonl"),
         (["--table", "5", "--text", "TEXT", "--prefill", "70", "--data", "EMPTY"], "*train*.jsonl"),
     ],
@@ -235,17 +190,3 @@ def test_what_cannot_run_is_refused_in_one_line(
     assert result.exit_code == 2, result.output
     assert says in result.stderr.splitlines()[-1]
     assert not (folder / "cli").exists() or not list((folder / "cli").glob("*/*.safetensors"))
-
-
-@pytest.mark.slow
-def test_the_command_prints_table_and_progress(tiny_model: Path, tmp_path: Path) -> None:
-    books = tmp_path / "books"
-    books.mkdir()
-    (books / "train.jsonl").write_text(json.dumps({"text": SENTENCE * 60}) + "\n", encoding="utf-8")
-    sizes = ["--prefill", "70", "--tokens", "12", "--prompts", "1", "--steps", "1", "--own-texts", "0"]
-    result = bench(tmp_path, tiny_model, "--table", "7", "--text", str(books / "train.jsonl"), *sizes)
-    assert result.exit_code == 0, result.output
-    assert "Table 7" in result.stdout
-    assert "appendix H" in result.stdout
-    assert "each arm generates 12 behind it" in result.stderr
-    assert "twice that, seed 0, T = 1, paper tree:" in result.stderr

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
-from rich.console import Console
 
-from bench.long import METERED, LongBenchOptions, generate_long, metered_drafter, run_long_bench
-from bench.long_figures import LongResult, PlainWindows, integral, render
+from bench.long import METERED, Options, PlainWindows, generated, integral, metered_drafter, run
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.bench_texts import BenchError, text_tokens
-from swiftbatch.worker.decode_bench import read_tokens
+from swiftbatch.worker.decode_bench import BenchError, read_tokens, text_tokens
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.tokenswift.decoding_heads import save_heads
@@ -51,14 +44,12 @@ def tiny_target(tiny_model: Path) -> TargetModel:
 
 
 @pytest.fixture
-def make_options(tiny_model: Path, text: Path) -> Callable[..., LongBenchOptions]:
-    def make(
-        num_tokens: int = NUM_TOKENS, sampling: dict[str, object] | None = None, **changes: object
-    ) -> LongBenchOptions:
-        drawn = {"max_tokens": num_tokens, "seed": 5, "ignore_eos": True} | (sampling or {})
+def make_options(tiny_model: Path, text: Path) -> Callable[..., Options]:
+    def make(num_tokens: int = NUM_TOKENS, sampling: dict[str, object] | None = None, **changes: object) -> Options:
+        drawn = {"num_tokens": num_tokens, "seed": 5, "temperature": 1.0, "min_p": 0.0} | (sampling or {})
         fields = {"model": str(tiny_model), "engine": "token-recycling", "text": text}
         fields |= {"prefill": PREFILL, "every": 50, "plain_every": 30}
-        return LongBenchOptions.model_validate(fields | {"sampling": drawn, "num_threads": 2} | changes)
+        return Options.model_validate(fields | drawn | {"num_threads": 2} | changes)
 
     return make
 
@@ -83,7 +74,7 @@ class Oracle(Drafter):
         return tree
 
 
-def known_tokens(target: TargetModel, options: LongBenchOptions) -> np.ndarray:
+def known_tokens(target: TargetModel, options: Options) -> np.ndarray:
     """Prompt and output of plain decoding, `[length]`."""
     assert options.text is not None
     prompt_ids = text_tokens(options.text, target.files, options.prefill)
@@ -107,44 +98,33 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
     return clock
 
 
-def test_windows_add_up_to_the_whole(make_options: Callable[..., LongBenchOptions], clock: SimulatedClock) -> None:
-    result = run_long_bench(make_options(engine="token-recycling"))
-    assert [record.num_tokens // 50 for record in result.records] == [1, 2, 3, 4]
-    assert result.num_tokens == result.records[-1].num_tokens == NUM_TOKENS
-    ends = [0, *(record.num_tokens for record in result.records)]
-    for record, (first, last) in zip(result.records, itertools.pairwise(ends), strict=True):
-        assert (record.window.first_token, record.window.last_token) == (first, last)
-        assert (record.total.first_token, record.total.last_token) == (0, last)
-    total = result.records[-1].total
+def test_windows_add_up_to_the_whole(make_options: Callable[..., Options], clock: SimulatedClock) -> None:
+    records = list(run(make_options(engine="token-recycling")))
+    assert [record["num_tokens"] // 50 for record in records] == [1, 2, 3, 4]
+    total = records[-1]["total"]
     for name in ("seconds", "plain_seconds"):
-        parts = sum(getattr(record.window, name) for record in result.records)
-        assert parts == pytest.approx(getattr(total, name), abs=0.001)
-    assert total.ms_per_token == pytest.approx(1000 * total.seconds / NUM_TOKENS, rel=0.01)
-    assert total.speedup == pytest.approx(total.plain_seconds / total.seconds, rel=0.01)
-    mark = result.marks[-1]
-    assert mark.num_steps + mark.num_accepted_tokens == NUM_TOKENS
-    assert mark.step_seconds == {"propose": 0.0, "verify": pytest.approx(mark.seconds), "commit": 0.0}
-    assert result.records[-1].distinct.keys() == {f"distinct_{n}" for n in range(1, 5)}
-    assert result.plain_seconds[-1] == pytest.approx(total.plain_seconds, abs=0.001)
+        assert sum(record["window"][name] for record in records) == pytest.approx(total[name], abs=0.001)
+    assert total["ms_per_token"] == pytest.approx(1000 * total["seconds"] / NUM_TOKENS, rel=0.01)
+    assert total["speedup"] == pytest.approx(total["plain_seconds"] / total["seconds"], rel=0.01)
+    assert records[-1]["distinct"].keys() == {f"distinct_{n}" for n in range(1, 5)}
 
 
 @pytest.mark.parametrize(("is_right", "alpha"), [(True, 1.0), (False, 0.0)])
 def test_alpha_is_accepted_over_drafted_depth(
-    tiny_target: TargetModel, make_options: Callable[..., LongBenchOptions], is_right: bool, alpha: float
+    tiny_target: TargetModel, make_options: Callable[..., Options], is_right: bool, alpha: float
 ) -> None:
     options = make_options()
     oracle = Oracle(known_tokens(tiny_target, options), is_right)
-    result = generate_long(options, tiny_target, oracle, None, print)
-    assert [record.window.alpha for record in result.records] == [alpha] * len(result.records)
-    assert [record.total.alpha for record in result.records] == [alpha] * len(result.records)
-    assert result.records[0].total.beta is None
-    assert result.has_same_tokens
+    for record in generated(options, tiny_target, oracle, None):
+        assert (record["window"]["alpha"], record["total"]["alpha"], record["total"]["beta"]) == (alpha, alpha, None)
+        assert record["same_tokens"]
 
 
-def test_plain_decoding_drafts_nothing(make_options: Callable[..., LongBenchOptions], clock: SimulatedClock) -> None:
-    [*_, record] = run_long_bench(make_options(engine="autoregressive")).records
-    assert (record.total.alpha, record.total.beta, record.total.tokens_per_step) == (None, None, 1.0)
-    assert record.total.speedup == pytest.approx(1.0, rel=0.02)
+def test_plain_decoding_drafts_nothing(make_options: Callable[..., Options], clock: SimulatedClock) -> None:
+    [*_, record] = run(make_options(engine="autoregressive"))
+    total = record["total"]
+    assert (total["alpha"], total["beta"], total["tokens_per_step"]) == (None, None, 1.0)
+    assert total["speedup"] == pytest.approx(1.0, rel=0.02)
 
 
 @pytest.mark.parametrize("engine", METERED)
@@ -157,32 +137,27 @@ def test_an_engine_whose_ngrams_are_counted_is_made_as_far_as_its_trained_heads(
 
 @pytest.mark.slow
 def test_beta_is_the_part_of_alpha_that_reused_ngrams_brought(
-    tiny_model: Path, tmp_path: Path, tiny_target: TargetModel, make_options: Callable[..., LongBenchOptions]
+    tiny_model: Path, tmp_path: Path, tiny_target: TargetModel, make_options: Callable[..., Options]
 ) -> None:
     folder = tmp_path / "with-heads"
     shutil.copytree(tiny_model, folder)
     save_heads(folder, torch.zeros(3, 64, 64), locate_model(str(folder)).fingerprint)
     greedy = {"temperature": 0.0}  # soon repeats itself
-    result = run_long_bench(make_options(model=str(folder), engine="tokenswift-paper", sampling=greedy))
-    total = result.records[-1].total
-    assert total.alpha is not None
-    assert total.beta is not None
-    assert 0 < total.beta < total.alpha <= 1
-    assert total.rounds_per_step > 0.8
-    assert set(total.draft_ms) == {"follow", "propose", "check"}
+    [*_, record] = run(make_options(model=str(folder), engine="tokenswift-paper", sampling=greedy))
+    total = record["total"]
+    assert 0 < total["beta"] < total["alpha"] <= 1
+    assert total["rounds_per_step"] > 0.8
+    assert set(total["draft_ms"]) == {"follow", "propose", "check"}
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"min_p": 0.1, "repetition_penalty": 1.2}])
 def test_plain_windows_say_what_the_engine_then_says_and_change_nothing(
-    make_options: Callable[..., LongBenchOptions], sampling: dict[str, object]
+    make_options: Callable[..., Options], sampling: dict[str, object]
 ) -> None:
-    often = run_long_bench(make_options(engine="suffix", sampling=sampling, plain_every=20))
-    seldom = run_long_bench(make_options(engine="token-recycling", sampling=sampling, plain_every=1000, every=1000))
-    assert often.tokens_sha256 == seldom.tokens_sha256
-    assert len(often.plain_windows) >= 9
-    assert [window.same_tokens for window in often.plain_windows] == [True] * len(often.plain_windows)
-    assert {window.num_plain_tokens for window in often.plain_windows[:-1]} == {24}
-    assert all(window.ms_per_token > 0 for window in often.plain_windows)
+    [*_, often] = run(make_options(engine="suffix", sampling=sampling, plain_every=20))
+    [*_, seldom] = run(make_options(engine="token-recycling", sampling=sampling, plain_every=1000, every=1000))
+    assert often["tokens_sha256"] == seldom["tokens_sha256"]
+    assert often["same_tokens"]
 
 
 def test_another_text_than_plain_decodings_is_told(tiny_target: TargetModel) -> None:
@@ -197,16 +172,16 @@ def test_another_text_than_plain_decodings_is_told(tiny_target: TargetModel) -> 
     engine = Engine(tiny_target, Oracle(np.array(prompt), True))
     engine.start(sequence, cache)
     while sequence.num_generated_tokens < 8:
-        assert [window.same_tokens for window in plain.compared(sequence.output_ids)] == [None]
+        assert plain.compared(sequence.output_ids) == [True], "as far as there are tokens"
         engine.step()
-    assert [window.same_tokens for window in plain.compared(sequence.output_ids)] == [True]
-    assert [window.same_tokens for window in plain.compared(sequence.output_ids ^ 1)] == [False]
+    assert plain.compared(sequence.output_ids) == [True]
+    assert plain.compared(sequence.output_ids ^ 1) == [False]
 
 
 def test_the_time_of_the_pauses_does_not_count(
-    make_options: Callable[..., LongBenchOptions], monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
+    make_options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch, clock: SimulatedClock
 ) -> None:
-    undisturbed = run_long_bench(make_options())
+    undisturbed = list(run(make_options()))
     pauses, measure = [], PlainWindows.measure
 
     def slow_measure(*args: object) -> None:
@@ -215,9 +190,10 @@ def test_the_time_of_the_pauses_does_not_count(
         measure(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PlainWindows, "measure", slow_measure)
-    result = run_long_bench(make_options())
+    disturbed = list(run(make_options()))
     assert len(pauses) >= 8
-    assert [mark.seconds for mark in result.marks] == pytest.approx([mark.seconds for mark in undisturbed.marks])
+    before, after = ([record["total"]["seconds"] for record in records] for records in (undisturbed, disturbed))
+    assert after == pytest.approx(before)
 
 
 def test_the_integral_goes_through_all_points() -> None:
@@ -227,65 +203,17 @@ def test_the_integral_goes_through_all_points() -> None:
     assert integral([3], [2.0], 0, 10) == pytest.approx(20)
 
 
-def test_an_interrupted_run_leaves_its_figures(make_options: Callable[..., LongBenchOptions], tmp_path: Path) -> None:
-    options = make_options(json_path=tmp_path / "long.json", plot_path=tmp_path / "long.png")
-    num_records = 0
-
-    def interrupt(line: str) -> None:
-        nonlocal num_records
-        num_records += "plain decoding" in line
-        if num_records == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_long_bench(options, interrupt)
-    document = json.loads((tmp_path / "long.json").read_text())
-    assert [record["num_tokens"] // 50 for record in document["records"]] == [1, 2]
-    assert document["settings"]["sampling"]["seed"] == 5
-    assert document["machine"]["model_fingerprint"]
-    assert matplotlib.image.imread(tmp_path / "long.png").shape == (780, 1650, 4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["long.json", "long.png", "text.txt"]
-
-
-def test_the_file_and_the_tables_hold_the_result(make_options: Callable[..., LongBenchOptions], tmp_path: Path) -> None:
-    path = tmp_path / "long.json"
-    result = run_long_bench(make_options(json_path=path))
-    document = json.loads(path.read_text())
-    del document["settings"], document["machine"]
-    assert LongResult.model_validate(document) == result
-    console = Console(width=80, record=True)
-    console.print(render(result))
-    text = console.export_text()
-    assert "in 9 of 9 windows" in " ".join(text.split())
-    assert "…" not in text
-
-
-def test_a_run_beyond_the_model_is_refused(make_options: Callable[..., LongBenchOptions]) -> None:
+def test_a_run_beyond_the_model_is_refused(make_options: Callable[..., Options]) -> None:
     with pytest.raises(BenchError, match=r"40 \+ 4090 tokens: .* has 4096 positions only"):
-        run_long_bench(make_options(4090))
+        next(run(make_options(4090)))
 
 
-def test_a_text_that_is_too_short_is_refused(make_options: Callable[..., LongBenchOptions]) -> None:
+def test_a_text_that_is_too_short_is_refused(make_options: Callable[..., Options]) -> None:
     with pytest.raises(BenchError, match="needs 3000"):
-        run_long_bench(make_options(prefill=3000))
+        next(run(make_options(prefill=3000)))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"engine": "medusa"}, "expected one of: auto, autoregressive"),
-        ({"prefill": 0}, "greater than or equal to 1"),
-        ({"sampling": {"temperature": -1.0}}, "greater than or equal to 0"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    make_options: Callable[..., LongBenchOptions], changes: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValidationError, match=message):
-        make_options(**changes)
-
-
-def test_stops_cover_the_generation_to_its_end(make_options: Callable[..., LongBenchOptions]) -> None:
+def test_stops_cover_the_generation_to_its_end(make_options: Callable[..., Options]) -> None:
     options = make_options(100_000, every=20_000, plain_every=2500)
     assert options.record_stops() == [20_000, 40_000, 60_000, 80_000, 100_000]
     assert options.plain_stops() == [*range(0, 100_000, 2500), 99_976]

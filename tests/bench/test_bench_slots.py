@@ -13,10 +13,7 @@ import torch
 import tests.worker.interpreter  # noqa: F401
 from bench import long as long_bench
 from bench import tokenswift_ablation as ablation
-from bench.long import LongBenchOptions, run_long_bench
-from bench.tokenswift_ablation import AblationOptions, run_ablation
-from bench.triforce_ablation import PromptAblationOptions, run_prompt_ablation
-from swiftbatch.jobs.sampling_params import SamplingParams
+from bench import triforce_ablation
 from swiftbatch.worker import decode_bench
 from swiftbatch.worker.decode_bench import BenchOptions, DecodeBenchOptions, bench_slots, run_decode_bench
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -42,16 +39,16 @@ def few_decoded(**shared: Any) -> None:
 
 
 def few_long(**shared: Any) -> None:
-    sampling = SamplingParams(max_tokens=5, seed=1, ignore_eos=True)
-    run_long_bench(LongBenchOptions(engine="suffix", prefill=40, every=20, plain_every=20, sampling=sampling, **shared))
+    asked = {"num_tokens": 5, "prefill": 40, "every": 20, "plain_every": 20}
+    list(long_bench.run(long_bench.Options(engine="suffix", **asked, **shared)))
 
 
 def tokenswift_table(**shared: Any) -> None:
-    run_ablation(AblationOptions(table="14", engine="tokenswift", num_tokens=320, seed=0, **shared))
+    list(ablation.run(ablation.Options(table="14", engine="tokenswift", num_tokens=320, **shared)))
 
 
 def triforce_table(**shared: Any) -> None:
-    run_prompt_ablation(PromptAblationOptions(table="1", prefill=300, num_tokens=40, seed=0, **shared))
+    list(triforce_ablation.run(triforce_ablation.Options(table="1", prefill=300, num_tokens=40, **shared)))
 
 
 @pytest.mark.parametrize(

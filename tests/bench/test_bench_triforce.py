@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,18 +10,15 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from bench.ablation_arms import PromptFigures
-from bench.ablation_commands import ablation
-from bench.ablation_prompts import NEEDLE, Prompts, make_prompts
+from bench.__main__ import main
 from bench.compared_caches import PARTIAL_CACHES, RetrievalKVCache
-from bench.triforce_ablation import PromptAblationOptions, run_prompt_ablation, triforce_options
-from bench.triforce_tables import MEASURES, PROMPT_TABLES, PromptTable, Results, arm_name, render
+from bench.prompt_arms import NEEDLE, Prompts, make_prompts, num_plain_tokens
+from bench.triforce_ablation import PROMPT_TABLES, Options, run, shown, triforce_options
 from bench.variants import TRIFORCE_PAPER
-from swiftbatch.worker.bench_texts import encode
+from swiftbatch.worker.decode_bench import encode
 from swiftbatch.worker.drafters.triforce import TriForceOptions
 from swiftbatch.worker.kv.sparse_cache import SummaryKVCache
 from swiftbatch.worker.model.model_files import locate_model
-from tests.bench.bench_parts import words
 
 PREFILL = 300
 NUM_TOKENS = 40
@@ -41,7 +37,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def bench(*args: str) -> Result:
-    return CliRunner().invoke(ablation, ["triforce", *args])
+    return CliRunner().invoke(main, ["ablation", "triforce", *args])
 
 
 @pytest.mark.parametrize("table", PROMPT_TABLES)
@@ -56,10 +52,7 @@ def test_every_arm_can_run_and_every_column_has_an_arm(table: str, prefill: int)
             assert options.cache in PARTIAL_CACHES.values() or table == "6b"
             assert options.budget < prefill or table == "4"
     for column in layout.columns:
-        assert column.measure in MEASURES
         assert any(column.arm in row.arms for row in layout.rows)
-    names = [arm_name(layout, (i, name)) for i, row in enumerate(layout.rows) for name in row.arms]
-    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -117,83 +110,34 @@ def test_a_short_prompt_leaves_out_budgets_and_chunks_that_hold_all_of_it() -> N
     assert labels["6b"] == ["1", "2", "4", "8", "16", "32", "64", "128"]
 
 
-def made_up(key: int) -> PromptFigures:
-    """Figures that tell which arm they are of."""
-    return PromptFigures(
-        num_tokens=256,
-        num_plain_tokens=64,
-        ms_per_token=1234.5 + key,
-        plain_ms_per_token=2345.6 + key,
-        speedup=10 + key,
-        acceptance=key / 100,
-        middle_acceptance=None if key % 2 else key / 1000,
-        needle_share=key / 100,
-        tokens_per_step=12.34,
-        drafted_per_step=23.45,
-        rounds_per_step=34.56,
-        first_step_ms=123_456.7,
-        step_ms={"propose": 1.0, "verify": 1234.5, "commit": 0.01},
-        draft_ms={"follow": 1234.5, "propose": 1234.5, "check": 1234.5},
-        tokens_sha256="",
-    )
-
-
-def paper_rows(layout: PromptTable, figures: Results) -> list[list[str]]:
-    """The words of the paper's table as they should be."""
-    rows = []
-    for number, row in enumerate(layout.rows):
-        cells = [
-            MEASURES[column.measure](figures[number, column.arm]) if column.arm in row.arms else "-"
-            for column in layout.columns
-        ]
-        rows.append(" ".join([*row.labels, *cells]).split())
-    return rows
-
-
 @pytest.mark.parametrize("prefill", [32_768, 122_880])
 @pytest.mark.parametrize("table", PROMPT_TABLES)
-def test_a_table_has_a_row_for_each_of_the_paper_s_and_is_shown_whole(table: str, prefill: int) -> None:
-    layout = PROMPT_TABLES[table](prefill, "embedded")
-    keys = [(number, name) for number, row in enumerate(layout.rows) for name in row.arms]
-    figures = {key: made_up(index) for index, key in enumerate(keys)}
-    lines = words(render(layout, figures))
-    for row in paper_rows(layout, figures):
-        assert row in lines
-
-
-def test_rows_show_the_paper_s_measures() -> None:
-    layout = PROMPT_TABLES["2"](122_880, "embedded")
-    figures = {(n, name): made_up(10 * n + (name == "naive")) for n, row in enumerate(layout.rows) for name in row.arms}
-    lines = words(render(layout, figures))
-    assert ["TriForce", "0.6", "40.00x", "(0.300)", "0.030", "41.00x", "(0.310)"] in lines
-    assert ["retrieval", "w/o", "hierarchy", "0.6", "100.00x", "(0.900)", "0.090", "-"] in lines
+def test_a_table_has_a_row_for_each_of_the_paper_s_with_its_arms_figures(table: str, prefill: int, text: Path) -> None:
+    options = Options(table=table, prefill=prefill, text=text)
+    layout = options.layout()
+    measures = {column.measure for column in layout.columns}
+    records = [
+        {"row": " ".join(row.labels), "arm": name} | dict.fromkeys(measures, 100 * number + place)
+        for number, row in enumerate(layout.rows)
+        for place, name in enumerate(row.arms)
+    ]
+    title, *rows = list(shown(records, options))[: 1 + len(layout.rows)]
+    assert title == {"words": layout.title}
+    for number, (row, found) in enumerate(zip(layout.rows, rows, strict=True)):
+        assert [found[header] for header in layout.label_headers] == list(row.labels)
+        for column in layout.columns:
+            place = list(row.arms).index(column.arm) if column.arm in row.arms else None
+            assert found[column.header] == (None if place is None else 100 * number + place)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("table", ["1", *(pytest.param(each, marks=pytest.mark.slow) for each in ("3", "4", "6a"))])
-def test_a_run_shows_what_its_json_holds(table: str, tiny_model: Path, text: Path, tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
+def test_a_run_has_a_record_of_every_arm(table: str, tiny_model: Path, text: Path, tmp_path: Path) -> None:
     extra = {"3": {"kv_offload": tmp_path}}.get(table, {})
-    fields = {
-        "model": str(tiny_model),
-        "table": table,
-        "prefill": PREFILL,
-        "num_tokens": NUM_TOKENS,
-        "seed": 0,
-        "text": text,
-    }
-    options = PromptAblationOptions.model_validate(fields | {"json_path": path} | extra)
-    lines = words(run_prompt_ablation(options))
-    document = json.loads(path.read_text())
-    layout = options.layout()
-    rows = [list(row.labels) for row in layout.rows]
-    figures = {
-        (rows.index(arm["row"]), arm["name"]): PromptFigures.model_validate(arm["figures"]) for arm in document["arms"]
-    }
-    assert figures.keys() == {(number, name) for number, row in enumerate(layout.rows) for name in row.arms}
-    for row in paper_rows(layout, figures):
-        assert row in lines
-    assert document["settings"]["table"] == table
+    sizes = {"prefill": PREFILL, "num_tokens": NUM_TOKENS}
+    options = Options(model=str(tiny_model), table=table, text=text, **sizes, **extra)
+    found = {(record["row"], record["arm"]) for record in run(options)}
+    assert found == {(" ".join(row.labels), name) for row in options.layout().rows for name in row.arms}
 
 
 def test_the_needle_lies_behind_a_tenth_and_the_prompt_ends_as_it_begins(tiny_model: Path) -> None:
@@ -213,15 +157,10 @@ def test_sequences_of_a_batch_read_different_stretches(tiny_model: Path) -> None
     assert [prompt.token_ids for prompt in prompts] == [list(range(i * 190, (i + 1) * 190)) for i in range(6)]
 
 
-def test_long_prompts_have_fewer_tokens_of_plain_decoding(text: Path) -> None:
-    def num_plain(prefill: int, num_tokens: int) -> int:
-        return PromptAblationOptions(
-            table="2", prefill=prefill, num_tokens=num_tokens, seed=0, text=text
-        ).num_plain_tokens
-
-    assert num_plain(32_768, 256) == 256
-    assert num_plain(100_000, 256) == 64
-    assert num_plain(100_000, 40) == 40
+def test_long_prompts_have_fewer_tokens_of_plain_decoding() -> None:
+    assert num_plain_tokens(256, 32_768) == 256
+    assert num_plain_tokens(256, 100_000) == 64
+    assert num_plain_tokens(40, 100_000) == 40
 
 
 @pytest.mark.parametrize(
@@ -229,11 +168,9 @@ def test_long_prompts_have_fewer_tokens_of_plain_decoding(text: Path) -> None:
     [
         (["--table", "3"], "table 3 needs it"),
         (["--table", "2", "--kv-offload", "."], "--kv-offload DIR belongs to table 3"),
-        (["--table", "2", "--tokens", "20"], "num_tokens"),
-        (["--table", "6a", "--prefill", "256"], "prefill"),
         (["--table", "2", "--prefill", "4090"], "4090 + 40 tokens"),
         (["--table", "4", "--prefill", "1500"], "the highest position needs 1800"),
-        (["--table", "7"], "'6b'"),
+        (["--table", "7"], "6b"),
         (["--table", "3", "--kv-offload", "/proc/none"], "/proc/none"),
     ],
 )
@@ -255,25 +192,3 @@ def test_a_model_without_a_draft_model_is_refused_before_anything_is_read(
     assert result.exit_code == 2
     assert "no draft model" in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_the_command_prints_table_and_progress(tiny_model: Path, text: Path) -> None:
-    args = [
-        "--table",
-        "6a",
-        "--model",
-        str(tiny_model),
-        "--prefill",
-        "300",
-        "--tokens",
-        "40",
-        "--threads",
-        "1",
-        "--text",
-        str(text),
-    ]
-    result = bench(*args)
-    assert result.exit_code == 0, result.output
-    assert "Figure 6a" in result.stdout
-    assert result.stderr.splitlines()[0].startswith("reading 1 x 300 tokens; each arm generates 40")

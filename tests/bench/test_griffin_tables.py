@@ -11,19 +11,16 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from bench.ablation_arms import PromptArms, num_plain_tokens
-from bench.ablation_prompts import Prompt, read_prompt
-from bench.griffin_ablation import recipe_of
-from bench.griffin_tables import (
+from bench.griffin_ablation import (
     GRIFFIN_TABLES,
-    ArmKey,
-    GriffinFigures,
-    Results,
-    Training,
+    Options,
     Variant,
+    figures_of,
     predicted_speedup,
-    render,
+    recipe_of,
+    shown,
 )
+from bench.prompt_arms import Prompt, PromptArms, read_prompt
 from bench.variants import create_bench_drafter
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
@@ -34,8 +31,6 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE, GriffinRecipe
-from swiftbatch.worker.training.train_griffin import GriffinAccuracyRecord
-from tests.bench.bench_parts import words
 from tests.simulated_clock import SimulatedClock
 from tests.worker.drafters.drafter_parts import free_rows
 from tests.worker.drafters.griffin.griffin_training_parts import EAGLE2_RECIPE, HASS_RECIPE
@@ -113,32 +108,24 @@ def test_the_formula_gives_the_paper_s_number() -> None:
     assert predicted_speedup(25.0, 41.0, 6, 1.5, 5.0) == 2.5  # a tree that costs more than one row
 
 
-def made_up(tau: float) -> GriffinFigures:
-    """Figures of an arm, as wide as they come."""
-    times = dict.fromkeys(("ms_per_token", "plain_ms_per_token", "plain_verify_ms", "verify_ms", "level_ms"), 123.45)
-    rates = dict.fromkeys(("speedup", "predicted_speedup", "predicted_tree_speedup"), 10 + tau)
-    counts = {"num_tokens": 500, "num_plain_tokens": 64, "tokens_per_step": tau, "nodes_per_step": 59.9}
-    return GriffinFigures(**times, **rates, **counts, levels_per_step=5.9, tokens_sha256="")
-
-
 def test_whether_the_paper_s_order_holds_is_said_for_every_temperature() -> None:
-    table = GRIFFIN_TABLES["order"]
-    results = Results()
+    records = []
     falling, swapped = [5.0, 4.0, 3.0, 2.0, 1.0], [5.0, 3.0, 4.0, 2.0, 1.0]
     for seed, at_0, at_1 in ((0, falling, swapped), (1, falling, swapped), (2, swapped, [3.5, *swapped[1:]])):
-        for row, tau_0, tau_1 in zip(table.rows, at_0, at_1, strict=True):
-            record = GriffinAccuracyRecord(
-                "after", 2, "test books", 10, {"T 0": [tau_0 / 10] * 6, "T 1": [0.0] * 6}, {}
-            )
-            results.trainings.append(Training(row, seed, Path(), GRIFFIN_RECIPE, [record]))
-            results.figures[ArmKey(row, seed, 0.0, "paper")] = made_up(tau_0)
-            results.figures[ArmKey(row, seed, 1.0, "paper")] = made_up(tau_1)
-    lines = words(render(table, results, "compared"))
-    text = " ".join(word for line in lines for word in line)
+        for row, tau_0, tau_1 in zip(GRIFFIN_TABLES["order"].rows, at_0, at_1, strict=True):
+            own = {"row": row, "seed": seed}
+            records.append(own | {"drawn_at": "T 0", "accuracy": tau_0 / 10, "num_rows": 10})
+            records += [
+                own | {"tree": "paper", "temperature": t, "tokens_per_step": tau}
+                for t, tau in ((0.0, tau_0), (1.0, tau_1))
+            ]
+    found = list(shown(records, Options(table="order", data=Path(), work=Path())))
+    text = " ".join(record["words"] for record in found if "words" in record)
     assert "T = 0: tau falls in the paper's order with 2 of 3 seeds; by its mean: GRIFFIN > w/o head > w/o f" in text
     assert "T = 1: tau falls in the paper's order with 0 of 3 seeds; by its mean: GRIFFIN > w/o fusion > w/o h" in text
-    assert ["w/o", "head", "3.67", "3.00", "36.7%", "0.0%"] in lines
-    assert ["3.00", "to", "4.00", "3.00", "to", "3.00", "30.0%", "to", "40.0%", "0.0%", "to", "0.0%"] in lines
+    [at_0, _] = [record for record in found if record.get("row") == "w/o head" and "tau" in record]
+    assert (at_0["tau"], at_0["least"], at_0["most"]) == (pytest.approx(11 / 3), 3.0, 4.0)
+    assert at_0["accuracy"] == pytest.approx(11 / 30)
 
 
 class Oracle(Drafter):
@@ -164,15 +151,15 @@ def test_tau_is_tokens_over_steps_of_all_prompts_behind_their_first_steps(tiny_t
     pairs = []
     for seed in (0, 1):
         arms = arms_behind(tiny_target, seed)
-        [said] = arms.run(AutoregressiveDrafter(), 1.0)[0].token_ids
+        said = arms.run(AutoregressiveDrafter(), 1.0)[0].token_ids()
         pairs.append(arms.run(Oracle(said) if seed else AutoregressiveDrafter(), 1.0))
-    first, second, both = (GriffinFigures.of(chosen) for chosen in (pairs[:1], pairs[1:], pairs))
-    assert first.tokens_per_step == 1.0
-    assert second.tokens_per_step == pytest.approx(4.0, abs=0.01)
-    assert both.tokens_per_step == pytest.approx((39 + 36) / (39 + 9), abs=0.001)
-    assert both.num_tokens == first.num_tokens + second.num_tokens == 39 + 36
-    assert both.levels_per_step == both.level_ms == 0.0
-    assert both.nodes_per_step == pytest.approx(27 / 48, abs=0.001)
+    first, second, both = (figures_of(chosen) for chosen in (pairs[:1], pairs[1:], pairs))
+    assert first["tokens_per_step"] == 1.0
+    assert second["tokens_per_step"] == pytest.approx(4.0, abs=0.01)
+    assert both["tokens_per_step"] == pytest.approx((39 + 36) / (39 + 9), abs=0.001)
+    assert both["num_tokens"] == first["num_tokens"] + second["num_tokens"] == 39 + 36
+    assert both["levels_per_step"] == both["level_ms"] == 0.0
+    assert both["nodes_per_step"] == pytest.approx(27 / 48, abs=0.001)
 
 
 def num_rows(groups: list[Any]) -> int:
@@ -193,18 +180,18 @@ def test_the_paper_s_trees_have_60_nodes_of_6_levels_and_times_are_those_of_the_
     for forward in ("follow", "expand"):
         timed = clock.taking(lambda parts: 0.002, getattr(drafter._forwards, forward))
         monkeypatch.setattr(drafter._forwards, forward, timed)
-    figures = GriffinFigures.of([arms.run(drafter, 1.0)])
-    assert 50 < figures.nodes_per_step <= 60
-    assert 5 < figures.levels_per_step <= 6
-    assert figures.level_ms == pytest.approx(2.0)
-    assert figures.plain_verify_ms == pytest.approx(1.0)
-    assert figures.verify_ms == pytest.approx(1 + figures.nodes_per_step)
-    step_ms = figures.verify_ms + figures.levels_per_step * 2.0
-    assert figures.ms_per_token == pytest.approx(step_ms / figures.tokens_per_step, rel=0.001)
-    assert figures.speedup == pytest.approx(1 / figures.ms_per_token, rel=0.01)
-    assert figures.predicted_tree_speedup == pytest.approx(figures.speedup, rel=0.01)
-    predicted = predicted_speedup(1.0, 1.0, figures.levels_per_step, 2.0, figures.tokens_per_step)
-    assert figures.predicted_speedup == pytest.approx(predicted, rel=0.001)
+    figures = figures_of([arms.run(drafter, 1.0)])
+    assert 50 < figures["nodes_per_step"] <= 60
+    assert 5 < figures["levels_per_step"] <= 6
+    assert figures["level_ms"] == pytest.approx(2.0)
+    assert figures["plain_verify_ms"] == pytest.approx(1.0)
+    assert figures["verify_ms"] == pytest.approx(1 + figures["nodes_per_step"])
+    step_ms = figures["verify_ms"] + figures["levels_per_step"] * 2.0
+    assert figures["ms_per_token"] == pytest.approx(step_ms / figures["tokens_per_step"], rel=0.001)
+    assert figures["speedup"] == pytest.approx(1 / figures["ms_per_token"], rel=0.01)
+    assert figures["predicted_tree"] == pytest.approx(figures["speedup"], rel=0.01)
+    predicted = predicted_speedup(1.0, 1.0, figures["levels_per_step"], 2.0, figures["tokens_per_step"])
+    assert figures["predicted"] == pytest.approx(predicted, rel=0.001)
 
 
 def test_every_row_has_a_draft_model_that_runs(tiny_model: Path) -> None:
@@ -217,9 +204,3 @@ def test_every_row_has_a_draft_model_that_runs(tiny_model: Path) -> None:
         assert model(rows, rows, torch.arange(3)[None], attention_mask=None)[0].shape == rows.shape
         assert (model.fusion.down is None) == ("fusion" in variant.changes and variant.changes["fusion"] == "none")
         assert (model.head is None) == (variant.changes.get("has_token_enhanced_head") is False)
-
-
-def test_long_prompts_have_fewer_tokens_of_plain_decoding() -> None:
-    assert num_plain_tokens(256, 32_768) == 256
-    assert num_plain_tokens(256, 32_769) == 64
-    assert num_plain_tokens(40, 100_000) == 40

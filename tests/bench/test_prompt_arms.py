@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from bench.ablation_arms import PromptArms, PromptFigures
-from bench.ablation_prompts import Prompt, ReadPrompt, read_prompt
-from bench.triforce_ablation import new_drafter
-from bench.triforce_tables import TOP_P, Plan, PromptArm
+from bench.prompt_arms import Prompt, PromptArms, ReadPrompt, figures_of, read_prompt
+from bench.tables import Record
+from bench.triforce_ablation import TOP_P, Plan, PromptArm, new_drafter
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.bench_texts import BenchError
+from swiftbatch.worker.decode_bench import BenchError
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.triforce import hierarchy
@@ -100,8 +99,8 @@ def arms_behind(read: list[ReadPrompt], target: TargetModel, num_plain_tokens: i
     return PromptArms(target, read, NUM_TOKENS, num_plain_tokens, SEED, TOP_P)
 
 
-def run(arms: PromptArms, drafter: Drafter, expected_ids: tuple[int, ...] = ()) -> PromptFigures:
-    return PromptFigures.of(*arms.run(drafter, TEMPERATURE), list(expected_ids))
+def run(arms: PromptArms, drafter: Drafter, expected_ids: tuple[int, ...] = ()) -> Record:
+    return figures_of(*arms.run(drafter, TEMPERATURE), list(expected_ids))
 
 
 def plain_ids(read: list[ReadPrompt], target: TargetModel) -> list[np.ndarray]:
@@ -129,7 +128,7 @@ def test_arms_say_what_the_engine_says_alone_whoever_else_used_the_cache(
     arms = arms_behind(read, tiny_target, num_plain_tokens=35)
     plans: tuple[Plan, ...] = ("own", "paper", "naive")
     digests = {
-        run(arms, new_drafter(tiny_target, free_rows, arm, None)).tokens_sha256
+        run(arms, new_drafter(tiny_target, free_rows, arm, None))["tokens_sha256"]
         for arm in [replace(ARM, plan=plan) for plan in plans]
     }
     assert digests == {hashlib.sha256(np.concatenate(expected).astype("<u4").tobytes()).hexdigest()}
@@ -166,17 +165,17 @@ def test_acceptance_is_accepted_over_drafted(
 ) -> None:
     read = make_read()
     figures = run(arms_behind(read, tiny_target), Oracle(plain_ids(read, tiny_target)[0], is_right))
-    assert figures.acceptance == acceptance
-    assert figures.middle_acceptance is None
-    assert figures.tokens_per_step == pytest.approx(1 + acceptance * figures.drafted_per_step, abs=0.01)
-    assert figures.num_tokens == NUM_TOKENS
+    assert figures["acceptance"] == acceptance
+    assert figures["middle_acceptance"] is None
+    assert figures["tokens_per_step"] == pytest.approx(1 + acceptance * figures["drafted_per_step"], abs=0.01)
+    assert figures["num_tokens"] == NUM_TOKENS
 
 
 def test_plain_decoding_drafts_nothing(tiny_target: TargetModel, make_read: Callable[..., list[ReadPrompt]]) -> None:
     figures = run(arms_behind(make_read(), tiny_target), AutoregressiveDrafter())
-    assert (figures.acceptance, figures.middle_acceptance, figures.tokens_per_step) == (None, None, 1.0)
-    assert figures.needle_share is None
-    assert figures.speedup > 0
+    assert (figures["acceptance"], figures["middle_acceptance"], figures["tokens_per_step"]) == (None, None, 1.0)
+    assert figures["needle_share"] is None
+    assert figures["speedup"] > 0
 
 
 def test_times_begin_behind_the_first_step(
@@ -194,9 +193,11 @@ def test_times_begin_behind_the_first_step(
     monkeypatch.setattr(oracle, "propose", propose_late_at_first)
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + (100_000.0 if num_drafts else 0.0))
     figures = run(arms_behind(read, tiny_target), oracle)
-    assert figures.first_step_ms > 100_000_000
-    assert max(figures.ms_per_token, figures.step_ms["propose"]) < 100_000  # with it, a token would take 2,500,000
-    assert figures.speedup == pytest.approx(figures.plain_ms_per_token / figures.ms_per_token, rel=0.01)
+    assert figures["first_step_ms"] > 100_000_000
+    assert (
+        max(figures["ms_per_token"], figures["step_ms"]["propose"]) < 100_000
+    )  # with it, a token would take 2,500,000
+    assert figures["speedup"] == pytest.approx(figures["plain_ms_per_token"] / figures["ms_per_token"], rel=0.01)
 
 
 def test_the_middle_level_is_what_the_partial_cache_agrees_with(
@@ -205,12 +206,10 @@ def test_the_middle_level_is_what_the_partial_cache_agrees_with(
     arms = arms_behind(make_read(), tiny_target)
     whole = replace(ARM, plan="paper", options={"budget": 4096})
     figures = run(arms, new_drafter(tiny_target, free_rows, whole, None))
-    assert figures.acceptance is not None
-    assert figures.acceptance > 0.9  # the partial cache holds everything; what differs is rounding
-    assert figures.middle_acceptance is not None
-    assert 0 < figures.middle_acceptance < figures.acceptance
-    assert figures.rounds_per_step > 1
-    assert set(figures.draft_ms) == {"follow", "propose", "check"}
+    assert figures["acceptance"] > 0.9  # the partial cache holds everything; what differs is rounding
+    assert 0 < figures["middle_acceptance"] < figures["acceptance"]
+    assert figures["rounds_per_step"] > 1
+    assert set(figures["draft_ms"]) == {"follow", "propose", "check"}
 
 
 def test_the_naive_policy_asks_no_partial_cache(
@@ -218,9 +217,9 @@ def test_the_naive_policy_asks_no_partial_cache(
 ) -> None:
     arm = replace(ARM, plan="naive")
     figures = run(arms_behind(make_read(), tiny_target), new_drafter(tiny_target, free_rows, arm, None))
-    assert (figures.rounds_per_step, figures.middle_acceptance) == (0.0, None)
-    assert figures.drafted_per_step > 0.5
-    assert figures.draft_ms["check"] == figures.draft_ms["follow"] == 0.0 < figures.draft_ms["propose"]
+    assert (figures["rounds_per_step"], figures["middle_acceptance"]) == (0.0, None)
+    assert figures["drafted_per_step"] > 0.5
+    assert figures["draft_ms"]["check"] == figures["draft_ms"]["follow"] == 0.0 < figures["draft_ms"]["propose"]
 
 
 def test_plans_are_the_paper_s_or_as_many_as_pay(tiny_target: TargetModel) -> None:
@@ -237,7 +236,7 @@ def test_the_needle_s_share_is_what_plain_decoding_says_of_it(
     for num_wrong, share in ((0, 1.0), (10, 0.75), (NUM_TOKENS, 0.0)):
         expected = (*(said[:num_wrong] ^ 1).tolist(), *said[num_wrong:].tolist())
         figures = run(arms_behind(make_read(), tiny_target), Oracle(said), expected)
-        assert figures.needle_share == share
+        assert figures["needle_share"] == share
 
 
 def test_a_cache_outside_the_device_says_the_same(
@@ -251,4 +250,4 @@ def test_a_cache_outside_the_device_says_the_same(
         run(arms_behind(prompts, target), new_drafter(target, free_rows, ARM, None))
         for target, prompts in ((tiny_target, read), (outside, copies))
     ]
-    assert figures[0].tokens_sha256 == figures[1].tokens_sha256
+    assert figures[0]["tokens_sha256"] == figures[1]["tokens_sha256"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from bench.speed_page import BEGIN, with_figures
+from bench.suite import BEGIN, with_figures
 from tests.readme.command_lines import ROOT, page, section, table
 
 SPEED = page("docs/speed.md")
@@ -13,7 +13,7 @@ PLACE = re.compile(re.escape(BEGIN).replace(r"\{\}", "(.*)"))
 
 def test_the_tables_are_those_of_the_figures() -> None:
     (place,) = PLACE.findall(SPEED)
-    again = f"write them again: python -m bench speed-page docs/{place}"
+    again = f"write them again: python -m bench all --output docs/{place} --page docs/speed.md"
     assert with_figures(SPEED, ROOT / "docs" / place, place) == SPEED, again
 
 

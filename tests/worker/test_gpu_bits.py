@@ -17,10 +17,9 @@ import torch
 import triton
 
 import tests.worker.interpreter  # noqa: F401
-from bench.gpu.copy_stage import offloaded_target
-from bench.gpu.decoding import decoded, random_ids, sequences_of
-from bench.gpu.family_weights import DEVIATION
-from bench.gpu.trial import SMALL_SIZES, Trial
+from bench.gpu.jobs import decoded, random_ids, sequences_of
+from bench.gpu.stages import offloaded_target
+from bench.gpu.trial import DEVIATION, SMALL_SIZES, Trial
 from bench.variants import create_bench_drafter
 from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.worker.drafters.auto.auto import NUM_BEST, RecycledProposer
@@ -158,7 +157,7 @@ def parts_with_experts(trial: Trial, parts: Parts, gate_up: Weight, down: Weight
 
 def expert_shapes(trial: Trial) -> list[tuple[int, int]]:
     """The shapes of gates and ups of all experts, and of their downs."""
-    number, width, hidden = SIZES.num_experts, SIZES.expert_width, trial.sizes.shape.hidden
+    number, width, hidden = SIZES.num_experts, SIZES.expert_width, trial.sizes.model.config["hidden_size"]
     return [(number * 2 * width, hidden), (number * hidden, width)]
 
 

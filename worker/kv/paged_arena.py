@@ -7,12 +7,11 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from numpy.typing import NDArray
 
-from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.cache_rows import NO_PAGE, CacheRows, CacheShape
@@ -28,8 +27,11 @@ from swiftbatch.worker.kv.kv_capacity import (
     TooLongError,
     pages_of,
 )
-from swiftbatch.worker.kv.recurrent_arena import SlotStates, StateSlots
 from swiftbatch.worker.kv.sliding_window_cache import Window
+
+if TYPE_CHECKING:
+    from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
+    from swiftbatch.worker.kv.recurrent_arena import StateSlots
 
 Place = Callable[[int], int]
 """The place of a slot's entry in a pool."""
@@ -341,6 +343,8 @@ class KVArena(SlotBuffer):
         super().__init__(shape, layers, num_slots, capacity, pool, staging)
         self._states: StateSlots | None = None
         if pool is not None and shape.recurrent is not None:
+            from swiftbatch.worker.kv.recurrent_arena import StateSlots  # which needs Triton: a CPU has none
+
             self._states = StateSlots(shape, shape.recurrent, num_slots)
         self._free = list(reversed(range(num_slots)))
 
@@ -388,7 +392,7 @@ class KVArena(SlotBuffer):
             widest = max(size or 0 for size in self.shape.windows)
             window = Window(widest + BLOCK, len(slots.layers), slots.page)  # all that a block's first row sees is read
             stores.append(LayerStore(slots.rows(lease, max_length), slots.layers, window))
-        states = None if self._states is None else SlotStates(self._states, rows)
+        states = None if self._states is None else self._states.of(rows)
         return FullKVCache(self.shape, max_length, stores=stores, states=states)
 
     def _lease(self, max_length: int) -> SlotLease:

@@ -34,6 +34,10 @@ class StateSlots:
         self._moves = torch.tensor([PADDING] * MAX_TREE_NODES, dtype=torch.int32, device=shape.device)
         self._upload = Upload(self._moves.view(-1))
 
+    def of(self, rows: CacheRows) -> SlotStates:
+        """The states of the slot of `rows`."""
+        return SlotStates(self, rows)
+
     def move_steps(self, slot: int, root: int, path: Sequence[int]) -> None:
         """Bring the steps of the nodes `path` of a tree whose root is entry `root` behind it, without a wait."""
         moves = moves_of(slot, root, path)

@@ -1,7 +1,4 @@
-"""Stages that break in every way, and one that does not; as a module a process that runs one of them.
-
-Nothing is tried on a device, so the processes import next to nothing.
-"""
+"""Stages that break in every way, and one that does not."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bench.gpu.gpu_stages import GPUStage
+from bench.gpu.everything import GPUStage
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding
 
 if TYPE_CHECKING:
@@ -49,8 +46,3 @@ STAGES = tuple(
     GPUStage(name, f"{__name__}:{name}", seconds, (f"the item of {name}",))
     for name, seconds in (("raising", 300), ("unprepared", 300), ("hanging", 2), ("dying", 300), ("good", 300))
 )
-
-if __name__ == "__main__":
-    from bench.gpu.stage_process import main
-
-    main(STAGES, lambda scratch: None)  # type: ignore[arg-type, return-value]

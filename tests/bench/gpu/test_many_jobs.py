@@ -14,12 +14,14 @@ from bench.many_jobs import (
     RUNS,
     SIZES,
     JobMix,
+    Options,
     Simulation,
-    jobs_table,
+    run,
     speed,
     way_before,
     way_now,
 )
+from bench.tables import tables
 from swiftbatch.worker.drafters.tree_budget import PRIOR_ACCEPTANCE
 from tests import ROOT
 
@@ -71,4 +73,4 @@ def test_all_jobs_get_all_their_tokens() -> None:
 
 @pytest.mark.slow
 def test_the_page_has_the_table() -> None:
-    assert jobs_table() in PAGE
+    assert tables(run(Options()), is_markdown=True) in PAGE

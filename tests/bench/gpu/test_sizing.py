@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import runpy
 from itertools import product
 
 import pytest
 
-from bench.sizing import LENGTHS, MODELS, gpu_memory, packed_models, packed_table, sizing_table, window_table
+from bench.sizing import LENGTHS, MODELS, Options, gpu_memory, packed_models, run
+from bench.tables import tables
 from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
@@ -23,13 +23,11 @@ PROSE = " ".join(GPU_PAGE.split())
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # the module is imported here, and then run
-def test_the_page_has_the_tables_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sizing_table() in GPU_PAGE, "python -m bench.sizing prints the new one"
-    assert packed_table() in GPU_PAGE, "python -m bench.sizing prints the new one"
-    assert window_table() in GPU_PAGE, "python -m bench.sizing prints the new one"
-    runpy.run_module("bench.sizing", run_name="__main__")
-    assert capsys.readouterr().out == f"{sizing_table()}\n\n{packed_table()}\n\n{window_table()}\n"
+def test_the_page_has_the_tables_that_the_command_prints() -> None:
+    found = tables(run(Options()), is_markdown=True).split("\n\n")
+    assert len(found) == 3
+    for each in found:
+        assert each in GPU_PAGE, "python -m bench sizing --markdown prints the new one"
 
 
 def test_the_slots_are_those_that_follow_by_hand() -> None:

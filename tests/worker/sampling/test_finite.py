@@ -13,12 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.long import LongBenchOptions, run_long_bench
+from bench import long
 from bench.variants import BENCH_ENGINES, create_bench_drafter
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.bench_texts import BenchError, text_tokens
-from swiftbatch.worker.decode_bench import DecodeBenchOptions, run_decode_bench
+from swiftbatch.worker.decode_bench import BenchError, DecodeBenchOptions, run_decode_bench, text_tokens
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.engine.engine import Engine
@@ -197,10 +196,8 @@ def decode_bench(**shared: Any) -> None:
 
 
 def long_bench(**shared: Any) -> None:
-    sampling = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
-    run_long_bench(
-        LongBenchOptions(engine="token-recycling", prefill=40, every=20, plain_every=20, sampling=sampling, **shared)
-    )
+    asked = {"engine": "token-recycling", "num_tokens": 20, "prefill": 40, "every": 20, "plain_every": 20}
+    list(long.run(long.Options(**asked, **shared)))
 
 
 @pytest.mark.parametrize("benchmark", [decode_bench, long_bench])

@@ -15,23 +15,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from bench.gpu.decoding import random_ids, sequences_of
-from bench.gpu.trial import Shape, Trial, Try, write_random
+from bench.gpu.jobs import random_ids, sequences_of
+from bench.gpu.trial import LLAMA_8B, Trial, Try, written
 from bench.variants import create_bench_drafter
-from swiftbatch.worker.bench_texts import BenchEngine
+from swiftbatch.worker.decode_bench import BenchEngine
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import ArenaTarget, Parts
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts
 from swiftbatch.worker.kernels.cuda.cuda_decoder import CudaDecoder
 from swiftbatch.worker.kernels.cuda.cuda_graph import Graph, Repeated, Work
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
-from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.cuda.cuda_sampler import CudaBatchSampler
 from swiftbatch.worker.sampling.cuda.sampling_graphs import WORDS_OUT, in_a_row
 from swiftbatch.worker.sampling.verification import TOP_K
 
 CPU = torch.device("cpu")
-SHAPE = Shape(64, 64, 2, 1, 64, 1024, 4096)  # of which only the vocabulary matters here
 ENGINES = ("autoregressive", "token-recycling", "auto")
 LENGTH = 1000  # of all texts
 NUM_WARM_STEPS, TOKENS_A_STEP = 12, 9
@@ -63,10 +61,7 @@ class IdleDevice:
 
 def host(trial: Trial) -> Iterator[Try]:
     """All numbers of jobs, each with all engines."""
-    folder = trial.scratch / "host-model"
-    if not folder.exists():
-        write_random(SHAPE, 1, trial.scratch, CPU).rename(folder)
-    parts = Parts.of(locate_model(str(folder)), "float32", CPU)
+    parts = Parts.of(written(LLAMA_8B.cut(), trial.scratch / "host-model", CPU), "float32", CPU)
     for num_jobs in trial.sizes.host_counts:
         wide = parts.with_rows(next(rows for rows in ROW_CHOICES if rows >= num_jobs))
         yield f"{num_jobs} at a time", functools.partial(_steps, wide, num_jobs, trial.sizes.num_host_steps)

@@ -21,9 +21,8 @@ import torch
 from bench.checkpoints import BenchWorker, make_run
 from bench.gpu.trial import Trial, Try
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
-from swiftbatch.worker.bench_texts import PROMPT, BenchError
 from swiftbatch.worker.config import EngineConfig
-from swiftbatch.worker.decode_bench import digest
+from swiftbatch.worker.decode_bench import PROMPT, BenchError, digest
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
 from swiftbatch.worker.kv.free_memory import settled_free_bytes
 

@@ -1,0 +1,66 @@
+"""The fields that options of benchmarks have in common; a benchmark is for developers, so that few are checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator
+
+from swiftbatch.jobs.json_records import Frozen
+from swiftbatch.jobs.run.compute_options import AttentionName, Device, LinearName
+from swiftbatch.worker.config import Computation
+from swiftbatch.worker.decode_bench import BenchError, BenchOptions
+from swiftbatch.worker.drafters.catalogue import ENGINES
+
+Entry = TypeVar("Entry")
+
+
+def _split(text: Any) -> Any:
+    return tuple(part.strip() for part in text.split(",") if part.strip()) if isinstance(text, str) else text
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Ints = Annotated[tuple[int, ...], BeforeValidator(_split)]
+Floats = Annotated[tuple[float, ...], BeforeValidator(_split)]
+
+
+class TextOptions(BenchOptions):
+    """A text, of the model's own words where none is named, and how tokens are sampled behind it."""
+
+    text: Path | None = None
+    temperature: float = 1.0
+    min_p: float = 0.1
+    seed: int = 0
+
+
+class JSONOptions(Frozen):
+    """Options of a benchmark that loads no model in its own process."""
+
+    json_path: Path | None = None
+
+
+class GPUOptions(BenchOptions):
+    """Steps and engines behind each of `lengths` that fits, prompts behind nothing, too; or everything, in a folder."""
+
+    device: Device = "cuda"
+    draft_model: Path | None = None
+    engines: Names = tuple(ENGINES)
+    lengths: Ints = (1000, 20_000, 50_000, 100_000)
+    slots: Ints = (1, 4)
+    rows: Ints = (1, 16)  # of each slot
+    num_read: int = 4096  # tokens of a prompt that are timed
+    num_tokens: int = 256  # of each engine at each length
+    attention: AttentionName = Computation.attention
+    linear: LinearName = Computation.linear
+    text: Path | None = None
+    everything: bool = False
+    minutes: float = 27  # for everything
+    output: Path | None = None
+
+
+def one_of(known: dict[str, Entry], name: str) -> Entry:
+    """Look a name up. Raises BenchError."""
+    if name not in known:
+        raise BenchError(f"got {name}; expected one of: {', '.join(known)}")
+    return known[name]
