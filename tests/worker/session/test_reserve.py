@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.worker.kv.kv_capacity import Growth, most_pages
+from swiftbatch.worker.kv.kv_capacity import Growth, most_pages, pages_of
 from swiftbatch.worker.session.backlog import Backlog, CacheRoom
 from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, undisturbed_digest
@@ -64,6 +64,18 @@ def test_none_begins_where_memory_has_run_out_until_one_of_the_others_has_left()
     reserve.keep_to(1)
     assert next_of(reserve, [running(0, 9)]) is None
     assert next_of(reserve, []) == "a"
+
+
+def test_jobs_fit_while_their_pages_do_and_one_alone_always_does() -> None:
+    jobs: list[Any] = [
+        SimpleNamespace(sequence=range(500), assignment=SimpleNamespace(seniority=age, num_shared_tokens=0))
+        for age in range(3)
+    ]
+    room = CacheRoom(2 * pages_of(500))
+    assert [room.can_fit(jobs[:count]) for count in (1, 2, 3)] == [True, True, False]
+    assert room.without_room(jobs) == jobs[2:]
+    assert room.without_room(jobs[:2]) == []
+    assert [CacheRoom(1).can_fit(jobs[:count]) for count in (1, 2)] == [True, False]
 
 
 def test_a_slot_is_taken_by_the_next_job_within_the_slice_and_all_tokens_stay(tmp_path: Path, tiny_model: Path) -> None:
