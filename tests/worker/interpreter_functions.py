@@ -14,7 +14,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tests.worker.interpreter_operators import NUMERIC, Operator, constant, joint_type, made, quick, takes, with_element
+from tests.worker.interpreter_operators import NUMERIC, Operator, constant, joint_type, made, quick, with_element
 
 Function = Callable[..., Any]
 NOTHING = np.zeros(1)  # where a mask lets nothing come, and nobody says what is there then
@@ -116,7 +116,7 @@ def where_by(slow: Function) -> Function:
         tensors = [each for each in (first, second) if type(each) is _tensor]
         if not more and tensors and type(condition) is _tensor and condition.dtype is tl.int1:
             like = tensors[0].dtype
-            parts = [each if type(each) is _tensor else numbers(each, like.name) for each in (first, second)]
+            parts = [each if type(each) is _tensor else constant(each, like.name) for each in (first, second)]
             type_ = with_element(condition.type, like)
             for each in parts:
                 if type_ is not None and type(each) is _tensor:
@@ -127,11 +127,6 @@ def where_by(slow: Function) -> Function:
         return slow(condition, first, second, **more)
 
     return where
-
-
-def numbers(number: Any, dtype: str) -> Any:
-    """Return an array of one number, or None where this dtype does not take it as it is."""
-    return constant(number, dtype) if takes(number, dtype) else None
 
 
 def bits_up(data: Any) -> Any:

@@ -23,9 +23,8 @@ NEW_AXES = ("[0]", "[1]", "[2]", "[3]")
 _constants: dict[tuple[type, float, str], Any] = {}
 _types: dict[tuple[str, str], Any] = {}
 
-
-_num_bytes: dict[str, int] = {}
-_new, _tensor = object.__new__, tl.tensor
+_new, _tensor, _block_type, _constexpr = object.__new__, tl.tensor, tl.block_type, tl.constexpr
+_pointer_type, _whole = tl.pointer_type, slice(None)
 
 
 def made(data: Any, dtype: Any, type_: Any) -> Any:
@@ -33,7 +32,7 @@ def made(data: Any, dtype: Any, type_: Any) -> Any:
     handle, made = _new(TensorHandle), _new(_tensor)
     handle.data, handle.dtype = data, dtype
     made.handle, made.type = handle, type_
-    made.dtype = type_.element_ty if type(type_) is tl.block_type else type_
+    made.dtype = type_.element_ty if type(type_) is _block_type else type_
     return made
 
 
@@ -46,10 +45,16 @@ def takes(number: Any, dtype: str) -> bool:
 
 
 def constant(number: float, dtype: str) -> Any:
-    """Return a number in an array; nothing writes into arrays that kernels compute with."""
-    key = type(number), number, dtype
+    """Return a number in an array, made once; nothing writes into arrays that kernels compute with.
+
+    None where this dtype does not take the number as it is.
+    """
+    kind = type(number)
+    if kind is not int and (kind is not float or number == 0):  # there is a zero below zero
+        return np.array([number], DTYPES[dtype]) if takes(number, dtype) else None
+    key = kind, number, dtype
     if key not in _constants:
-        _constants[key] = np.array([number], DTYPES[dtype])
+        _constants[key] = np.array([number], DTYPES[dtype]) if takes(number, dtype) else None
     return _constants[key]
 
 
@@ -92,48 +97,60 @@ def wider(left: Any, right: Any) -> Any:
 
 def quick(slow: Operator, compute: Operator, dtypes: frozenset[str], is_comparison: bool) -> Operator:
     """Return the operator that takes its short way wherever it can."""
+    kinds: dict[tuple[str, str], Any] = {}  # by the names of two types
+
+    def kind_of(left: Any, right: Any) -> Any:
+        """Return the numbers in which two types compute, and the type of what they make, or None."""
+        dtype = wider(left.scalar, right.scalar) if left.scalar.name in dtypes else None
+        type_ = None if dtype is None else joint_type(left, right)
+        if type_ is None:
+            return None
+        return dtype, with_element(type_, tl.int1 if is_comparison else dtype)
 
     def run(left: Any, right: Any, *more: Any) -> Any:
-        name = left.dtype.name
-        if name in dtypes and not more:
-            other = right.value if type(right) is tl.constexpr else right
-            type_, data, dtype = None, None, left.dtype
-            if type(other) is _tensor:
-                dtype = wider(dtype, other.dtype)
-                if dtype is not None and (type_ := joint_type(left.type, other.type)) is not None:
-                    type_ = type_ if dtype is left.dtype else with_element(type_, dtype)
-                    data = compute(left.handle.data, other.handle.data)
-            elif takes(other, name):
-                type_, data = left.type, compute(left.handle.data, constant(other, name))
-            if type_ is not None:
-                if is_comparison:
-                    type_ = with_element(type_, tl.int1)
-                return made(data, dtype, type_)
+        other = right.value if type(right) is _constexpr else right
+        is_tensor = type(other) is _tensor
+        type_ = left.type
+        key = type_.name, other.type.name if is_tensor else ""
+        if key not in kinds:
+            kinds[key] = kind_of(type_, other.type if is_tensor else type_)
+        if (kind := kinds[key]) is not None and not more:
+            data = other.handle.data if is_tensor else constant(other, left.dtype.name)
+            if data is not None:
+                return made(compute(left.handle.data, data), *kind)
         return slow(left, right, *more)
 
     return run
 
 
-def num_bytes(pointer: Any) -> int:
-    """Return the distance between neighbours, computed once."""
-    if pointer.name not in _num_bytes:
-        _num_bytes[pointer.name] = max(1, pointer.element_ty.primitive_bitwidth // 8)
-    return _num_bytes[pointer.name]
-
-
 def moved(slow: Operator) -> Operator:
     """Return addition that takes the short way to a pointer's neighbours."""
+    steps: dict[tuple[str, str], Any] = {}  # by the names of two types: what they make, and the bytes of an element
+    distances: dict[tuple[str, int], Any] = {}  # in bytes, by a pointer's name
+
+    def num_bytes(pointer: Any) -> int:
+        return max(1, pointer.element_ty.primitive_bitwidth // 8)
+
+    def step_of(left: Any, right: Any) -> Any:
+        type_ = joint_type(left, right) if right.scalar.name in ("int32", "int64") else None
+        return None if type_ is None else (type_, np.array([num_bytes(left.scalar)], np.int64))
 
     def run(left: Any, right: Any) -> Any:
-        if type(left.dtype) is tl.pointer_type:
-            type_, other = None, right.value if type(right) is tl.constexpr else right
-            if type(other) is _tensor and other.dtype.name in ("int32", "int64"):
-                type_, offsets = joint_type(left.type, other.type), other.handle.data
+        pointer = left.dtype
+        if type(pointer) is _pointer_type:
+            other = right.value if type(right) is _constexpr else right
+            if type(other) is _tensor:
+                key = left.type.name, other.type.name
+                if key not in steps:
+                    steps[key] = step_of(left.type, other.type)
+                if (step := steps[key]) is not None:
+                    type_, size = step
+                    return made(left.handle.data + (other.handle.data * size).view(np.uint64), pointer, type_)
             elif takes(other, "int32"):
-                type_, offsets = left.type, constant(other, "int32")
-            if type_ is not None:
-                places = left.handle.data + num_bytes(left.dtype) * offsets.astype(np.uint64)
-                return made(places, left.dtype, type_)
+                place = pointer.name, other
+                if place not in distances:
+                    distances[place] = np.array([other * num_bytes(pointer)], np.int64).view(np.uint64)
+                return made(left.handle.data + distances[place], pointer, left.type)
         return slow(left, right)
 
     return run
@@ -157,7 +174,7 @@ def with_axes(slow: Operator) -> Operator:
         parts = getattr(slices, "values", slices)
         if block.type.is_block() and type(parts) in (list, tuple) and parts.count(None) == 1:
             axis = parts.index(None)
-            if all(part in (None, slice(None)) for part in parts) and len(parts) == block.handle.data.ndim + 1:
+            if len(parts) == block.handle.data.ndim + 1 and parts.count(_whole) == len(parts) - 1:
                 key = block.type.name, NEW_AXES[axis]
                 if key not in _types:
                     sizes = [*block.type.shape.values]

@@ -190,7 +190,7 @@ def test_engines_with_the_layer_give_the_tokens_of_plain_decoding(
     monkeypatch.setattr(mtp_trials, "SETTLING", 0)
     publish_with_layer(name, tmp_path)
     target = on_a_gpu(tmp_path)
-    sampling = SamplingParams(max_tokens=6, temperature=temperature, seed=4, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=4, temperature=temperature, seed=4, ignore_eos=True)
     follow, said = MTPForwards.follow, list[bool]()
     monkeypatch.setattr(MTPForwards, "follow", lambda *given: [found := follow(*given), said.append(any(found))][0])
     plain, _ = generated(target, "autoregressive", sampling)
@@ -222,7 +222,7 @@ def test_drafts_of_a_layer_that_knows_what_comes_are_accepted(temperature: float
     publish_with_layer(HYBRID, tmp_path)
     let_it_copy(tmp_path)
     target = on_a_gpu(tmp_path)
-    sampling = SamplingParams(max_tokens=6, temperature=temperature, seed=4, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=5, temperature=temperature, seed=4, ignore_eos=True)
     plain, before = generated(target, "autoregressive", sampling)
     tokens, engine = generated(target, "mtp", sampling)
     assert tokens == plain
