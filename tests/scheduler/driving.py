@@ -61,13 +61,13 @@ class Driver:
         return self.run / "checkpoints" / job_ids[worker.jobs[0]]
 
 
-def wait_until(condition: Callable[[], Any]) -> Any:
-    """Wait until the condition gives something, and return it."""
+def wait_until(condition: Callable[[], Any], pause: float = 0.05) -> Any:
+    """Wait until the condition gives something, and return it; it is looked at anew after each pause."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
         if found := condition():
             return found
-        time.sleep(0.05)
+        time.sleep(pause)
     raise AssertionError("waited in vain")
 
 

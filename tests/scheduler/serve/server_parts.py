@@ -59,9 +59,9 @@ class Server:
         ).id
 
     def ended(self, batch_id: str) -> Batch:
-        """The batch, once it has ended."""
+        """The batch, once it has ended; each question costs both sides what the batch could use."""
         client = self.client
-        return wait_until(lambda: batch if (batch := client.batches.retrieve(batch_id)).status in OVER else None)
+        return wait_until(lambda: batch if (batch := client.batches.retrieve(batch_id)).status in OVER else None, 0.5)
 
     def lines(self, file_id: str | None) -> list[dict[str, Any]]:
         assert file_id is not None
