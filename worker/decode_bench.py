@@ -87,8 +87,7 @@ class BenchOptions(Frozen):
     def load(self, files: ModelFiles, slots: SlotsWanted | None = None, kv_offload: Path | None = None) -> TargetModel:
         """Load the model; a GPU is shared out as a worker's is. Raises ModelError, KVRoomError."""
         torch.set_num_threads(self.num_threads)
-        folder = None if kv_offload is None else str(kv_offload)
-        check_folder(folder)
+        check_folder(folder := None if kv_offload is None else str(kv_offload))
         return TargetModel.load(files, self.dtype, self.device, folder, slots=slots)
 
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from swiftbatch.jobs.run.output_line import Reasoning
-from swiftbatch.worker.sampling.sequence import Rule
 from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, mask_of
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.sampling.sequence import Sequence
+    from swiftbatch.worker.sampling.sequence import Rule, Sequence
 
 Opening = Literal["anywhere", "first", "never"]
 """The places where an output may open a thought that its prompt has not: any token, its first words alone, or none."""

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -22,13 +22,15 @@ from swiftbatch.worker.constraints.thinking import Markers, Opening, Thinking, T
 from swiftbatch.worker.model.digests import TEKKEN_FILE, has_tekken_alone
 from swiftbatch.worker.model.gguf.gguf_model import link_names
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
-from swiftbatch.worker.sampling.sequence import Rule
 from swiftbatch.worker.sampling.token_masks import ConstraintError
 from swiftbatch.worker.text.chat_template import ChatTemplate, words_of
 from swiftbatch.worker.text.output_text import BROKEN_CHARACTER, ByteText, LibraryText, OutputText
 from swiftbatch.worker.text.tekken import BYTES_AS_THEY_ARE, TekkenBytes, TekkenChat, TekkenTokenizer
 from swiftbatch.worker.text.token_bytes import DecoderSteps, TokenBytes, steps_of
 from swiftbatch.worker.text.tokenizer_cache import WordTokens, cuts_at_spaces
+
+if TYPE_CHECKING:
+    from swiftbatch.worker.sampling.sequence import Rule
 
 COMPOSED = 4  # no character decomposes, canonically, into more characters: Unicode promises that it stays so
 FACTORS = {"NFC": COMPOSED, "NFKC": COMPOSED, "NFD": 1, "NFKD": 1, "Prepend": 1, "ByteLevel": 1}
