@@ -1,4 +1,4 @@
-"""The table of docs/gpu.md for runs of few and of many jobs: tokens a second by the worker's own plans.
+"""The table of docs/gpu_lab_book.md for runs of few and of many jobs: tokens a second by the worker's own plans.
 
 `python -m bench many-jobs` prints it; no GPU is needed. Memory, rows, jobs at a time and draft
 nodes are planned as a worker does. Seconds of a step are a model: measured on an H100 in forwards of 64 rows, and
@@ -236,7 +236,9 @@ def table_rows(gpu: GPU) -> Iterator[list[str]]:
 
 
 def run(options: Options) -> Iterator[Record]:
-    """Compute the table of docs/gpu.md of few and of many jobs, planned as a worker plans; --markdown prints it.
+    """Compute the table of few and of many jobs in docs/gpu_lab_book.md, planned as a worker plans.
+
+    --markdown prints it as there.
 
     \b
     Example:
