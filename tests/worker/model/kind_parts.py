@@ -260,8 +260,8 @@ def gguf_section() -> str:
 
 
 def _row(kind: str, asked: str, found: Agreement) -> str:
-    differ = f"{found.greatest_difference:.1e} | {found.num_same_choices} of {found.num_rows}"
-    return f"| `{kind}` | {' | '.join(where_it_runs(kind))} | {asked} | {differ} |"
+    assert found.num_same_choices == found.num_rows, kind
+    return f"| `{kind}` | {' | '.join(where_it_runs(kind))} | {asked} | {found.greatest_difference:.1e} |"
 
 
 HEAD = """\
@@ -339,15 +339,15 @@ With `--text FILE` it says what that costs, in nats per token.
 - "On a CPU", "on a GPU": `kernels` are our own for all of a forward; with `kernels attend` the layers of transformers
   multiply; `transformers` are its layers alone, which are slow on a GPU.
 - "Needs": what the kind needs beside plain attention to all positions.
-- "Greatest difference" of two logits (which spread over about 10), and rows with the same best token, against
-  transformers' own forward.
+- "Greatest difference" between our logits and those of transformers' own forward. Logits spread over about 10. All 300
+  rows had the same best token.
 
 The comparison: a tiny model with random weights in float32, 300 random tokens, windows and chunks of 100 positions, one
 machine with AVX-512, attention in torch. The tests compare the attention of the [kernels](kernels.md) with every kind.
 `python -m tests.worker.model.kind_parts > docs/models.md` writes this page.
 
-| kind | on a CPU | on a GPU | needs | greatest difference | same choices |
-|---|---|---|---|---|---|
+| kind | on a CPU | on a GPU | needs | greatest difference |
+|---|---|---|---|---|
 """
 GGUF = """\
 
