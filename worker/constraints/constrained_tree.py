@@ -1,4 +1,4 @@
-"""Draft trees under constraints: nodes that can't come are left out, and each row has the tokens that may come next."""
+"""Draft trees under constraints, without impossible nodes, and with the allowed tokens behind each row."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, allows, mask_of, tokens_of
 from swiftbatch.worker.sampling.verification import GUESSED, Walk
 
-FEW = 4  # tokens; where no more may come, one of them is drafted, whatever the drafter says
-MAX_GUESSED = 12  # nodes of a tree that are drafted so
-NOTHING_LEFT = "no_token_left"  # the error code of a job that no token may go on with
+FEW = 4  # if no more tokens are allowed, one of them is drafted without the drafter
+MAX_GUESSED = 12  # nodes of a tree drafted like this
+NOTHING_LEFT = "no_token_left"  # error code of a job without allowed tokens
 
 
 @dataclass(frozen=True)
 class RowMasks:
-    """The tokens that may come behind the rows of a tree: row 0 is the root, row i + 1 is node i."""
+    """Allowed tokens behind a tree's rows: row 0 is the root, row i + 1 is node i."""
 
     words: np.ndarray  # [num_rows, num_mask_words] uint32
-    dead: dict[int, str] = field(default_factory=dict)  # rows that nothing can come behind, and why
+    dead: dict[int, str] = field(default_factory=dict)  # rows behind which nothing is allowed, and why
 
 
 class ConstrainedTree(NamedTuple):
-    """The nodes of a proposed tree that may come, and those that were guessed."""
+    """Allowed nodes of a proposed tree, and guessed ones."""
 
     tree: DraftTree
-    numbers: list[int] | None = None  # of its nodes in the proposed tree, GUESSED where not there; None: all are
-    masks: RowMasks | None = None  # None: anything may come everywhere
+    numbers: list[int] | None = None  # of nodes in the proposed tree, or GUESSED; None: the tree is the proposed one
+    masks: RowMasks | None = None  # None: all tokens are allowed everywhere
     num_left_out: int = 0
 
     def in_front_of_the_dead(self, walk: Walk) -> Walk:
-        """A walk as far as there are tokens that may come; it fails where there are none behind the root.
+        """Return the walk up to the first row without allowed tokens; it fails only at the root.
 
-        What was drawn in front of another such row is committed first, as plain decoding does.
+        Tokens before another such row are committed first, as in plain decoding.
         """
         if self.masks is None:
             return walk
@@ -47,24 +47,24 @@ class ConstrainedTree(NamedTuple):
         return walk
 
     def check_alive(self, row: int, position: int) -> None:
-        """Raise ConstraintError where nothing can come behind a row, at this position."""
+        """Raise ConstraintError if nothing is allowed behind a row."""
         if self.masks and row in self.masks.dead:
             raise ConstraintError(f"position {position}: {self.masks.dead[row]}")
 
 
 @dataclass(frozen=True)
 class Looked:
-    """A tree while it is looked through: its own nodes, then those that are guessed, and the masks behind them."""
+    """Tree under inspection: its own nodes, guessed ones, and the masks behind them."""
 
     tree: DraftTree
     children: dict[int, dict[int, int]]
     num_proposed: int
     max_nodes: int
     max_depth: int
-    masks: dict[int, np.ndarray | None] = field(default_factory=dict)  # of the nodes that may come, and of the root
+    masks: dict[int, np.ndarray | None] = field(default_factory=dict)  # of the root and allowed nodes
 
     def guess(self, parent: int, depth: int, constraint: Constraint) -> None:
-        """Draft below a node where few tokens may come."""
+        """Draft below a node where few tokens are allowed."""
         mask = self.masks[parent]
         if mask is None or depth >= self.max_depth or len(self.tree) >= self.max_nodes:
             return
@@ -79,10 +79,10 @@ class Looked:
 
 
 class Constraints:
-    """All that restricts one sequence, kept behind its committed tokens."""
+    """Constraints of one sequence, up to date with its committed tokens."""
 
     def __init__(self, sequence: Sequence) -> None:
-        """Start a sequence's rules. Raises ConstraintError for tokens that could not have come."""
+        """Raises ConstraintError for tokens that were not allowed."""
         self._sequence = sequence
         self._constraints: list[Constraint] = [rule.start(sequence) for rule in sequence.rules]
         self._num_seen = 0  # output tokens
@@ -91,10 +91,7 @@ class Constraints:
         self._follow()
 
     def of_tree(self, proposed: DraftTree, max_nodes: int = 0, max_depth: int = 0) -> ConstrainedTree:
-        """A tree behind the committed tokens without what can't come, and with what can hardly be avoided.
-
-        No more is drafted than these nodes in all, and none deeper.
-        """
+        """Return a tree without impossible nodes and with guessed ones, up to `max_nodes` and `max_depth`."""
         if not self._constraints:
             return ConstrainedTree(proposed)
         try:
@@ -112,7 +109,7 @@ class Constraints:
         return _kept(looked, self._sequence)
 
     def _visit(self, parent: int, path: list[int], looked: Looked) -> None:
-        """Find the masks of all nodes below one; what may not come has none."""
+        """Find the masks of all nodes below one; impossible ones get none."""
         looked.guess(parent, len(path), self._constraints[0])
         mask = looked.masks[parent]
         for token_id, node in looked.children.get(parent, {}).items():
@@ -126,21 +123,21 @@ class Constraints:
                     num_pushed += 1
                 looked.masks[node] = self._mask(below)
                 self._visit(node, below, looked)
-            except ConstraintError:  # a draft less; where it comes nevertheless, the root will say so
+            except ConstraintError:  # loses only a draft; the root reports the error if the token comes
                 looked.masks.pop(node, None)
             finally:
                 for constraint in self._constraints[:num_pushed]:
                     constraint.pop(1)
 
     def _follow(self) -> None:
-        """Go on behind what has come to the sequence."""
+        """Push the sequence's new tokens."""
         for token_id in self._sequence.output_ids[self._num_seen :].tolist():
             for constraint in self._constraints:
                 constraint.push(token_id)
             self._num_seen += 1
 
     def _mask(self, path: list[int]) -> np.ndarray | None:
-        """The tokens that all constraints allow, without those that a bias, bad words or `min_tokens` forbid there."""
+        """Return the tokens that all constraints allow, without those that a bias, bad words or `min_tokens` forbid."""
         found = [mask for constraint in self._constraints if (mask := constraint.mask()) is not None]
         if not found:
             return None
@@ -150,7 +147,7 @@ class Constraints:
 
 
 def _kept(looked: Looked, sequence: Sequence) -> ConstrainedTree:
-    """The nodes that have a mask, in their order."""
+    """Return the nodes with masks, in order."""
     whole, nodes = looked.tree, [node for node in range(len(looked.tree)) if node in looked.masks]
     new = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
     tree = DraftTree([whole.token_ids[node] for node in nodes], [new[whole.parents[node]] for node in nodes])
