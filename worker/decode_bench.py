@@ -85,7 +85,7 @@ class BenchOptions(Frozen):
         return path
 
     def load(self, files: ModelFiles, slots: SlotsWanted | None = None, kv_offload: Path | None = None) -> TargetModel:
-        """Load the model, with a GPU's memory divided as a worker does. Raises ModelError, KVRoomError."""
+        """Raises ModelError, KVRoomError."""
         torch.set_num_threads(self.num_threads)
         check_folder(folder := None if kv_offload is None else str(kv_offload))
         return TargetModel.load(files, self.dtype, self.device, folder, slots=slots)
@@ -138,7 +138,6 @@ def machine(target: TargetModel) -> dict[str, Any]:
 
 
 def check_length(files: ModelFiles, length: int, num_tokens: int) -> None:
-    """Raise BenchError if the model has too few positions for `num_tokens` behind `length`."""
     if length + num_tokens > files.max_positions:
         raise BenchError(f"{length} + {num_tokens} tokens: {files.name} has {files.max_positions} positions only")
 
@@ -156,7 +155,7 @@ def bench_slots(
 
 
 def digest(*token_ids: np.ndarray) -> str:
-    """Return the SHA-256 of token ids as little-endian uint32, one sequence after the other."""
+    """Return the SHA-256 of token ids as little-endian uint32."""
     return hashlib.sha256(np.concatenate(token_ids).astype("<u4").tobytes()).hexdigest()
 
 
@@ -223,14 +222,13 @@ class TransformersEngine:
 
 
 def _now() -> float:
-    """Return the time, after all queued work of a GPU."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return seconds_now()
 
 
 def compete(contestants: list[Contestant], num_tokens: int, num_rounds: int = NUM_ROUNDS, first: int = 0) -> None:
-    """Let all generate their tokens in turn, in rounds with rotating order that starts at `first`."""
+    """Let all generate their tokens in turn, in rounds with rotating order."""
     for round_number in range(num_rounds):
         leader = (first + round_number) % len(contestants)
         for contestant in (*contestants[leader:], *contestants[:leader]):
@@ -268,7 +266,7 @@ def decode_records(target: TargetModel, options: DecodeBenchOptions, report: Cal
 
 
 def read_tokens(target: TargetModel, cache: FullKVCache, token_ids: list[int], drafters: list[Drafter]) -> None:
-    """Read all but the last token, the first step's root; drafters learn as from any prompt."""
+    """Read all but the last token, the first step's root."""
     known, sampler = np.array(token_ids[:-1]), target.forwards.new_batch_sampler()
     while cache.length < len(known):
         prefill_tile(target, cache, known, drafters, sampler)
@@ -373,7 +371,6 @@ def read_text(path: Path) -> str:
 
 
 def text_tokens(path: Path, files: ModelFiles, num_tokens: int) -> list[int]:
-    """Return the first `num_tokens` tokens of a text file. Raises BenchError if it has fewer."""
     ids = encode(files, read_text(path))
     if len(ids) < num_tokens:
         raise BenchError(f"text {path}: it has {len(ids)} tokens, the highest position needs {num_tokens}")

@@ -87,7 +87,7 @@ def _has_others(path: Path) -> bool:
 
 
 def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
-    """Return tensor headers from the hub, by requests of first bytes; None if it is unreachable.
+    """Return tensor headers from the hub; None if it is unreachable.
 
     Raises ModelError for a model with only other weights.
     """
@@ -199,7 +199,6 @@ def inspect_model(model: str) -> Inspection:
 
 
 def _layout(source: Source, whole: dict[str, Any]) -> tuple[Layout | None, str | None]:
-    """Return the layout of the weights, or why they do not load here."""
     try:
         return layout_of(source.tensors or (), whole, format_of(text_view(whole), source.path)), None
     except FormatError as error:
@@ -207,14 +206,13 @@ def _layout(source: Source, whole: dict[str, Any]) -> tuple[Layout | None, str |
 
 
 def _refusal(source: Source, whole: dict[str, Any]) -> str | None:
-    """Return why a model does not run here, without the list of supported kinds."""
+    """Return why a model does not run here, without the supported kinds."""
     if said := what_refuses(whole, source.path):
         return said.split("; kinds that run here")[0]
     return (folder_fault if source.has_files else small_files_fault)(source.path)
 
 
 def _formats(source: Source, layout: Layout | None) -> dict[str, int]:
-    """Return how many numbers are stored in each dtype."""
     if source.tensors is None:
         return {}
     packed = {stored for each in (layout.packed if layout else ()) for stored in each.parts.values()}
@@ -231,7 +229,6 @@ def _num_bytes(source: Source) -> int | None:
 
 
 def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
-    """Return how many jobs of each length fit each GPU, with windows that forget."""
     sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
     found: dict[str, dict[int, int]] = {}
     for name, num_multiprocessors in GPUS.items():
@@ -242,7 +239,6 @@ def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
 
 
 def _chat_template(path: Path) -> str | None:
-    """Return a model's chat template, if its small files have one."""
     for file in sorted(path.glob("*.jinja")):
         return file.read_text(encoding="utf-8", errors="replace")
     for file in (*sorted(path.glob("chat_template*.json")), path / "tokenizer_config.json"):
@@ -269,7 +265,6 @@ def _predictor(source: Source, config: dict[str, Any], on_a_cpu: DevicePath | No
 
 
 def _engines(path: Path) -> tuple[str, ...]:
-    """Return the engines without parts, and those with parts in the model's folder."""
     return tuple(
         name
         for name, entry in ENGINES.items()

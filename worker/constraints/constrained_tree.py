@@ -47,7 +47,6 @@ class ConstrainedTree(NamedTuple):
         return walk
 
     def check_alive(self, row: int, position: int) -> None:
-        """Raise ConstraintError if nothing is allowed behind a row."""
         if self.masks and row in self.masks.dead:
             raise ConstraintError(f"position {position}: {self.masks.dead[row]}")
 
@@ -82,7 +81,6 @@ class Constraints:
     """Constraints of one sequence, up to date with its committed tokens."""
 
     def __init__(self, sequence: Sequence) -> None:
-        """Raises ConstraintError for tokens that were not allowed."""
         self._sequence = sequence
         self._constraints: list[Constraint] = [rule.start(sequence) for rule in sequence.rules]
         self._num_seen = 0  # output tokens
@@ -130,14 +128,13 @@ class Constraints:
                     constraint.pop(1)
 
     def _follow(self) -> None:
-        """Push the sequence's new tokens."""
         for token_id in self._sequence.output_ids[self._num_seen :].tolist():
             for constraint in self._constraints:
                 constraint.push(token_id)
             self._num_seen += 1
 
     def _mask(self, path: list[int]) -> np.ndarray | None:
-        """Return the tokens that all constraints allow, without those that a bias, bad words or `min_tokens` forbid."""
+        """Return the tokens that constraints, bias, bad words and `min_tokens` all allow."""
         found = [mask for constraint in self._constraints if (mask := constraint.mask()) is not None]
         if not found:
             return None
@@ -147,7 +144,6 @@ class Constraints:
 
 
 def _kept(looked: Looked, sequence: Sequence) -> ConstrainedTree:
-    """Return the nodes with masks, in order."""
     whole, nodes = looked.tree, [node for node in range(len(looked.tree)) if node in looked.masks]
     new = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
     tree = DraftTree([whole.token_ids[node] for node in nodes], [new[whole.parents[node]] for node in nodes])

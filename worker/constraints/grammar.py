@@ -89,14 +89,13 @@ def unforced(definition: str) -> str:
 
 
 def is_lark(structure: Structure) -> bool:
-    """Return whether the library takes the structure unchanged, so its line numbers are the user's."""
+    """Return whether the library takes the structure unchanged, with the user's line numbers."""
     from llguidance.gbnf_to_lark import is_lark_syntax
 
     return structure.kind == "grammar" and is_lark_syntax(structure.text)
 
 
 def named_tokens(lark: str) -> list[str]:
-    """Return the tokens that a Lark grammar names, as written: `<|end|>`, `<[7]>`."""
     return list(dict.fromkeys(found[1] for found in QUOTED_OR_TOKEN.finditer(lark) if found[1]))
 
 
@@ -191,7 +190,7 @@ def _keyword(name: str, value: Any, whole: Any) -> Any:
 
 
 def _reference(pointer: str, whole: Any) -> str:
-    """Return a reference within a schema as a URI; programs write names such as `List[int]` unescaped."""
+    """Return a reference as a URI, since programs write names such as `List[int]` unescaped."""
     plain = unquote(pointer)
     if plain != pointer and _has(whole, pointer) and not _has(whole, plain):
         plain = pointer
@@ -276,11 +275,10 @@ class Grammar:
         self._check_ahead()
 
     def matcher(self) -> Any:
-        """Return an `LLMatcher` before the first token."""
         return self._first.deep_copy()
 
     def rebuilt(self, token_ids: list[int]) -> Any:
-        """Return an independent `LLMatcher` behind some tokens, which may be in an error state."""
+        """Return an independent `LLMatcher` behind some tokens."""
         matcher = self._built(self._definition)
         matcher.consume_tokens(token_ids)
         return matcher
@@ -325,7 +323,6 @@ class Grammar:
             token_ids.append(longest)
 
     def _words(self, matcher: Any) -> np.ndarray:
-        """Return a matcher's mask, `[num_words]`, without the library's padding."""
         return np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32)[: self.num_words]
 
     def _built(self, definition: str, fuel: int = STEP_FUEL) -> Any:
@@ -418,7 +415,7 @@ class GrammarTokenizer:
         self.grammar = functools.lru_cache(CACHED)(self._grammar)
 
     def _grammar(self, structure: Structure) -> Grammar:
-        """Return a structure's grammar. Raises StructureError with the library's reason."""
+        """Raises StructureError with the library's reason."""
         has_lines = is_lark(structure)
         try:
             if has_lines:

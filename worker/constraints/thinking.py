@@ -40,7 +40,6 @@ class Markers:
 
     @cached_property
     def fallbacks(self) -> tuple[list[int], list[int]]:
-        """Return the fallback tables of both markers."""
         return _fallbacks(self.start), _fallbacks(self.end)
 
 
@@ -96,7 +95,6 @@ class Thought:
 
     @property
     def num_before_answer(self) -> int:
-        """Return the tokens before the answer: all if a thought is open, 0 without one."""
         if self.opened_at is None:
             return 0
         return len(self) if self.closed_at is None else self.closed_at
@@ -144,7 +142,7 @@ def _fallbacks(marker: tuple[int, ...]) -> list[int]:
 
 
 def _matched_behind(marker: tuple[int, ...], table: list[int], matched: int, token_id: int) -> int:
-    """Return how many tokens of a marker match behind one more token, if `matched` did before it."""
+    """Return how many tokens of a marker match behind one more token."""
     while matched and marker[matched] != token_id:
         matched = table[matched - 1]
     return matched + (marker[matched] == token_id)
@@ -234,7 +232,7 @@ class ThinkingConstraint:
             self._text.pop(num_gone)
 
     def _forced(self) -> int | None:
-        """Return the only allowed token, the next of a forced marker."""
+        """Return the only allowed token, if a marker is forced."""
         thought = self._thought
         if thought.is_open:
             is_used_up = self._budget is not None and thought.num_tokens >= self._budget
@@ -247,7 +245,6 @@ class ThinkingConstraint:
         return self._thought.opened_at is None and len(self._thought) == 0
 
     def _num_of_text(self) -> int:
-        """Return the number of output tokens outside the thought and its markers."""
         thought = self._thought
         if thought.closed_at is not None:
             return len(thought) - thought.closed_at

@@ -109,7 +109,6 @@ def probe_rows(
 
 
 def _num_differing(target: TargetModel, context: _Context, tree: DraftTree, logits: torch.Tensor) -> int:
-    """Decode every node plainly, one row per forward; return how many rows differ."""
     root = context.plain_cache.length
     children = tree.children()
     differing = 0
@@ -131,7 +130,6 @@ def _num_differing(target: TargetModel, context: _Context, tree: DraftTree, logi
 def _same_keys_and_values(
     target: TargetModel, tree_cache: FullKVCache, plain_cache: FullKVCache, entries: tuple[int, int]
 ) -> bool:
-    """Return whether two caches' entries have the same bits in every layer."""
     return all(
         torch.equal(ours, theirs)
         for layer in range(target.cache_shape.num_layers)

@@ -14,10 +14,7 @@ from swiftbatch.jobs.run.run_records import Exactness
 def verdict_key(
     fingerprint: str, dtype: str, device: str, num_threads: int, hardware: str, torch: str, kernels: str
 ) -> str:
-    """Return a hash of all that a verdict depends on, with `hardware_of` and `chosen_numerics`.
-
-    Only the loaded model shows which of the two it needs.
-    """
+    """Return a hash of all that a verdict depends on."""
     named = json.dumps([fingerprint, dtype, device, num_threads, hardware, torch, kernels])
     return hashlib.sha256(named.encode()).hexdigest()
 
@@ -49,5 +46,5 @@ def _path(key: str) -> Path:
 
 
 def exactness_of(verdict: Exactness, numerics: Iterable[str]) -> Exactness:
-    """Return the run's verdict if a job's attempts all had the same numerics, otherwise `exact up to ties`."""
+    """Return the run's verdict if all attempts had the same numerics, otherwise `exact up to ties`."""
     return verdict if len(set(numerics)) <= 1 else "exact up to ties"

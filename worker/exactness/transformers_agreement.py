@@ -94,14 +94,13 @@ def _kept_rows(target: TargetModel, token_ids: list[int], plain: torch.Tensor) -
 
 
 def _plain_cache(target: TargetModel, num_rows: int) -> FullKVCache:
-    """Return a cache of the run's dtype, or the arena's own kind."""
     if target.cache_shape.kv_dtype is None or target.forwards.arena is not None:
         return target.new_cache(num_rows + TILE_ROWS)
     return new_cache_of(replace(target.cache_shape, kv_dtype=None), num_rows + TILE_ROWS)
 
 
 def _is_near(target: TargetModel, shift: float, median: float) -> bool:
-    """Return whether the shift of all rows, and the median of single rows, are within rounding."""
+    """Return whether the shifts of all rows and of single ones are within rounding."""
     if any("Experts" in type(module).__name__ for module in target.model.modules()):
         return shift <= MOST_SHIFTED_BY_EXPERTS and median <= MEDIAN_SHIFTED[target.dtype]
     return shift <= MOST_SHIFTED[target.dtype]
@@ -117,7 +116,6 @@ def _our_logits(target: TargetModel, token_ids: list[int], cache: FullKVCache | 
 
 @contextlib.contextmanager
 def _eager(model: Any) -> Iterator[None]:
-    """Use transformers' reference attention and experts."""
     attention, experts = model.config._attn_implementation, model.config._experts_implementation
     try:
         model.set_attn_implementation("eager")

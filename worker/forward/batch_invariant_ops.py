@@ -80,7 +80,6 @@ def run_experts(
 
 
 def _run_expert(module: Any, expert: int, states: torch.Tensor) -> torch.Tensor:
-    """Run one expert's layers over padded rows, `[num_padded_rows, hidden]` in and out."""
     if module.has_gate:
         states = module._apply_gate(_project(module, "gate_up_proj", expert, states))
     else:

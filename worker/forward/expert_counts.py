@@ -36,11 +36,9 @@ class ExpertCounts:
             self.num_steps += num_forwards
 
     def newest(self) -> float:
-        """Return the experts of the newest forward."""
         return self._newest
 
     def forget(self) -> None:
-        """Forget everything, after probes."""
         self.num_steps = 0
         self._numbers[:] = 0
         self._means[:] = 0
@@ -89,7 +87,6 @@ class CudaExpertCounts(ExpertCounts):
     """
 
     def __init__(self, met: torch.Tensor, num_layers: int) -> None:
-        """`num_layers` is the number of a forward's layers with experts."""
         super().__init__()
         self._met, self._num_layers = met, num_layers
         self._host = torch.zeros(met.shape, dtype=met.dtype, pin_memory=met.device.type == "cuda")
@@ -107,7 +104,7 @@ class CudaExpertCounts(ExpertCounts):
             self._send()
 
     def newest(self) -> float:
-        """Wait, and return the mean of forwards since the last look with as many rows as the newest."""
+        """Wait, and return the mean of forwards with as many rows as the newest."""
         before = self._known
         self._wait()
         num_layers, num_met = (self._known - before)[self._newest_rows]
@@ -118,7 +115,6 @@ class CudaExpertCounts(ExpertCounts):
         super().forget()
 
     def _send(self) -> None:
-        """Queue a copy of the counts."""
         self._host.copy_(self._met, non_blocking=True)
         if self._met.device.type == "cuda":
             self._arrival = torch.cuda.current_stream(self._met.device).record_event()

@@ -90,7 +90,7 @@ def load_transformers(
 
 
 def _refuse_long_angles(files: ModelFiles) -> None:
-    """Raise ModelError for rotary angles that depend on a job's length, outside our kernels."""
+    """Raise ModelError for rotary angles that depend on a job's length."""
     if short_length(read_config(files.name, files.path)) is not None:
         raise ModelError(
             f"model {files.name}: its rotary positions (longrope) change with the length of the text, which only our "

@@ -84,9 +84,9 @@ def hardware_of(device_type: str) -> str:
 
 
 def torch_gemms() -> str:
-    """Return a short hash of the bits of torch's products here, with the current number of threads.
+    """Return a short hash of the bits of torch's products, with the current number of threads.
 
-    oneDNN and MKL choose kernels by processor, system and environment without naming them, so results are compared.
+    oneDNN and MKL do not name their choice of kernels, so results are compared.
     """
     import torch
 

@@ -83,7 +83,6 @@ def _run(
     ends: Many[frozenset[int]] | None,
     never_sampled_ids: torch.Tensor | None,
 ) -> Many[CTreeWalk]:
-    """Return each sequence's last walk, whose length counts its tokens."""
     sizes = decoder.sizes
     state = torch.empty(table.num_rows, sizes.hidden)
     hidden = torch.empty(table.num_rows, sizes.hidden, dtype=sizes.dtype)

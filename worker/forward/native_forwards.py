@@ -126,5 +126,4 @@ class NativeForwards:
 
 
 def _sees_otherwise(sizes: DecoderSizes) -> bool:
-    """Return whether scanned keys would count differently: with soft caps or latent vectors."""
     return bool(sizes.score_softcap) or sizes.latent is not None

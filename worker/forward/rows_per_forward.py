@@ -38,7 +38,7 @@ def rows_that_pay(sizes: ModelSizes, gpu: GPUMemory, load: RunLoad, most: int) -
 def most_rows(capability: int | None, item_size: int, is_packed: bool) -> int:
     """Return the most rows whose products take about as long as reading the weights.
 
-    `capability` is the GPU's major version, None if unknown. Float32 has no tensor cores, so each row costs time.
+    `capability` is the GPU's major version. Float32 has no tensor cores, so each row costs time.
     """
     if item_size > 2:
         return NUM_ROWS
@@ -47,6 +47,5 @@ def most_rows(capability: int | None, item_size: int, is_packed: bool) -> int:
 
 
 def most_together(sizes: ModelSizes, gpu: GPUMemory, length: int, drafts: DraftMemory = NO_DRAFTS) -> int:
-    """Return the most jobs of one length that a GPU can hold, with the best number of rows."""
     plans = {num_rows: one_slot(sizes, gpu.with_rows(num_rows), length, drafts) for num_rows in ROW_CHOICES}
     return max(min(most_slots(num_rows), plan.num_fitting) for num_rows, plan in plans.items())

@@ -68,7 +68,6 @@ class TargetModel:
     """Weights on one device, and what runs over them."""
 
     def __init__(self, forwards: Forwards, files: ModelFiles, kv_offload: str | None = None) -> None:
-        """With `kv_offload`, a folder, caches are outside the device."""
         self.files = files
         self.device, self.dtype = forwards.device, forwards.dtype
         self.vocab_size, self.hidden_size = forwards.vocab_size, forwards.hidden_size
@@ -136,16 +135,13 @@ class TargetModel:
 
     @property
     def numerics(self) -> str:
-        """Return everything but the weights that decides tokens, in one line."""
         return f"{self.forwards.numerics}, {NOISE_LAW}"
 
     @property
     def is_offloaded(self) -> bool:
-        """Return whether caches are outside the device."""
         return self._kv_offload is not None
 
     def synchronize(self) -> None:
-        """Wait for the device, before taking the time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -165,10 +161,7 @@ class TargetModel:
         return offloaded_cache(shape, max_length, self._kv_offload)
 
     def held_positions(self, num_unwritten: int | None) -> HeldPositions | None:
-        """Return the positions that a cache keeps for checkpoints that lag by `num_unwritten`; None: all.
-
-        `num_unwritten` None means caches forget nothing. Caches on a GPU follow `pool_size` instead.
-        """
+        """Return the positions that a cache keeps for checkpoints that lag by `num_unwritten`; None: all."""
         if num_unwritten is None or self.is_offloaded or self.forwards.arena is not None:
             return None
         return self.cache_shape.held_positions(num_unwritten)
@@ -184,7 +177,7 @@ class TargetModel:
         return self.forwards.arena.pool_size if self.forwards.arena else None
 
     def num_state_positions(self) -> int:
-        """Return the positions that take as much memory as a sequence's recurrent states; 0 without any."""
+        """Return the number of positions of equal memory to recurrent states."""
         return -(-self.cache_shape.state_bytes() // self.cache_shape.bytes_per_position())
 
     def num_free_positions(self) -> int:
@@ -194,23 +187,20 @@ class TargetModel:
         return int(free // num_bytes)
 
     def moving_together(self) -> contextlib.AbstractContextManager[None]:
-        """Collect moves of accepted rows, and make them on exit; no cache may be read before."""
+        """Collect moves of accepted rows, and make them on exit."""
         arena = self.forwards.arena
         return contextlib.nullcontext() if arena is None else arena.moving_together()
 
     @torch.inference_mode()
     def verify(self, groups: list[SequenceRows]) -> StepOutputs:
-        """Run rows of several sequences exactly; return each one's outputs."""
         return self._of_each(groups, *self.forwards.run(groups))
 
     @torch.inference_mode()
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
-        """Commit some first of these known tokens to a cache; return their hidden states `[num_read, hidden]`."""
         return self.forwards.read(cache, token_ids)
 
     @torch.inference_mode()
     def check(self, groups: list[SparseRows]) -> StepOutputs:
-        """Run rows behind partial caches, which approximates `verify`."""
         return self._of_each(groups, *self.forwards.check(groups))
 
     def _of_each(self, groups: list[Any], hidden: torch.Tensor, logits: torch.Tensor) -> StepOutputs:
@@ -221,20 +211,15 @@ class TargetModel:
 
     @torch.inference_mode()
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
-        """Return rotated queries of a token behind a cache, `[num_layers, num_kv_heads, group, head_dim]`.
-
-        It overwrites the entry behind the committed ones.
-        """
+        """Return rotated queries, `[num_layers, num_kv_heads, group, head_dim]`; overwrites the next entry."""
         return self.forwards.queries(cache, token_id)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Apply the language model head: `[num_rows, hidden]` to `[num_rows, vocab] float32`."""
         return self.forwards.logits(hidden)
 
 
 def _what_runs(device: torch.device) -> str:
-    """Return why GPU kernels do not run."""
     return "the device is a CPU" if device.type == "cpu" else "transformers' layers run here"
 
 

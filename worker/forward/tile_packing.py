@@ -128,14 +128,14 @@ def tails_in_python(starts: Many[int], roots: Many[int], trees: Many[DraftTree])
 
 
 def row_ahead(cache: FullKVCache, token_id: int) -> SequenceRows:
-    """Return a token's row, with the entries of later rows in its tail."""
+    """Return a token's row, with later rows' entries in its tail."""
     root, start = cache.length, cache.length // BLOCK * BLOCK
     positions, tail = [cache.first_angle + root], start + PLACES[None]
     return SequenceRows(cache, [token_id], positions, root, start, tail, [root - start + 1])
 
 
 def chain_rows(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
-    """Return rows of known tokens (a prompt or a replayed output), at most to the tile's end."""
+    """Return rows of known tokens, at most to the tile's end."""
     num_rows = min(len(token_ids), TILE_ROWS - cache.length % TILE_ROWS)
     return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:num_rows]))
 
@@ -174,7 +174,7 @@ class Tile:
 
 
 def needs_whole_tiles(device_type: str, dtype: torch.dtype, num_columns: int = FEWEST_COLUMNS) -> bool:
-    """Return whether a row's bits in linear layers depend on the number of rows: in float32 (measured), and on GPUs.
+    """Return whether a row's bits in linear layers depend on the number of rows (measured).
 
     On CPUs, bf16 layers of up to `TILE_ROWS` rows do not, if the narrowest has `FEWEST_COLUMNS` columns.
     """

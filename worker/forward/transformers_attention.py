@@ -41,11 +41,11 @@ class Seen:
         return self._laid_out[group, padding]
 
     def prefix_of_each(self) -> Iterable[torch.Tensor | None]:
-        """Return the prefix mask of every row, `[boundary - start]`."""
+        """Return `[boundary - start]` per row."""
         return [None] * len(self.tail_mask) if self.prefix_mask is None else self.prefix_mask
 
     def without_blind(self, output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the prefix's attention `[num_rows, ...]`, without weight for rows that see nothing of it."""
+        """Return the prefix's attention without weight for blind rows."""
         if self.is_blind is None:
             return output, lse
         return output.masked_fill(self.is_blind[..., None], 0.0), lse.masked_fill(self.is_blind, float("-inf"))
@@ -112,10 +112,9 @@ def query_row_quantum(device_type: str, dtype: torch.dtype, group: int) -> int:
 
 
 def tail_row_quantum(group: int) -> int:
-    """Return the multiple of query rows, `group` per row of a tile, at which rows are equal on all threads.
+    """Return the multiple of query rows, `group` per row of a tile, at which rows are equal on all threads (measured).
 
-    Bits of a product of few rows depend on its buffer's alignment, which differs between threads. The numbers are
-    measured minima.
+    Bits of a product of few rows depend on its buffer's alignment, which differs between threads.
     """
     if torch.get_num_threads() == 1:
         return 1
@@ -170,7 +169,6 @@ class BatchInvariantRows:
         spans: Sequence[Span] = (FULL,),
         attends: Sequence[Attend] | None = None,
     ) -> BatchInvariantRows:
-        """Prepare rows for layers of these spans, which attend in torch by default."""
         attends = [attend_in_torch] * len(spans) if attends is None else attends
         needed = {span for span, attend in zip(spans, attends, strict=True) if attend is attend_in_torch}
         seen = {span: see(rows, span, dtype, device) for span in needed}
@@ -182,7 +180,6 @@ class BatchInvariantRows:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
-        """Write keys and values, then attend to the shared prefix and each row's tail."""
         return self.attends[layer](self, layer, query, key, value, asked)
 
 
@@ -193,7 +190,7 @@ Attend = Callable[[BatchInvariantRows, int, torch.Tensor, torch.Tensor, torch.Te
 def attend_in_torch(
     rows: BatchInvariantRows, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
 ) -> torch.Tensor:
-    """Attend with torch's kernels, one over the prefix and one over the gathered tails."""
+    """Attend with torch, once over the prefix and once over the tails."""
     cache = rows.rows.cache
     kept = cache.write(layer, rows.rows.first_entry, key, value)
     keys, values = (cache.shape.numbers(each) for each in kept)
@@ -217,7 +214,7 @@ class QueryTap:
         return self._rows.attend(layer, query, key, value, asked)
 
     def queries(self) -> torch.Tensor:
-        """Return queries `[num_layers, num_kv_heads, group, head_dim]`."""
+        """Return `[num_layers, num_kv_heads, group, head_dim]`."""
         return torch.stack(self._queries)
 
 
@@ -283,7 +280,7 @@ def _tail(
 def _prefix(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Seen, asked: Asked
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the shared prefix in one call, with query heads of a KV head as rows; return as `_tail`."""
+    """Attend to the shared prefix, with query heads of a KV head as rows; return as `_tail`."""
     num_rows, _, group, _ = query.shape
     if asked.softcap is not None:
         keys, values = (each.expand(num_rows, *each.shape) for each in (keys, values))
@@ -303,7 +300,7 @@ def _row_by_row(
     asked: Asked,
     masks: Iterable[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend row by row where no kernel can, with the same call as plain decoding."""
+    """Attend row by row where no kernel can."""
     parts = [
         attention_by_definition(row, its_keys, its_values, asked.scaling, mask, asked.softcap)
         for row, its_keys, its_values, mask in zip(query, keys, values, masks, strict=True)
@@ -315,7 +312,7 @@ def _row_by_row(
 def _each_row(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend every row to its own keys, in a batch of fixed size if products' order depends on it."""
+    """Attend every row to its own keys, in a batch of fixed size if bits depend on it."""
     if attention_kernel(query.device.type, query.dtype) == "flash attention":
         group = query.shape[2]
         query = pad(query, (0, 0, 0, -group % tail_row_quantum(group)))
@@ -353,15 +350,11 @@ def attention_by_definition(
 
 
 def _share(first_lse: torch.Tensor, second_lse: torch.Tensor) -> torch.Tensor:
-    """Return the first part's share of two softmax sums."""
     return torch.sigmoid(first_lse - second_lse)
 
 
 def _on_whole_tiles(function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
-    """Apply an elementwise function to `TILE_ROWS` rows of tensors `[num_rows, ...]`.
-
-    Exponentials have other bits in a loop's scalar rest than in its vectors.
-    """
+    """Apply a function to `TILE_ROWS` rows: exponentials have other bits in a loop's scalar rest."""
     num_rows = len(rows[0])
     padded = [pad(each, (0, 0) * (each.ndim - 1) + (0, TILE_ROWS - num_rows)).contiguous() for each in rows]
     return function(*padded)[:num_rows]
@@ -374,7 +367,7 @@ AttentionInterface.register(ATTENTION_NAME, attend_in_groups)
 
 
 def attends_of(layers: Sequence[LayerNeeds], dtype: torch.dtype, variant: str | None) -> list[Attend]:
-    """Return each layer's attention; `variant` is the kernels' instruction set, None without any."""
+    """Return each layer's attention, in torch if `variant` is None."""
     if variant is None or not any(_is_known(needs, dtype) for needs in layers):
         return [attend_in_torch] * len(layers)
     in_kernels = attend_in_kernels(shared_team(load_library(variant), torch.get_num_threads()))
@@ -382,7 +375,6 @@ def attends_of(layers: Sequence[LayerNeeds], dtype: torch.dtype, variant: str | 
 
 
 def attention_numerics(attends: Sequence[Attend], device_type: str, dtype: torch.dtype, variant: str | None) -> str:
-    """Return the names of all attention kernels in use."""
     names: list[str] = [attention_kernel(device_type, dtype)] if attend_in_torch in attends else []
     if variant is not None and set(attends) != {attend_in_torch}:
         names.append(f"{kernel_numerics(variant, str(dtype).removeprefix('torch.'))} attention")
@@ -410,7 +402,7 @@ def _view(span: Span, asked: Asked) -> AttentionView:
 
 
 def _is_known(needs: LayerNeeds, dtype: torch.dtype) -> bool:
-    """Return whether the kernels support a layer; the narrower of its keys and values are padded."""
+    """Return whether the kernels support a layer."""
     sees_no_chunks = needs.span.kind in ("full", "window")
     fits = dtype in ELEMENTS and max(needs.key_dim, needs.value_dim) in HEAD_DIMS
     return sees_no_chunks and needs.has_model_dtype and fits

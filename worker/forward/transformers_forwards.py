@@ -60,10 +60,7 @@ class TransformersForwards:
     def __init__(
         self, model: Any, files: ModelFiles, variant: str | None = None, kv_dtype: KVDtype | None = None
     ) -> None:
-        """Layers without chunks attend in the kernels of `variant`; others, or all if None, in torch.
-
-        Raises ModelError for unknown kinds of attention.
-        """
+        """Raises ModelError for unknown kinds of attention."""
         layers = observe_layers(model, files.name, min(files.max_positions, LONGEST_TEXT))
         model.set_attn_implementation(ATTENTION_NAME)
         recurrent = take_over_recurrent_layers(model, variant)
@@ -102,7 +99,7 @@ class TransformersForwards:
         return with_kv(computed, self.cache_shape.kv_dtype)
 
     def _states_numerics(self) -> str:
-        """Return what computes recurrent states; our kernels have the same bits for all instruction sets."""
+        """Return what computes recurrent states; all our instruction sets have the same bits."""
         if (shape := self.cache_shape.recurrent) is None:
             return ""
         if self._variant is None or not runs_in_kernels(shape):
@@ -156,7 +153,6 @@ class TransformersForwards:
         return tap.queries()
 
     def _tile(self, tile: Tile) -> torch.Tensor:
-        """Return final hidden states of a tile's rows with padding, `[num_padded_rows, hidden]`."""
         return self.states(tile.token_ids(), tile.positions(), [self._prepared(part) for part in tile.parts])
 
     def _prepared(self, rows: SequenceRows) -> BatchInvariantRows:
@@ -220,6 +216,6 @@ def _mask(rows: SparseRows) -> torch.Tensor:
 
 
 def _narrowest(decoder: torch.nn.Module) -> int:
-    """Return the fewest columns of any linear layer, found by weights since routers may have their own class."""
+    """Return the fewest columns of any linear layer."""
     weights = (weight for name, weight in decoder.named_parameters() if weight.ndim == 2 and "norm" not in name)
     return min(weight.shape[0] for weight in weights)

@@ -57,7 +57,7 @@ class StateWalk:
     def __init__(
         self, layer: RecurrentLayer, paths: list[list[int]], root: int, first: int, team: Team | None = None
     ) -> None:
-        """`root` is the step behind the committed ones, `first` the first row's step; `team` runs the kernels."""
+        """`root` is the step behind the committed ones, `first` the first row's."""
         self._layer, self._paths, self._root, self._first, self._team = layer, paths, root, first, team
 
     def take(self, steps: Steps) -> Tensor:
@@ -118,9 +118,7 @@ class StateWalk:
 
 
 def in_whole_tiles(function: Any, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Apply elementwise functions to `TILE_ROWS` rows of `[num_rows, ...]`, see
-    `transformers_attention._on_whole_tiles`.
-    """
+    """Apply elementwise functions to `TILE_ROWS` rows, see `transformers_attention._on_whole_tiles`."""
     num_rows = len(rows[0])
     padded = [pad(each, (0, 0) * (each.ndim - 1) + (0, TILE_ROWS - num_rows)).contiguous() for each in rows]
     return tuple(each[:num_rows] for each in function(*padded))
@@ -214,7 +212,7 @@ class DeltaAttention:
 def _by_delta_rule(
     walk: StateWalk, projected: Projected, convolution: Any, widths: tuple[int, int], dims: tuple[int, int]
 ) -> Tensor:
-    """Return what the rows of a delta net read; `widths` are of all keys and values, `dims` of one head's."""
+    """Return what the rows of a delta net read; `widths` are of all keys and values."""
     dtype, (betas, decays), (key_dim, value_dim) = projected.inputs.dtype, projected.factors, dims
     convolved = walk.convolved(convolution, dtype, silu)
     queries, keys, values = convolved.split([widths[0], *widths], dim=-1)
@@ -294,7 +292,6 @@ class ShortConvolution:
 
 
 def _shape(net: Any, num_layers: int, names: tuple[str, str, str, str]) -> RecurrentShape:
-    """Return sizes of a model with `num_layers` nets; `names` are their fields of heads and dimensions."""
     return RecurrentShape(num_layers, *(getattr(net, name) for name in (*names, "conv_dim", "conv_kernel_size")))
 
 
@@ -324,7 +321,7 @@ def take_over_recurrent_layers(model: Any, variant: str | None = None) -> Recurr
 
 
 def _number_caches(model: Any) -> None:
-    """Number the caches of attending layers alone, because others have a state or none."""
+    """Number the caches of attending layers alone."""
     layers = getattr(decoder_of(model), "layers", ())
     attending = [part for layer in layers if (part := attention_of(layer)) is not None]
     for number, attention in enumerate(attending):
@@ -345,10 +342,7 @@ def _forward(
     row_groups: list[BatchInvariantRows] | None = None,
     **others: Any,
 ) -> Tensor:
-    """Run a layer over rows of several sequences, `[1, num_rows, hidden]`; padding rows give zeros.
-
-    Without groups of rows, call `otherwise`, the layer's own forward.
-    """
+    """Run a layer over rows of several sequences, `[1, num_rows, hidden]`, or `otherwise` without groups."""
     if row_groups is None:
         return otherwise(hidden_states, **others)
     projected = mixer.project(hidden_states[0])

@@ -37,7 +37,6 @@ class BuildError(Exception):
 
 
 def variants() -> dict[str, tuple[str, ...]]:
-    """Return the compiler flags of each library for this kind of machine, fastest first."""
     return (X86_FLAGS if platform.machine() in X86_MACHINES else {}) | {"portable": ()}
 
 
@@ -76,7 +75,7 @@ def compile_library(
 
 
 def _put(made: Path, path: Path, digest_of_source: str) -> None:
-    """Rename a library to its place; the mark fits both the old and the new one meanwhile."""
+    """Rename a library to its place; the mark fits the old and the new one meanwhile."""
     digest = _digest(made)
     if path.exists():
         _write_mark(made, path, f"{digest_of_source} {_digest(path)} {digest}")
@@ -85,7 +84,7 @@ def _put(made: Path, path: Path, digest_of_source: str) -> None:
 
 
 def _write_mark(made: Path, path: Path, text: str) -> None:
-    """Write the mark of the library `path` to a temporary file, and rename it."""
+    """Write the mark of the library `path` atomically."""
     aside = _mark(made)
     aside.write_text(text, encoding="ascii")
     aside.replace(_mark(path))
@@ -139,7 +138,7 @@ def compile_all(names: Iterable[str] | None = None) -> list[str]:
 
 
 def is_whole(library: Path) -> bool:
-    """Return whether a library's file is as compiled, from any source."""
+    """Return whether a library's file is as compiled."""
     # twice, because another library may replace it between the two reads
     return any(_fits_mark(library) for _ in range(2))
 
@@ -160,7 +159,6 @@ def _fits_mark(library: Path) -> bool:
 
 
 def _mark(library: Path) -> Path:
-    """Return the file with a library's digests of source and content."""
     return library.with_suffix(".sha256")
 
 

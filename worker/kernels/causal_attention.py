@@ -71,7 +71,7 @@ def _lower_right(num_queries: int, num_keys: int) -> Any:
 
 
 def is_fast(query: Tensor) -> bool:
-    """Return whether compiled kernels support these queries. Raises KernelError as `chosen_variant` does."""
+    """Raises KernelError as `chosen_variant` does."""
     is_known = query.dtype == torch.bfloat16 and query.shape[3] == HEAD_DIM and query.device.type == "cpu"
     return is_known and query.numel() > 0 and chosen_variant() in FAST_VARIANTS
 
@@ -132,7 +132,6 @@ def _team(variant: str, num_threads: int) -> Team:
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, before: tuple[Tensor, Tensor] | None) -> None:
-    """Raise ValueError for shapes that do not fit together."""
     shapes = [list(each.shape) for each in (query, key, value)]
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
         raise ValueError(f"found query, key and value {shapes}, expected four axes, and keys and values of one shape")
@@ -149,12 +148,11 @@ def _check(query: Tensor, key: Tensor, value: Tensor, before: tuple[Tensor, Tens
 
 
 def _side_by_side(heads: Tensor) -> Tensor:
-    """Return heads whose numbers are contiguous, as the kernels need."""
     return heads.detach() if heads.stride(3) == 1 else heads.detach().contiguous()
 
 
 def _empty_like(heads: Tensor) -> Tensor:
-    """Allocate `[batch, heads, length, head_dim]` with a position's heads contiguous, as models use them."""
+    """Allocate `[batch, heads, length, head_dim]` with a position's heads contiguous."""
     batch_size, num_heads, length, head_dim = heads.shape
     return heads.new_empty(batch_size, length, num_heads, head_dim).transpose(1, 2)
 

@@ -28,7 +28,6 @@ class MayBeLatent:
 
     @property
     def latent_width(self) -> int:
-        """Return the width of that projection; 0 without one."""
         return 0 if self.latent is None else self.latent[0].weight.shape[0]
 
 
@@ -58,7 +57,6 @@ class ExpertWeights(MayBeLatent):
         return self.ups[0].weight.shape[0]
 
     def linears(self) -> dict[str, Sequence[AnyLinear]]:
-        """Return the matrices of all experts by role."""
         return {"gate": self.gates, "up": self.ups, "down": self.downs}
 
 
@@ -150,7 +148,6 @@ class DecoderSizes:
     down_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for sizes that the kernels do not support."""
         if self.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"found a decoder of {self.dtype}, expected bfloat16 or float32")
         fault = sizes_fault(
@@ -168,12 +165,10 @@ class DecoderSizes:
 
     @property
     def found_width(self) -> int:
-        """Return the width of all heads' values in a row."""
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
     def norm_width(self) -> int:
-        """Return the width of a row norm's weights, with its biases."""
         return self.hidden * (2 if self.norm_form == NormForm.SHIFTED else 1)
 
 
@@ -218,12 +213,10 @@ class LayerWeights:
 
     @property
     def attends(self) -> bool:
-        """Return whether the layer has keys and values."""
         return self.query is not None
 
     @property
     def shared_intermediate(self) -> int:
-        """Return the columns of the shared part."""
         return 0 if self.up is None else self.up.weight.shape[0]
 
 
@@ -240,7 +233,7 @@ class DecoderWeights:
 
 
 def other_rotary(layers: Iterable[Any]) -> Rotary | None:
-    """Return the rotation of layers that differ from the model's; None without any. Raises ValueError for several."""
+    """Return the rotation of layers that differ from the model's. Raises ValueError for several."""
     found = {id(layer.rotary): layer.rotary for layer in layers if layer.rotary is not None}
     if len(found) > 1:
         raise ValueError(f"found layers with {len(found)} rotations of their own, expected one at most")
@@ -290,7 +283,7 @@ def decoder_weights(model: Any) -> DecoderWeights | None:
 
 
 def _windows(model: Any) -> list[int | None] | None:
-    """Return each layer's window; None if the config has options that this class ignores."""
+    """Return each layer's window; None if this class ignores some of the config."""
     config, name = model.config, type(model).__name__
     size: int | None = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or []
@@ -309,7 +302,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _rotary(config: Any, module: Any, head_dim: int) -> Rotary:
-    """Return a `transformers` module's angles, recomputed if possible because powers depend on the processor."""
+    """Return angles, recomputed if possible because powers depend on the processor."""
     try:
         return rotary_of(config.rope_parameters, head_dim)
     except (KeyError, TypeError, ValueError):  # a rotary type, or numbers, that only `transformers` supports
@@ -337,7 +330,6 @@ def layer_weights(layer: Any) -> LayerWeights:
 
 
 def linear_of(module: Any) -> Linear:
-    """Return weight and bias of a linear layer or a norm."""
     return Linear(module.weight, module.bias)
 
 
@@ -370,7 +362,6 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
 
 
 def _attention_widths(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the products before attention, and of those within latent attention."""
     query, key, hidden = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim, sizes.hidden
     if (latent := sizes.latent) is None:
         return dict.fromkeys(("query", "head_gate"), (query, hidden)) | dict.fromkeys(("key", "value"), (key, hidden))
@@ -384,7 +375,6 @@ def _attention_widths(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
 
 
 def _qk_norm_widths(sizes: DecoderSizes) -> dict[str, int]:
-    """Return the widths of the norms of queries and keys, or of their latent vectors."""
     if sizes.latent is not None:
         return {"query_norm": sizes.latent.query_rank, "key_norm": sizes.latent.rank}
     if sizes.joins_heads or sizes.qk_norms_differ:

@@ -24,23 +24,22 @@ class CudaKernels:
 
     @property
     def words(self) -> str:
-        """Return the name of verdicts, with versions of libraries, since others may round differently."""
+        """Return the name of verdicts, with versions of libraries."""
         attention = f"flash {flash_version() or 'absent'}" if self.attention == "flash" else self.attention
         return f"{attention} prefixes, {self.linear} products, triton {triton_version()}{self.rows_suffix}"
 
     @property
     def rows_suffix(self) -> str:
-        """Return the end of a numerics name, empty for the fewest rows, which older runs had."""
+        """Return the end of a numerics name, empty for the fewest rows."""
         return "" if self.num_rows == NUM_ROWS else f", {self.num_rows} rows"
 
     @property
     def options(self) -> str:
-        """Return the command's options that are not defaults; rows are not an option."""
         named = {name: getattr(self, name) for name in ("attention", "linear")}
         return " ".join(f"--{name} {value}" for name, value in named.items() if value != getattr(CudaKernels, name))
 
     def for_weights(self, is_packed: bool) -> CudaKernels:
-        """Return the kernels that run: packed weights need `triton`, since cuBLAS reads no codes."""
+        """Return the kernels that run; cuBLAS reads no packed weights."""
         return replace(self, linear="triton") if is_packed else self
 
     def refuse_unused(self, why: str) -> None:
@@ -49,7 +48,6 @@ class CudaKernels:
             raise ModelError(f"{self.options}: a choice of kernels on a GPU, but {why}; leave it away")
 
     def refuse_rows(self, why: str) -> None:
-        """Raise ModelError for a number of rows that nothing here has."""
         if self.num_rows != NUM_ROWS:
             raise ModelError(f"--rows {self.num_rows}: a choice of kernels on a GPU, but {why}; leave it away")
 
@@ -95,7 +93,6 @@ def _version(package: str) -> str | None:
 
 
 def with_kv(numerics: str, kv_dtype: KVDtype | None) -> str:
-    """Return a numerics name with the dtype of caches, if that is not the run's."""
     return numerics if kv_dtype is None else f"{numerics}, {kv_dtype} keys and values"
 
 

@@ -98,7 +98,7 @@ def runnable_variants() -> list[str]:
 
 @functools.cache
 def _compiled_variants(folder: Path) -> tuple[str, ...]:
-    """Return the variants with a library at the process's first call, so later compiles change nothing."""
+    """Return the variants with a library at the process's first call."""
     return tuple(name for name in variants() if (folder / library_path(name).name).exists())
 
 
@@ -121,17 +121,13 @@ def chosen_variant() -> str | None:
 
 
 def why_none() -> str:
-    """Return why `chosen_variant` returned None."""
     if os.environ.get(OVERRIDE) == NO_KERNELS:
         return f"{OVERRIDE}={NO_KERNELS} leaves them out"
     return "none were compiled; install swiftbatch anew, with a network for the package ziglang, or with $CC"
 
 
 def numerics_of(variant: str, dtype: str) -> str:
-    """Return all that decides the bits of a variant's forwards; processor, threads and rows do not.
-
-    `dtype` is as in `bfloat16`.
-    """
+    """Return all that decides the bits of a variant's forwards; processor, threads and rows do not."""
     return f"{kernel_numerics(variant, dtype)}, {dtype}"
 
 
@@ -142,9 +138,9 @@ def kernel_numerics(variant: str, dtype: str) -> str:
 
 
 def chosen_numerics(device_type: str, dtype: str, kernels: CudaKernels, kv_dtype: KVDtype | None = None) -> str:
-    """Return the numerics of models that the kernels support; empty if torch runs all models.
+    """Return the numerics of models that the kernels support; empty if torch runs all.
 
-    `kernels` are a GPU's. Raises KernelError as `chosen_variant` does.
+    Raises KernelError as `chosen_variant` does.
     """
     if device_type == "cuda":
         return with_kv(kernels.words, kv_dtype)
@@ -159,7 +155,7 @@ def _is_allowed(variant: str) -> bool:
 
 @functools.cache
 def load_library(variant: str) -> ctypes.CDLL:
-    """Return a variant's library. Raises KernelError if it does not load, or the system refuses it."""
+    """Raises KernelError if the library does not load, or the system refuses it."""
     library = open_library(library_path(variant))
     if not library.kernels_usable():
         raise KernelError(f"kernels for {variant}: this system does not let a process use them")
@@ -168,7 +164,7 @@ def load_library(variant: str) -> ctypes.CDLL:
 
 @functools.cache
 def chosen_library() -> ctypes.CDLL | None:
-    """Return the library in use, cached because each step asks; None without kernels."""
+    """Return the library in use; None without kernels."""
     variant = chosen_variant()
     return None if variant is None else load_library(variant)
 

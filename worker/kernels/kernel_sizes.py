@@ -36,26 +36,21 @@ class MLASizes:
 
     @property
     def entry_dim(self) -> int:
-        """Return the numbers per position and layer in a cache."""
+        """Return the numbers per cached position and layer."""
         return self.rank + self.rope_dim
 
     @property
     def query_dim(self) -> int:
-        """Return the numbers of a head's query."""
         return self.nope_dim + self.rope_dim
 
 
 def most_slots(num_rows: int) -> int:
-    """Return the most jobs at a time on a GPU: `MOST_SLOTS` for the fewest rows, otherwise one per row."""
+    """Return the most jobs at a time on a GPU."""
     return MOST_SLOTS if num_rows == NUM_ROWS else num_rows
 
 
 def least_blocks(num_rows: int) -> int:
-    """Return the least blocks per split of a prefix, for forwards of `num_rows`.
-
-    With many jobs, splits of one block would write and read more than they save. The fewest rows have 1, as in older
-    runs.
-    """
+    """Return the least blocks per split of a prefix: with many jobs, splits of one block cost more than they save."""
     return 1 if num_rows == NUM_ROWS else num_rows // LEAST_BLOCK_ROWS
 
 
@@ -90,7 +85,7 @@ def sizes_fault(
 
 
 def _latent_fault(latent: MLASizes, num_heads: int, num_kv_heads: int, head_dim: int) -> str | None:
-    """Return which size of latent attention the kernels do not support; a cache counts it as one head."""
+    """Return which size of latent attention the kernels do not support."""
     widths = (latent.rank, latent.nope_dim, latent.rope_dim, latent.value_dim)
     if min(widths) < LANES or max(*widths, latent.query_rank) > MOST_LATENT or num_heads > MOST_LATENT_HEADS:
         return f"found latent attention of {num_heads} heads and widths {widths}, expected others"

@@ -89,7 +89,6 @@ class AttentionView:
     sinks: Tensor | None = None  # [num_heads] scores without values
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless window and soft cap are positive."""
         if (self.window is not None and self.window < 1) or (self.softcap is not None and not self.softcap > 0):
             raise ValueError(f"found a window of {self.window} and a soft cap of {self.softcap}, expected more than 0")
 
@@ -156,14 +155,13 @@ class RecurrentSizes:
         return self.num_heads * self.value_dim if self.num_heads else self.num_channels
 
     def columns(self) -> dict[str, int]:
-        """Return the columns of the input products by role."""
         if self.form == RecurrentForm.CONVOLUTION:
             return {"inputs": self.num_channels, "gates": self.num_channels, "betas": self.num_channels}
         betas = {"betas": self.num_heads} if self.form == RecurrentForm.DELTA_NET else {}
         return {"inputs": self.num_channels, "gates": self.width, **betas, "steps": self.num_heads}
 
     def float_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of numbers that are float32 in every dtype, by role; some may be absent."""
+        """Return the shapes of numbers that are float32 in every dtype, by role."""
         heads = dict.fromkeys(("rates", "step_bias", "skip"), (self.num_heads,))
         taps = {"taps": (self.conv_width, self.num_channels), "tap_bias": (self.num_channels,)}
         return taps | heads | {"norm": (self.width,), "scales": (sum(self.columns().values()),)}
@@ -251,7 +249,6 @@ class StepLayout:
 
     @property
     def decays(self) -> int:
-        """Return the first word of logarithms of decays."""
         return self.num_keys + self.num_updates
 
     @property
@@ -264,7 +261,6 @@ class StepLayout:
 
 
 def slot_bytes(sizes: HeadSizes, num_layers: int, item_size: int, num_rows: int) -> int:
-    """Return the bytes of a slot's states and steps in `num_layers` layers."""
     layout = StepLayout.of(sizes, item_size, num_rows)
     state = sizes.num_heads * sizes.key_dim * sizes.value_dim
     return 4 * num_layers * (NUM_STATES * state + layout.ring * layout.words)

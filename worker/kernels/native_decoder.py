@@ -75,7 +75,6 @@ class CForwardCall(ctypes.Structure):
 
 
 def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
-    """Raise ValueError for layers that do not fit a decoder of these sizes."""
     if len(layers) != sizes.num_layers:
         raise ValueError(f"found {len(layers)} layers, expected {sizes.num_layers}")
     check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
@@ -86,7 +85,7 @@ class NativeLayers:
     """Layers packed for the kernels, and forwards through them over rows of any sequences."""
 
     def __init__(self, sizes: DecoderSizes, layers: list[LayerWeights], rotary: Rotary, team: Team) -> None:
-        """Pack each layer and remove it from `layers`, so that few are in memory twice.
+        """Pack each layer and remove it from `layers`, which saves memory.
 
         Raises ValueError for unfit weights, and then removes none.
         """
@@ -145,11 +144,10 @@ class NativeLayers:
             self.team.hold([*groups, sequences])
 
     def _attending_among(self, layers: range) -> range:
-        """Return the attending layers among these, by their numbers in a cache."""
         return range(*(bisect.bisect_left(self._attending, end) for end in (layers.start, layers.stop)))
 
     def _sequences(self, groups: Sequence[Rows], layers: range) -> SequenceTable | None:
-        """Return the rows for layers with a mixer; None without any. Raises ValueError."""
+        """Return the rows for layers with a mixer; None without any."""
         if self._conv_width is None:
             return None
         if len(layers) != self.sizes.num_layers:
@@ -261,7 +259,6 @@ class NativeLayers:
 
 
 def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
-    """Yield every float32 tensor of a layer, as `shapes` does for the others."""
     yield "sinks", layer.sinks, (sizes.num_heads,)
     if layer.experts is not None:
         yield from float_shapes(layer.experts, sizes.hidden)
@@ -270,7 +267,7 @@ def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Wei
 
 
 def conv_width_of(layers: Iterable[LayerWeights]) -> int | None:
-    """Return the common taps of all mixers; None without any. Raises ValueError if their sizes differ."""
+    """Return the common taps of all mixers. Raises ValueError if their sizes differ."""
     sizes = {layer.mixer.sizes for layer in layers if layer.mixer is not None}
     if len(sizes) > 1:
         raise ValueError(f"found mixers of {len(sizes)} sizes, expected one")
@@ -278,7 +275,7 @@ def conv_width_of(layers: Iterable[LayerWeights]) -> int | None:
 
 
 def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor as the kernels read it. Raises ValueError for another dtype, shape or device."""
+    """Raises ValueError for another dtype, shape or device."""
     _check(name, tensor, shape, dtype)
     return tensor.detach().contiguous()
 
@@ -330,7 +327,7 @@ class NativeDecoder(NativeLayers):
     """Whole decoder: embedding, layers, norm, head."""
 
     def __init__(self, weights: DecoderWeights, num_threads: int, variant: str) -> None:
-        """Take the layers out of `weights`, as `NativeLayers` does.
+        """Take the layers out of `weights`.
 
         Raises ValueError for unfit weights, KernelError if the library does not load.
         """
@@ -372,7 +369,6 @@ class NativeDecoder(NativeLayers):
         return hidden, logits
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return tokens' embeddings `[..., hidden]` in the model's dtype."""
         if isinstance(self.embedding, Tensor):
             return self.embedding[token_ids]
         return self.embedding.rows(token_ids.flatten()).dequantized().view(*token_ids.shape, self.sizes.hidden)
@@ -439,7 +435,6 @@ def native_attention(
 
 
 def _check_ends(weights: DecoderWeights) -> None:
-    """Raise ValueError for an unfit embedding, norm or head."""
     sizes = weights.sizes
     table = (sizes.vocab, sizes.hidden)
     ends: list[tuple[str, Weight | None, tuple[int, ...]]] = [

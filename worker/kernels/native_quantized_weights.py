@@ -73,12 +73,12 @@ def quantized_rows(matrix: PackedMatrix) -> QuantizedRows | None:
 
 
 def packed_rows(weight: Weight) -> QuantizedRows | None:
-    """Return a packed weight for the kernels; None for plain ones, and as `quantized_rows` does."""
+    """Return a packed weight as `quantized_rows` does; None for plain ones."""
     return quantized_rows(weight) if isinstance(weight, PackedMatrix) else None
 
 
 def _is_exact_in_kernels(matrix: PackedMatrix) -> bool:
-    """Return whether all numbers are in the kernels' exact range, as in any sensible checkpoint."""
+    """Return whether all numbers are in the kernels' exact range."""
     if CODE_BITS[matrix.code] == 4 and matrix.group_size % CODES_PER_WORD:
         return False
     if matrix.code == "e4m3" and bool(((matrix.codes & 127) == 127).any()):  # NaN

@@ -69,7 +69,6 @@ class PackedMatrix:
 
     @property
     def group_size(self) -> int:
-        """Return the numbers along the depth that share a scale."""
         return self.shape[1] // self.scales.shape[1]
 
     @property
@@ -78,7 +77,6 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of codes, scales and offsets."""
         offsets = 0 if self.offsets is None else self.offsets.nbytes
         return self.codes.nbytes + self.scales.nbytes + offsets
 
@@ -116,7 +114,7 @@ class PackedMatrix:
         return whole
 
     def _has_exact_products(self) -> bool:
-        """Return whether scales times codes are exact in float32, by their significant bits."""
+        """Return whether scales times codes are exact in float32."""
         widest = int(self.codes.max()).bit_length() if self.code == "uint8" else SIGNIFICANT_BITS[self.code]
         spare = (1 << widest) - 1
         return not bool((self.scales.contiguous().view(torch.int32) & spare).any())
@@ -133,7 +131,6 @@ class PackedExperts(PackedMatrix):
     is_transposed: bool = False
 
     def experts(self) -> list[PackedMatrix]:
-        """Return each expert's matrix."""
         return self.split([self.shape[0] // self.num_experts] * self.num_experts)
 
     def to(self, device: torch.device) -> PackedExperts:
@@ -149,7 +146,7 @@ class PackedExperts(PackedMatrix):
 
 
 def stacked(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
-    """Stack matrices of one form, contiguous in memory."""
+    """Stack matrices of one form."""
     first = matrices[0]
     codes, scales = _below([each.codes for each in matrices]), _below([each.scales for each in matrices])
     offsets = [each.offsets for each in matrices if each.offsets is not None]
@@ -157,7 +154,6 @@ def stacked(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
 
 
 def _below(parts: list[Tensor]) -> Tensor:
-    """Copy a single part only if it has gaps."""
     return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
@@ -165,7 +161,6 @@ Weight = Tensor | PackedMatrix
 
 
 def plain(weight: Weight) -> Tensor:
-    """Return a weight as numbers."""
     return weight.dequantized() if isinstance(weight, PackedMatrix) else weight
 
 

@@ -40,13 +40,12 @@ class Steps:
 
 
 def are_known_states(num_heads: int, value_dim: int) -> bool:
-    """Return whether the kernels support heads of this size."""
     return 0 < num_heads <= MOST_HEADS and value_dim % LANES == 0
 
 
 @functools.cache
 def folding_team() -> Team | None:
-    """Return the folding threads, which have the bits of torch's products and sums; None without kernels."""
+    """Return the folding threads; None without kernels."""
     variant = chosen_variant()
     return None if variant is None else shared_team(load_library(variant), torch.get_num_threads())
 
@@ -141,7 +140,6 @@ class StepBuffers:
 
 
 def _decays_shape(num_rows: int, num_heads: int, num_decays: int, key_dim: int) -> tuple[int, int, int]:
-    """Return the expected shape of decays."""
     return num_rows, num_heads, num_decays if num_decays in (1, key_dim) else 1
 
 

@@ -15,8 +15,7 @@ SLACK = 16  # floats that the kernels read beyond the last row
 def angles(rotary: Rotary, rows: NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
     """Return cosines of the first half of a head's dimensions, then sines: `[num_rows, head_dim] float32`.
 
-    A row is a position; those of long jobs follow, see `Rotary`. Numbers are rounded to the model's dtype if its
-    rotation is.
+    Numbers are rounded to the model's dtype if its rotation is.
     """
     turned = rotary.turns(rows).astype(np.float64)
     both = np.concatenate((np.cos(turned), np.sin(turned)), axis=1).astype(np.float32)
@@ -24,12 +23,11 @@ def angles(rotary: Rotary, rows: NDArray[np.int64], dtype: torch.dtype) -> torch
 
 
 def kept_as(rotary: Rotary, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a model's angles."""
     return dtype if rotary.is_rounded else torch.float32
 
 
 def query_scales(growth: QueryGrowth, positions: NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
-    """Return factors of queries by position, `[num_positions] float32`, rounded to the model's dtype."""
+    """Return factors of queries, `[num_positions] float32`."""
     return torch.from_numpy(growth.scales(positions)).to(dtype).float()
 
 
@@ -41,7 +39,7 @@ class QueryScaleTable:
         self._table = torch.zeros(0)
 
     def address(self, last_position: int) -> int:
-        """Return the address of a table up to this position, valid until a call for more."""
+        """Return the address, valid until a call for a later position."""
         if last_position >= len(self._table):
             num_positions = ROWS_AT_ONCE + max(last_position, 2 * len(self._table))
             self._table = query_scales(self._growth, np.arange(num_positions), self._dtype)
@@ -52,7 +50,6 @@ class AngleTable:
     """Table `[num_rows, head_dim]` float32: cosines of the first half of a head's dimensions, then sines."""
 
     def __init__(self, rotary: Rotary, dtype: torch.dtype) -> None:
-        """Round angles to the model's `dtype`."""
         self._rotary = rotary
         self._dtype = dtype
         self._head_dim = 2 * len(rotary.frequencies)

@@ -78,7 +78,7 @@ class Rotary:
         return positions[:, None] * np.where(is_long[:, None], self.long_frequencies, self.frequencies)
 
     def scales(self) -> NDArray[np.float32]:
-        """Return the factors of cosines and sines, `[head_dim / 2]`."""
+        """Return factors `[head_dim / 2]`."""
         scales = np.full(len(self.frequencies), self.scaling, dtype=np.float32)
         scales[len(scales) - self.num_nope_pairs :] = 1.0
         return scales
@@ -172,7 +172,6 @@ def rotary_of(parameters: Mapping[str, Any], head_dim: int, is_strict: bool = Fa
 
 
 def _yarn(theta: float, head_dim: int, factor: float, original: float, options: Mapping[str, Any]) -> Rotary:
-    """Raises ValueError for invalid numbers."""
     if options["truncate"] not in (None, True, False):
         raise ValueError(f"found truncate {options['truncate']!r}, expected true or false")
     fast, slow = (_positive(options[name] or default) for name, default in (("beta_fast", 32), ("beta_slow", 1)))
@@ -182,7 +181,6 @@ def _yarn(theta: float, head_dim: int, factor: float, original: float, options: 
 
 
 def _longrope(theta: float, head_dim: int, factor: float, original: float, options: Mapping[str, Any]) -> Rotary:
-    """Raises ValueError for invalid numbers."""
     if not original.is_integer() or original < 2:
         raise ValueError(f"found original_max_position_embeddings {original:g}, expected a whole number above 1")
     short, long = (
@@ -196,7 +194,7 @@ def _longrope(theta: float, head_dim: int, factor: float, original: float, optio
 
 
 def _attention_factor(factor: float, options: Mapping[str, Any]) -> float:
-    """Return the factor of YaRN's cosines and sines, as given or from `factor` and both mscales."""
+    """Return the factor of YaRN's cosines and sines."""
     if (said := options["attention_factor"]) is not None:
         return _positive(said)
 

@@ -187,7 +187,6 @@ class RowTable:
 
 
 def _int32(lists: Iterable[Sequence[int]]) -> NDArray[np.int32]:
-    """Join lists of numbers."""
     return _narrowed(np.array(list(itertools.chain.from_iterable(lists))))
 
 
@@ -215,7 +214,6 @@ def _refuse(
     positions: NDArray[np.int32],
     vocab: int,
 ) -> NoReturn:
-    """Raise ValueError that says what does not fit."""
     sizes = [len(group.token_ids) for group in groups]
     _check_tails(slots, lengths, np.repeat([place.capacity for place in places], sizes))
     _check_range("token", token_ids, vocab)

@@ -50,7 +50,6 @@ def codes_of(keys: Tensor, spread: Tensor) -> Tensor:
 
 
 def most_chunks(num_keys: int) -> int:
-    """Return the room for chunks of `num_keys` scanned keys."""
     return max(1, num_keys // SCAN_CHUNK)
 
 

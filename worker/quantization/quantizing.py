@@ -123,7 +123,6 @@ FORMATS = ("int4", "int8", "fp8")
 
 
 def rounding_of(format_: str, shapes: Mapping[str, tuple[int, ...]]) -> Rounding:
-    """Return the rounding of these matrices in one of `FORMATS`."""
     if format_ != "fp8":
         return IntegerRounding(int(format_.removeprefix("int")))
     sizes = {size for shape in shapes.values() for size in shape}
@@ -131,7 +130,7 @@ def rounding_of(format_: str, shapes: Mapping[str, tuple[int, ...]]) -> Rounding
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
-    """Pack rows of codes into 32-bit words, lowest bits first."""
+    """Pack codes into 32-bit words, lowest bits first."""
     grouped = codes.long().unflatten(1, (-1, WORD // bits)) << torch.arange(0, WORD, bits)
     words: Tensor = grouped.sum(-1).to(torch.int32)
     return words
@@ -145,7 +144,7 @@ MOST_TOKENS = 8192  # of a text, its first ones
 
 
 def text_token_ids(files: ModelFiles, text: str) -> list[int]:
-    """Return the first tokens of a text. Raises ModelError if there are fewer than two."""
+    """Raises ModelError for fewer than two tokens."""
     token_ids = TextCodec(files).encode(text)[:MOST_TOKENS]
     if len(token_ids) < 2:
         raise ModelError(f"--text: found {len(token_ids)} tokens; expected two or more")
@@ -226,7 +225,6 @@ def quantize_model(files: ModelFiles, format_: str, output: Path) -> Quantized:
 
 
 def _refuse_taken(output: Path) -> None:
-    """Raise ModelError for a folder with content, or something else than a folder."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ModelError(f"output {output}: found something there already; name a new folder, or an empty one")
 
@@ -276,7 +274,7 @@ def _plan(files: ModelFiles, format_: str, config: dict[str, Any]) -> _Plan:
 
 
 def _is_wanted(name: str | None) -> bool:
-    """Return whether it is a layer's matrix but no router, since small errors there choose other experts."""
+    """Exclude routers, where small errors choose other experts."""
     return name is not None and bool(OF_LAYERS.match(name)) and not ROUTERS.search(name)
 
 
@@ -341,5 +339,5 @@ def write_tensors(file: Path, heads: Mapping[str, StoredTensor], tensors: Iterab
 
 
 def _alignment(head: tuple[str, StoredTensor]) -> tuple[int, str]:
-    """Return a sort key: wide numbers first, so that all are aligned, as in the library."""
+    """Sort wide numbers first, so that all are aligned."""
     return -ITEM_BITS.get(head[1].dtype, 8), head[0]

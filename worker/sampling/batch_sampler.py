@@ -27,7 +27,7 @@ class SplitRows(Many[torch.Tensor]):
     """Rows of each sequence, `[num_rows, width]`, sliced only on demand because views are slow."""
 
     def __init__(self, rows: torch.Tensor, sizes: Iterable[int]) -> None:
-        """Take `rows [num_rows, width]` of all sequences in order, with `sizes` rows of each."""
+        """Take `rows [num_rows, width]` of all sequences in order."""
         self._rows = rows
         self._starts = list(accumulate(sizes, initial=0))
 
@@ -60,7 +60,6 @@ class SplitRows(Many[torch.Tensor]):
 
 
 def together(rows: Many[torch.Tensor]) -> torch.Tensor:
-    """Return the rows of all sequences, without a copy if they are contiguous."""
     return rows.together if isinstance(rows, SplitRows) else torch.cat(list(rows))
 
 
@@ -89,7 +88,7 @@ class Sampler(Protocol):
 
 
 def penalised(sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
-    """Return logits `[..., vocab]` before the temperature, with bias, masks and penalties."""
+    """Return logits `[..., vocab]` before the temperature."""
     return adjusted(logits, sampler.sequence.sampling, sampler.context())
 
 
@@ -179,7 +178,6 @@ class TorchSampler:
         return self.behind_the_sequence().context()
 
     def behind_the_sequence(self) -> TokenSampler:
-        """Return a fork of the sampler, up to date with the sequence."""
         for token_id in self.sequence.token_ids[self._sampler.position :].tolist():
             self._sampler.push(token_id)
         return self._sampler.fork()
@@ -250,14 +248,13 @@ def logprobs_by(
 
 
 def num_top_of(sequence: Sequence) -> int:
-    """Return the number of likeliest tokens to report. Raises ValueError if the sequence wants no log-probabilities."""
+    """Raises ValueError if the sequence wants no log-probabilities."""
     if sequence.logprobs is None:
         raise ValueError(f"sequence {sequence.sequence_id} asks for no log-probabilities")
     return sequence.logprobs.num_top
 
 
 def masked_by(words: np.ndarray | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """Return `walk`'s mask function, from a row's logits and number to masked logits."""
     return lambda logits, row: logits if words is None else only_allowed(logits, words[row])
 
 
@@ -274,7 +271,7 @@ def _with_candidates(
 
 
 def create_batch_sampler(vocab_size: int, device: torch.device) -> BatchSampler:
-    """Return the fastest sampler for a device. Raises KernelError for instructions that this machine lacks."""
+    """Return the fastest sampler. Raises KernelError for instructions that this machine lacks."""
     if device.type == "cpu" and chosen_variant() is not None and vocab_size >= TOP_K:
         return NativeBatchSampler()
     return TorchBatchSampler(vocab_size, device)

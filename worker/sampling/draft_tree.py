@@ -22,14 +22,13 @@ class DraftTree:
         return len(self.token_ids)
 
     def depths(self) -> list[int]:
-        """Return the depth of every node, 1 for the root's children."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return depths
 
     def children(self) -> dict[int, dict[int, int]]:
-        """Return the children of each parent (also `ROOT`) as {token_id: node}."""
+        """Return {token_id: node} of each parent, also of `ROOT`."""
         children: dict[int, dict[int, int]] = {}
         for node, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
             children.setdefault(parent, {})[token_id] = node

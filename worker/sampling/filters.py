@@ -23,7 +23,6 @@ SUM_UNITS = 2.0**60  # of a running sum; 1 plus its rounding error stays below 2
 
 
 def keep_top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Mask all but the `top_k` highest scores and their ties."""
     smallest = torch.topk(scores, min(top_k, len(scores))).values[-1]
     return scores.masked_fill(scores < smallest, MASKED)
 
@@ -37,14 +36,14 @@ def keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def running_sum(probabilities: torch.Tensor) -> torch.Tensor:
-    """Return cumulative sums of probabilities `[n] float32`."""
+    """Return cumulative sums `[n] float32`."""
     if probabilities.device.type == "cpu":
         return probabilities.cumsum(dim=-1)  # adds in order
     return running_sum_in_any_order(probabilities)
 
 
 def running_sum_in_any_order(probabilities: torch.Tensor) -> torch.Tensor:
-    """Return cumulative sums of whole numbers, which do not depend on the order that a GPU chooses."""
+    """Sum whole numbers, whose order does not matter."""
     units = (probabilities.double() * SUM_UNITS).long()
     return (units.cumsum(dim=-1).double() / SUM_UNITS).float()
 
@@ -111,7 +110,6 @@ NUMBERS = tuple(number for each in FILTERS for number in each.numbers)
 
 
 def filtered(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Apply all active filters to one row of tempered scores."""
     for each in FILTERS:
         if each.is_on(params):
             scores = each.keep(scores, getattr(params, each.field))
@@ -123,5 +121,5 @@ def filter_numbers(params: SamplingParams) -> tuple[float, ...]:
 
 
 def needs_filters(params: SamplingParams) -> bool:
-    """Return whether a GPU must search for the cut of a row."""
+    """Return whether a GPU must search for a cut."""
     return any(each.is_searched and each.is_on(params) for each in FILTERS)

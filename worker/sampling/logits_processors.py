@@ -31,7 +31,6 @@ class Context(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether logits stay unchanged."""
         return not self.masked and self.bias is None and self.seen is None and self.counts is None
 
     def on_cpu(self) -> Context:
@@ -54,25 +53,25 @@ def adjusted(logits: torch.Tensor, params: SamplingParams, context: Context) -> 
 
 
 def only_allowed(scores: torch.Tensor, words: np.ndarray) -> torch.Tensor:
-    """Mask all tokens of `scores [vocab]` that are not in a mask, `[num_mask_words] uint32`, lowest bit first."""
+    """Mask all tokens of `scores [vocab]` outside a mask, `[num_mask_words] uint32`, lowest bit first."""
     bits = np.unpackbits(words.view(np.uint8), count=len(scores), bitorder="little")
     return scores.masked_fill(torch.from_numpy(bits == 0).to(scores.device), MASKED)
 
 
 def penalise(scores: torch.Tensor, seen: torch.Tensor, theta: float) -> torch.Tensor:
-    """Divide positive, multiply negative logits of the tokens in `seen [vocab] bool` by theta (Keskar et al. 2019)."""
+    """Divide positive, multiply negative logits of seen tokens by theta (Keskar et al. 2019)."""
     return torch.where(seen, torch.where(scores < 0, scores * theta, scores / theta), scores)
 
 
 def hold_back(scores: torch.Tensor, counts: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Subtract the frequency and presence penalties of the tokens in `counts [vocab]`."""
+    """Subtract frequency and presence penalties."""
     frequency, presence = output_penalties(params)
     taken = (counts.double() * frequency + presence).float()
     return torch.where(counts > 0, scores - taken, scores)
 
 
 def output_penalties(params: SamplingParams) -> tuple[float, float]:
-    """Return frequency and presence penalty, rounded to float32."""
+    """Return both penalties, rounded to float32."""
     return float(np.float32(params.frequency_penalty)), float(np.float32(params.presence_penalty))
 
 
@@ -81,12 +80,11 @@ def counts_output(params: SamplingParams) -> bool:
 
 
 def adjusts(params: SamplingParams) -> bool:
-    """Return whether anything but the repetition penalty changes logits."""
     return bool(params.logit_bias or params.bad_words) or params.min_tokens > 0 or counts_output(params)
 
 
 def output_counts(sequence: Sequence, vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
-    """Return each token's count in the output, `[vocab] int32`; None without count penalties."""
+    """Return counts `[vocab] int32`; None without count penalties."""
     if not counts_output(sequence.sampling):
         return None
     counts = np.bincount(sequence.output_ids, minlength=vocab_size).astype(np.int32)
@@ -94,12 +92,11 @@ def output_counts(sequence: Sequence, vocab_size: int, device: torch.device | st
 
 
 def has_bias(params: SamplingParams) -> bool:
-    """Return whether logits get a constant bias."""
     return bool(params.logit_bias or params.bad_words)
 
 
 def bias_pairs(sequence: Sequence) -> tuple[tuple[int, float], ...]:
-    """Return tokens and their constant bias; a bad word of one token is masked."""
+    """Return tokens and their bias; a bad word of one token is masked."""
     never = tuple((word[0], MASKED) for word in sequence.bad_word_ids if len(word) == 1)
     return sequence.sampling.logit_bias + never
 
@@ -117,7 +114,6 @@ def bias_row(sequence: Sequence, device: torch.device | str) -> torch.Tensor | N
 
 
 def ending_tokens(sequence: Sequence) -> tuple[int, ...]:
-    """Return the tokens that are masked up to `min_tokens`, ascending."""
     if not sequence.sampling.min_tokens:
         return ()
     token_ids = sequence.eos_token_ids.union(sequence.sampling.stop_token_ids)
@@ -125,7 +121,7 @@ def ending_tokens(sequence: Sequence) -> tuple[int, ...]:
 
 
 def long_words(sequence: Sequence) -> list[tuple[int, ...]]:
-    """Return bad words whose last token is masked only behind the others."""
+    """Return bad words of several tokens, whose last one is masked behind the others."""
     return [word for word in sequence.bad_word_ids if len(word) > 1]
 
 
@@ -142,7 +138,7 @@ def masked_tokens(sequence: Sequence, num_output: int, recent: list[int]) -> tup
 
 
 def num_recent_tokens(sequence: Sequence) -> int:
-    """Return the number of last output tokens that decide the masks."""
+    """Return how many last output tokens decide the masks."""
     return max((len(word) - 1 for word in sequence.bad_word_ids), default=0)
 
 
@@ -174,7 +170,6 @@ class PenaltyWindow:
         return fork
 
     def push(self, token_id: int) -> None:
-        """Add the next token, and drop the one that leaves the window."""
         self._recent.append(token_id)
         self._count(token_id, 1)
         if len(self._recent) > self._window:

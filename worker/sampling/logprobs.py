@@ -27,7 +27,6 @@ class KeptLogprobs:
 
     @property
     def all(self) -> TokenLogprobs:
-        """Return a view of all."""
         return self._room.part(0, self._length)
 
     def extend(self, more: TokenLogprobs) -> None:
@@ -36,7 +35,7 @@ class KeptLogprobs:
         self._length += len(more)
 
     def first(self, num_tokens: int) -> KeptLogprobs:
-        """Return a copy of the first `num_tokens`, with room for more."""
+        """Return a copy, with room for more."""
         kept = KeptLogprobs(len(self._room), self.num_top)
         kept.extend(self._room.part(0, num_tokens))
         return kept

@@ -150,7 +150,6 @@ class NativeAdjustments:
         return fork
 
     def follow(self, token_ids: np.ndarray) -> None:
-        """Count the sequence's new tokens."""
         kernels().sampling_follow(ctypes.addressof(self.call.output), address_of(token_ids), len(token_ids))
 
 
@@ -185,7 +184,7 @@ _of_thread = threading.local()
 
 
 def scratch(vocab_size: int) -> int | None:
-    """Return the address of scratch memory for one row, per thread because several threads sample."""
+    """Return the address of scratch memory for one row, per thread."""
     rooms: dict[int, np.ndarray] = _of_thread.__dict__.setdefault("rooms", {})
     if vocab_size not in rooms:
         rooms[vocab_size] = np.empty(kernels().sampling_scratch_size(vocab_size), dtype=np.uint8)
@@ -211,10 +210,7 @@ class NativeSampler:
     """Samples one sequence's tokens; it reads the history from the sequence."""
 
     def __init__(self, sequence: Sequence, adjusted: NativeAdjustments | None = None) -> None:
-        """`adjusted` is that of the sequence from which this one was forked.
-
-        Raises ValueError as `NativeAdjustments` does.
-        """
+        """`adjusted` is the forked sequence's. Raises ValueError as `NativeAdjustments` does."""
         params = sequence.sampling
         self.sequence = sequence
         self._params = sampling_params(params, sequence.noise_key)

@@ -26,7 +26,7 @@ BLOCK = 16  # positions per block; a fixed shape gives vectorised logarithms the
 
 
 def noise_key(seed: int, prompt_ids: np.ndarray, num_rewinds: int = 0) -> int:
-    """Return the generator's 64-bit key of a job, which depends on seed, prompt and the number of rewinds."""
+    """Return the generator's 64-bit key of a job, from seed, prompt and number of rewinds."""
     named = f"seed {seed}, rewind {num_rewinds}, {len(prompt_ids)} tokens: "
     digest = hashlib.sha256(named.encode() + prompt_ids.astype("<u4").tobytes()).digest()
     return int.from_bytes(digest[:8], "little")
@@ -63,7 +63,7 @@ def gumbel_block(key: int, first_position: int, vocab_size: int, device: torch.d
 
 
 def noise_row(noise_key: int, position: int, vocab_size: int) -> np.ndarray:
-    """Return the noise `[vocab] float32` at a position, from the C kernel."""
+    """Return noise `[vocab] float32`, from the C kernel."""
     values = np.empty(vocab_size, dtype=np.float32)
     _native_row(str(chosen_variant()))(noise_key, position, vocab_size, address_of(values))
     return values

@@ -57,12 +57,11 @@ def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def process(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Apply temperature and filters to one row; temperature must be > 0."""
     return filtered(_tempered(logits, params.temperature), params)
 
 
 def draw(logits: torch.Tensor, position: int, params: SamplingParams, noise: GumbelNoise) -> int:
-    """Draw the token at `position` from penalised logits `[vocab] float32`."""
+    """Draw a token from penalised logits `[vocab] float32`."""
     if params.temperature == 0.0:
         return int(torch.argmax(logits))
     return int(torch.argmax(process(logits, params) + noise.row(position)))
@@ -84,7 +83,6 @@ class TokenSampler:
         self._recent: list[int] = sequence.output_ids[-self._num_recent :].tolist() if self._num_recent else []
 
     def fork(self) -> TokenSampler:
-        """Return an independent copy, for a draft."""
         fork = copy.copy(self)
         fork._window = self._window.fork() if self._window is not None else None
         fork._counts = self._counts.clone() if self._counts is not None else None
@@ -107,11 +105,11 @@ class TokenSampler:
             self._recent = [*self._recent, token_id][-self._num_recent :]
 
     def penalised(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits `[..., vocab]` before the temperature, with bias, masks and penalties."""
+        """Return logits `[..., vocab]` before the temperature."""
         return adjusted(logits, self._params, self.context())
 
     def context(self) -> Context:
-        """Return what the next token depends on beside its logits; its tensors change with the next token."""
+        """Return a context whose tensors change with the next token."""
         seen = None if self._window is None else self._window.seen
         num_output = self.position - self._sequence.num_prompt_tokens
         return Context(self._bias, masked_tokens(self._sequence, num_output, self._recent), seen, self._counts)

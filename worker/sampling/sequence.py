@@ -36,7 +36,7 @@ class Sequence:
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
         rules: tuple[Rule, ...] = (),
     ) -> None:
-        """`bad_word_ids` and `rules` are those that `TextCodec` makes from the parameters."""
+        """Take `bad_word_ids` and `rules` from a `TextCodec`."""
         if bool(bad_word_ids) != bool(sampling.bad_words):
             raise ValueError(f"sequence {sequence_id}: bad words {sampling.bad_words} are {bad_word_ids} as tokens")
         if sampling.structured_outputs is not None and not rules:
@@ -65,7 +65,7 @@ class Sequence:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Return prompt and output so far, a view `[length] int64`."""
+        """Return a view `[length] int64`."""
         return self._buffer[: self._length]
 
     @property
@@ -84,17 +84,17 @@ class Sequence:
         return token_id
 
     def ahead(self, num_tokens: int) -> np.ndarray:
-        """Return the buffer of the next tokens, a view `[num_tokens] int64`; `extend` commits them."""
+        """Return a view `[num_tokens] int64` of the next tokens; `extend` commits them."""
         return self._buffer[self._length : self._length + num_tokens]
 
     @property
     def output_ids(self) -> np.ndarray:
-        """Return the committed output, a view `[num_generated] int64`."""
+        """Return a view `[num_generated] int64`."""
         return self._buffer[self.num_prompt_tokens : self._length]
 
     @property
     def kept_logprobs(self) -> TokenLogprobs | None:
-        """Return a view of the output's log-probabilities; None if not requested."""
+        """Return a view; None if not requested."""
         return None if self.logprobs is None else self.logprobs.all
 
     @property
@@ -106,11 +106,11 @@ class Sequence:
         return self.max_length - self._length
 
     def fork(self) -> Sequence:
-        """Return a copy for a draft, which shares the buffer: later commits overwrite the draft."""
+        """Return a draft's copy, which shares the buffer: later commits overwrite the draft."""
         return copy.copy(self)
 
     def set_rewinds(self, rewinds: tuple[Rewind, ...]) -> None:
-        """Set the rewinds, which change the noise of later tokens; call it before an engine has the sequence."""
+        """Set the rewinds, which change later noise; call it before an engine has the sequence."""
         self.rewinds = rewinds
         self.noise_key = noise_key(self.sampling.seed or 0, self._buffer[: self.num_prompt_tokens], len(rewinds))
         self.noise = GumbelNoise(self.noise_key, self.vocab_size, self._device)

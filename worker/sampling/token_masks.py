@@ -45,7 +45,6 @@ def allows(mask: np.ndarray, token_id: int) -> bool:
 
 
 def tokens_of(mask: np.ndarray) -> np.ndarray:
-    """Return a mask's tokens, ascending."""
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
 

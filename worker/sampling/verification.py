@@ -54,7 +54,7 @@ class Verification(NamedTuple):
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Return the number of accepted draft tokens, without the bonus token."""
+        """Return accepted draft tokens, without the bonus token."""
         return len(self.path)
 
 
@@ -67,7 +67,7 @@ class Walk(NamedTuple):
     candidates: Candidates | None = None  # of all rows; None if not requested
 
     def until(self, num_tokens: int) -> Walk:
-        """Return the walk's first tokens, if the sequence ends behind them."""
+        """Return the first tokens, if the sequence ends behind them."""
         return Walk(self.path[:num_tokens], self.drawn[:num_tokens], candidates=self.candidates)
 
 

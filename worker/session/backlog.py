@@ -51,7 +51,7 @@ class CacheRoom:
         )
 
     def follow(self, orders: Orders) -> None:
-        """Set the pages of a CPU to those of the orders; a GPU has its own."""
+        """Set the pages of a CPU; a GPU has its own."""
         if self.arena is None:
             self.num_pages = orders.num_pages
 
@@ -79,7 +79,6 @@ class CacheRoom:
         return leaving
 
     def num_taken(self, jobs: Iterable[RunningJob]) -> int:
-        """Return the pages for all tokens of the jobs, also for unread ones."""
         return sum(pages_of(self._held(job) + self.num_beside, self.page) for job in jobs)
 
     def has_room(self, jobs: Collection[RunningJob], assignment: Assignment) -> bool:
@@ -92,10 +91,7 @@ class CacheRoom:
         return has_pages and has_window_pages(growths, self.page or PAGE, self.windows)
 
     def _pools(self, jobs: Collection[RunningJob]) -> tuple[Pool, Pool]:
-        """Return the pages, then the window pages, that jobs may have, each with a function of their need.
-
-        Both count a shared page once per job.
-        """
+        """Return the pages, then the window pages, that jobs may have, each with a function of their need."""
         found = (self.num_pages, None) if self.arena is None else self.arena.num_pages_for(job.cache for job in jobs)
         return (found[0], self.num_taken), (found[1], self._num_in_windows)
 
@@ -104,10 +100,7 @@ class CacheRoom:
         return most is None or num_taken(jobs) <= most
 
     def _num_in_windows(self, jobs: Iterable[RunningJob]) -> int:
-        """Count the window pages that jobs are expected to keep, or those they have and need for a step, if more.
-
-        Lagging checkpoints make it more. Pages kept for other sequences do not count.
-        """
+        """Count the window pages that jobs are expected to keep, or have and need for a step, if more."""
         assert self.windows is not None
         held, num_pages = self.windows.held, 0
         for job in jobs:
@@ -151,20 +144,16 @@ class Backlog:
         return recalled
 
     def keep_to(self, num_jobs: int) -> None:
-        """Limit the running jobs until the next orders, because memory has run out."""
+        """Limit the running jobs until the next orders."""
         self._num_slots = num_jobs
 
     def next(self, jobs: Collection[RunningJob], room: CacheRoom) -> Assignment | None:
-        """Take the first job with room beside the running ones; None if none has.
-
-        A shorter job may go before a long one, which stays first in line.
-        """
+        """Take the first job with room; a shorter one may go before a long one, which stays first in line."""
         if self._num_slots is not None and len(jobs) >= max(1, self._num_slots):
             return None
         found = next((each for each in self._waiting.values() if room.has_room(jobs, each)), None)
         return self._waiting.pop(found.job_id) if found else None
 
     def give_up(self) -> list[str]:
-        """Drop all jobs and return their ids."""
         waiting, self._waiting = list(self._waiting), {}
         return waiting

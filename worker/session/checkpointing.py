@@ -117,16 +117,14 @@ class Checkpointing:
         self._writer.forget(job_ids)
 
     def check(self) -> None:
-        """Raise StoreError if a write has failed for good."""
         self._writer.check()
 
     def _expect_reads(self, job: RunningJob) -> None:
-        """Make the cache keep positions that are still to be written."""
         if self._config.checkpoint == "state" or self._config.keep_state:
             job.cache.retain(self._writer.num_written_positions(job.job_id, len(job.sequence)))
 
     def _num_new_positions(self, job: RunningJob) -> int:
-        """Return the positions behind the last state, without copied ones, which their first reader writes."""
+        """Return the positions behind the last state, without copied ones."""
         return job.cache.length - max(self._writer.num_state_positions(job.job_id), job.cache.num_copied)
 
     def _put_tokens(self, job: RunningJob, is_released: bool = False) -> None:
@@ -153,8 +151,7 @@ class Checkpointing:
 
 
 def state_interval(job: RunningJob, num_tokens: int) -> int:
-    """Return the new positions that make a state due: `num_tokens`, more for older jobs because each state costs
-    requests.
+    """Return the new positions that make a state due, more for older jobs because each state costs requests.
 
     Caches with windows keep unwritten positions, so for them it stays `num_tokens`.
     """

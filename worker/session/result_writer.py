@@ -50,13 +50,12 @@ class Sealing:
         self._has_long |= result.num_tokens >= self._rule.num_tokens
 
     def seal_due(self) -> None:
-        """Start to write the waiting results if they are many, old, or have a long job."""
+        """Start to write if the waiting results are many, old, or have a long job."""
         is_much = len(self._waiting) >= MOST_RESULTS or self._num_bytes >= MOST_BYTES or self._has_long
         if self._waiting and (is_much or time.monotonic() - self._since >= min(MOST_SECONDS, self._rule.seconds)):
             self.seal()
 
     def seal(self) -> None:
-        """Start to write the waiting results."""
         if self._waiting:
             name = f"{self._name}-{next(self._numbers):04d}"
             self._under_way.append(self._pool.submit(self._write, name, self._waiting))
@@ -70,7 +69,7 @@ class Sealing:
         return found
 
     def flush(self) -> list[JobOutcome]:
-        """Write the waiting results; return the jobs that finished since the last call of `sealed`."""
+        """Write the waiting results; return the finished jobs."""
         self.seal()
         under_way, self._under_way = self._under_way, deque()
         return [outcome for seal in under_way for outcome in seal.result()]

@@ -40,7 +40,7 @@ class Resumer:
     """Resumes sequences of one run from its checkpoints."""
 
     def __init__(self, checkpoints: CheckpointStore, costs: Costs, numerics: str) -> None:
-        """Load caches only of attempts with these numerics, because others have other bits."""
+        """Load only caches with these numerics, because others have other bits."""
         self._checkpoints = checkpoints
         self._costs = costs
         self._numerics = numerics
@@ -66,10 +66,7 @@ class Resumer:
         )
 
     def _take_log(self, sequence: Sequence) -> None:
-        """Append the log's tokens, unless some are outside the vocabulary.
-
-        Tokens without requested log-probabilities are drawn again.
-        """
+        """Append the log's tokens; those without requested log-probabilities are drawn again."""
         if sequence.logprobs is None:
             log, logprobs = self._checkpoints.read_log(sequence.sequence_id), None
         else:
@@ -118,10 +115,7 @@ class Resumer:
         return tuple(loaded)
 
     def _load_states(self, sequence: Sequence, cache: FullKVCache, manifests: Items[StateManifest]) -> None:
-        """Load the newest intact recurrent states within the loaded positions, or else empty the cache.
-
-        Positions behind them are read again, to update the states.
-        """
+        """Load the newest intact recurrent states within the loaded positions, or else empty the cache."""
         end = min(cache.length, len(sequence) - 1)
         entries = {each.file: each for manifest in manifests if (each := manifest.states) and each.num_positions <= end}
         for entry in sorted(entries.values(), key=lambda entry: entry.num_positions, reverse=True):
@@ -155,7 +149,7 @@ class Resumer:
         return None
 
     def _replay_is_faster(self, manifest: StateManifest, length: int, bytes_per_second: float) -> bool:
-        """Return whether replaying is faster. Tokens that only segments have must be loaded."""
+        """Return whether replaying is faster; tokens that only segments have must be loaded."""
         if manifest.num_positions > length:
             return False
         num_bytes = sum(entry.size for entry in (*manifest.segments, manifest.states) if entry)
@@ -164,10 +158,10 @@ class Resumer:
 
 
 def _still_valid(manifests: Items[StateManifest], sequence: Sequence) -> list[StateManifest]:
-    """Return the parts of manifests that are still valid after the sequence's rewinds, longest first.
+    """Return the parts of manifests that are valid after the sequence's rewinds, longest first.
 
-    They end where a later rewind went back to and, if log-probabilities are requested, where those end. A manifest with
-    more rewinds than the log is dropped, because its tokens may differ.
+    If log-probabilities are requested, they also end where those end. A manifest with more rewinds than the log is
+    dropped, because its tokens may differ.
     """
     valid = []
     for manifest in manifests:
@@ -201,7 +195,6 @@ def _up_to(manifest: StateManifest, end: int) -> StateManifest:
 
 
 def _refuse_strangers(sequence: Sequence, token_ids: np.ndarray) -> None:
-    """Raise ValueError for tokens outside the vocabulary."""
     if np.any(token_ids >= sequence.vocab_size):
         raise ValueError(f"found tokens outside of the vocabulary of {sequence.vocab_size:,}")
 

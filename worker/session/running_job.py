@@ -24,10 +24,7 @@ LARGEST_N = 4  # as in TokenSwift's tables
 
 
 def distinct(token_ids: np.ndarray) -> dict[str, float]:
-    """Return Distinct-1 to Distinct-4 of `token_ids [num_tokens]` as `distinct_1`, ..., rounded to four places.
-
-    Each is the share of distinct n-grams, 0 for fewer than n tokens.
-    """
+    """Return Distinct-1 to Distinct-4 of `token_ids [num_tokens]`, the shares of distinct n-grams."""
     return {f"distinct_{n}": round(share, 4) for n, share in enumerate(distinct_shares(token_ids, LARGEST_N), start=1)}
 
 
@@ -83,7 +80,7 @@ class RunningJob:
 
     @property
     def num_recomputed_tokens(self) -> int:
-        """Return the tokens that the last attempt reported and this one must draw again."""
+        """Return the tokens that were reported and must be drawn again."""
         return max(0, self.assignment.num_reported_tokens - self.num_recovered_tokens)
 
     def resume_record(self) -> ResumeRecord:

@@ -11,7 +11,7 @@ from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 
 
 def located_model(model: str, run: Run) -> ModelFiles:
-    """Find the files of a run's model and compare them; weights are compared when they are loaded.
+    """Find the files of a run's model.
 
     Raises ModelError as `locate_model` does, OtherModelError if files differ from the run's.
     """
@@ -22,6 +22,6 @@ def located_model(model: str, run: Run) -> ModelFiles:
 
 
 def refuse_changed_meanwhile(files: ModelFiles) -> None:
-    """Raise OtherModelError if a small file has changed since `files` was made; weights were compared when read."""
+    """Raise OtherModelError if a small file has changed since `files` was made."""
     expected = {**files.digests.model, **files.digests.text}
     replace(files, digests=digests_of(files.path, files.digests.model)).refuse_other(expected)

@@ -100,7 +100,7 @@ class WorkerSession:
             self.metrics_address, _ = serve(registry_of(EngineCollector(counters, labels)), 0, host=metrics_host)
 
     def _slots_wanted(self, files: ModelFiles) -> SlotsWanted | None:
-        """Return the slots for the run's longest job on a GPU; None on a CPU, which allocates caches singly."""
+        """Return the slots for the run's longest job on a GPU; None on a CPU."""
         longest_job = 0 if resolve_device(self._config.device).type == "cpu" else self._run.longest_job()
         if not longest_job:
             return None
@@ -176,7 +176,7 @@ class WorkerSession:
         return report
 
     def _due_counters(self) -> EngineCounters | None:
-        """Return all counters when due or when no job runs; they are the largest part of a report."""
+        """Return all counters when due, since they are the largest part of a report."""
         now = time.monotonic()
         if self._has_jobs() and now - self._counted < COUNTERS_SECONDS:
             return None
@@ -202,7 +202,6 @@ class WorkerSession:
         self._must_drain = True
 
     def _take_in(self, assignment: Assignment) -> None:
-        """Start a job where its checkpoints end."""
         job_id = assignment.job_id
         try:
             job = self._start(assignment)
@@ -255,7 +254,7 @@ class WorkerSession:
         self._checkpoints.write_resume(job.job_id, job.assignment.attempt, record)
 
     def _restore_drafter(self, sequence: Sequence, state: State | None) -> None:
-        """Restore a drafter's state, which only steers drafts; ignore one that does not fit."""
+        """Restore a drafter's state, or ignore one that does not fit."""
         try:
             if state is not None:
                 self.engine.drafter.restore(sequence, state)
@@ -340,7 +339,6 @@ class WorkerSession:
         )
 
     def _release(self, kind: OutcomeKind, job_ids: Iterable[str], seconds: float) -> None:
-        """Checkpoint some jobs, for at most `seconds`, and hand them back."""
         jobs = [self._running[job_id] for job_id in job_ids if job_id in self._running]
         if jobs:
             self._checkpointing.flush(jobs, seconds)
@@ -356,7 +354,7 @@ class WorkerSession:
 
 
 def _num_unwritten(config: EngineConfig) -> int | None:
-    """Return the positions by which checkpoints lag; None if caches must forget nothing."""
+    """Return the positions by which checkpoints lag; None: caches forget nothing."""
     are_written = config.checkpoint == "state"
     if engine_entry(config.engine).reads_caches or (config.keep_state and not are_written):
         return None

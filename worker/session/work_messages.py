@@ -81,14 +81,12 @@ class WorkReport:
 
     @property
     def num_jobs(self) -> float:
-        """Return the average number of jobs per step."""
         return self.num_job_steps / max(1, self.num_steps)
 
     def of(self, *kinds: OutcomeKind) -> list[JobOutcome]:
         return [outcome for outcome in self.outcomes if outcome.kind in kinds]
 
     def count_steps(self, num_jobs: int, num_steps: int) -> None:
-        """Count `num_steps` steps of `num_jobs` jobs each."""
         self.num_steps += num_steps
         self.num_job_steps += num_steps * num_jobs
         self.most_jobs = max(self.most_jobs, num_jobs)

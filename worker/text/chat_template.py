@@ -68,13 +68,12 @@ class _Layout:
 
     @cached_property
     def missing(self) -> list[_Text]:
-        """Return the texts that the template omits; all if unknown."""
+        """Return omitted texts; all if unknown."""
         found = set(self.shown)
         return [text for text in self.texts if text not in found]
 
     @cached_property
     def lost(self) -> frozenset[int]:
-        """Return the messages of which text is omitted."""
         return frozenset(text.message for text in self.missing if text.is_content)
 
     @property
@@ -166,13 +165,12 @@ class MessageTexts:
 
 
 def _shape(message: Message) -> tuple[object, ...]:
-    """Return all of a message that a template may depend on, except non-blank texts."""
+    """Return all of a message that a template may depend on, except its texts."""
     texts = (*(message.parts or (message.content,)), message.name, message.reasoning_content)
     return (message.role, *(None if text and not text.isspace() else (text,) for text in texts))
 
 
 def _texts(messages: Sequence[Message], number: int) -> Iterator[_Text]:
-    """Return a message's non-blank texts."""
     message = messages[number]
     content = [_Text(number, "parts", part) for part in range(len(message.parts))] or [_Text(number, "content")]
     others = [_Text(number, field) for field in ("name", "reasoning_content") if getattr(message, field) is not None]
@@ -180,7 +178,6 @@ def _texts(messages: Sequence[Message], number: int) -> Iterator[_Text]:
 
 
 def _marked(messages: Sequence[Message], texts: Iterable[_Text]) -> list[Message]:
-    """Return messages with markers in place of texts."""
     fields = [message.model_dump() for message in messages]
     for number, text in enumerate(texts):
         marker, own = f"swiftbatch{number}text", fields[text.message]
@@ -193,7 +190,6 @@ def _marked(messages: Sequence[Message], texts: Iterable[_Text]) -> list[Message
 
 
 def _given(messages: Iterable[Message], roles: Sequence[str], joined: frozenset[int]) -> list[dict[str, Any]]:
-    """Return messages as the renderer takes them."""
     given = []
     for number, (message, role) in enumerate(zip(messages, roles, strict=True)):
         values = message.as_sent() | {"role": role}
@@ -283,20 +279,19 @@ class ChatTemplate:
         return self._tokenizer.chat_template is not None and self._mentions("strftime_now")
 
     def refuse_lost(self, messages: Sequence[Message], options: TemplateOptions | None, prompt: str) -> None:
-        """Raise ValueError, for the user, if the prompt of `render` lacks a text of the messages."""
+        """Raise ValueError, for the user, if the prompt lacks a text of the messages."""
         self._texts.refuse_lost(messages, options or TemplateOptions(), prompt)
 
     def own_tokens(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int] | None:
-        """Return None: the tokens come from the text."""
         return None
 
     def without_answer(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
-        """Return the text of messages without the start of an answer; `render` must accept them."""
+        """Return the text without the start of an answer."""
         options = options or TemplateOptions()
         return self.render(messages, options.model_copy(update={"add_generation_prompt": False}))
 
     def unread(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[str]:
-        """Return names of messages' fields and options that the template ignores; `render` must accept them."""
+        """Return names of messages' fields and options that the template ignores."""
         options = options or TemplateOptions()
         names = [name for name in options.kwargs if not self._mentions(name)]
         return [*names, *self._texts.unread(messages, options)]
@@ -313,7 +308,7 @@ class ChatTemplate:
         return fixed | {"add_generation_prompt": options.add_generation_prompt} | own
 
     def prepare(self, chats: Iterable[tuple[Sequence[Message], TemplateOptions | None]]) -> None:
-        """Render chats in one batch, which is cheaper, before `render` is called for each."""
+        """Render chats in one batch, before `render` is called for each."""
         if self._tokenizer.chat_template is not None:
             asked = ((said, options or TemplateOptions()) for said, options in chats)
             with contextlib.suppress(ValueError):  # `render` reports the error
@@ -340,7 +335,7 @@ def _tagged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _untagged(text: str) -> str:
-    """Return the text up to the tag, without trailing spaces if the template trimmed the message."""
+    """Return the text up to the tag."""
     before, tag, behind = text.rpartition(CONTINUED.strip())
     if not tag:
         raise ValueError("it does not show the final message, which is to be continued")
@@ -348,6 +343,5 @@ def _untagged(text: str) -> str:
 
 
 def words_of(error: Exception) -> str:
-    """Return an error's message in one line of limited length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]}..."

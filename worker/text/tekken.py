@@ -53,7 +53,6 @@ class TekkenTokenizer:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens, with control tokens."""
         return int(self._tekken.n_words)
 
     def convert_ids_to_tokens(self, token_id: int) -> str:
@@ -119,7 +118,7 @@ class TekkenChat:
         """Do nothing."""
 
     def unread(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[str]:
-        """Return names of messages' fields and options that have no effect."""
+        """Return names of fields and options without effect."""
         options = options or TemplateOptions()
         return [*options.kwargs, *self._texts.unread(messages, options)]
 

@@ -38,7 +38,7 @@ class TemplateRenderer:
         self._ready: dict[str, dict[str, str]] = {}  # answers by request
 
     def prepare(self, many: Iterable[dict[str, Any]]) -> None:
-        """Render in one batch, which avoids a wait per text; prepare nothing if one of them does not end."""
+        """Render in one batch; prepare nothing if one text does not end."""
         asked = [each for each in map(_written, many) if self._refusal(each) is None]
         answers = self._answers(asked) if len(asked) > 1 else []
         self._ready = dict(zip(asked, answers, strict=False)) if len(asked) == len(answers) else {}

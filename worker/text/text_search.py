@@ -9,9 +9,9 @@ from swiftbatch.worker.text.token_bytes import ByteStream
 
 
 def first_stop(text: str, stop: tuple[str, ...], num_before: int = 0, first: int = 0) -> tuple[int, int] | None:
-    """Return start and end of the first stop string, or None.
+    """Return start and end of the first stop string that starts at `first` or later.
 
-    It starts at `first` or later, and ends behind the first `num_before` characters.
+    It ends behind the first `num_before` characters.
     """
     found = [(text.find(each, max(first, num_before - len(each) + 1)), each) for each in stop]
     return min(((start, start + len(each)) for start, each in found if start >= 0), default=None)

@@ -68,7 +68,7 @@ def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _start(steps: list[dict[str, Any]], is_one_text: bool) -> tuple[bytes, int] | None:
-    """Return the byte that the last steps strip at the start, and how often; None if they do more."""
+    """Return the byte stripped at the start, and how often; None for other steps."""
     num_fuse = next((i for i, step in enumerate(steps) if step["type"] != "Fuse"), len(steps))
     if num_fuse == len(steps):
         return b" ", 0
@@ -124,7 +124,6 @@ class TokenBytes(dict[int, bytes]):
         return self[token_id]
 
     def is_in_text(self, token_id: int) -> bool:
-        """Return whether the tokenizer has the token and texts show it."""
         name = self._tokenizer.convert_ids_to_tokens(token_id)
         return name is not None and name not in self._special
 
@@ -157,7 +156,6 @@ def settled_characters(data: bytes) -> tuple[str, int]:
 
 
 def continues(pending: bytes, byte: bytes) -> bool:
-    """Return whether a byte continues the pending character."""
     text, num_used = settled_characters(pending + byte)
     return num_used == 0 or (num_used == len(pending) + 1 and len(text) == 1)
 

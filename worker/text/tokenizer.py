@@ -152,10 +152,7 @@ class TextCodec:
         self.markers = self._found_markers(files, thinking_markers)
 
     def prompt_of(self, job: Job) -> EncodedPrompt:
-        """Return the tokens of a job's prompt or messages, to compute once (see `JobRecord`).
-
-        Raises ValueError as `encode_prompt` and `encode_chat` do.
-        """
+        """Return a prompt to compute once. Raises ValueError as `encode_prompt` and `encode_chat` do."""
         chat = None if job.messages is None else Chat(job.messages, job.template)
         return self._encode_one(chat or job.prompt_ids or job.prompt or "")
 
@@ -212,7 +209,7 @@ class TextCodec:
         return list(token_ids)
 
     def _encode_many(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Return token ids of texts, in one batch if the tokenizer's class encodes as the library does."""
+        """Encode texts in one batch if the class encodes as the library does."""
         first = [self.encode(text, add_special_tokens) for text in texts[:1]]  # also sets the library's options
         if not self._is_the_library_s:
             return first + [self.encode(text, add_special_tokens) for text in texts[1:]]
@@ -257,7 +254,6 @@ class TextCodec:
         return tuple(dict.fromkeys(found))
 
     def with_stop_tokens(self, params: SamplingParams) -> SamplingParams:
-        """Add the ids of stop texts that are special tokens, which no text shows."""
         found = {self._special_tokens[each] for each in params.stop if each in self._special_tokens}
         if not found:
             return params
@@ -301,11 +297,10 @@ class TextCodec:
         return (ThinkingRule(thinking, budget, text),)
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Return the text of tokens, without special ones."""
+        """Return the text without special tokens."""
         return self.output_text.decode(list(map(int, token_ids)))
 
     def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the characters before each token, see `OutputText`."""
         return self.output_text.offsets(token_ids)[:-1]
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -313,7 +308,7 @@ class TextCodec:
         return self._bytes.of(token_id)
 
     def _with_one_bos(self, token_ids: list[int]) -> list[int]:
-        """Remove an added BOS token from a text that begins with one."""
+        """Remove an added BOS token before another one."""
         is_there_twice = self._added_bos is not None and len(token_ids) > 1 and token_ids[0] == token_ids[1]
         return token_ids[1:] if is_there_twice else token_ids
 
@@ -329,7 +324,7 @@ class TextCodec:
             return error
 
     def _found_idle_stop(self, text: str) -> str:
-        """Return why a stop text is impossible; "" if it is possible or a special token."""
+        """Return why a stop text is impossible; "" if it is possible."""
         if text in self._special_tokens:
             return ""
         named = [each for each in self._special_tokens if each in text and len(each) > 2]
@@ -341,7 +336,6 @@ class TextCodec:
 
     @cached_property
     def _special_tokens(self) -> dict[str, int]:
-        """Return the ids of special tokens by name."""
         if isinstance(self._tokenizer, TekkenTokenizer):
             return self._tokenizer.get_vocab()
         entries = self._tokenizer.added_tokens_decoder.items()
@@ -349,7 +343,6 @@ class TextCodec:
 
     @cached_property
     def _written_bytes(self) -> set[int]:
-        """Return the bytes that texts may have."""
         found = set[int]()
         for token_id in range(self._vocab_size):
             found.update(self._bytes[token_id])
@@ -359,7 +352,7 @@ class TextCodec:
 
     @cached_property
     def _added_bos(self) -> str | None:
-        """Return the BOS token, if the tokenizer adds one to texts."""
+        """Return the BOS token, if the tokenizer adds one."""
         bos = getattr(self._tokenizer, "bos_token", None)
         return str(bos) if bos and self.encode("a")[:1] == [self._tokenizer.bos_token_id] else None
 
@@ -388,10 +381,7 @@ class TextCodec:
     def _last_marker(
         self, asked: str | tuple[int, ...] | Chat, text: str | None, token_ids: list[int]
     ) -> LastMarker | None:
-        """Return the last marker in a prompt; in a chat only the answer counts.
-
-        `text` is the source of the tokens, None if these were given.
-        """
+        """Return the last marker in a prompt; in a chat only the answer counts."""
         if self.markers is None:
             return None
         if isinstance(asked, Chat) and asked.options is not None and asked.options.continue_final_message:
@@ -452,7 +442,7 @@ class TextCodec:
 
 
 def _loaded(files: ModelFiles) -> Any:
-    """Load a model folder's tokenizer, without clean-up of spaces. Raises ImportError if a library is missing."""
+    """Raises ImportError if a library is missing."""
     if has_tekken_alone(files.path):
         return TekkenTokenizer(files.path)
     # with mistral-common, AutoTokenizer would prefer Mistral's file
@@ -463,7 +453,7 @@ def _loaded(files: ModelFiles) -> Any:
 
 
 def _loader(files: ModelFiles) -> Any:
-    """Return AutoTokenizer's choice, without importing it if possible: it loads torch, for seconds and 300 MB."""
+    """Avoid AutoTokenizer if possible: it loads torch, for seconds and 300 MB."""
     config = read_config(files.name, files.path)
     path = files.path / "tokenizer_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -478,7 +468,7 @@ def _loader(files: ModelFiles) -> Any:
 
 
 def _without_dropout(tokenizer: Any) -> Any:
-    """Disable random cuts of texts, which are for training."""
+    """Disable random cuts of texts. Raises ValueError if that is impossible."""
     if getattr(tokenizer, "sp_model_kwargs", {}).get("enable_sampling"):
         raise ValueError("it cuts texts at random (sp_model_kwargs in tokenizer_config.json: enable_sampling)")
     model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)

@@ -103,7 +103,6 @@ class WordTokens:
         return any(letter in text for letter in self._first_of_added)
 
     def _tokens_around(self, add_special_tokens: bool) -> tuple[list[int], list[int]]:
-        """Return the tokens that the library adds before and after a text."""
         bare, whole = (self._tokenizer.encode("a", add_special_tokens=adds).ids for adds in (False, add_special_tokens))
         start = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
         return whole[:start], whole[start + len(bare) :]

@@ -51,7 +51,6 @@ def write_features(path: Path, target: TargetModel, texts: dict[str, list[Text]]
 
 
 def _batch(token_ids: list[int], hidden: torch.Tensor, schema: Any) -> Any:
-    """Return a record batch of one text and its `hidden [num_tokens, hidden]`."""
     bits = hidden.to("cpu", torch.bfloat16).contiguous().view(torch.uint16).flatten().numpy()
     features = pa.FixedSizeListArray.from_arrays(pa.array(bits), hidden.shape[1])
     return pa.record_batch([pa.array(np.asarray(token_ids, dtype=np.uint32)), features], schema=schema)

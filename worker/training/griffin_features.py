@@ -84,7 +84,6 @@ class _Cache:
 
 
 def _held_out(cache: _Cache, data: Path, texts: HeadRecipe) -> list[TextFeatures]:
-    """Return test books, and the target's text behind their starts."""
     if not any(data.rglob(TEST)):
         cache.report(f"{data}: no {TEST}; the accuracy is not measured")
         return []
@@ -105,7 +104,6 @@ def data_digest(data: Path, pattern: str) -> str:
 
 
 def _own(target: TargetModel, books: list[TextFeatures], recipe: GriffinRecipe) -> Texts:
-    """Sample own texts behind parts of the books."""
     prompted = [Text(book.token_ids.tolist()) for book in books]
     longest = max(len(book.token_ids) for book in books)
     size = min(recipe.texts.num_prompt_tokens, longest) + recipe.texts.num_own_tokens
@@ -139,7 +137,6 @@ class Windows:
         return cls(*(torch.stack(tensors).to(device) for tensors in zip(*windows, strict=True)))
 
     def entries(self) -> torch.Tensor:
-        """Return entries `[num_windows, length]`."""
         num_windows, length = self.token_ids.shape
         return torch.arange(length, device=self.token_ids.device).expand(num_windows, -1)
 

@@ -47,16 +47,14 @@ class GriffinRecipe:
         return config if self.expansion_size is None else replace(config, expansion_size=self.expansion_size)
 
     def at(self, step: int) -> GriffinRecipe:
-        """Return the recipe of a step (from 0), with a growing number of passes, since one is cheapest and
-        teaches most.
-        """
+        """Return a step's recipe, with a growing number of passes, since one is cheapest and teaches most."""
         later = step / self.num_steps - self.single_pass_share
         part = (1.0 - self.single_pass_share) / max(1, self.num_passes - 1)
         num_passes = 1 if later < 0 else min(self.num_passes, 2 + int(later / part))
         return replace(self, num_passes=num_passes)
 
     def learning_rate(self, step: int, hidden_size: int) -> float:
-        """Return the rate at a step (from 0): warm-up, then a linear fall to 0; higher for small models."""
+        """Return the rate: warm-up, then a linear fall to 0; higher for small models."""
         peak: float = self.base_learning_rate * (4096 / hidden_size) ** 1.75
         left = (self.num_steps - step) / max(1, self.num_steps - self.num_warmup_steps)
         return peak * min((step + 1) / self.num_warmup_steps, left, 1.0)

@@ -214,7 +214,6 @@ def write_card(folder: Path) -> None:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a training's log; empty without a log."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
@@ -243,7 +242,6 @@ def _target_section(folder: Path, records: list[dict[str, Any]], trained: dict[s
 
 
 def _kind_words(config: dict[str, Any]) -> dict[str, str]:
-    """Return the card's words for a model's kind, and for its option."""
     num_nets, num_layers = config["layer_types"].count("linear_attention"), len(config["layer_types"])
     if not num_nets:
         return {"kind": "Qwen3's", "options": "", "nets": ""}
@@ -254,7 +252,6 @@ def _kind_words(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _long_texts_section(recipes: list[dict[str, Any]]) -> str:
-    """Return the section on all stages of long texts."""
     if not recipes:
         return ""
     rows = [_long_texts_line(number, recipe) for number, recipe in enumerate(recipes, start=1)]
@@ -269,7 +266,6 @@ def _long_texts_line(number: int, recipe: dict[str, Any]) -> str:
 
 
 def _stage_lines(records: list[dict[str, Any]]) -> list[str]:
-    """Return lines of tokens, steps, minutes and devices per stage."""
     stages: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         if "stage" in record:

@@ -73,7 +73,6 @@ def evaluate_target(model_folder: Path, test_file: Path, max_stretches: int) -> 
 
 
 def _by_position(losses: torch.Tensor) -> dict[str, float]:
-    """Return means over ranges of `losses [num_stretches, length]`."""
     return {f"{a}-{b}": round(float(losses[:, a:b].mean()), 4) for a, b in POSITION_RANGES}
 
 

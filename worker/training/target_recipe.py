@@ -31,7 +31,6 @@ class WindowKind:
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of a step."""
         return self.length * self.batch_size
 
 
@@ -43,7 +42,7 @@ class WindowRecipe(Recipe):
     far_share: float = 0.3  # of windows at any place of a long text, not from position 0
 
     def kind_of(self, step: int) -> WindowKind:
-        """Return the windows of a step (from 0), whose shares of tokens hold throughout the training."""
+        """Return a step's windows, whose shares of tokens hold throughout the training."""
         return self._order[step]
 
     @functools.cached_property
@@ -71,7 +70,6 @@ class LongTextRecipe(WindowRecipe):
 
     @property
     def num_segments(self) -> int:
-        """Return the number of segments of a text."""
         return self.length // self.segment
 
 
@@ -83,7 +81,6 @@ class TargetRecipe(WindowRecipe):
 
     @property
     def all_steps(self) -> int:
-        """Return all steps, of windows and long texts."""
         return self.num_steps + sum(texts.num_steps for texts in self.long_texts)
 
 
@@ -106,7 +103,6 @@ TOKENS_PER_TEXT = 2_000_000  # trained tokens of windows per long text
 
 
 def num_steps_for(kinds: tuple[WindowKind, ...], num_tokens: int) -> int:
-    """Return the steps of these kinds for `num_tokens` tokens."""
     return max(1, round(num_tokens * sum(kind.share / kind.num_tokens for kind in kinds)))
 
 

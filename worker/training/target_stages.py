@@ -47,10 +47,7 @@ class WindowSource:
         return WindowBatch(token_ids, positions[:, :-1].contiguous())
 
     def long_text(self, number: int, length: int, pieces: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return the token ids `[length + 1]` of a text (from 0), with the first token.
-
-        It continues with another book at a book's end, or behind a piece whose length is within `pieces`.
-        """
+        """Return token ids `[length + 1]` of a text, continued by other books, or in `pieces`."""
         random = np.random.default_rng([self._recipe.seed, number, 2])
         token_ids = self._stretch(random, length) if pieces is None else self._pieces(random, length, pieces)
         return torch.from_numpy(np.concatenate([[self._first_token_id], token_ids]))
@@ -121,7 +118,7 @@ NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}  # rows whose logits are in memor
 
 
 def add_batch_gradients(model: PreTrainedModel, batch: WindowBatch) -> float:
-    """Add the gradients of a batch's loss; return the loss in nats per token."""
+    """Return the loss in nats per token."""
     with sparing(model, batch.positions.numel()):
         states = states_of(model, batch.token_ids[:, :-1], batch.positions)
         return add_row_gradients(model, states.flatten(0, 1), batch.token_ids[:, 1:].flatten())[0]
@@ -207,11 +204,9 @@ class Stage:
 
     @property
     def end(self) -> int:
-        """Return the steps of all stages at its end."""
         return self.first + self.recipe.num_steps
 
     def has_state_at(self, step: int) -> bool:
-        """Return whether to save a state after `step` steps of all stages."""
         return (step - self.first) % self.num_state_steps == 0 or step == self.end
 
     def optimizers(self, model: PreTrainedModel, step: int, restored: Optimizers) -> Optimizers:
@@ -222,7 +217,6 @@ class Stage:
         return optimizers
 
     def run(self, model: PreTrainedModel, optimizers: Optimizers, step: int, seconds: float) -> Iterator[StepRecord]:
-        """Run the stage's steps after `step`; records count steps of all stages."""
         for done in run_steps(model, optimizers, self.recipe, self.add_gradients, step - self.first, seconds):
             yield replace(done, step=self.first + done.step)
 
@@ -278,7 +272,6 @@ def run_stages(
 
 
 def device_words(device: torch.device) -> str:
-    """Return a device's name for the card."""
     if device.type == "cpu":
         return f"{torch.get_num_threads()} processor cores"
     return torch.cuda.get_device_name(device)
@@ -311,7 +304,7 @@ class LongTexts:
         return StepLoss(KIND, self._recipe.segment + batch.positions.numel(), self._figures[-1][0])
 
     def _add_segment(self, start: int) -> tuple[float, float]:
-        """Add the gradients of the segment from `start`; return its loss and the distance of its views."""
+        """Return the segment's loss and the distance of its views."""
         end = start + self._recipe.segment
         positions = torch.arange(start, end)
         states = states_of(self._model, self._text[None, start:end], positions[None], self._earlier)[0]

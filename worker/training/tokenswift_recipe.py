@@ -42,12 +42,11 @@ class HeadRecipe:
         return self.num_heads + 2
 
     def rate(self, step: int) -> float:
-        """Return the share of the learning rate at a step (from 0): linear warm-up, then a half cosine to 0."""
+        """Return the share of the rate: linear warm-up, then a half cosine to 0."""
         if step < self.num_warmup_steps:
             return (step + 1) / self.num_warmup_steps
         done = (step - self.num_warmup_steps) / max(1, self.num_steps - self.num_warmup_steps)
         return 0.5 * (1.0 + math.cos(math.pi * done))
 
     def own_sampling(self, sampling: SamplingParams, round_number: int = 0) -> SamplingParams:
-        """Return the parameters of own texts; each round has its own seed."""
         return sampling.model_copy(update={"max_tokens": self.num_own_tokens, "seed": self.seed + round_number})

@@ -109,7 +109,6 @@ def _hidden_behind(scores: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _later(tensors: list[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """Return the passes after the first, with their numbers."""
     return list(enumerate(tensors[1:], start=2))
 
 
@@ -205,7 +204,6 @@ def measure_accuracy(
 
 
 def _record(when: str, step: int, name: str, same: torch.Tensor) -> GriffinAccuracyRecord:
-    """Return a record from `same [2 ways, 2, num_forwards, num_rows]`, see `same_tokens`."""
     shares, rates = {}, {}
     for way, (right, reached) in zip(WAYS, same, strict=True):
         shares[way] = _rounded(right.float().mean(dim=1))

@@ -48,12 +48,10 @@ class MTPRecipe:
     seed: int = defaults.SEED
 
     def passes_at(self, step: int) -> int:
-        """Return the passes of a step (from 0)."""
         later = 2 * step / self.num_steps - 1.0
         return 1 if later < 0 else min(self.num_passes, 2 + int(later * (self.num_passes - 1)))
 
     def steps(self) -> Recipe:
-        """Return the optimizer settings."""
         return Recipe(self.num_steps, embedding_learning_rate=1e-3, num_warmup_steps=20, seed=self.seed)
 
 

@@ -129,7 +129,6 @@ def _test_file(data: Path, tokenizer: PreTrainedTokenizerFast, report: Callable[
 
 
 def long_context_of(output: Path, test_file: Path, tokenizer: PreTrainedTokenizerFast) -> LongContext:
-    """Measure the written model's long context on test books."""
     slots = SlotsWanted(longest_job=SCORED_FROM + NUM_SCORED, num_slots=1)
     target = TargetModel.load(locate_model(str(output)), "bfloat16", "auto", slots=slots)
     return measure_long_context(target, encode_books(list(read_books(test_file)), tokenizer), tokenizer.bos_token_id)

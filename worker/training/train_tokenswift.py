@@ -150,7 +150,6 @@ def _labels(target: TargetModel, states: TextStates, rows: torch.Tensor, soft: b
 
 
 def chunk_rows(rows: torch.Tensor, vocab_size: int) -> Iterator[torch.Tensor]:
-    """Split rows into parts whose logits fit in memory."""
     yield from rows.split(max(1, NUM_LOGITS // vocab_size))
 
 

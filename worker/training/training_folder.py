@@ -107,7 +107,6 @@ class TrainingFolder:
             raise ModelError(f"{path}: cannot be read ({problem}); delete it to train from the beginning") from error
 
     def finish(self) -> None:
-        """Delete the state, once the weights are written."""
         (self.path / self._files.state).unlink(missing_ok=True)
 
 
@@ -121,13 +120,11 @@ def _is_whole(product: Path) -> bool:
 
 
 def write_record(log: IO[str], record: Any) -> None:
-    """Append a dataclass to a training log, and flush it."""
     log.write(json.dumps(asdict(record)) + "\n")
     log.flush()
 
 
 def write_measured(log: IO[str], records: Iterable[Any], report: Callable[[str], None]) -> None:
-    """Append measurements to a training log, and report them."""
     for record in records:
         write_record(log, record)
         report(record.in_words())

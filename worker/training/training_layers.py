@@ -31,7 +31,6 @@ class EarlierSegments:
         self._states: dict[int, tuple[Tensor, Tensor]] = {}  # of recurrent layers: newest inputs, and the state
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Attend with the next segment's heads to the whole text so far."""
         self._read[layer] = key.detach(), value.detach()
         return causal_attention(query, key, value, scaling, self._behind.get(layer))
 
@@ -40,7 +39,6 @@ class EarlierSegments:
         return self._states.get(layer, (None, None))
 
     def keep_state(self, layer: int, inputs: Tensor, state: Tensor) -> None:
-        """Store them behind the current segment; each layer reads a segment once."""
         self._states[layer] = inputs.detach(), state.detach()
 
     def advance(self) -> None:

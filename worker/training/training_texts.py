@@ -74,10 +74,7 @@ def encode_books(books: list[str], tokenizer: PreTrainedTokenizerFast) -> list[n
 
 
 def jumping_positions(random: np.random.Generator, num_tokens: int, length: int, num_sinks: int) -> np.ndarray:
-    """Return positions `[length]` of a stretch of a text, sometimes with its first tokens before a gap.
-
-    Long texts are read like this in use; no text may be shorter than `length`.
-    """
+    """Return positions `[length]` of a stretch of a text, sometimes with its first tokens before a gap."""
     num_sinks = num_sinks if random.random() < JUMP_SHARE else 0
     start = random.integers(num_sinks, num_tokens - length + num_sinks + 1)
     return np.concatenate([np.arange(num_sinks), np.arange(start, start + length - num_sinks)])
@@ -108,7 +105,6 @@ class TextStates:
 
 
 def load_target(files: ModelFiles) -> TargetModel:
-    """Load the frozen target with `transformers`' attention, for whole texts at once."""
     target = TargetModel(load_transformers(files, torch.bfloat16, resolve_device("auto")), files)
     check_model(target)
     target.model.set_attn_implementation("sdpa")
@@ -185,7 +181,7 @@ def learned_texts(target: TargetModel, books: list[Text], recipe: HeadRecipe) ->
 
 
 def first_ids_of(files: ModelFiles) -> list[int]:
-    """Return the tokens with which all texts of a model start; empty for many models."""
+    """Return the tokens with which all texts of a model start."""
     return TextCodec(files).encode("")
 
 
@@ -240,6 +236,6 @@ def sampled_texts(
 
 
 def _of_one(sampling: SamplingParams, number: int) -> SamplingParams:
-    """Return the parameters of one text, whose seed combines its number with that of `sampling`."""
+    """Return one text's parameters, with its own seed."""
     seed = ((sampling.seed or 0) << 32) + number & MAX_SEED
     return sampling.model_copy(update={"seed": seed, "ignore_eos": True})

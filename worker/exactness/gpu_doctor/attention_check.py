@@ -58,13 +58,11 @@ def check_attention_speed(parts: Parts) -> Finding:
 
 
 def attended_lengths(parts: Parts) -> list[int]:
-    """Return the lengths for which the model has positions."""
     longest = parts.files.max_positions
     return sorted({min(length, longest) for length in parts.extent.lengths})
 
 
 def _compared(parts: Parts, layer: OneLayer, rng: random.Random, length: int) -> Row:
-    """Compare all row and slot counts at one length."""
     differing, tried, error = 0, 0, 0.0
     for num_slots in parts.extent.slot_counts:
         for num_rows in _row_counts(parts):
@@ -77,7 +75,6 @@ def _compared(parts: Parts, layer: OneLayer, rng: random.Random, length: int) ->
 
 
 def _row_counts(parts: Parts) -> tuple[int, ...]:
-    """Return the numbers of rows to try, also that of a forward."""
     counts, most = parts.extent.row_counts, parts.kernels.num_rows
     return counts if most == NUM_ROWS else (*counts, most)
 
@@ -100,7 +97,6 @@ def _against_alone(layer: OneLayer, placed: list[Placed], seed: int) -> tuple[in
 
 
 def _prefix_bytes(parts: Parts, placed: Placed) -> int:
-    """Return the bytes read once for all rows of a sequence."""
     rows, _ = placed
     return rows.boundary * parts.cache_shape(num_layers=1).bytes_per_position()
 
@@ -138,7 +134,6 @@ class OneLayer:
         return found
 
     def random_query(self, seed: int) -> Tensor:
-        """Return a random query `[num_rows, num_heads, head_dim]`."""
         query = self._rows(self._parts.sizes.head_dim).float().normal_(generator=self._parts.generator(seed))
         return query.to(self._parts.dtype)
 
@@ -160,7 +155,6 @@ class OneLayer:
         self._upload.send()
 
     def attend(self) -> None:
-        """Attend over the uploaded rows, in two launches."""
         kept = self.arena.buffer[0].expand(-1, len(self._caches), -1, -1, -1)
         self._attention.attend(0, kept[0], kept[-1], None, self._table, self._mixed, pages=self.arena.pages)
 

@@ -43,7 +43,6 @@ class Result(Frozen):
     finding: Finding
 
     def page(self) -> str:
-        """Return the check's part of the page: name, verdict, purpose, and figures as a table."""
         verdict = "passed" if self.finding.passed else "FAILED"
         head = f"{self.name}: {verdict} ({self.seconds:.1f} s)\n  {self.proves}\n  {self.finding.words}"
         return "\n".join([head, *_table(self.finding.rows)])

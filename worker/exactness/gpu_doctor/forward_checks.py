@@ -91,7 +91,6 @@ def _digest(parts: Parts, is_eager: bool) -> str:
 
 
 def _repeat(work: Work, _device: torch.device) -> Graph:
-    """Return a `Graph` without a capture."""
     return Repeated(work)
 
 

@@ -95,7 +95,7 @@ def _into(kernel: WeightKernel, out: Tensor, rows: Tensor, linear: AnyLinear) ->
 
 
 def _num_changed_by_place(parts: Parts, run: functools.partial[None], linear: AnyLinear, out: Tensor) -> int:
-    """Return how often one row's bits differ, at all places, among changing neighbours."""
+    """Return how often one row's bits differ among changing places and neighbours."""
     generator, depth = parts.generator(1), linear.weight.shape[1]
     row = random_rows(parts, depth, generator)[0]
     differing = torch.zeros((), dtype=torch.int64, device=parts.device)
@@ -124,7 +124,6 @@ def _error(parts: Parts, run: functools.partial[None], linear: AnyLinear, out: T
 
 
 def first_columns(weight: Weight) -> Tensor:
-    """Return a weight's compared columns as numbers."""
     chosen = slice(COMPARED_COLUMNS)
     return weight.rows(chosen).dequantized() if isinstance(weight, PackedMatrix) else weight[chosen]
 
@@ -141,13 +140,11 @@ def _seconds(parts: Parts, run: functools.partial[None], linears: list[AnyLinear
 
 
 def random_rows(parts: Parts, depth: int, generator: torch.Generator) -> Tensor:
-    """Return random rows `[num_rows, depth]` in the model's dtype."""
     rows = torch.randn(parts.kernels.num_rows, depth, generator=generator, device=parts.device)
     return rows.to(parts.dtype)
 
 
 def bits(numbers: Tensor) -> Tensor:
-    """Return the bits as integers."""
     return numbers.view(torch.int16 if numbers.element_size() == 2 else torch.int32)
 
 
@@ -190,7 +187,6 @@ def _own_matrices(parts: Parts) -> Iterator[tuple[str, list[PackedMatrix]]]:
 
 
 def _random_matrices(parts: Parts) -> Iterator[tuple[str, list[PackedMatrix]]]:
-    """Yield random matrices for every depth of the model, one form after the other."""
     shapes = [linears[0].weight.shape for linears in weight_shapes(parts.weights).values()]
     widest = {depth: columns for columns, depth in sorted(shapes)}
     for depth, columns in widest.items():
@@ -242,7 +238,7 @@ def _multiply_all(rows: Tensor, matrices: list[PackedMatrix], out: Tensor) -> No
 
 
 def _num_unlike_plain(parts: Parts, matrix: PackedMatrix, out: Tensor) -> int:
-    """Return how many rows differ from the plain kernel over the same dequantized columns."""
+    """Return how many rows differ from the plain kernel with dequantized weights."""
     generator, plain = parts.generator(7), first_columns(matrix)
     expected = torch.zeros(len(out), len(plain), device=parts.device)
     differing = torch.zeros((), dtype=torch.int64, device=parts.device)

@@ -68,7 +68,6 @@ class FirstRun(Frozen):
 
     @property
     def failed(self) -> Result | None:
-        """Return the check that ended the run."""
         last = self.results[-1]
         return None if last.finding.passed else last
 
@@ -147,7 +146,6 @@ def first_run(config: Computation, report: Callable[[str], None]) -> FirstRun | 
 
 
 def verdicts(found: FirstRun) -> list[tuple[CudaKernels, Exactness]]:
-    """Return the verdicts on the requested kernels, and on those with which the checks passed."""
     linears = found.asked_linear, found.linear
     asked, taken = (CudaKernels(found.attention, linear, found.num_rows) for linear in linears)
     passed: Exactness = "exact" if found.failed is None else "exact up to ties"

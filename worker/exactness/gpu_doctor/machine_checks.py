@@ -34,7 +34,6 @@ def check_machine(parts: Parts) -> Finding:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return a GPU's capability; the interpreter counts as the least one."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else LEAST_CAPABILITY
 
 
@@ -143,12 +142,10 @@ def store_noise(words_ptr, noise_ptr, places_ptr, BLOCK: tl.constexpr):
 
 
 def num_read(num_bytes: int) -> int:
-    """Return about `num_bytes` in int32 numbers, rounded to whole programs."""
     return max(1, num_bytes // (4 * SPAN)) * SPAN
 
 
 def read_all(numbers: Tensor, sums: Tensor) -> None:
-    """Read `numbers [num_read(...)] int32` once, into their `sums [num_read(...) / SPAN] int32`."""
     read_numbers[(len(sums),)](numbers, sums, **READ_CONSTANTS)
 
 

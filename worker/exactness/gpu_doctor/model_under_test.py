@@ -92,7 +92,6 @@ class Parts:
         return cls(files, DTYPES[dtype], device, num_splits, load, kernels=kernels)
 
     def with_rows(self, num_rows: int) -> Parts:
-        """Return the same model and weights for forwards of `num_rows`."""
         made = copy.copy(self)
         made.kernels = replace(self.kernels, num_rows=num_rows)
         made.num_splits = max(1, self.num_splits * self.kernels.num_rows // num_rows)
@@ -104,7 +103,6 @@ class Parts:
 
     @functools.cached_property
     def loaded(self) -> StackedWeights | None:
-        """Return the weights on the device; None if the kernels do not support the model."""
         return self.load()
 
     @property
@@ -141,12 +139,11 @@ class Parts:
         return torch.Generator(self.device).manual_seed(seed)
 
     def release(self) -> None:
-        """Free the device's memory for another process; the weights are loaded again on demand."""
+        """Free the device's memory; the weights are loaded again on demand."""
         self.__dict__.pop("loaded", None)
         self.forget_unused()
 
     def forget_unused(self) -> None:
-        """Free the allocator's unused memory."""
         gc.collect()  # frees buffers in reference cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

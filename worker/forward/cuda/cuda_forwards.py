@@ -42,7 +42,6 @@ class CudaRounds:
     """Rounds over one `SparseArena`; their graph is captured at once, before other threads copy."""
 
     def __init__(self, decoder: CudaDecoder, arena: SparseArena, capture: Capture) -> None:
-        """`decoder` is the target's, which shares its buffers."""
         self._decoder = decoder.over(arena.buffer, arena.bias, arena.texts)
         self._table = Upload(self._decoder.table_buffer)
         self._graph = capture(self._decoder.forward, arena.shape.device)
@@ -69,7 +68,7 @@ def entries_of(rows: SparseRows) -> SlotEntries:
 
 
 def _tiles(groups: list[SparseRows], tile_rows: int) -> Iterator[list[SparseRows]]:
-    """Yield tiles of up to `tile_rows` rows in order, whose prefixes end at the first row's entry."""
+    """Yield tiles of up to `tile_rows` rows in order."""
     tile: list[SparseRows] = []
     num_left = tile_rows
     for group in groups:
@@ -116,10 +115,7 @@ class CudaForwards:
         kernels: CudaKernels,
         capture: Capture = capture,
     ) -> None:
-        """`num_splits` is a request to the attention kernel.
-
-        Raises ValueError for weights that do not fit the arena.
-        """
+        """Raises ValueError for weights that do not fit the arena."""
         self.sizes = sizes = weights.sizes
         hides = (layer.window is not None or layer.sinks is not None for layer in weights.layers)
         self.has_windows = bool(sizes.score_softcap) or sizes.latent is not None or any(hides)
@@ -208,9 +204,7 @@ class CudaForwards:
         return CudaBatchSampler(self.vocab_size, self.device, self.capture, self.rows_per_forward)
 
     def _forward(self, groups: list[SequenceRows]) -> torch.Tensor:
-        """Return final hidden states of up to `rows_per_forward` rows, `[num_rows, hidden]`, valid until the next
-        forward.
-        """
+        """Return final hidden states, `[num_rows, hidden]`, valid until the next forward."""
         self._pass(groups)
         num_rows = sum(len(group) for group in groups)
         if self.expert_counts is not None:
@@ -218,7 +212,6 @@ class CudaForwards:
         return self._decoder.hidden[:num_rows]
 
     def _prepare(self) -> None:
-        """Capture the graphs of `_pass`."""
         for arena in (self.arena, self.arena.windowed):
             if arena is not None:
                 arena.move_rows = RowMover(arena.buffer, self.capture)
@@ -265,7 +258,7 @@ class CudaQueryTap:
         self._graph = capture(lambda: decoder.forward(keep), device)
 
     def replay(self) -> torch.Tensor:
-        """Return queries `[num_layers, num_kv_heads, group, head_dim]`, valid until the next call."""
+        """Return `[num_layers, num_kv_heads, group, head_dim]`, valid until the next call."""
         self._graph.replay()
         return self._queries
 

@@ -135,7 +135,6 @@ def planned_forwards(
 
 
 def arena_of(shape: CacheShape, plan: MemoryPlan, staging: Staging | None) -> KVArena:
-    """Return the planned memory of caches."""
     pool = PoolSize(plan.num_pages, windows=plan.windows) if plan.num_pages else None
     return KVArena(shape, plan.num_slots, plan.longest_job, pool, staging)
 
@@ -143,7 +142,6 @@ def arena_of(shape: CacheShape, plan: MemoryPlan, staging: Staging | None) -> KV
 def whole_arena(
     attention: AttentionName, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None
 ) -> KVArena:
-    """Return memory in which each slot has room for `max_length`."""
     pool = PoolSize(num_slots * most_of_a_job(max_length)) if PLANS[attention] is plan_pages else None
     return KVArena(shape, num_slots, max_length, pool, staging)
 
@@ -151,13 +149,12 @@ def whole_arena(
 def cuda_cache_shape(
     weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None, forgets: bool = False
 ) -> CacheShape:
-    """Return the shape of a GPU's caches, with windows if these forget."""
     windows = tuple(layer.window for layer in weights.layers) if forgets else ()
     return replace(CacheShape.of(weights, device, kv_dtype), kv_scale_bytes=CUDA_SCALE_BYTES, windows=windows)
 
 
 def _held(sizes: ModelSizes, wanted: SlotsWanted, kernels: CudaKernels) -> HeldPositions | None:
-    """Return the positions with window pages; None if drafts read caches, or caches have no pages."""
+    """Return the positions with window pages; None if caches keep all."""
     in_slots = wanted.host_bytes is not None or PLANS[kernels.attention] is not plan_pages
     if in_slots or wanted.partial_budget or wanted.num_unwritten is None:
         return None
@@ -182,7 +179,7 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
 
 
 def hold_gemms_steady() -> None:
-    """Fix cuBLAS's precision and workspace, which the numerics name, whatever the environment says."""
+    """Fix cuBLAS's precision and workspace, which the numerics name."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACES  # read at first use
     torch.backends.cuda.preferred_blas_library(BLAS_LIBRARY)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -222,9 +219,7 @@ def with_rounds(
 def _for_few(
     scan: DraftMemory, drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most: int
 ) -> DraftMemory:
-    """Return memory to scan texts of as many jobs as fit at their longest, up to `most`; with more, scans do not
-    pay.
-    """
+    """Return memory to scan the texts of as many jobs as fit at their longest, up to `most`."""
     beside = DraftMemory(drafts.part_bytes + scan.part_bytes, drafts.slot_bytes + scan.slot_bytes)
     number = max(1, min(most, one_slot(sizes, gpu, wanted.longest_job, beside).num_fitting))
     return DraftMemory(scan.part_bytes + number * scan.slot_bytes, 0, number)

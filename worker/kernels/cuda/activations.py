@@ -27,7 +27,6 @@ def exponential_less_one(x):
 
 @triton.jit
 def xielu(x, curve_ptr):
-    """Return XIELU with a layer's numbers, see `LayerWeights.curve`."""
     bent = exponential_less_one(tl.minimum(x, tl.load(curve_ptr + 3))) - x
     share = tl.where(x > 0, tl.load(curve_ptr) * x * x, bent * tl.load(curve_ptr + 1))
     return share + tl.load(curve_ptr + 2) * x
@@ -125,7 +124,6 @@ def softcap_row(logits_ptr, VOCAB: tl.constexpr, COLUMNS: tl.constexpr, CAP: tl.
 
 
 def softcap_logits(logits: Tensor, cap: float) -> None:
-    """Cap `[num_rows, vocab] float32` in place."""
     num_rows, vocab = logits.shape
     grid = (num_rows, triton.cdiv(vocab, SOFTCAP_COLUMNS))
     softcap_row[grid](logits, VOCAB=vocab, COLUMNS=SOFTCAP_COLUMNS, CAP=cap)

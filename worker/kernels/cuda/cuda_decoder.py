@@ -136,12 +136,11 @@ class CudaDecoder:
 
     @property
     def turns(self) -> tuple[Rotary, Tensor]:
-        """Return the rotation of heads, and its angles `[num_angles, head_dim]`."""
         return self._weights.rotary, self._angles
 
     @property
     def experts_met(self) -> Tensor | None:
-        """Return the counts of experts of all forwards, as in `CudaExperts`; None without experts."""
+        """Return the counts of `CudaExperts`; None without experts."""
         return None if self._experts is None else self._experts.met
 
     def forward(self, tap: Callable[[int, Tensor], None] | None = None) -> None:
@@ -156,7 +155,6 @@ class CudaDecoder:
         self.end()
 
     def begin(self) -> None:
-        """Launch the embedding."""
         table, weights = self._table, self._weights
         embed(table.rows, table.token_ids, weights.embedding, self._state, self.sizes.embedding_scale)
 
@@ -185,7 +183,7 @@ class CudaDecoder:
             softcap_logits(self.logits, sizes.logit_softcap)
 
     def _angles_of(self, rows: NDArray[np.int64], device: torch.device, own: Rotary | None = None) -> Tensor:
-        """Return rotary angles of table rows in the model's dtype, `[num_rows, head_dim]`."""
+        """Return rotary angles in the model's dtype, `[num_rows, head_dim]`."""
         rotary, dtype = own or self._weights.rotary, self.sizes.dtype
         return angles(rotary, rows, dtype).to(kept_as(rotary, dtype)).to(device)
 
@@ -216,7 +214,7 @@ class CudaDecoder:
             self._reduce(self._delta)
 
     def _attend(self, number: int, layer: StackedLayer, rows: Tensor, in_front: AnyLinear, behind: AnyLinear) -> None:
-        """Attend in the `number`-th attending layer; in latent attention keys and values are the same."""
+        """Attend in the `number`-th attending layer."""
         kept, view, table, pages = self._kept[number], self._views[number], self._table, self._pages
         if self._in_windows[number]:
             table, pages = self._window_table, self._window_pages
@@ -242,7 +240,6 @@ class CudaDecoder:
         values: Tensor,
         table: CudaRowTable[Tensor],
     ) -> None:
-        """Store the rows' keys and values by the table, and give their queries to the attention."""
         attention, sizes = self.attention, self.sizes
         if layer.latent is not None and self._latents is not None:
             self._latents.keep(layer.latent, in_front, rows, table, self._angles, keys, attention.query)
@@ -309,7 +306,6 @@ class CudaDecoder:
         self._use_table(torch.zeros(self.layout.size + num_states, dtype=torch.int32, device=device))
 
     def _use_table(self, buffer: Tensor) -> None:
-        """Read the rows of every forward from a fixed buffer."""
         self.table_buffer = buffer
         own = self.table_buffer[: self.layout.size]
         self._table = self._window_table = self.layout.table(own)
@@ -320,7 +316,7 @@ class CudaDecoder:
 
 
 def _numbers_of(layers: Sequence[StackedLayer]) -> tuple[list[int], list[int]]:
-    """Return each layer's number among attending layers, and among recurrent ones."""
+    """Return each layer's numbers among attending and among recurrent ones."""
     attends = [layer.attention is not None for layer in layers]
     mixes = [layer.mixer is not None for layer in layers]
     numbers = range(len(layers))
@@ -338,7 +334,6 @@ def _recurrent_layers_of(
 
 
 def _of_width(buffer: Tensor, width: int) -> Tensor:
-    """Return the start of a buffer as rows without gaps."""
     return buffer.flatten()[: len(buffer) * width].view(len(buffer), width)
 
 
@@ -352,7 +347,6 @@ def _layers_of(arena: Tensor, windowed: Tensor | None, in_windows: Sequence[bool
 
 
 def _check_flash(kv_dtype: torch.dtype, dtype: torch.dtype, views: list[AttentionView]) -> None:
-    """Raise ValueError for layers that flash-attn does not support."""
     if kv_dtype != dtype:
         raise ValueError("found keys and values in 8 bits, which flash-attn does not take; attend with triton")
     if any(view != SEES_ALL for view in views):

@@ -55,7 +55,6 @@ class Repeated:
 
 
 def capture(work: Work, device: torch.device) -> Graph:
-    """Capture work on any device."""
     return CudaGraph(work, device) if device.type == "cuda" else Repeated(work)
 
 
@@ -69,7 +68,7 @@ class Upload:
     """Fills one static buffer of int32."""
 
     def __init__(self, target: torch.Tensor) -> None:
-        """Take `target [size] int32` on the device."""
+        """Take `target [size] int32`."""
         self._target = target
         on_gpu = target.device.type == "cuda"
         self._hosts = [torch.zeros(len(target), dtype=torch.int32, pin_memory=on_gpu) for _ in range(NUM_HOST_BUFFERS)]
@@ -78,13 +77,12 @@ class Upload:
         self._next = 0
 
     def buffer(self) -> NDArray[np.int32]:
-        """Return the host's numbers `[size]` for the next copy, with older content; wait for an earlier copy."""
+        """Return the next copy's numbers `[size]`, which have older content."""
         if event := self._copied[self._next]:
             event.synchronize()
         return self._numbers[self._next]
 
     def send(self) -> None:
-        """Queue the copy of `buffer`'s numbers."""
         self._target.copy_(self._hosts[self._next], non_blocking=True)
         if self._target.device.type == "cuda":
             self._copied[self._next] = torch.cuda.current_stream(self._target.device).record_event()
@@ -95,13 +93,13 @@ class Download:
     """Copies one static buffer of int32 to the host, with a step's only wait."""
 
     def __init__(self, source: torch.Tensor) -> None:
-        """Take `source [size] int32` on the device."""
+        """Take `source [size] int32`."""
         self._source = source
         self._host = torch.zeros(len(source), dtype=torch.int32, pin_memory=source.device.type == "cuda")
         self._numbers: NDArray[np.int32] = self._host.numpy()
 
     def wait(self) -> NDArray[Any]:
-        """Return the numbers `[size] int32` after all queued work; the next download overwrites them."""
+        """Return the numbers `[size] int32`, which the next download overwrites."""
         self._host.copy_(self._source, non_blocking=True)
         if self._source.device.type == "cuda":
             torch.cuda.current_stream(self._source.device).synchronize()

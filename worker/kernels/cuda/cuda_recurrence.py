@@ -48,7 +48,6 @@ class StateBuffers:
 
 
 def number_of_state(boundary: int) -> int:
-    """Return the number of a boundary's state in its slot."""
     return boundary // BLOCK % NUM_STATES
 
 
@@ -116,7 +115,6 @@ class StateLayout:
         return sum(math.prod(shape) for shape in self._shapes())
 
     def table(self, buffer: Ints) -> StateTable[Ints]:
-        """Return the parts of a buffer `[size] int32`."""
         return StateTable(*in_parts(buffer, self._shapes()))
 
     def fill(self, buffer: NDArray[np.int32], groups: Sequence[StateRows]) -> None:
@@ -157,7 +155,7 @@ class StateLayout:
 
 
 def _by_sequence(groups: Sequence[StateRows]) -> Iterator[tuple[int, list[StateRows]]]:
-    """Yield each sequence's groups and its first row. Raises ValueError if others are between them."""
+    """Yield each sequence's groups and first row. Raises ValueError if others are between them."""
     parts: dict[int, list[StateRows]] = {}
     for group in groups:
         if group.slot in parts and group.slot != next(reversed(parts)):
@@ -186,7 +184,7 @@ def decays_behind(steps_ptr, entries, behind, head, RING: tl.constexpr, WORDS: t
 
 @triton.jit
 def decay_of_all(steps_ptr, entries, seen, head, RING: tl.constexpr, WORDS: tl.constexpr, DECAYS: tl.constexpr):
-    """Return the decay from the boundary to the last of some steps."""
+    """Return the decay from the boundary."""
     logs = tl.load(steps_ptr + (entries % RING) * WORDS + DECAYS + head, mask=seen, other=0.0)
     return tl.exp(tl.sum(logs, 0))
 
@@ -259,7 +257,6 @@ def folded(
 
 @triton.jit
 def entries_of(boundary, first, SOME: tl.constexpr):
-    """Return entries of consecutive positions."""
     return boundary.to(tl.int64) + first + tl.arange(0, SOME)
 
 
@@ -380,7 +377,6 @@ def walk(
     sizes: RecurrentSizes,
     layout: StepLayout,
 ) -> None:
-    """Write what rows read from states, and store their updates as steps."""
     constants = walk_constants(sizes, layout)
     grid = (len(table.sequences), sizes.num_heads, triton.cdiv(sizes.value_dim, constants["COLUMNS"]))
     walk_rows[grid](table.sequences, table.rows, table.paths, states, steps, *rows, *weights, found, **constants)

@@ -217,7 +217,6 @@ def ready_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bias: boo
 
 
 def gate_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bias: bool) -> dict[str, Any]:
-    """Return the constants of `gate_convolution`."""
     return convolution_constants(sizes, layout, has_tap_bias) | {"WIDTH": GATED_COLUMNS}
 
 
@@ -246,7 +245,6 @@ def gate_convolutions(
     mixed: Tensor,  # [num_rows, num_channels]
     constants: dict[str, Any],
 ) -> None:
-    """Launch a pure convolution between its products."""
     gate_convolution[(len(table.rows), triton.cdiv(mixed.shape[1], GATED_COLUMNS))](
         table.rows, table.paths, wide, floats["taps"], floats.get("tap_bias"), inputs, mixed, **constants
     )
@@ -362,7 +360,6 @@ def finish(
     mixed: Tensor,  # [num_rows, num_heads * value_dim] in the model's dtype
     sizes: RecurrentSizes,
 ) -> None:
-    """Write the last product's input."""
     constants = finish_constants(sizes)
     finish_group[(len(table.rows), sizes.width // constants["GROUP"])](
         table.rows, wide, found, own, floats.get("skip"), floats.get("norm"), mixed, sizes.epsilon, **constants
@@ -370,7 +367,7 @@ def finish(
 
 
 def scale(rows: Tensor, factor: float) -> None:
-    """Multiply rows in place, rounding once."""
+    """Scale in place, rounding once."""
     if factor != 1.0:
         rows.mul_(factor)
 
@@ -381,7 +378,6 @@ class CudaRecurrentLayers:
     def __init__(
         self, sizes: RecurrentSizes, states: StateBuffers, dtype: torch.dtype, linear: WeightKernel, num_rows: int
     ) -> None:
-        """All mixers have these sizes; rows read `states` by the tables of `layout`."""
         self.layout = StateLayout(states.num_slots, states.layout.ring, sizes.conv_width - 1, num_rows)
         self._sizes, self._states, self._linear = sizes, states, linear
         device = states.steps.device

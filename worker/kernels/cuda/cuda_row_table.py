@@ -47,7 +47,6 @@ class NativeFill:
     """Fills tables of one layout in C."""
 
     def __init__(self, layout: CTableLayout, size: int) -> None:
-        """`size` is that of a table's buffer."""
         self._layout, self._size = layout, size
         self._address = ctypes.addressof(layout)
 
@@ -81,10 +80,7 @@ class NativeFill:
 
 
 def _numbers_of(sequences: Sequence[tuple[Rows, int]]) -> tuple[list[int], list[int]]:
-    """Return size, slot, boundary and first entry per sequence; then tokens, positions and tail lengths of all rows.
-
-    The second list is empty if they differ in length.
-    """
+    """Return size, slot, boundary and first entry per sequence; then tokens, positions and tail lengths of all rows."""
     numbers, token_ids, positions, lengths = list[int](), list[int](), list[int](), list[int]()
     for rows, slot in sequences:
         numbers += (len(rows.token_ids), slot, rows.boundary, rows.first_entry)
@@ -96,7 +92,7 @@ def _numbers_of(sequences: Sequence[tuple[Rows, int]]) -> tuple[list[int], list[
 
 
 def _pages_of(pages: Sequence[Sequence[int]], numbers: list[int], page: int) -> CGivenPages:
-    """Return each sequence's pages from its boundary to its last row; none if some sequence has no pages."""
+    """Return each sequence's pages from its boundary to its last row; none if some lack pages."""
     if not page or 4 * len(pages) != len(numbers):
         return CGivenPages(None, 0)
     known = list[int]()
@@ -143,7 +139,6 @@ class PageTable:
 
     @property
     def capacity(self) -> int:
-        """Return the most entries of a slot."""
         return self.numbers.shape[-1] * self.page
 
     def of(self, slot: int) -> PageTable:
@@ -167,7 +162,7 @@ class TableLayout:
 
     @property
     def num_groups(self) -> int:
-        """Return the most groups of rows of `num_slots` sequences, each in up to two blocks."""
+        """Return the most groups of `num_slots` sequences, each in up to two blocks."""
         most = (self.num_rows + 2 * self.num_slots * (self.rows_per_group - 1)) // self.rows_per_group
         return min(self.num_rows, most)
 
@@ -178,7 +173,6 @@ class TableLayout:
         return self._end_of_table
 
     def table(self, buffer: Ints) -> CudaRowTable[Ints]:
-        """Return the parts of a buffer `[size] int32`."""
         return CudaRowTable(*in_parts(buffer, self._shapes()))
 
     def window_table(self, buffer: Ints) -> CudaRowTable[Ints]:
@@ -223,14 +217,12 @@ class TableLayout:
 
     @functools.cached_property
     def _native(self) -> NativeFill:
-        """Return the same in C, which refuses what does not fit."""
         windows = self._start_of_windows if self.has_window_pages else 0
         numbers = (self.num_slots, self.capacity, self.rows_per_group, self.num_positions, self.vocab)
         sizes = (self.boundary_step, self.page or 0, self.num_rows, self.num_groups, windows)
         return NativeFill(CTableLayout(*numbers, *sizes), self.size)
 
     def _fill_groups(self, table: CudaRowTable[NDArray[np.int32]], given: _Given) -> None:
-        """Divide the rows of each sequence into groups."""
         most, counts = self.rows_per_group, self._num_groups_of(given)
         firsts = np.cumsum(counts) - counts  # each sequence's first group
         owner = np.repeat(np.arange(len(counts)), counts)

@@ -146,7 +146,6 @@ def merge_tails(
     scale: float,
     shape: AttentionShape,
 ) -> None:
-    """Merge each row's tail with its prefix."""
     tail_merge_packed[(len(mixed), shape.num_kv_heads)](
         query, keys, values, output, lse, mixed, table.rows, table.tail_slots, table.packed,
         scale * math.log2(math.e), *keys.stride()[:3], **packed_constants(shape),
@@ -154,7 +153,6 @@ def merge_tails(
 
 
 def packed_constants(shape: AttentionShape) -> dict[str, Any]:
-    """Return constants, warps and stages of `tail_merge_packed`."""
     given = shape.tail_constants() | {"ROWS_PER_GROUP": shape.rows_per_group}
     unknown = ("NUM_ROWS", "NUM_SPLITS", "LEAST_BLOCKS", "WINDOW", "SOFTCAP_LOG2", "HAS_SINKS")
     return {name: value for name, value in given.items() if name not in unknown}

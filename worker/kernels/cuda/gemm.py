@@ -69,7 +69,6 @@ def multiply_columns(
 
 
 def triton_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Multiply with Triton, on a CPU in its interpreter."""
     num_columns, depth = weight.shape
     multiply_columns[gemm_grid(rows, num_columns)](
         rows, weight, bias, out, num_columns, **multiply_constants(depth, bias is not None, tile_rows(rows))
@@ -82,7 +81,7 @@ def tile_rows(rows: Tensor) -> int:
 
 
 def gemm_grid(rows: Tensor, num_columns: int) -> tuple[int, int]:
-    """Return the grid, with programs of the same columns in sequence, so that they share the cache."""
+    """Return the grid; programs of the same columns are consecutive, to share the cache."""
     return len(rows) // tile_rows(rows), triton.cdiv(num_columns, TILE_COLUMNS)
 
 
@@ -149,7 +148,6 @@ DECODERS: dict[Code, Any] = {
 
 @triton.jit
 def read(pointers, is_there, IS_WHOLE: tl.constexpr):
-    """Load numbers, with zeros outside the mask."""
     return tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=is_there, other=0)
 
 
@@ -252,7 +250,6 @@ def packed_gemm(rows: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tens
 
 
 def packed_constants(weight: PackedMatrix, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, Any]:
-    """Return constants, warps and stages of `multiply_packed_columns`."""
     return multiply_constants(weight.shape[1], has_bias, num_tile_rows) | form_constants(weight)
 
 
@@ -285,7 +282,6 @@ class WeightKernel:
         self._plain = plain
 
     def __call__(self, rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
-        """Write `out [num_rows, columns]` as a `LinearKernel` does."""
         if isinstance(weight, PackedMatrix):
             packed_linear(rows, weight, bias, out)
         else:

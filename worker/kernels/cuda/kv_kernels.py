@@ -39,7 +39,6 @@ def in_pool(entries, pages_ptr, mask, PAGE: tl.constexpr):
 
 @triton.jit
 def scale_pointers(rows, HEAD_DIM: tl.constexpr):
-    """Return pointers to the scales of coded rows that start at these pointers."""
     return (rows + HEAD_DIM).to(tl.pointer_type(tl.float32), bitcast=True)
 
 
@@ -134,7 +133,7 @@ def expect_arena(arena: torch.Tensor) -> None:
 
 
 def bits_of(rows: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as integers, so that copies keep every bit, also of NaN."""
+    """Return the bits as integers, so that copies keep NaN."""
     return rows.view(BITS[rows.element_size()])
 
 

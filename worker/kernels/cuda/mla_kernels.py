@@ -44,7 +44,7 @@ class MLAShape:
 
     @property
     def tile_rows(self) -> int:
-        """Return the heads of rows per program; float32 uses no tensor cores."""
+        """Return the heads of rows per program."""
         return 64 if self.dtype == torch.bfloat16 else 16
 
     @property
@@ -54,7 +54,6 @@ class MLAShape:
 
     @property
     def num_tiles(self) -> int:
-        """Return the tiles per group."""
         return -(-self.num_heads // self.tile_rows)
 
     def prefix_constants(self) -> dict[str, Any]:
@@ -391,7 +390,7 @@ class CudaMLA:
         self._multiply(queries, weights.key_up, table, angles, query, latent.rope_dim)
 
     def values(self, weights: StackedMLA, mixed: Tensor, table: CudaRowTable[Tensor]) -> Tensor:
-        """Return the values `[num_rows, num_heads * value_dim]` of `mixed [num_rows, num_heads, rank]`."""
+        """Return `[num_rows, num_heads * value_dim]` of `mixed [num_rows, num_heads, rank]`."""
         self._multiply(mixed.flatten(1), weights.value_up, table, None, self._found)
         return self._found
 

@@ -142,7 +142,6 @@ class CudaExperts:
         linear: WeightKernel,
         num_rows: int = NUM_ROWS,
     ) -> None:
-        """Take the experts of all layers; `linear` multiplies shared parts."""
         routings = [each.routing for each in layers]
         num_pairs = num_rows * max(each.num_chosen for each in routings)
         num_columns = max(len(each.router) for each in layers)
@@ -181,7 +180,6 @@ class CudaExperts:
             out.add_(self._from_latent)
 
     def _sum(self, rows: Tensor, experts: StackedExperts, read: Tensor, out: Tensor, has_shared: bool) -> None:
-        """Write the sums of the chosen experts' results for `read`."""
         routing, width = experts.routing, out.shape[1]
         self._multiply(routing, experts.gate_up, read, self._activated, experts)
         self._multiply(routing, experts.down, self._activated, self._results)

@@ -74,7 +74,7 @@ def whole_sum(numbers):
 
 @triton.jit
 def softmax(logits, is_real):
-    """Return the softmax of a whole float32 matrix, in float64, rounded once."""
+    """Compute a whole matrix's softmax in float64, rounded once."""
     logits = tl.where(is_real, logits, float("-inf")).to(tl.float64)
     powers = tl.exp(logits - whole_max(logits))
     return (powers / whole_sum(powers)).to(tl.float32)
@@ -82,7 +82,7 @@ def softmax(logits, is_real):
 
 @triton.jit
 def sigmoid(logits):
-    """Return the sigmoid, in float64, rounded once."""
+    """Compute in float64, rounded once."""
     return (1.0 / (1.0 + tl.exp(-logits.to(tl.float64)))).to(tl.float32)
 
 
@@ -141,7 +141,6 @@ def sparse_share(logits, is_left, most, JITTER: tl.constexpr):
 
 @triton.jit
 def share_of(logit, ROUNDS: tl.constexpr):
-    """Return the share of the shared part."""
     return rounded(sigmoid(rounded(logit, tl.bfloat16)), tl.bfloat16) if ROUNDS else sigmoid(logit)
 
 

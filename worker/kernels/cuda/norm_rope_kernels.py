@@ -126,7 +126,7 @@ def norm_heads_row(
 
 
 def embed(rows: Tensor, token_ids: Tensor, embedding: Tensor, state: Tensor, scale: float = 1.0) -> None:
-    """Write scaled rows of `embedding [vocab, hidden]` for `token_ids [num_rows]` to `state [num_rows, hidden]`."""
+    """Write scaled rows of `embedding [vocab, hidden]` to `state [num_rows, hidden]`."""
     hidden = state.shape[1]
     embed_row[(len(rows),)](
         rows, token_ids, embedding, state, HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), SCALE=scale
@@ -183,7 +183,7 @@ def normed(
 
 @triton.jit
 def packed_head(packed_ptr, row, index, kv_head, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr):
-    """Return the place of heads in flash-attn's layout, with heads of a KV head as rows."""
+    """Return the place of heads in flash-attn's layout."""
     return (tl.load(packed_ptr + row) * HEADS_PER_KV + index) * NUM_KV_HEADS + kv_head
 
 

@@ -57,7 +57,6 @@ def score_block(
 
 @triton.jit
 def offset_of(query, mean_ptr, columns, HEAD_DIM: tl.constexpr):
-    """Return products of queries `[rows, columns]` with the mean of a chunk."""
     mean = tl.load(mean_ptr + columns, mask=columns < HEAD_DIM, other=0.0)
     return tl.sum(query.to(tl.float32) * mean[None, :], 1)
 

@@ -56,7 +56,6 @@ class StackedExperts(MayBeLatent):
 
     @property
     def has_share(self) -> bool:
-        """Return whether the shared part has a gate."""
         return len(self.router) > self.routing.num_experts
 
 
@@ -82,7 +81,7 @@ def stacked_experts(experts: ExpertWeights, device: torch.device) -> StackedExpe
 
 
 def _in_turns(parts: Sequence[Sequence[AnyLinear]], device: torch.device) -> AnyLinear:
-    """Stack expert by expert, alternating the rows of each part."""
+    """Stack by expert, alternating the rows of each part."""
     biases = [[linear.bias for linear in part if linear.bias is not None] for part in parts]
     found, whole = sum(map(len, biases)), sum(map(len, parts))
     if found not in (0, whole):
@@ -173,17 +172,15 @@ class StackedLayer:
 
     @property
     def attention(self) -> tuple[AnyLinear, AnyLinear] | None:
-        """Return the products before and after attention; None for a layer that does not attend."""
         return None if self.query_key_value is None or self.output is None else (self.query_key_value, self.output)
 
     @property
     def last_norm(self) -> Tensor | None:
-        """Return the norm after the layer's last part."""
         return self.output_norm if self.dense_mlp is None and self.experts is None else self.down_norm
 
     @property
     def products(self) -> list[AnyLinear]:
-        """Return all products except those of experts and those of heads in latent attention."""
+        """Return all products except those of experts and of heads in latent attention."""
         within = [] if self.latent is None or self.latent.query is None else [self.latent.query]
         within += [] if self.mixer is None else self.mixer.products
         around_experts = () if self.experts is None else self.experts.latent or ()
@@ -191,7 +188,6 @@ class StackedLayer:
 
     @property
     def dense_mlp(self) -> tuple[AnyLinear, AnyLinear] | None:
-        """Return the products after attention that all rows use."""
         return None if self.gate_up is None or self.down is None else (self.gate_up, self.down)
 
 
@@ -208,12 +204,10 @@ class StackedWeights:
 
     @property
     def products(self) -> list[AnyLinear]:
-        """Return the products of all layers, and the head."""
         return [*(product for layer in self.layers for product in layer.products), self.head]
 
     @property
     def product_bytes(self) -> int:
-        """Return the bytes of all products' weights, with those of all experts."""
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
         of_experts = sum(each.gate_up.weight.nbytes + each.down.weight.nbytes for each in experts)
         return of_experts + sum(product.weight.nbytes for product in self.products)
@@ -254,10 +248,7 @@ def stacked_weights(
 
 
 def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear | None]:
-    """Return the products before and after attention; None for a layer without it.
-
-    In latent attention, a product for the queries' vector replaces theirs.
-    """
+    """Return the products before and after attention; a queries' vector replaces the queries."""
     query = layer.query if layer.query_down is None else layer.query_down
     parts = [each for each in (query, layer.key, layer.value, layer.head_gate) if each is not None]
     return {
@@ -316,5 +307,5 @@ def _below_each_other(weights: Sequence[Weight], device: torch.device) -> Weight
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the device without gradients, which products into given buffers refuse."""
+    """Return a tensor without gradients, which products into given buffers refuse."""
     return tensor.detach().to(device)

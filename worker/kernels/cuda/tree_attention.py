@@ -153,7 +153,7 @@ def blocks_of_split(
 def rows_of_group(
     first_row, num_rows, kv_head, num_heads: tl.constexpr, HEADS_PER_KV: tl.constexpr, TILE_ROWS: tl.constexpr
 ):
-    """Return the rows of a group's tile, one per head: their numbers, which are real, and their heads' places."""
+    """Return the numbers of a group's rows, which are real, and their heads' places."""
     index = tl.arange(0, TILE_ROWS)
     is_real = index // HEADS_PER_KV < num_rows
     row_head = (first_row + index // HEADS_PER_KV) * num_heads + kv_head * HEADS_PER_KV + index % HEADS_PER_KV
@@ -209,7 +209,6 @@ MERGE_STAGES = tl.constexpr(4)  # splits loaded ahead, since copies would otherw
 
 @triton.jit
 def merge_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc, columns, HEAD_DIM: tl.constexpr):
-    """Merge the output and LSE of one split, at the places of the row's heads."""
     part = load_rows(output_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
     lse = tl.load(lse_ptr + row_head, mask=is_real, other=0.0)
     return merge_part(part, lse, highest, total, acc)
@@ -331,7 +330,7 @@ class AttentionShape:
 
     @property
     def tile_rows(self) -> int:
-        """Return rows times query heads of a KV head; sm_90 has no wgmma below 64, and float32 uses no tensor cores."""
+        """Return rows times query heads of a KV head; sm_90 has no wgmma below 64."""
         return 64 if self.dtype == torch.bfloat16 else 16
 
     @property

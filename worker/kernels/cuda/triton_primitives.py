@@ -11,7 +11,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def dot(a, b, acc):
-    """Return `acc + a @ b` in float32; products of two bfloat16 are exact in it, so widening changes nothing."""
+    """Return `acc + a @ b` in float32, in which products of two bfloat16 are exact."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -30,10 +30,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def in_one_place(numbers, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the same numbers through a sum over one, so that Triton decodes each number once.
-
-    Otherwise two to four warps of an A100 would decode the same number.
-    """
+    """Return the same numbers through a sum over one, so that only one warp decodes each."""
     return tl.sum(numbers.reshape([1, ROWS, COLUMNS]), 0)
 
 

@@ -89,7 +89,6 @@ class CudaSampler:
         return torch.from_numpy(seen).to(self._batch_sampler.device)
 
     def rows(self, tree: DraftTree, masks: np.ndarray | None) -> Iterator[SamplingRow]:
-        """Yield the rows of a tree below the sequence's end."""
         committed = self.counts.sequence
         drafted = self.sequence.token_ids[len(committed) :].tolist()
         return rows_of(committed, self.counts.slot, drafted, tree, masks)
@@ -113,7 +112,6 @@ class CudaBatchSampler:
 
     @property
     def out(self) -> torch.Tensor:
-        """Return the device's results of a table of rows, as `SamplingGraphs` stores them."""
         return self._graphs.out
 
     def sampler(self, sequence: Sequence) -> CudaSampler:
@@ -170,7 +168,7 @@ class CudaBatchSampler:
         mode: LogprobsMode,
         mask: np.ndarray | None = None,
     ) -> TokenLogprobs:
-        """Compute log-probabilities in torch, row by row; few sequences request them."""
+        """Compute in torch, row by row, since few sequences request them."""
         sequence = sampler.sequence
         behind = TokenSampler(sequence, self._vocab_size, self.device)
         return logprobs_by(behind, sequence, logits, walked, mode, mask)
@@ -196,15 +194,11 @@ class CudaBatchSampler:
 
 
 def _joined(parts: Many[np.ndarray]) -> np.ndarray:
-    """Join rows of several tables; do not copy those of one, the usual case."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _walk(tree: DraftTree, tokens: list[int], root: int, candidates: Candidates | None) -> Walk:
-    """Walk along the drawn tokens, up to a row from which none was drawn; `tokens[root]` is the root's.
-
-    Parents precede children, and siblings differ, so one pass over the nodes finds the path.
-    """
+    """Walk along the drawn tokens, up to a row from which none was drawn; `tokens[root]` is the root's."""
     token, draft_ids = tokens[root], tree.token_ids
     if token >= 0 and token not in draft_ids:  # the usual case
         return Walk([], [token], None, candidates)

@@ -89,7 +89,6 @@ def weights(scores, is_left, best):
 
 @triton.jit
 def in_units(sums_ptr, place):
-    """Return a sum of weights as float64."""
     return tl.load(sums_ptr + place).to(tl.float64) / WEIGHT_UNITS
 
 
@@ -207,7 +206,7 @@ class RowCuts:
     """Finds each row's cut by the filters, with the same launches for all rows."""
 
     def __init__(self, rows: torch.Tensor, scores: torch.Tensor, peaks: torch.Tensor) -> None:
-        """Take `rows` of sampling_rows.py, `scores [num_rows, vocab]` before the temperature, and peaks of blocks."""
+        """`scores [num_rows, vocab]` are those before the temperature."""
         self._rows, self._scores, self._peaks = rows, scores, peaks
         num_rows, vocab_size = scores.shape
         self._tempered = torch.zeros_like(scores)

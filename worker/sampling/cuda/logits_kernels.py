@@ -28,13 +28,11 @@ IS_RESTRICTED = tl.constexpr(rows.column_of("is_restricted"))
 
 @triton.jit
 def whole(rows_ptr, row, COLUMN: tl.constexpr):
-    """Return a word of a row's parameters as int32."""
     return tl.load(rows_ptr + row * NUM_WORDS + COLUMN)
 
 
 @triton.jit
 def real(rows_ptr, row, COLUMN: tl.constexpr):
-    """Return a word of a row's parameters as float32."""
     return tl.load(rows_ptr + row * NUM_WORDS + COLUMN).to(tl.float32, bitcast=True)
 
 
@@ -60,7 +58,6 @@ def order_of(x):
 
 @triton.jit
 def number_of(order):
-    """Return the float32 of an order."""
     return tl.where(order < 0, order ^ LARGEST, order).to(tl.float32, bitcast=True)
 
 
@@ -138,7 +135,7 @@ def held_back(rows_ptr, row, output_ptr, ancestors_ptr, scores, tokens, inside, 
 
 @triton.jit
 def row_peak(peaks_ptr, num_blocks, WIDTH: tl.constexpr):
-    """Return the best of a row's blocks, float32; NaN if there is any."""
+    """Return the best of a row's blocks; NaN if there is any."""
     blocks = tl.arange(0, WIDTH)
     return number_of(tl.max(tl.load(peaks_ptr + blocks, mask=blocks < num_blocks, other=-0x80000000), 0))
 
@@ -153,7 +150,6 @@ def temper(scores, peak, temperature):
 
 @triton.jit
 def is_greedy(rows_ptr, row, peak):
-    """Return whether a row's best token is drawn without noise."""
     return (real(rows_ptr, row, TEMPERATURE) == 0.0) | (tl.abs(peak) == float("inf"))
 
 
@@ -245,6 +241,6 @@ def noise_words(key, position_low, position_high, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def gumbel(words):
-    """Return standard Gumbel noise, float32; words are equal on all devices, logarithms may differ."""
+    """Return standard Gumbel noise, float32."""
     uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32: exact, inside (0, 1)
     return (-tl.log(-tl.log(uniform))).to(tl.float32)

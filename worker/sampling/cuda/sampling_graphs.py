@@ -56,7 +56,6 @@ class Draw:
     """Draws in three launches, and more for the cuts of `is_filtered` rows; min-p alone needs none of these."""
 
     def __init__(self, buffers: SamplingBuffers, is_filtered: bool = False) -> None:
-        """Raises ValueError for buffers that do not fit together."""
         buffers.check()
         self.buffers = buffers
         num_rows, vocab_size = buffers.logits.shape

@@ -44,13 +44,12 @@ PADDING = -1
 
 
 def column_of(name: str) -> int:
-    """Return the first word of a field."""
     fields: Mapping[str, Any] = ROW.fields or {}
     return int(fields[name][1]) // 4
 
 
 def padding_rows(num_rows: int) -> NDArray[Any]:
-    """Return an empty table `[num_rows] ROW`; the device gets its `.view(np.int32)`."""
+    """Return an empty table `[num_rows] ROW`."""
     rows = np.zeros(num_rows, dtype=ROW)
     rows["slot"] = PADDING
     return rows
@@ -67,7 +66,6 @@ def fill_row(
     is_restricted: bool = False,
     words: tuple[float, ...] | None = None,
 ) -> None:
-    """Set row `index`; `words` are the `parameter_words`, if known."""
     words = parameter_words(sequence.sampling) if words is None else words
     rows[index] = (sequence.noise_key, position, slot, depth, *words, num_masked, is_restricted)
 
@@ -86,7 +84,6 @@ def parameter_words(params: SamplingParams) -> tuple[float, ...]:
 
 
 def needs_slot(params: SamplingParams) -> bool:
-    """Return whether a row reads counts or a bias of its slot."""
     return params.repetition_penalty != 1.0 or counts_output(params) or has_bias(params)
 
 
@@ -162,7 +159,6 @@ class SamplingRow:
 
     @property
     def position(self) -> int:
-        """Return the position of the token to draw."""
         return len(self.sequence) + len(self.path)
 
     @property

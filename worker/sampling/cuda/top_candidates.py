@@ -187,7 +187,6 @@ class TopCandidates:
     """Finds the best tokens in two launches, the same for all rows."""
 
     def __init__(self, buffers: CandidateBuffers) -> None:
-        """Raises ValueError for buffers that do not fit together."""
         buffers.check()
         self._buffers = buffers
         num_rows, vocab_size = buffers.logits.shape
@@ -287,7 +286,7 @@ class Ranking:
     """Ranks candidates in three launches, the same for all rows."""
 
     def __init__(self, buffers: RankingBuffers, spread: float) -> None:
-        """`spread` is the guesses' error, in logits. Raises ValueError for buffers that do not fit together."""
+        """`spread` is the guesses' error, in logits. Raises ValueError for unfit buffers."""
         buffers.check()
         self._buffers, self._spread = buffers, spread
         num_rows, vocab_size = buffers.logits.shape
