@@ -145,7 +145,7 @@ def check_length(files: ModelFiles, length: int, num_tokens: int) -> None:
 def bench_slots(
     engines: Iterable[str], longest: int, num_jobs: int = 1, files: ModelFiles | None = None
 ) -> SlotsWanted:
-    """Return slots for jobs of `longest` positions, one more for probes, and with `files` what `auto` tries."""
+    """Return slots for jobs of `longest` positions, and one for probes."""
     entries = [ENGINES[name] for name in engines if name in ENGINES]
     budget = max((entry.partial_budget for entry in entries), default=0)
     num_best = max((entry.scanned_best for entry in entries), default=0)
@@ -296,7 +296,7 @@ def _contestants(
 
 
 def warm_drafters(target: TargetModel, costs: Costs, engines: Iterable[str], parts: Path | None) -> dict[str, Drafter]:
-    """Return drafters that have seen another job: the model's own text, which the bench does not use."""
+    """Return drafters that have seen another job: the model's own text."""
     drafters = {name: BY_NAME[name](target, costs, parts) for name in engines}
     if any(drafter.needs_top_k for drafter in drafters.values()):  # other drafters learn only from the text
         num_tokens = min(NUM_WARMUP_TOKENS, target.files.max_positions // 2)

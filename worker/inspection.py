@@ -1,4 +1,4 @@
-"""What a model is and how it would run, from its config and weight headers, without torch."""
+"""Inspection of a model by its config and weight headers, without torch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _has_others(path: Path) -> bool:
 def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
     """Return tensor headers from the hub; None if it is unreachable.
 
-    Raises ModelError for a model with only other weights.
+    Raises ModelError for a model without safetensors.
     """
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError

@@ -20,7 +20,7 @@ NOTHING_LEFT = "no_token_left"  # error code of a job without allowed tokens
 
 @dataclass(frozen=True)
 class RowMasks:
-    """Allowed tokens behind a tree's rows: row 0 is the root, row i + 1 is node i."""
+    """Allowed tokens behind a tree's rows (root first)."""
 
     words: np.ndarray  # [num_rows, num_mask_words] uint32
     dead: dict[int, str] = field(default_factory=dict)  # rows behind which nothing is allowed, and why
@@ -35,10 +35,7 @@ class ConstrainedTree(NamedTuple):
     num_left_out: int = 0
 
     def in_front_of_the_dead(self, walk: Walk) -> Walk:
-        """Return the walk up to the first row without allowed tokens; it fails only at the root.
-
-        Tokens before another such row are committed first, as in plain decoding.
-        """
+        """Return the walk up to the first row without allowed tokens; it fails only at the root."""
         if self.masks is None:
             return walk
         for i, row in enumerate([0, *(node + 1 for node in walk.path)]):

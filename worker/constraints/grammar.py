@@ -127,10 +127,7 @@ def _grammar(text: str) -> str:
 
 
 def _unescaped(found: re.Match[str]) -> str:
-    """Return a numbered GBNF escape as its character, because the library drops zeros of these numbers.
-
-    ASCII ones may be syntax and keep a form that the library knows.
-    """
+    """Return a numbered GBNF escape as its character, because the library drops zeros of its number."""
     digits = found[1] or found[2]
     if digits is None:
         if not found[3]:
@@ -258,8 +255,7 @@ class Grammar:
         token_lengths: np.ndarray,
         has_lines: bool = False,
     ) -> None:
-        """Take llguidance's `tokenizer`, `token_lengths [vocab]` in bytes (0 for an end), and `has_lines` of
-        `reason_of`.
+        """`token_lengths [vocab]` are in bytes, 0 for an end.
 
         Raises ConstraintError, with its reason, for an impossible grammar.
         """
@@ -284,9 +280,9 @@ class Grammar:
         return matcher
 
     def mask(self, matcher: Any, token_ids: list[int]) -> np.ndarray:
-        """Return the tokens allowed behind `token_ids`, at the matcher's state; it may be in an error state afterwards.
+        """Return the tokens allowed behind `token_ids`, at the matcher's state.
 
-        If a special token's name is the only allowed text, the library forces that token, which has no text; then any
+        If a special token's name is the only allowed text, the library forces that token, which has no text; then
         tokens that spell the name are allowed instead.
         """
         mask = self._words(matcher)
@@ -306,10 +302,7 @@ class Grammar:
         return GrammarConstraint(self)
 
     def _check_ahead(self) -> None:
-        """Raise ConstraintError for a grammar slower than a model, tried on long tokens.
-
-        It counts the library's fuel, which is equal on all machines, not time.
-        """
+        """Raise ConstraintError for a slow grammar, by the library's fuel, which is equal on all machines."""
         ahead, token_ids = self._built(self._definition, TRIED_FUEL), list[int]()
         for _ in range(NUM_TRIED):
             mask = self.mask(ahead, token_ids)

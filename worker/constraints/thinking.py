@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Rule, Sequence
 
 Opening = Literal["anywhere", "first", "never"]
-"""Places where an output may open a thought: at any token, only at its start, or never."""
+"""Places where an output may open a thought."""
 
 MISSED = -1  # number of matched tokens once the start can no longer open a thought
 
@@ -45,10 +45,7 @@ class Markers:
 
 @dataclass(frozen=True)
 class Thinking:
-    """Thinking of a job's output: whether its prompt leaves a thought open, and where the output may open one.
-
-    An output has one thought; all behind it is text, even markers.
-    """
+    """Thinking of a job's output, which has at most one thought."""
 
     markers: Markers
     is_open: bool
@@ -153,8 +150,7 @@ def reasoning_of(
 ) -> Reasoning | None:
     """Return a sequence's thought and its other text, both without markers; None if it does not think.
 
-    `text` is the output's text without its stop string (see `stopping.text_of`), cut at token boundaries with
-    `offsets`.
+    `text` is the output's text without its stop string, see `stopping.text_of`.
     """
     if thinking is None:
         return None
@@ -173,7 +169,7 @@ def reasoning_of(
 
 @dataclass(frozen=True)
 class ThinkingRule:
-    """`Rule` that limits a thought to a budget, then forces the rest of the closing marker; `text` rules all else."""
+    """`Rule` that limits a thought to a budget, then forces the closing marker; `text` rules all else."""
 
     thinking: Thinking
     budget: int | None  # in tokens; None: no limit
@@ -270,7 +266,7 @@ KNOWN = (
 def markers_of(
     tokenizer: Any, encode: Callable[[str], list[int]], vocab_size: int, named: tuple[str, str] | None
 ) -> Markers | None:
-    """Return the named markers, or the first known pair in the tokenizer or chat template; None without any.
+    """Return the named markers, or the first known pair in the tokenizer or chat template.
 
     Raises ValueError, for the user, for impossible named ones.
     """

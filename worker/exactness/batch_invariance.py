@@ -86,10 +86,7 @@ class _Context:
 def probe_rows(
     target: TargetModel, num_rows: int, seed: int = 0, first_length: int = 0, most_nodes: int = MOST_NODES
 ) -> ProbeResult:
-    """Verify random trees of several sequences and compare `num_rows` rows with plain decoding.
-
-    Contexts start with `first_length` tokens.
-    """
+    """Verify random trees of several sequences and compare `num_rows` rows with plain decoding."""
     rng = random.Random(seed)
     num_sequences = num_caches(target.forwards.rows_per_forward) // 2
     contexts = [_Context(target, rng) for _ in range(num_sequences)]

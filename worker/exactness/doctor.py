@@ -25,7 +25,7 @@ NUM_PROBED_ROWS = 2000
 
 
 class Diagnosis(Frozen):
-    """Result of a probe; `exact` means that no probed row differed in any bit from plain decoding."""
+    """Result of a probe; `exact` means that no row differed in any bit from plain decoding."""
 
     verdict: Exactness
     num_rows: int
@@ -85,10 +85,7 @@ class Diagnosis(Frozen):
 
 
 def diagnose(config: Computation, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
-    """Compare `num_rows` tree rows with plain decoding, bit by bit, and store the verdict.
-
-    It also compares some hundred rows with transformers' own forward.
-    """
+    """Compare `num_rows` tree rows with plain decoding, and some with transformers; store the verdict."""
     torch.set_num_threads(config.num_threads)
     files = locate_model(config.model)
     slots = SlotsWanted(MAX_LENGTH, num_slots=num_caches(config.num_rows))

@@ -61,10 +61,7 @@ class Agreement:
 
 @torch.inference_mode()
 def compare(target: TargetModel, num_rows: int = NUM_COMPARED_ROWS, seed: int = 0) -> Agreement:
-    """Run `num_rows` random tokens through the target's tiles and through transformers' eager forward.
-
-    Caches have the run's dtype, and the effect of 8 bits is reported separately.
-    """
+    """Run `num_rows` random tokens through the target's tiles and through transformers' eager forward."""
     num_rows = min(num_rows, target.files.max_positions)
     generator = torch.Generator().manual_seed(seed)
     token_ids = torch.randint(target.vocab_size, (num_rows,), generator=generator)

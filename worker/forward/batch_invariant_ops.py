@@ -26,7 +26,7 @@ CURVED: frozenset[Callable[..., Any]] = frozenset(  # functions of layers whose 
 
 
 def has_rests(decoder: torch.nn.Module, least_rows: int) -> bool:
-    """Return whether an elementwise loop over a layer's rows, a multiple of `least_rows`, may have a scalar rest."""
+    """Return whether an elementwise loop over a layer's rows may have a scalar rest."""
     weights = ((name, each) for name, each in decoder.named_parameters() if each.ndim >= 2 and "embed" not in name)
     widths = {width for name, each in weights for width in each.shape[-2:] if width >= FEWEST_COLUMNS}
     is_shared_out = torch.get_num_threads() > 1 and TILE_ROWS * max(widths, default=0) > ON_ONE_THREAD

@@ -1,7 +1,6 @@
 """Counts of distinct experts that rows use, to correct probed forward times.
 
-Rows of a forward read each expert once, so its time depends on the distinct ones. Probes measure rows with all
-different and with equal experts; real rows are between.
+A forward reads each expert once. Probes measure rows with all different and with equal experts; real rows are between.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ class ExpertSpread:
     counts: ExpertCounts
 
     def saved_seconds(self) -> np.ndarray:
-        """Return the seconds by which real forwards are faster than probed ones, which may be negative.
+        """Return the seconds by which real forwards are faster than probed ones.
 
-        Unseen numbers of rows use the nearest seen ones; without any, 0.
+        Unseen numbers of rows use the nearest seen ones.
         """
         rows, met = self.counts.seen()
         alike, apart = (np.interp(rows, self.row_counts, each) for each in (self.alike, self.apart))
@@ -81,10 +80,7 @@ LOOKS_EVERY = 32  # forwards
 
 
 class CudaExpertCounts(ExpertCounts):
-    """`ExpertCounts` from the kernels' `met [num_rows + 1, 2]`: layers with experts, and distinct experts.
-
-    All forwards count, also of prompts, which share steps with drafts' rows.
-    """
+    """`ExpertCounts` from the kernels' `met [num_rows + 1, 2]`: layers, and distinct experts in them."""
 
     def __init__(self, met: torch.Tensor, num_layers: int) -> None:
         super().__init__()

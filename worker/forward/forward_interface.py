@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Newest token of a chain (row 0) and a tree below it, behind all entries of a partial cache."""
+    """Newest token of a chain (row 0) and a tree below it, behind a partial cache."""
 
     cache: SparseCache
     token_ids: list[int]  # [num_rows]
@@ -55,7 +55,7 @@ class SparseRows:
 
 
 def partial_rows(cache: SparseCache, token_id: int, position: int, tree: DraftTree) -> SparseRows:
-    """Return rows of a token at an absolute position and of a tree below it, at most `BLOCK - 1` deep."""
+    """Return rows of a token and of a tree below it, at most `BLOCK - 1` deep."""
     first_entry = cache.num_entries
     boundary = -(-first_entry // BLOCK) * BLOCK
     entries, lengths = tails([first_entry], [first_entry], [tree])
@@ -115,9 +115,7 @@ class Forwards(Protocol):
     """Forwards are padded to multiples of this; 1: each row takes its own time."""
 
     has_windows: bool
-    """Rows see not all positions as they are (windows, sinks, soft caps, latent attention), so drafts cannot scan
-    keys.
-    """
+    """Rows see not all positions as they are, so drafts cannot scan keys."""
 
     has_experts: bool
     """Rows use their own experts, so no row is free."""
@@ -132,7 +130,7 @@ class Forwards(Protocol):
 
     @property
     def draw_chains(self) -> DrawChains | None:
-        """Return the call that draws several rounds of one row each; None if each round is a forward and a draw."""
+        """Return the call that draws several rounds of one row each; None without one."""
 
     @property
     def arena(self) -> KVArena | None:
@@ -152,10 +150,7 @@ class Forwards(Protocol):
         """
 
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
-        """Commit some first of these known tokens to a cache; return their final hidden states `[num_read, hidden]`.
-
-        It chooses `num_read` for speed; call it again for the rest.
-        """
+        """Commit some first of these known tokens to a cache; return final hidden states `[num_read, hidden]`."""
 
     def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
         """Run rows behind partial caches as `run` does; results approximate those of `run`."""
@@ -166,7 +161,7 @@ class Forwards(Protocol):
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
         """Return rotated queries of a token behind a cache, `[num_layers, num_kv_heads, group, head_dim]`.
 
-        It overwrites the entry behind the committed ones. The queries may be valid only until the next call.
+        It overwrites the next entry. The queries may be valid only until the next call.
         """
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

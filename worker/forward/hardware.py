@@ -64,11 +64,7 @@ def cpu_capability() -> str:
 
 @functools.cache
 def hardware_of(device_type: str) -> str:
-    """Return a line that differs wherever bits may.
-
-    It names a CPU's instructions and library settings, or a GPU's name, multiprocessors, driver and cuBLAS; `no GPU`
-    without one.
-    """
+    """Return a line that differs wherever bits may: CPU instructions and library settings, or GPU and drivers."""
     if device_type != "cuda":
         settings = (f"{name}={os.environ[name]}" for name in LIBRARY_SETTINGS if name in os.environ)
         return " ".join([cpu_capability(), *_cpu_features(), *settings])
@@ -84,10 +80,7 @@ def hardware_of(device_type: str) -> str:
 
 
 def torch_gemms() -> str:
-    """Return a short hash of the bits of torch's products, with the current number of threads.
-
-    oneDNN and MKL do not name their choice of kernels, so results are compared.
-    """
+    """Return a short hash of torch's products, since oneDNN and MKL do not name the kernels that they choose."""
     import torch
 
     return _torch_products(torch.get_num_threads())

@@ -1,7 +1,4 @@
-"""Chains drawn in one native call (source/chain.c), faster than single rounds with the same results.
-
-Behind a full cache they are plain decoding, to the bit; behind a partial one they are drafts.
-"""
+"""Chains drawn in one native call (source/chain.c), faster than single rounds with the same results."""
 
 from __future__ import annotations
 
@@ -59,9 +56,9 @@ def draw_chains(
 ) -> list[DecodedChain]:
     """Draw 1 to `MOST_ROUNDS` tokens per sequence, one forward per round.
 
-    `groups` have one row each, the newest token, with tail entries for the drawn ones up to the block's end. The tokens
-    are written behind the sequences' own, which the caller then extends. All chains end when one cannot draw, or draws
-    a token of its `ends`. Raises ValueError.
+    `groups` have one row each, with tail entries for drawn ones up to the block's end. Tokens are written behind the
+    sequences' own, which the caller extends. All chains end when one cannot draw, or draws one of its `ends`. Raises
+    ValueError.
     """
     room = min(sampler.sequence.num_remaining_tokens for sampler in samplers)
     if not 1 <= num_rounds <= min(MOST_ROUNDS, room):

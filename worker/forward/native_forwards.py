@@ -1,4 +1,4 @@
-"""Forwards of a dense decoder through the compiled kernels on a CPU, one call for all rows."""
+"""Forwards of a dense decoder through the compiled kernels on a CPU."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class NativeForwards:
 
     @property
     def draw_chains(self) -> DrawChains | None:
-        """Return a call that replaces several `check` calls and draws; None if sampling is not in C."""
+        """Return a call that replaces several `check` calls and draws; None unless sampling is in C."""
         return self._draw_chains if isinstance(self.new_batch_sampler(), NativeBatchSampler) else None
 
     def _draw_chains(
@@ -110,7 +110,7 @@ class NativeForwards:
     def _forward(
         self, groups: list[SequenceRows], with_logits: bool, queries: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Call once, or once per layer if a cache comes by layer; fill `queries` of all layers."""
+        """Call once, or once per layer if a cache comes by layer."""
         by_layer = any(group.cache.comes_by_layer for group in groups)
         num_layers, state = self.cache_shape.num_layers, None
         if by_layer:

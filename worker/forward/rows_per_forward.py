@@ -1,4 +1,4 @@
-"""Choice of a run's rows per forward on GPUs, made once because it changes speed and numerics."""
+"""Choice of a run's rows per forward on GPUs, which changes speed and numerics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows_that_pay(sizes: ModelSizes, gpu: GPUMemory, load: RunLoad, most: int) -
 def most_rows(capability: int | None, item_size: int, is_packed: bool) -> int:
     """Return the most rows whose products take about as long as reading the weights.
 
-    `capability` is the GPU's major version. Float32 has no tensor cores, so each row costs time.
+    Float32 has no tensor cores, so each row costs time.
     """
     if item_size > 2:
         return NUM_ROWS

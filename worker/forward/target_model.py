@@ -89,8 +89,7 @@ class TargetModel:
     ) -> TargetModel:
         """Load a model from its folder.
 
-        Raises ModelError for an incomplete or unsupported model and for non-finite logits, KVRoomError if a GPU lacks
-        memory.
+        Raises ModelError for an unsupported model or non-finite logits, KVRoomError if a GPU lacks memory.
         """
         place = resolve_device(device)
         wanted = slots if place.type == "cuda" else None
@@ -107,9 +106,9 @@ class TargetModel:
         return target
 
     def load_beside(self, files: ModelFiles, longest_job: int) -> TargetModel:
-        """Load a draft model on the same device in the same dtype, for texts of `longest_job` tokens.
+        """Load a draft model on the same device in the same dtype. Raises ModelError.
 
-        It gets the target's slots, and one more to be measured in. Raises ModelError.
+        It gets the target's slots, and one more to be measured in.
         """
         if self.forwards.arena is not None:
             from swiftbatch.worker.forward.cuda.cuda_loading import forwards_beside
@@ -148,7 +147,7 @@ class TargetModel:
     def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> FullKVCache:
         """Return an empty cache for up to `max_length` tokens. Raises KVRoomError without memory.
 
-        `num_held` positions of other sequences can be freed. `forgets` allows layers with windows to drop positions.
+        `num_held` positions of other sequences can be freed.
         """
         if arena := self.forwards.arena:
             return arena.new_cache(max_length)

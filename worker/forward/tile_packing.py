@@ -1,7 +1,7 @@
 """Rows of a forward: roots and draft nodes of sequences, packed into tiles.
 
-Rows are exact by three rules: a tile has at most `TILE_ROWS` rows; attention is split at the last `BLOCK` boundary at
-or below the query's position; keys from there on are gathered per row, in position order, into a window of fixed width.
+Rows are exact by three rules: tiles have at most `TILE_ROWS` rows; attention is split at the last `BLOCK` boundary at
+or below the query's position; later keys are gathered per row into a window of fixed width.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ TAILS = np.tril(np.broadcast_to(PLACES, (BLOCK + 1, BLOCK)), -1)  # by length; u
 
 @dataclass(slots=True)
 class SequenceRows:
-    """Consecutive rows of one sequence within one block of positions, immutable by convention.
+    """Consecutive rows of one sequence within one block of positions.
 
-    The class is not frozen because a forward waits for hundreds of them, and freezing doubles their creation time.
+    The class is not frozen because that doubles its creation time, for which forwards wait.
     """
 
     cache: FullKVCache
@@ -66,7 +66,7 @@ def max_tree_depth(root_position: int) -> int:
 
 
 def tree_rows(cache: FullKVCache, root_id: int, tree: DraftTree) -> SequenceRows:
-    """Return rows that verify `tree` below the last committed token, which is not in the cache yet."""
+    """Return rows that verify `tree` below the last committed token."""
     return rows_of_trees([cache], [root_id], [tree])[0]
 
 
@@ -88,8 +88,8 @@ def rows_of_trees(caches: Many[FullKVCache], root_ids: Many[int], trees: Many[Dr
 def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[np.ndarray, list[int]]:
     """Return entries `[num_rows, BLOCK]` from each `start` to each row of a tree, and how many are real.
 
-    A tree's root is entry `root`, and its nodes follow in order. A row sees its ancestors; other places repeat `start`.
-    With compiled kernels it raises ValueError for parents behind their nodes, or paths that are too long.
+    A tree's root is entry `root`, and its nodes follow. A row sees its ancestors; other places repeat `start`. Compiled
+    kernels raise ValueError for parents behind their nodes, or too long paths.
     """
     if (library := chosen_library()) is None:
         return tails_in_python(starts, roots, trees)
@@ -200,7 +200,7 @@ def pack_tiles(groups: list[SequenceRows], pad_rows: bool, tile_rows: int = TILE
 
 
 def tail_mask(lengths: list[int], num_unseen: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return an additive mask `[num_rows, 1, 1, BLOCK]` that shows a tail from `num_unseen` to its length."""
+    """Return an additive mask `[num_rows, 1, 1, BLOCK]` of tails from `num_unseen` to their lengths."""
     places = torch.arange(BLOCK, device=device)
     ends, starts = (torch.tensor(each, device=device)[:, None] for each in (lengths, num_unseen))
     is_used = (starts <= places) & (places < ends)

@@ -32,7 +32,7 @@ class Seen:
     _laid_out: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def prefix_rows(self, group: int, padding: int) -> torch.Tensor | None:
-        """Return the prefix mask with the query heads of a KV head as rows, `[1, 1, num_rows * group + padding, -]`."""
+        """Return the mask for query heads as rows, `[1, 1, num_rows * group + padding, -]`."""
         if self.prefix_mask is None:
             return None
         if (group, padding) not in self._laid_out:
@@ -73,9 +73,9 @@ PROBED_HEADS, PROBED_HEAD_DIM = 4, 64
 def flash_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run torch's CPU kernel, `[batch, heads, rows, head_dim]`; return output and log-sum-exp `[batch, heads, rows]`.
+    """Run torch's CPU kernel, `[batch, heads, rows, head_dim]`; return output and lse `[batch, heads, rows]`.
 
-    Torch splits products of a single head among threads, which changes bits, so a single head is doubled.
+    Torch splits a single head among threads, which changes bits, so it is doubled.
     """
     batch, heads, *_ = query.shape
     if batch * heads == 1 and torch.get_num_threads() > 1:
@@ -103,7 +103,7 @@ def attention_kernel(device_type: str, dtype: torch.dtype) -> KernelName:
 
 
 def query_row_quantum(device_type: str, dtype: torch.dtype, group: int) -> int:
-    """Return the multiple of query rows, `group` per row of a tile, at which the kernel treats all rows alike."""
+    """Return the multiple of query rows at which the kernel treats all rows alike."""
     has_amx = device_type == "cpu" and torch.cpu._is_amx_tile_supported()
     packs_keys = has_amx and dtype == torch.bfloat16  # with many rows beside keys, whose logarithms have other bits
     if packs_keys or attention_kernel(device_type, dtype) == "attention by definition":
@@ -112,9 +112,9 @@ def query_row_quantum(device_type: str, dtype: torch.dtype, group: int) -> int:
 
 
 def tail_row_quantum(group: int) -> int:
-    """Return the multiple of query rows, `group` per row of a tile, at which rows are equal on all threads (measured).
+    """Return the multiple of query rows at which rows are equal on all threads (measured).
 
-    Bits of a product of few rows depend on its buffer's alignment, which differs between threads.
+    Bits of a product of few rows depend on its buffer's alignment.
     """
     if torch.get_num_threads() == 1:
         return 1
@@ -231,7 +231,7 @@ def attend_in_groups(
     s_aux: torch.Tensor | None = None,
     **_: Any,  # `layer_needs` refused models with other relevant arguments
 ) -> tuple[torch.Tensor, None]:
-    """Let every group of rows attend to its own cache; return `[1, num_rows, num_heads, head_dim of values]`."""
+    """Let every group of rows attend to its own cache; return `[1, num_rows, num_heads, value_dim]`."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     num_kv_heads, value_dim = key.shape[1], value.shape[3]
     head_dim = max(key.shape[3], value_dim)
@@ -280,7 +280,7 @@ def _tail(
 def _prefix(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Seen, asked: Asked
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the shared prefix, with query heads of a KV head as rows; return as `_tail`."""
+    """Attend to the shared prefix, with query heads as rows; return as `_tail`."""
     num_rows, _, group, _ = query.shape
     if asked.softcap is not None:
         keys, values = (each.expand(num_rows, *each.shape) for each in (keys, values))
@@ -312,7 +312,7 @@ def _row_by_row(
 def _each_row(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend every row to its own keys, in a batch of fixed size if bits depend on it."""
+    """Attend every row to its own keys, in a batch of fixed size if needed."""
     if attention_kernel(query.device.type, query.dtype) == "flash attention":
         group = query.shape[2]
         query = pad(query, (0, 0, 0, -group % tail_row_quantum(group)))
@@ -341,7 +341,7 @@ def attention_by_definition(
     mask: torch.Tensor | None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention as matrix products, for devices without a kernel that returns lse, and for soft caps."""
+    """Compute attention as matrix products, for soft caps and devices without a kernel."""
     scores = (query @ keys.transpose(-1, -2)).float() * scaling
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     scores = scores if mask is None else scores + mask

@@ -69,7 +69,7 @@ class StateWalk:
         return found
 
     def _beginnings(self) -> tuple[list[Tensor], list[int]]:
-        """Return start states, and for each row one of them (`-1 - number`) or an earlier row."""
+        """Return start states, and each row's one (`-1 - number`) or earlier row."""
         states, parents = [self._layer.state], []
         for path in self._paths:
             open_steps = [step for step in path[:-1] if step >= self._root]
@@ -143,7 +143,7 @@ class DeltaNet:
     def project(self, hidden: Tensor) -> Projected:
         """Return betas and decays as factors.
 
-        Products with fewer than 16 columns sum few rows in another order, so they take whole tiles.
+        Products with fewer than 16 columns sum few rows in another order.
         """
         net = self._net
         if hasattr(net, "in_proj_qkv"):
@@ -174,7 +174,7 @@ class DeltaNet:
 
 
 class DeltaAttention:
-    """`RecurrentParts` of Kimi's delta attention (KDA), a delta net with a decay per row of a state."""
+    """`RecurrentParts` of Kimi's delta attention (KDA), with a decay per row of a state."""
 
     def __init__(self, net: Any) -> None:
         self._net = net
@@ -307,7 +307,7 @@ RECURRENT_LAYERS: dict[str, Callable[[Any], RecurrentParts]] = {
 
 
 def take_over_recurrent_layers(model: Any, variant: str | None = None) -> RecurrentShape | None:
-    """Let a model's recurrent layers run rows of caches, in the kernels of `variant` if possible; None without any."""
+    """Let a model's recurrent layers run rows of caches; None without any."""
     _number_caches(model)
     nets = list(recurrent_layers(model).values())
     if not nets:

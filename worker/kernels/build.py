@@ -52,10 +52,7 @@ def find_compiler() -> list[str] | None:
 def compile_library(
     variant: str, path: Path, compiler: list[str], extra_flags: Sequence[str] = (), cache: str | None = None
 ) -> None:
-    """Compile one variant into the file `path`, with a folder `cache` for the compiler. Raises BuildError.
-
-    The file is replaced as a whole, so processes that have loaded or are loading it are safe.
-    """
+    """Compile one variant into the file `path`, which is replaced as a whole. Raises BuildError."""
     digest = source_digest()
     environment = os.environ | ({"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache} if cache else {})
     path.parent.mkdir(exist_ok=True)

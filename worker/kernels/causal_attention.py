@@ -47,9 +47,8 @@ def causal_attention(
 ) -> Tensor:
     """Attend with `query [batch, num_heads, length, head_dim]` to the same and earlier positions.
 
-    `key` and `value` are `[batch, num_kv_heads, length, head_dim]` of the same dtype; the result is like `query`.
-    `before` has earlier keys and values in blocks of 64 positions, without gradients. The kernels' bits do not depend
-    on the number of threads. Raises ValueError for other shapes.
+    `key` and `value` are `[batch, num_kv_heads, length, head_dim]`. `before` has earlier ones in blocks of 64
+    positions, without gradients. Threads do not change bits. Raises ValueError for other shapes.
     """
     _check(query, key, value, before)
     if is_fast(query):

@@ -35,10 +35,9 @@ class MayBeLatent:
 class ExpertWeights(MayBeLatent):
     """Experts of a layer, of which each row uses a few.
 
-    `router`, `choice_bias [num_experts]` and `shared_gate [1, hidden]` (gate of the shared part, whose products are the
-    layer's own) are float32 in every dtype, so choices are equal in all builds. With `gate_limit`, gates and ups are
-    clamped to it, ups get 1 added, and `gate_slope` multiplies the gate's sigmoid argument. Without gates, ups are only
-    activated. `latent` are the products before and after all experts.
+    `router`, `choice_bias [num_experts]` and `shared_gate [1, hidden]` are float32 in every dtype, so choices are equal
+    in all builds. `gate_limit` clamps gates and ups (which then get 1 added), `gate_slope` multiplies the gate's
+    sigmoid argument. `latent` are the products before and after all experts.
     """
 
     routing: Routing
@@ -110,11 +109,9 @@ STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend o
 class DecoderSizes:
     """Sizes of a dense decoder; `scale` multiplies attention scores.
 
-    Further scales multiply embeddings, layers' additions, logits, attention's input, keys, attention's output, gates
-    before activation, and products' output. Norms of queries and keys span all heads (`joins_heads`), follow the
-    rotation (`norms_after_rope`), or have weights per head (`qk_norms_differ`). If `is_parallel`, the MLP reads
-    attention's input. Soft caps limit scores and logits; 0 means none. With `gates_heads`, gates multiply attention's
-    result. With `latent`, all heads share one cache entry of `num_kv_heads` and `head_dim`.
+    Norms of queries and keys span all heads (`joins_heads`), follow the rotation (`norms_after_rope`), or have weights
+    per head (`qk_norms_differ`). If `is_parallel`, the MLP reads attention's input. Soft caps limit scores and logits;
+    0 means none. With `latent`, all heads share one cache entry of `num_kv_heads` and `head_dim`.
     """
 
     num_layers: int
@@ -176,14 +173,14 @@ class DecoderSizes:
 class LayerWeights:
     """One layer. Norms are `[hidden]`, twice as wide with biases, before or after attention and products.
 
-    Norms of queries and keys are `[head_dim]` or as wide as all heads. `is_nope` means no rotation. `window` counts
-    visible positions with a row's own. `curve [4] float32` is XIELU's: factors of squares, exponentials and the number
-    itself, and the bound below 0 at which exponentials change. With `experts`, the layer's own products are the shared
-    part. `sinks [num_heads] float32` are scores without values. A `mixer` replaces attention or is beside it.
+    Norms of queries and keys are `[head_dim]` or as wide as all heads. `curve [4] float32` is XIELU's: factors of
+    squares, exponentials and the number itself, and the bound below 0 at which exponentials change. With `experts`, the
+    layer's own products are the shared part. `sinks [num_heads] float32` are scores without values. A `mixer` replaces
+    attention or is beside it.
 
-    In latent attention `key` makes the latent vector and the rotary part of keys, `query` follows `query_down` if
-    queries have a vector, and the norms are of these vectors. `key_up [num_heads * rank, nope_dim]` maps a head's query
-    to the latent vector, `value_up [num_heads * value_dim, rank]` the vector to a head's values; there is no `value`.
+    In latent attention `key` makes the latent vector and the rotary part of keys, and `query` follows `query_down`, if
+    there is one. `key_up [num_heads * rank, nope_dim]` maps a head's query to the latent vector, `value_up [num_heads *
+    value_dim, rank]` the vector to a head's values.
     """
 
     query: AnyLinear | None
@@ -334,10 +331,7 @@ def linear_of(module: Any) -> Linear:
 
 
 def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
-    """Yield every tensor of a layer in the model's dtype, with its name and expected shape.
-
-    Raises ValueError for missing or unexpected parts, and for an empty window.
-    """
+    """Yield every tensor in the model's dtype, with its name and expected shape. Raises ValueError."""
     _check_form(sizes, layer)
     width = sizes.intermediate if layer.experts is None else layer.shared_intermediate
     widths = {

@@ -115,7 +115,7 @@ def refuse_latent(kv_dtype: KVDtype | None, model: str) -> None:
 
 
 def refuse_without_kernels(kv_dtype: KVDtype | None, model: str) -> None:
-    """Raise ModelError for 8-bit keys and values of a model that the GPU kernels do not support."""
+    """Raise ModelError for 8-bit keys and values of a model without GPU kernels."""
     if kv_dtype is not None:
         raise ModelError(
             f"--kv-dtype {kv_dtype}: on a GPU our kernels alone read keys and values in 8 bits, and they do not know "

@@ -105,7 +105,7 @@ def _compiled_variants(folder: Path) -> tuple[str, ...]:
 def chosen_variant() -> str | None:
     """Return the instruction set in use: `$SWIFTBATCH_ISA` or the fastest; None without kernels.
 
-    Raises KernelError for an unknown name, or one that cannot run here.
+    Raises KernelError for a name that cannot run here.
     """
     runnable = runnable_variants()
     if not (name := os.environ.get(OVERRIDE)):
@@ -132,16 +132,13 @@ def numerics_of(variant: str, dtype: str) -> str:
 
 
 def kernel_numerics(variant: str, dtype: str) -> str:
-    """Return the name of a variant's products and sums; all variants have the same bits in float32."""
+    """Return the name of a variant's bits, equal for all variants in float32."""
     is_bf16 = dtype == "bfloat16" and variant.endswith("bf16")
     return f"native {variant if is_bf16 else 'f32'} {NUMERICS_VERSION}"
 
 
 def chosen_numerics(device_type: str, dtype: str, kernels: CudaKernels, kv_dtype: KVDtype | None = None) -> str:
-    """Return the numerics of models that the kernels support; empty if torch runs all.
-
-    Raises KernelError as `chosen_variant` does.
-    """
+    """Return the numerics of models that the kernels support, or "". Raises KernelError as `chosen_variant` does."""
     if device_type == "cuda":
         return with_kv(kernels.words, kv_dtype)
     variant = chosen_variant() if device_type == "cpu" else None

@@ -23,10 +23,7 @@ MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # numbers of a latent vector; head
 
 @dataclass(frozen=True)
 class MLASizes:
-    """Sizes of attention whose cache has a latent vector per position, from which all heads make keys and values.
-
-    The vector is followed by the rotary part of the keys, which all heads share.
-    """
+    """Sizes of attention whose cache has a latent vector per position, followed by the rotary part of the keys."""
 
     rank: int  # numbers of the vector
     query_rank: int  # of the queries' vector; 0 without one
@@ -50,7 +47,7 @@ def most_slots(num_rows: int) -> int:
 
 
 def least_blocks(num_rows: int) -> int:
-    """Return the least blocks per split of a prefix: with many jobs, splits of one block cost more than they save."""
+    """Return the least blocks per split: with many jobs, splits of one block cost more than they save."""
     return 1 if num_rows == NUM_ROWS else num_rows // LEAST_BLOCK_ROWS
 
 

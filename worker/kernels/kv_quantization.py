@@ -1,8 +1,7 @@
 """Keys and values in 8 bits, as in kv_codes.h.
 
-A row has a code per dimension, then a float32 scale: its largest magnitude over the largest code's number, so a key's
-bits depend on no other row. Numbers are code times scale, rounded once to the run's dtype. The dtype of a cache's
-tensor identifies the codes.
+A row has a code per dimension, then a float32 scale: its largest magnitude over the largest code's number. Numbers are
+code times scale, rounded once to the run's dtype.
 """
 
 from __future__ import annotations

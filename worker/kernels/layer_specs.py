@@ -52,8 +52,7 @@ class Score(IntEnum):
 class Routing:
     """Experts of a layer, and each row's choice: the best scores, ties to the lower number.
 
-    With several groups, only those with the best sum of `num_best_of_group` scores count. Raises ValueError for numbers
-    that do not fit together.
+    With several groups, only those with the best sum of `num_best_of_group` scores count. Raises ValueError.
     """
 
     num_experts: int
@@ -115,9 +114,8 @@ class RecurrentForm(IntEnum):
 class RecurrentSizes:
     """Sizes of a layer's heads (0 in a pure convolution), its convolution, and its output.
 
-    Heads' results are normed in groups of `norm_width`; 0 means no norm. `least_step` and `most_step` limit a state
-    space's time steps; `in_scale` and `out_scale` multiply input and output. Raises ValueError for sizes that the
-    kernels do not support.
+    Results are normed in groups of `norm_width`; 0 means no norm. Raises ValueError for sizes that the kernels do not
+    support.
     """
 
     form: RecurrentForm
@@ -198,7 +196,7 @@ def recurrent_weight_shapes(
 
 
 def recurrent_float_shapes(mixer: RecurrentWeights) -> Iterator[tuple[str, Tensor | None, tuple[int, ...]]]:
-    """Yield every float32 tensor with its name and expected shape. Raises ValueError for missing or unknown ones."""
+    """Yield every float32 tensor with its name and expected shape. Raises ValueError."""
     shapes = mixer.sizes.float_shapes()
     if set(mixer.floats) - set(shapes) or mixer.sizes.needed() - set(mixer.floats):
         raise ValueError(f"found the numbers {sorted(mixer.floats)} of a mixer, expected {sorted(shapes)}")
@@ -231,7 +229,7 @@ class HeadSizes(Protocol):
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Step of a position in a layer, in float32 words: keys, updates, logarithms of decays, the inputs' bits."""
+    """Step of a position in float32 words: keys, updates, logarithms of decays, the inputs' bits."""
 
     num_keys: int
     num_updates: int
@@ -242,7 +240,7 @@ class StepLayout:
 
     @classmethod
     def of(cls, sizes: HeadSizes, item_size: int, num_rows: int) -> StepLayout:
-        """Return a layout with room for two blocks behind a boundary, `num_rows` rows, and inputs before all."""
+        """Return a layout for two blocks behind a boundary, `num_rows` rows, and inputs before all."""
         num_keys, num_updates = sizes.num_key_heads * sizes.key_dim, sizes.num_heads * sizes.value_dim
         ring = 2 * BLOCK + num_rows + sizes.conv_width - 1
         return cls(num_keys, num_updates, sizes.num_heads, sizes.num_channels, item_size, ring)

@@ -1,4 +1,4 @@
-"""Dense decoder in the compiled C kernels, on a CPU: its layers are checked and packed once."""
+"""Dense decoder in the compiled C kernels, on a CPU."""
 
 from __future__ import annotations
 
@@ -85,10 +85,7 @@ class NativeLayers:
     """Layers packed for the kernels, and forwards through them over rows of any sequences."""
 
     def __init__(self, sizes: DecoderSizes, layers: list[LayerWeights], rotary: Rotary, team: Team) -> None:
-        """Pack each layer and remove it from `layers`, which saves memory.
-
-        Raises ValueError for unfit weights, and then removes none.
-        """
+        """Pack each layer and remove it from `layers`. Raises ValueError, and removes none, for unfit weights."""
         check_layers(sizes, layers)
         self.sizes = sizes
         self._conv_width = conv_width_of(layers)
@@ -122,11 +119,10 @@ class NativeLayers:
         logits: Tensor | None = None,
         queries: Tensor | None = None,
     ) -> None:
-        """Run rows through some layers, which update `state [num_rows, hidden] float32`.
+        """Run rows through some layers, which update `state [num_rows, hidden] float32` and caches.
 
-        The rows' keys and values go to their slots. With `embeds` the state comes from the tokens. A decoder's last
-        layer fills `hidden` and `logits`; `queries [num_layers_of_call, num_rows, num_heads, head_dim]` in the model's
-        dtype are filled after rotation. Raises ValueError.
+        With `embeds` the state comes from the tokens. The last layer fills `hidden` and `logits`; rotated `queries
+        [num_layers_of_call, num_rows, num_heads, head_dim]` have the model's dtype. Raises ValueError.
         """
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.sizes.num_layers:
             raise ValueError(f"found layers {layers}, expected some of {self.sizes.num_layers}")
@@ -178,7 +174,7 @@ class NativeLayers:
         logits: Tensor | None,
         queries: Tensor | None = None,
     ) -> CForwardCall:
-        """Return the struct of a C call, for positions up to the last; hold the team's lock until the call is over."""
+        """Return the struct of a C call; hold the team's lock until the call is over."""
         return CForwardCall(
             token_ids=table.token_ids.ctypes.data if embeds else None,
             positions=table.positions.ctypes.data,
@@ -327,10 +323,7 @@ class NativeDecoder(NativeLayers):
     """Whole decoder: embedding, layers, norm, head."""
 
     def __init__(self, weights: DecoderWeights, num_threads: int, variant: str) -> None:
-        """Take the layers out of `weights`.
-
-        Raises ValueError for unfit weights, KernelError if the library does not load.
-        """
+        """Raises ValueError for unfit weights, KernelError if the library does not load."""
         _check_ends(weights)
         super().__init__(weights.sizes, weights.layers, weights.rotary, shared_team(load_library(variant), num_threads))
         self.embedding, self._packed = weights.embedding, packed_rows(weights.embedding)
@@ -352,9 +345,8 @@ class NativeDecoder(NativeLayers):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return final hidden states `[num_rows, hidden]` in the model's dtype and logits `[num_rows, vocab] float32`.
 
-        The rows' keys and values go to their slots. A call over some `layers` updates `state [num_rows, hidden]
-        float32`; results come with the last layer. `queries [num_layers_of_call, num_rows, num_heads, head_dim]` in the
-        model's dtype are filled after rotation. Raises ValueError.
+        A call over some `layers` updates `state [num_rows, hidden] float32`; results come with the last layer. Rotated
+        `queries [num_layers_of_call, num_rows, num_heads, head_dim]` have the model's dtype. Raises ValueError.
         """
         layers = range(self.sizes.num_layers) if layers is None else layers
         num_rows = sum(len(group) for group in groups)

@@ -1,7 +1,6 @@
 """Weight matrices in 8 or 4 bits: codes, and the numbers that their formats define.
 
-A packed matrix stands for `table[code] * scale + offset`, computed in float32 and rounded once to its dtype. Kernels
-multiply these rounded numbers, so packed and dequantized matrices give the same bits.
+A packed matrix stands for `table[code] * scale + offset`, computed in float32 and rounded once to its dtype.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ CODE_BITS: dict[Code, int] = {code: len(table).bit_length() - 1 for code, table 
 class PackedMatrix:
     """Matrix `[num_columns, depth]` of `dtype`, as a linear layer stores it.
 
-    `codes [num_columns, depth] uint8`, or `[num_columns, depth / 2]` with 4 bits, the first of two in the low half.
-    `scales [num_columns, num_groups] float32` are of equal groups along the depth. `offsets` are as `scales`; the
-    product before them must be exact in float32, so that fused and unfused sums agree. Raises ValueError for parts that
-    do not fit together.
+    `codes [num_columns, depth] uint8`, or `[num_columns, depth / 2]` with 4 bits, low halves first. `scales
+    [num_columns, num_groups] float32`, and `offsets` like them; the product before offsets must be exact in float32, so
+    that fused and unfused sums agree. Raises ValueError.
     """
 
     code: Code
@@ -122,10 +120,7 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class PackedExperts(PackedMatrix):
-    """Stacked matrices of experts, which stand for one tensor with a leading dimension.
-
-    If transposed, the rows of that tensor's matrices are the columns of these.
-    """
+    """Stacked matrices of experts, which stand for one tensor with a leading dimension, perhaps transposed."""
 
     num_experts: int = 1
     is_transposed: bool = False

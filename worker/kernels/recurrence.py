@@ -51,10 +51,9 @@ def folding_team() -> Team | None:
 
 
 def native_steps(team: Team, steps: Steps, states: Sequence[Tensor], parents: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return updates and what the queries read, each `[num_rows, num_heads, value_dim]`.
+    """Return updates and what the queries read, each `[num_rows, num_heads, value_dim]`. Raises ValueError.
 
-    A row's parent is an earlier row or, as `-1 - i`, `states[i] [num_heads, key_dim, value_dim]`. Raises ValueError for
-    unfit arguments.
+    A row's parent is an earlier row or, as `-1 - i`, `states[i] [num_heads, key_dim, value_dim]`.
     """
     num_rows, num_key_heads, key_dim = steps.keys.shape
     num_heads, value_dim = steps.values.shape[1:]
@@ -111,7 +110,7 @@ class StepBuffers:
     """Steps of all layers of a sequence, which are moved and folded in one call each."""
 
     def __init__(self, team: Team, layers: Sequence[Sequence[Tensor]]) -> None:
-        """Each layer has inputs (the first step is the first row), keys, updates and decays, `[num_steps, ...]`."""
+        """Take each layer's inputs, keys, updates and decays, `[num_steps, ...]`."""
         self._team, self._layers = team, layers
         buffers = [each for layer in layers for each in layer if each.numel()]
         places = [(each.data_ptr(), each.stride(0) * each.element_size()) for each in buffers]

@@ -13,10 +13,7 @@ SLACK = 16  # floats that the kernels read beyond the last row
 
 
 def angles(rotary: Rotary, rows: NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
-    """Return cosines of the first half of a head's dimensions, then sines: `[num_rows, head_dim] float32`.
-
-    Numbers are rounded to the model's dtype if its rotation is.
-    """
+    """Return cosines of the first half of a head's dimensions, then sines: `[num_rows, head_dim] float32`."""
     turned = rotary.turns(rows).astype(np.float64)
     both = np.concatenate((np.cos(turned), np.sin(turned)), axis=1).astype(np.float32)
     return torch.from_numpy(both * np.tile(rotary.scales(), 2)).to(kept_as(rotary, dtype)).float()

@@ -40,8 +40,7 @@ class Rotary:
     """Rotation of pairs of dimensions: `frequencies [head_dim / 2]` in radians, `scaling` of cosines and sines.
 
     `numerics` names frequencies whose last bit differs from earlier versions. Jobs of more than `short_length`
-    positions use `long_frequencies`; None: all jobs are alike. If `is_rounded`, cosines and sines have the model's
-    dtype, otherwise float32.
+    positions use `long_frequencies`. If `is_rounded`, cosines and sines have the model's dtype.
     """
 
     frequencies: NDArray[np.float32]
@@ -64,7 +63,7 @@ class Rotary:
         return replace(self, frequencies=short, long_frequencies=long, num_nope_pairs=num_nope_pairs)
 
     def num_rows(self, num_positions: int) -> int:
-        """Return the table's rows for a job of `num_positions`; rows of long jobs follow those of short ones."""
+        """Return the table's rows for a job; rows of long jobs follow those of short ones."""
         if self.short_length is None or num_positions <= self.short_length:
             return num_positions
         return self.short_length + num_positions
@@ -107,7 +106,7 @@ def llama3_frequencies(
     """Return Llama 3.1's frequencies, rounded to float32 where `transformers` rounds.
 
     Frequencies with fewer than `low` turns in `original` positions are divided by `factor`, those with more than `high`
-    stay, and between these they are blended. IEEE 754 defines the rounding of each operation.
+    stay, and others are blended.
     """
     plain = default_frequencies(theta, head_dim)
     wavelengths = np.float32(2 * math.pi) * (np.float32(1.0) / plain)
@@ -124,8 +123,8 @@ def yarn_frequencies(
 ) -> NDArray[np.float32]:
     """Return YaRN's frequencies (Peng et al. 2023), rounded to float32 where `transformers` rounds.
 
-    Dimensions with more than `fast` turns in `original` positions keep their frequency, those with fewer than `slow`
-    have it divided by `factor`, and a ramp lies between. Its ends are rounded to dimensions if `is_whole`.
+    Dimensions with more than `fast` turns in `original` positions stay, those with fewer than `slow` are divided by
+    `factor`, with a ramp between, whose ends are dimensions if `is_whole`.
     """
 
     def dimension(num_turns: float) -> float:
@@ -147,8 +146,7 @@ def yarn_frequencies(
 def rotary_of(parameters: Mapping[str, Any], head_dim: int, is_strict: bool = False) -> Rotary:
     """Return the rotation that a config's `rope_parameters` describe.
 
-    Only types in `ROPE_NUMBERS` are supported, with valid numbers; `is_strict` allows no others. Raises KeyError,
-    TypeError or ValueError.
+    Raises KeyError, TypeError or ValueError for other types and numbers, and if `is_strict` for additional ones.
     """
     said = dict(parameters)
     kind = said.pop("rope_type", None) or said["type"]

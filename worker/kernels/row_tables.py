@@ -268,9 +268,9 @@ def _check_range(name: str, values: NDArray[np.int32], end: int) -> None:
 
 
 def address_of(array: np.ndarray | None) -> int | None:
-    """Return the address of an array's first number; None without one.
+    """Return the address of an array's first number.
 
-    numpy's own interface takes four times as long, so it is only the fallback.
+    numpy's own interface takes four times as long.
     """
     if array is None:
         return None

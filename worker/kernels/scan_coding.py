@@ -1,4 +1,4 @@
-"""Coding of a chunk of keys: moments, joined with those of its cluster, and codes for the kernels."""
+"""Coding of a chunk of keys: moments, joined with those of its cluster, and codes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ def centred(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_to_cluster(cloud: Tensor, chunk: int, keys: Tensor, values: Tensor, means: Tensor) -> None:
-    """Join a chunk of heads with the moments `[..., 2 * head_dim * (head_dim + 1)]` of their cluster.
-
-    `keys` and `values` are centred; `means [..., 2 * head_dim]` are of both.
-    """
+    """Join a chunk of centred heads with the moments `[..., 2 * head_dim * (head_dim + 1)]` of their cluster."""
     head_dim, share = keys.shape[-1], 1 / (chunk % CLUSTER_CHUNKS + 1)
     joined = torch.cat([keys, values], dim=-1)[..., ::MOMENT_STRIDE, :]
     changes = joined[..., :head_dim].mT @ joined / joined.shape[-2]  # [..., head_dim, 2 * head_dim]
@@ -56,7 +53,7 @@ def most_chunks(num_keys: int) -> int:
 def flat_deviation(num_best: int, num_keys: int) -> float:
     """Return the deviation of normal scores below which the `num_best` best of `num_keys` keys weigh too little.
 
-    Above the score z that so many reach lies, of weights e^score with deviation t, the share Phi(t - z).
+    Above the score z that so many reach lies a share Phi(t - z) of weights with deviation t.
     """
     normal, share = NormalDist(), min(num_best / num_keys, 0.5)
     return max(0.0, normal.inv_cdf(1 - share) + normal.inv_cdf(WORTH_READING))

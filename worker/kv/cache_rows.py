@@ -124,10 +124,7 @@ def states_of(mixers: Iterable[HasRecurrentSizes | None]) -> RecurrentShape | No
 
 
 class CacheRows:
-    """Keys and values of some layers, `buffer [num_layers, num_parts, num_kv_heads, capacity, row_width]`.
-
-    Entries are absolute positions. On a CPU, untouched memory pages of a buffer take no memory.
-    """
+    """Keys and values of some layers, `buffer [num_layers, num_parts, num_kv_heads, capacity, row_width]`."""
 
     comes_by_layer = False  # True: `layer` returns memory that later holds other layers
     holds_all = False  # True: the device has the layers of all slots, so rows can move between entries
@@ -245,7 +242,7 @@ class CacheRows:
 def keep_path(buffer: torch.Tensor, root: int, path: list[int]) -> int:
     """Move the entries of a tree's nodes `path` next to its root; return the end of the kept entries.
 
-    On a CPU, numpy moves them in one thread: torch's threads would spin on the cores that the next forward needs.
+    On a CPU numpy does it, because torch's threads would spin on cores that the next forward needs.
     """
     end = root + 1 + len(path)
     source, target = [root + 1 + node for node in path], list(range(root + 1, end))

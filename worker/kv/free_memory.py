@@ -1,4 +1,4 @@
-"""Free memory of the machine (within its container's limit), of a folder and of a GPU, without torch."""
+"""Free memory of the machine, of a folder and of a GPU, without torch."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ class KVRoom:
     held: HeldPositions | None = None  # None: caches forget nothing
 
     def refuse_too_long(self, num_positions: int, num_held: int = 0) -> None:
-        """Raise KVRoomError if a cache of `num_positions` needs more than the free bytes and those of `num_held`
-        positions.
-        """
+        """Raise KVRoomError if a cache needs more than the free bytes and those of `num_held` positions."""
         num_kept = num_positions if self.held is None else self.held.of(num_positions)
         needed = num_kept * self.bytes_per_position + self.state_bytes
         free = self.free_bytes() + num_held * self.bytes_per_position

@@ -61,8 +61,8 @@ class LayerStore:
 class FullKVCache:
     """Keys, values and states of a sequence; entry = absolute position.
 
-    The first `length` entries are committed. A step writes the root to entry `length` and the draft tree's nodes behind
-    it, in node order. `commit` moves the accepted path next to the root and drops the other nodes.
+    The first `length` entries are committed. A step writes the root and the draft tree's nodes behind them; `commit`
+    moves the accepted path next to the root.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class FullKVCache:
         """Return keys and values of committed positions, `[num_rows, end - start, row_width]`; 16-bit floats as their
         bits.
 
-        On a CPU this is a view, which another thread may read during decoding: committed rows never change. Raises
-        ValueError for forgotten positions.
+        On a CPU this is a view, which other threads may read: committed rows never change. Raises ValueError for
+        forgotten positions.
         """
         for window in self._windows():
             window.refuse_lost(start, end)
@@ -227,8 +227,8 @@ class FullKVCache:
     def retain(self, from_: int, until: int | None = None) -> None:
         """Keep positions, counted as in a slice, that layers would otherwise forget.
 
-        The first `until` are for sequences that copy them, the newest (`from_` = -n) for a rollback, and those from
-        `from_` on for `kv`, until `release`. Rolls back to the forgotten positions, if it asks for some.
+        The first `until` are for copies, the newest (`from_` = -n) for a rollback, those from `from_` on for `kv`,
+        until `release`.
         """
         if self.layer_states is not None:
             self.layer_states.retain(from_, until)
@@ -263,7 +263,7 @@ class FullKVCache:
         return self.num_window_pages + max(0, -(-end // store.rows.page) - len(store.rows.pages))
 
     def copy_from(self, source: CacheSource, end: int) -> None:
-        """Commit positions from `length` to `end`, or a part of them, from a source with the same tokens."""
+        """Commit positions from `length` to `end`, or a part, from a source with the same tokens."""
         theirs = source if isinstance(source, FullKVCache) else None
         if theirs is not None and self.rows.holds_all and theirs.rows.holds_all:
             self._copy_rows(theirs, end)
@@ -281,7 +281,7 @@ class FullKVCache:
     def prefix(self, length: int) -> FullKVCache:
         """Return a view of the first `length` committed positions, to run rows behind them again.
 
-        The view forgets nothing. Raises ValueError if rows behind `length` see forgotten positions.
+        Raises ValueError if these rows see forgotten positions.
         """
         if self.layer_states is not None:
             raise NotImplementedError("a state has no view at an earlier length")
@@ -310,9 +310,9 @@ class FullKVCache:
             self.layer_states.clear()
 
     def roll_back(self, length: int) -> None:
-        """Forget positions from `length` on, and earlier ones if those behind them see forgotten ones.
+        """Forget positions from `length` on, and earlier ones if later rows see forgotten ones.
 
-        It also goes further back if no state is near, or if a page must be copied and none is free.
+        It also goes further back if no state is near, or no page is free for a copy.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot roll back to {length}: {self.length} positions are committed")

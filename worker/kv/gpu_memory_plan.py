@@ -32,8 +32,7 @@ LATENT_TILE_HEADS = 64  # a program of latent attention takes a whole multiproce
 def splits_of(num_multiprocessors: int, sizes: ModelSizes, num_rows: int = NUM_ROWS) -> int:
     """Return the parts into which attention splits a prefix; bits depend on it.
 
-    It is a constant of device, model and rows. Forwards of more rows have fewer parts, so the partial sums of all rows
-    keep their size.
+    Forwards of more rows have fewer parts, so partial sums keep their size.
     """
     if sizes.latent is None:
         num_splits = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // sizes.num_kv_heads
@@ -199,8 +198,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide a GPU's memory among slots for jobs of up to `longest_job` positions.
 
-    `num_slots` None means as many as fit, up to `most_slots`. Raises KVRoomError if one slot, or the requested number,
-    does not fit.
+    `num_slots` None means as many as fit. Raises KVRoomError if one slot, or the requested number, does not fit.
     """
     plan = one_slot(sizes, gpu, longest_job, drafts)
     if plan.num_fitting < 1:
@@ -246,11 +244,7 @@ def draft_splits(length: int) -> int:
 
 
 def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES) -> int:
-    """Return the bytes of a forward's static buffers.
-
-    These are state, delta, normed and hidden rows, attention heads, the MLP, the outputs of chosen experts, rows around
-    recurrent states, and logits.
-    """
+    """Return the bytes of a forward's static buffers."""
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     heads = (query + 2 * key) + 2 * query
     if (latent := sizes.latent) is not None:
@@ -339,8 +333,7 @@ def most_of_a_job(longest_job: int) -> int:
 def _divided(plan: MemoryPlan, windows: WindowPages) -> MemoryPlan:
     """Divide the free bytes between the pools of a plan, which both have the longest job's pages.
 
-    Both are full at once for jobs of the geometric mean of window and longest job; shorter jobs leave window pages
-    free, longer ones leave others.
+    Both are full at once for jobs of the geometric mean of window and longest job.
     """
     whole_bytes, window_bytes, longest, most_held = (
         *(plan.page_bytes, plan.window_page_bytes),
@@ -356,10 +349,7 @@ def _divided(plan: MemoryPlan, windows: WindowPages) -> MemoryPlan:
 
 
 def _slots_that_pay(pool: MemoryPlan, most: int) -> int:
-    """Return the number of slots, `most` if their drafts leave most of the memory to pages.
-
-    Otherwise as many as fit in `DRAFT_SHARE` of the memory, or leave room for all longest jobs that would fit.
-    """
+    """Return the number of slots, `most` if their drafts leave most of the memory to pages."""
     if not pool.bytes_per_slot:
         return most
     longest = pool.pool_bytes

@@ -1,4 +1,4 @@
-"""Copies between a GPU and its host during computation, through two pinned buffers on a stream of their own."""
+"""Copies between a GPU and its host during computation, through two pinned buffers."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _numpy_dtype(rows: torch.Tensor) -> np.dtype[Any]:
 
 
 class ComputingStream:
-    """`CopyComputation` on the stream of the newest forward, for all threads: torch's current stream is per thread."""
+    """`CopyComputation` on the newest forward's stream, for all threads."""
 
     def __init__(self, current: Callable[[], Any]) -> None:
         self._current, self._stream = current, current()

@@ -1,4 +1,4 @@
-"""Memory pages of a CPU's caches: huge ones, which read 100,000 positions a sixth faster, and returning them."""
+"""Huge memory pages of a CPU's caches, which read 100,000 positions a sixth faster."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ def give_back(buffer: torch.Tensor) -> None:
 
 
 class FilledPages:
-    """Merges small pages into huge ones where a cache is filled, so it takes no memory in advance.
-
-    All stripes of a buffer `[..., capacity, head_dim]` are filled at once, from the first position on.
-    """
+    """Merges small pages into huge ones where a buffer `[..., capacity, head_dim]` is filled."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._row_bytes = buffer.shape[-1] * buffer.element_size()

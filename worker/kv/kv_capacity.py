@@ -39,7 +39,7 @@ class PagesError(KVRoomError):
 
 
 def bytes_per_position(config: dict[str, Any], dtype: str, kv_dtype: KVDtype | None = None) -> int | None:
-    """Return the bytes of one position in a text model's cache; None if the config lacks sizes."""
+    """Return the bytes of one position in a text model's cache; None if unknown."""
     if (latent := latent_sizes(config)) is not None:
         return int(config["num_hidden_layers"] * latent.entry_dim * ITEM_SIZES[dtype])
     num_heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
@@ -133,10 +133,7 @@ def pages_of(num_positions: int, page: int | None = None) -> int:
 
 
 def held_in_windows(windows: Windows, num_unwritten: int) -> HeldPositions | None:
-    """Return the positions whose window pages a job keeps; None if all layers have a window, or none.
-
-    It includes the window of a block's first row, a partly forgotten first page, and the rows of one forward.
-    """
+    """Return the positions whose window pages a job keeps; None if all layers have a window, or none."""
     sizes = [size for size in windows if size is not None]
     if not sizes or len(sizes) == len(windows):
         return None
@@ -147,8 +144,7 @@ def held_in_windows(windows: Windows, num_unwritten: int) -> HeldPositions | Non
 def most_pages(jobs: Iterable[Growth], page: int | None = None, held: HeldPositions | None = None) -> int:
     """Return the most pages that jobs take within `HORIZON` if they grow alike and leave at their expected ends.
 
-    The maximum is at one of the ends or at the horizon: until a job leaves, all others grow. Behind the horizon some
-    jobs have ended, or the youngest is evicted. Caches keep the positions of `held`; None: all.
+    The maximum is at one of the ends or at the horizon, since until a job leaves, all others grow.
     """
     page = page or PAGE
     most, now, by_end = 0, 0, sorted(jobs, key=lambda job: job.left, reverse=True)

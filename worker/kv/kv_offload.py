@@ -1,4 +1,4 @@
-"""KV caches in the host's memory: the GPU has two layers, and loads one while it computes with the other."""
+"""KV caches in the host's memory: the GPU loads one layer while it computes with another."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class _DeviceLayer:
 
 
 class LayerStream:
-    """Copies layers from a host to the device, one layer ahead; views of a cache share it."""
+    """Copies layers from a host to the device, one layer ahead."""
 
     def __init__(self, host: CacheHost) -> None:
         self._host = host
@@ -97,9 +97,9 @@ class LayerStream:
         self._thread = ThreadPoolExecutor(1, "kv-offload")
 
     def take(self, layer: int, length: int, first_entry: int, end: int) -> torch.Tensor:
-        """Return a layer on the device, `[num_parts, num_kv_heads, capacity, head_dim]`, with all rows below `end`.
+        """Return a layer on the device, `[num_parts, num_kv_heads, capacity, head_dim]`, with rows below `end`.
 
-        `length` positions are committed. Rows from `first_entry` on are always copied again.
+        Rows from `first_entry` on are always copied again.
         """
         if not self._used.holds(layer, length):
             if not self._coming.holds(layer, length):
@@ -150,7 +150,7 @@ NO_LAYER = -1
 
 @dataclass(frozen=True)
 class Streams:
-    """Computing stream, and a copy lane for each direction, since a GPU copies both ways at once."""
+    """Computing stream, and a copy lane for each direction."""
 
     computation: CopyComputation
     coming: CopyLane
@@ -192,8 +192,7 @@ class _RingLayer:
 class LayerRing:
     """Ring of device layers; layer n uses side `n % RING_LAYERS`.
 
-    A forward calls `begin`, then `wait` and `leave` around each layer. Call `forget` for positions that change
-    otherwise.
+    A forward calls `begin`, then `wait` and `leave` around each layer.
     """
 
     def __init__(self, shape: CacheShape, num_slots: int, capacity: int, streams: Streams) -> None:
@@ -219,7 +218,7 @@ class LayerRing:
         self._streams.computation.wait_event(self._side(layer).arrival)
 
     def leave(self, layer: int) -> None:
-        """Copy a computed layer's new rows to the host, and start to copy the side's next layer."""
+        """Copy a layer's new rows to the host, and start to copy the side's next layer."""
         self.keep(layer, self._visits)
         following = layer + len(self._sides)
         if following < self._num_layers:
@@ -237,10 +236,7 @@ class LayerRing:
         self._went = going.mark()
 
     def show(self, layer: int, visit: Visit) -> torch.Tensor:
-        """Return a slot's layer outside a forward, `[num_parts, num_kv_heads, capacity, row_width]`.
-
-        It stays valid until another layer uses its side.
-        """
+        """Return a slot's layer `[num_parts, num_kv_heads, capacity, row_width]`, valid until another uses its side."""
         self._streams.coming.follow(self._streams.computation.record_event())
         self._bring(layer, [visit])
         self.wait(layer)
@@ -310,8 +306,7 @@ def _release(memory: PinnedMemory, streams: Streams) -> None:
 class RingRows(SlotRows):
     """Rows on the host; forwards copy their layers to their slot of the ring.
 
-    Reads wait for new rows to reach the host. Writes wait for all copies, except of accepted rows: of layers copied
-    ahead of a step, only final positions are used.
+    Reads wait for new rows to reach the host, writes for all copies.
     """
 
     comes_by_layer = True

@@ -59,10 +59,9 @@ def packed_parts(
     experts: MoEConfig | None = None,
     mixer: RecurrentConfig | None = None,
 ) -> tuple[PackedPart, ...]:
-    """Return the products of a dense decoder whose parts share one packed form, as `stacked_weights` stores them.
+    """Return the products whose parts share one packed form, as `stacked_weights` stores them.
 
-    All `experts` of a layer make one product; the `mixer` adds those around its state. Matrices whose form only their
-    numbers show count as dequantized.
+    Matrices whose form only their numbers show count as dequantized.
     """
     last = EMBEDDING if config.get("tie_word_embeddings") else HEAD
     products = defaultdict[str, list[StoredTensor]](list)
@@ -90,7 +89,7 @@ def _products_of(experts: MoEConfig) -> Iterator[tuple[re.Pattern[str], str]]:
 
 
 def _products_of_mixer(mixer: RecurrentConfig) -> Iterator[tuple[re.Pattern[str], str]]:
-    """Yield patterns of the names of matrices around states, each with its product; those of heads have their own."""
+    """Yield patterns of the names of matrices around states, each with its product."""
     for name, roles in mixer.names.linears.items():
         product = "output" if roles == ("output",) else "heads" if roles[0] in ("betas", "steps") else "channels"
         yield _in_a_layer(f"{mixer.names.part}.{name}.weight"), f"mixer.{product}"
@@ -218,7 +217,7 @@ class ModelSizes:
 
 
 def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
-    """Return the sizes of a model folder, from config and weight headers; None if the config lacks some."""
+    """Return the sizes of a model folder; None if the config lacks some."""
     config = read_config(files.name, files.path)
     return sizes_of_stored(config, stored_layout(files.name, files.path).heads, dtype)
 
@@ -252,9 +251,9 @@ def _hides(dense: DecoderConfig) -> bool:
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
-    """Return the sizes of a text model with `number` parameters; None if the config lacks some.
+    """Return the sizes of a text model; None if the config lacks some.
 
-    `packed` ones are dequantized in dtypes other than bfloat16.
+    `packed` parameters are dequantized in dtypes other than bfloat16.
     """
     num_bytes = bytes_per_position(config, dtype)
     num_heads, hidden, intermediate = (

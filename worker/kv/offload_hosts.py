@@ -1,7 +1,6 @@
 """Places for a key-value cache outside the device: a file for a CPU, pinned memory for a GPU.
 
-The file is written through a map and read by direct I/O into the device's buffer. This runs at the disk's speed, with
-an eighth of the CPU time of copying from the map (measured).
+The file is written through a map and read by direct I/O, with an eighth of the CPU time of copying (measured).
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ BLOCK_POSITIONS = 1024  # rows of this many positions fill whole memory pages fo
 
 
 class CacheHost(Protocol):
-    """Memory of a cache's rows `[num_layers, 2, num_kv_heads, capacity, head_dim]`; those of a load must not change
-    during it.
-    """
+    """Memory of rows `[num_layers, 2, num_kv_heads, capacity, head_dim]`, which must not change while loaded."""
 
     rows: torch.Tensor
 
@@ -47,7 +44,7 @@ class CacheHost(Protocol):
 
 
 class FileHost:
-    """Nameless file, so a killed process leaves nothing; its space is allocated at once and cannot run out later."""
+    """Nameless file, so a killed process leaves nothing; its space is allocated at once."""
 
     def __init__(self, shape: CacheShape, capacity: int, folder: str) -> None:
         """`capacity` is in whole blocks. Raises KVRoomError if the folder lacks space."""
@@ -136,10 +133,7 @@ class PinnedHost:
 
 
 class PinnedMemory:
-    """Pinned memory of exact size, which a GPU reads and writes directly.
-
-    torch's own pinned tensors round up to a power of two, which wastes up to half.
-    """
+    """Pinned memory of exact size; torch's own tensors round up to a power of two."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """Raises KVRoomError if the system refuses."""

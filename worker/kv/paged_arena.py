@@ -1,4 +1,4 @@
-"""KV caches of all jobs on a GPU: slots in one buffer, in pages of a pool, or outside the device."""
+"""KV caches of all jobs on a GPU, in slots of one buffer or in pages of a pool."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MoveRows(Protocol):
     """Moves accepted rows next to their root, as `keep_path` does."""
 
     def __call__(self, slot: int, root: int, path: Sequence[int], place: Place | None = None) -> None:
-        """Move a tree's nodes `path` next to its root, entry `root` of a slot; `place` maps entries to a pool."""
+        """Move a tree's nodes `path` next to entry `root` of a slot; `place` maps entries to a pool."""
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Collect moves, and make them all at once on exit."""
@@ -104,8 +104,8 @@ class SlotLease:
 class SlotBuffer:
     """Rows of some layers of all slots: `buffer [num_layers, num_parts, num_slots, num_kv_heads, capacity, row_width]`.
 
-    It never moves or grows, because graphs keep its address and attention may split by its capacity. With a `pool`,
-    slots share `[num_layers, num_parts, 1, num_kv_heads, num_pages * page, row_width]`.
+    It never moves or grows, because graphs keep its address. With a `pool`, slots share `[num_layers, num_parts, 1,
+    num_kv_heads, num_pages * page, row_width]`.
     """
 
     pool: PagePool
@@ -182,8 +182,7 @@ class SlotRows(CacheRows):
 class PagedRows(SlotRows):
     """Rows in `pages` of a pool, whose whole memory is their `buffer`.
 
-    Sequences share full pages, which nobody writes any more. Layers with a window have `NO_PAGE` in place of a
-    forgotten page.
+    Sequences share full pages. Forgotten pages are `NO_PAGE`.
     """
 
     def __init__(self, slots: SlotBuffer, lease: SlotLease, num_entries: int) -> None:
@@ -264,7 +263,7 @@ class PagedRows(SlotRows):
         return start + len(shared) * self.page
 
     def clear(self) -> None:
-        """Fill the whole capacity with zeros, which takes pages for it; skip window pools, which start as zeros."""
+        """Fill the whole capacity with zeros; window pools already are."""
         if self._slots.is_zero:
             return
         self.reserve(self.capacity)
@@ -305,8 +304,8 @@ class PagedRows(SlotRows):
 class KVArena(SlotBuffer):
     """Memory of all caches on a GPU, with one capacity for the whole run.
 
-    If `pool` has windows, layers with a window have pages of their own. Entries are the same in both, so kernels read
-    the same blocks in the same order as without forgetting. Recurrent states have fixed memory per slot.
+    Layers with a window have a pool of their own if these forget. Entries are the same in both, so kernels read the
+    same blocks in the same order.
     """
 
     holds_all = True  # layers of all slots, so rows can move between entries
@@ -353,7 +352,7 @@ class KVArena(SlotBuffer):
         return None if self._states is None else self._states.states
 
     def num_pages_for(self, caches: Iterable[FullKVCache]) -> tuple[int | None, int | None]:
-        """Return the pages, and the window pages, that these caches have or may take; None without such a pool."""
+        """Return the pages, and the window pages, that these caches may take; None without such a pool."""
         held = list(caches)
         whole = None if self.pages is None else self.num_free_pages + sum(len(cache.pages) for cache in held)
         if self.windowed is None:
@@ -372,7 +371,7 @@ class KVArena(SlotBuffer):
     def new_cache(self, max_length: int) -> FullKVCache:
         """Return an empty cache in a free slot, which is free again once the cache and its views are gone.
 
-        Raises TooLongError for a sequence longer than a slot, KVRoomError if no slot is free.
+        Raises TooLongError, or KVRoomError if no slot is free.
         """
         lease = self._lease(max_length)
         rows = self.rows(lease, max_length)

@@ -1,7 +1,6 @@
-"""Recurrent states in the slots of a GPU worker.
+"""Recurrent states in the slots of a GPU worker: at the last two boundaries, with the steps behind them.
 
-A slot has the states at its last two boundaries and the steps behind them, so a failed draft needs no undo, and the
-last block can be rolled back. States for copies and longer rollbacks are stored on the host.
+So a failed draft needs no undo, and the last block can be rolled back.
 """
 
 from __future__ import annotations
@@ -143,10 +142,7 @@ class SlotStates(StateStore[LayerStates]):
         return arrays
 
     def _parts_at(self, end: int) -> Iterator[tuple[str, slice, torch.Tensor]]:
-        """Yield the parts of a boundary's states: an array's name, rows of it, and these rows on the device.
-
-        Inputs lie in a ring, so in one part or two.
-        """
+        """Yield the parts of a boundary's states: an array's name, rows of it, and these rows on the device."""
         states, slot, number = self._slots.states, self._rows.slot, number_of_state(end)
         inputs = states.inputs.view(torch.int16) if states.inputs.element_size() == 2 else states.inputs
         for layer in range(len(states.states)):

@@ -21,7 +21,7 @@ from swiftbatch.worker.model.layer_types import RecurrentShape
 
 @dataclass(frozen=True)
 class LayerState:
-    """Immutable state of a layer at a boundary, with the inputs before it that its convolution reads."""
+    """Immutable state of a layer at a boundary, with the inputs that its convolution reads."""
 
     state: Tensor  # [num_heads, key_dim, value_dim] float32
     inputs: Tensor  # [conv_width - 1, num_channels]
@@ -31,7 +31,7 @@ class RecurrentLayer:
     """One layer's state, and its steps behind the boundary.
 
     `state [num_heads, key_dim, value_dim] float32` is behind the committed positions, `base` at the boundary. A step
-    turns a state into `decay * state + key (x) update`, with a decay per head or per row of a head.
+    makes it `decay * state + key (x) update`.
     """
 
     def __init__(self, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, num_steps: int) -> None:
@@ -167,7 +167,7 @@ class KeptStates(Generic[Kept]):
         return self._kept.get(position)
 
     def nearest(self, limit: int) -> tuple[int, Kept] | None:
-        """Return the last position up to `limit` whose states are stored, and these states; None without any."""
+        """Return the last position up to `limit` with stored states, and these."""
         position = max((each for each in self._kept if each <= limit), default=None)
         return None if position is None else (position, self._kept[position])
 
@@ -206,7 +206,7 @@ class StateStore(ABC, Generic[Kept]):
 
     @abstractmethod
     def cut(self, length: int) -> int:
-        """Forget all behind `length` positions; return how many are left, those behind which a state is near."""
+        """Forget all behind `length` positions; return how many are left."""
 
     @abstractmethod
     def copyable_end(self, limit: int, length: int) -> int:
@@ -240,7 +240,7 @@ class StateStore(ABC, Generic[Kept]):
 
 
 class RecurrentStates(StateStore[list[LayerState]]):
-    """States on a CPU; the boundary is at least one block before the end, so the last block can be rolled back."""
+    """States on a CPU; the boundary is a block before the end, so the last block can be rolled back."""
 
     def __init__(self, shape: CacheShape, recurrent: RecurrentShape) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ class RecurrentStates(StateStore[list[LayerState]]):
         self._steps = self._step_buffers()
 
     def num_readable(self, length: int, most: int) -> int:
-        """Return the tokens that fit, or those up to a boundary if these are at least half of them."""
+        """Return the tokens that fit, or up to a boundary if these are at least half."""
         room = min(most, self.num_steps - (length - self.boundary))
         to_boundary = (length + room) // BLOCK * BLOCK - length
         return to_boundary if 2 * to_boundary >= room else room

@@ -1,4 +1,4 @@
-"""Coded keys of long texts in a GPU's slots, which drafts scan; the layout is that of `ScannedKeys`."""
+"""Coded keys of long texts in a GPU's slots, as in `ScannedKeys`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOWHERE = torch.device("meta")
 
 
 class SlotKeys:
-    """Coded keys of one sequence's cache in an arena; kernels read the slot's buffers, not this object."""
+    """Coded keys of one sequence's cache in an arena."""
 
     def __init__(self, full: FullKVCache, texts: ScannedTexts, slot: int) -> None:
         self._full, self._texts, self._slot = full, texts, slot
@@ -76,7 +76,7 @@ class SlotKeys:
 def scan_memory(
     sizes: ModelSizes, longest: int, num_best: int, num_splits: int, num_rows: int = NUM_ROWS
 ) -> DraftMemory:
-    """Return the memory for scanned texts of up to `longest` positions; none if no text is long enough."""
+    """Return the memory for scanned texts of up to `longest` positions."""
     if longest < SHORTEST_SCANNED:
         return NO_DRAFTS
     num_layers = sizes.bytes_per_position // (2 * sizes.num_kv_heads * sizes.head_dim * sizes.item_size)

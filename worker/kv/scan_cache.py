@@ -1,7 +1,6 @@
 """Scanned key-value cache: each query reads the first, the newest and its own best positions, and a sum of the rest.
 
-Each query scans short codes of all keys, because no fixed choice of positions fits all tokens, nor flat attention. The
-rest is estimated from the moments of keys and values (`worker/kernels/source/scan.c`).
+The rest is estimated from the moments of keys and values (`worker/kernels/source/scan.c`).
 """
 
 from __future__ import annotations
@@ -85,19 +84,16 @@ class CScannedKeys(ctypes.Structure):
 
 
 class ScannedKeys:
-    """Coded keys of one sequence's cache, added in chunks as positions are committed.
+    """Coded keys of one sequence's cache.
 
-    Each query reads its `num_best` best keys exactly, chosen by codes of two bits per dimension. The others count as
-    jointly normal keys and values without their upper tail.
+    Each query reads its `num_best` best keys exactly, by codes of two bits per dimension. The others count as jointly
+    normal keys and values without their upper tail.
     """
 
     def __init__(
         self, layers: Layers, first: int, length: int, num_best: int, dtype: torch.dtype | None = None
     ) -> None:
-        """Make room for the keys of `layers` from position `first` to `length`. Raises ValueError for others.
-
-        Codes stand for numbers of `dtype`.
-        """
+        """Raises ValueError for layers that do not fit together."""
         (keys, _), num_layers = layers[0], len(layers)
         num_kv_heads, head_dim = len(keys), keys.shape[-1] - (KV_SCALE_BYTES if keys.dtype in KV_CODES else 0)
         self._team = shared_team(load_library(chosen_variant() or "portable"), torch.get_num_threads())

@@ -1,7 +1,6 @@
 """Layers with a window forget positions that no row sees any more.
 
-Entries keep their places, so kernels read the same in the same order; forgotten memory is returned and reads as zeros.
-Positions stay while a checkpoint, another sequence or a rollback may need them.
+Entries keep their places; forgotten memory is returned and reads as zeros.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ from swiftbatch.worker.kv.kv_capacity import FORGETS_EVERY, NUM_ASKED
 
 
 class Window:
-    """Run of positions that layers with a window have forgotten, and the positions that they keep.
-
-    The run begins behind the positions that others copy, and ends a window before the end.
-    """
+    """Run of forgotten positions of layers with a window, and the positions that they keep."""
 
     def __init__(self, size: int, num_layers: int, page: int | None = None) -> None:
         """`page` None: forget many positions at a time, not whole pages."""
@@ -69,10 +65,7 @@ class Window:
             self.lost = range(first, end)
 
     def end_of_cut(self, length: int) -> int:
-        """Return the end of a rollback to `length`: earlier, if rows there see forgotten positions.
-
-        Nothing is forgotten any more if it ends before the run.
-        """
+        """Return the end of a rollback to `length`: earlier, if rows there see forgotten positions."""
         end = length if self.has_all_behind(length) else self.lost.start
         if end <= self.lost.start:
             self.lost = range(0)

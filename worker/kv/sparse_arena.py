@@ -44,7 +44,7 @@ class RowMover:
         self._waiting: list[Move] | None = None  # moves to make together; None: make each at once
 
     def __call__(self, slot: int, root: int, path: Many[int], place: Place | None = None) -> None:
-        """Move a tree's nodes `path` next to entry `root` of a slot; `place` maps entries to a pool."""
+        """Move a tree's nodes `path` next to entry `root` of a slot."""
         moves = moves_of(slot, root, path)
         if place is not None:
             moves = [(0, place(source), place(target)) for _, source, target in moves]
@@ -74,11 +74,10 @@ class RowMover:
 
 
 class SparseArena:
-    """Buffers that never move: `buffer [num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]` and
-    `bias`.
+    """Fixed buffers `[num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]` and `bias [num_slots,
+    capacity]`.
 
-    `bias` is `[num_slots, capacity]`. `means` of keys and values are as `buffer`, with `num_chunks` in place of
-    entries. `texts` is None unless drafts scan.
+    `means` are as `buffer`, with `num_chunks` in place of entries.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class SparseArena:
         return len(self._free)
 
     def new_entries(self, shape: CacheShape, capacity: int) -> SlotEntries:
-        """Return entries in a free slot, a `NewEntries`; the slot is free again once they are gone."""
+        """Return entries in a slot, which is free again once they are gone."""
         if capacity > self.capacity:
             raise KVRoomError(f"a partial cache of {capacity:,} entries: a slot has {self.capacity:,}")
         if not self._free:
@@ -116,7 +115,7 @@ class SparseArena:
 
 
 class SlotEntries(Entries):
-    """One slot of a `SparseArena`; copies from caches in an arena are one kernel for all layers."""
+    """One slot of a `SparseArena`; one kernel copies all layers."""
 
     def __init__(self, arena: SparseArena, lease: SlotLease) -> None:
         super().__init__(arena.shape, arena.capacity, arena.buffer[:, :, lease.slot])

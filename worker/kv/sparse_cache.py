@@ -95,7 +95,7 @@ class Entries:
         return keep_path(self.buffer, root, path)
 
     def set_bias(self, bias: np.ndarray | None) -> None:
-        """Set the float32 bias of the first entries' scores; the others, and all with None, have 0."""
+        """Set the float32 bias of the first entries' scores; others have 0."""
 
 
 NewEntries = Callable[[CacheShape, int], Entries]
@@ -111,10 +111,9 @@ class Scanned(Protocol):
 
 
 class SparseCache(ABC):
-    """Buffer of chosen entries, the same number in every layer and head; subclasses choose them.
+    """Buffer of chosen entries, the same number in every layer and head.
 
-    These copies steer drafts and never change the output. The choice depends on tokens alone, so a resumed job has the
-    same entries.
+    They steer drafts and never change the output. The choice depends on tokens alone, so resumed jobs have the same.
     """
 
     comes_by_layer = False  # as in `FullKVCache`

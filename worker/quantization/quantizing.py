@@ -1,4 +1,4 @@
-"""Makes a quantized model folder from a plain one, tensor by tensor, and scores a text with either."""
+"""Quantizing of a model folder, tensor by tensor, and scoring of a text."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def text_token_ids(files: ModelFiles, text: str) -> list[int]:
 
 
 def text_loss(target: TargetModel, token_ids: list[int]) -> float:
-    """Return nats per token over pieces of a text, each read from its start, without its first token."""
+    """Return nats per token over pieces of a text."""
     length, total, number = min(STRETCH, target.files.max_positions), 0.0, 0
     for start in range(0, len(token_ids) - 1, length):
         piece = token_ids[start : start + length + 1][: target.files.max_positions + 1]
@@ -208,8 +208,7 @@ class _Plan:
 def quantize_model(files: ModelFiles, format_: str, output: Path) -> Quantized:
     """Write a model with layers' matrices in `format_`; embeddings, head, norms and routers stay plain.
 
-    The folder appears whole or not at all. Raises ModelError for a quantized model, non-finite weights, or a folder
-    with content.
+    The folder appears whole or not at all. Raises ModelError.
     """
     _refuse_taken(output)
     if link_names(files.path):
@@ -318,7 +317,7 @@ def _umask() -> int:
 
 
 def write_tensors(file: Path, heads: Mapping[str, StoredTensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors as they come, each at its place. Raises ValueError for one that differs from its header."""
+    """Write tensors as they come. Raises ValueError for one that differs from its header."""
     header, places, end = dict[str, Any]({"__metadata__": {"format": "pt"}}), dict[str, int](), 0
     for name, head in sorted(heads.items(), key=_alignment):
         header[name] = {"dtype": head.dtype, "shape": list(head.shape), "data_offsets": [end, end + head.num_bytes]}

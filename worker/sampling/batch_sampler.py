@@ -106,10 +106,7 @@ class BatchSampler(Protocol):
         with_candidates: bool = False,
         masks: Masks = NO_MASKS,
     ) -> list[Walk]:
-        """Walk from every root on: `logits[i] [1 + num_nodes, vocab] float32`; masks apply first.
-
-        Samplers do not change.
-        """
+        """Walk from every root on: `logits[i] [1 + num_nodes, vocab] float32`; masks apply first."""
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and log-probabilities `[num_rows, TOP_K]` of the best tokens of `[num_rows, vocab]` logits.
@@ -126,10 +123,7 @@ class BatchSampler(Protocol):
         mode: LogprobsMode,
         mask: np.ndarray | None = None,
     ) -> TokenLogprobs:
-        """Return the requested log-probabilities of a walk's tokens, before the sequence has them.
-
-        They depend on each row and the tokens before it alone, to the bit. `mask` is the walk's.
-        """
+        """Return the log-probabilities of a walk's tokens, before the sequence has them."""
 
 
 class NativeBatchSampler:
@@ -233,7 +227,7 @@ def logprobs_by(
     mode: LogprobsMode,
     mask: np.ndarray | None,
 ) -> TokenLogprobs:
-    """Return log-probabilities computed in torch; `sampler` is a fork that is up to date and gets pushed."""
+    """Return log-probabilities computed in torch, pushing to `sampler`."""
     if mode == "processed_logprobs" and mask is not None:
         logits = torch.stack([only_allowed(row, words) for row, words in zip(logits, mask, strict=True)])
 

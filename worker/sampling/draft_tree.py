@@ -9,10 +9,10 @@ ROOT = -1
 
 @dataclass(slots=True)
 class DraftTree:
-    """Tree of candidate continuations, parents before children; its fields are never reassigned.
+    """Tree of candidate continuations, parents before children; an empty tree means plain decoding.
 
     `parents[i]` is the index of node i's parent, or `ROOT` for the last committed token. Siblings have different
-    tokens. An empty tree means plain decoding. The class is not frozen because that would triple its creation time.
+    tokens. Freezing the class would triple its creation time.
     """
 
     token_ids: list[int] = field(default_factory=list)

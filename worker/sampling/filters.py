@@ -1,10 +1,7 @@
 """Filters of sampling in their order, with the numbers that kernels read.
 
-To add a filter, add a field in jobs/sampling_params.py, its definition and an entry here, its Triton code in
-filter_kernels.py, and its C code in worker/kernels/source/filters.h. A test checks that C and Triton use the same
-order.
-
-The torch definitions are the reference and take one row of scores `[vocab] float32`.
+A new filter needs a field in jobs/sampling_params.py, an entry here, Triton code in filter_kernels.py, and C code in
+worker/kernels/source/filters.h. Definitions here take one row of scores `[vocab] float32`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Changes of logits before the temperature, in vLLM's order: bias, masks, repetition penalty, count penalties.
 
-Penalties are computed from whole counts at every position, so that a resumed sequence has the same bits, and in
-float64, where a count's product is exact on every device.
+Penalties are computed from whole counts in float64, so they have the same bits after a resume and on every device.
 """
 
 from __future__ import annotations
@@ -126,10 +125,7 @@ def long_words(sequence: Sequence) -> list[tuple[int, ...]]:
 
 
 def masked_tokens(sequence: Sequence, num_output: int, recent: list[int]) -> tuple[int, ...]:
-    """Return the tokens masked behind `num_output` output tokens, the last of which are `recent`.
-
-    `recent` needs `num_recent_tokens` tokens, or all if there are fewer.
-    """
+    """Return the tokens masked behind `num_output` output tokens, the last of which are `recent`."""
     masked = ending_tokens(sequence) if num_output < sequence.sampling.min_tokens else ()
     if not sequence.bad_word_ids:
         return masked

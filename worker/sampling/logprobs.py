@@ -1,7 +1,4 @@
-"""Log-probabilities of tokens: their storage, and their computation in torch.
-
-They depend on a row's logits and the tokens before it alone. Sums are float64, results float32.
-"""
+"""Log-probabilities of tokens: their storage, and their computation in torch, in float64."""
 
 from __future__ import annotations
 
@@ -48,10 +45,9 @@ def path_logprobs(
     num_top: int,
     scores: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> TokenLogprobs:
-    """Return the log-probabilities of tokens `drawn` along a path down a tree, from `rows [num_rows, vocab]`, root
-    first.
+    """Return the log-probabilities of tokens `drawn` along a path down a tree, from `rows [num_rows, vocab]`.
 
-    `scores` maps a row and its drawn token to the scores to use; it is called in order.
+    `scores` maps a row and its drawn token to scores; it is called in order.
     """
     found = TokenLogprobs.empty(len(drawn), num_top)
     for i, (node, token_id) in enumerate(zip([-1, *path], drawn, strict=False)):
@@ -64,7 +60,7 @@ def path_logprobs(
 def row_logprobs(scores: torch.Tensor, token_id: int, num_top: int) -> tuple[float, np.ndarray, np.ndarray]:
     """Return a token's log-probability by scores `[vocab]`, and ids and log-probabilities of the best `[num_top]`.
 
-    Equal scores are ordered by id. If fewer tokens are possible, the other ids are NO_TOKEN.
+    Equal scores are ordered by id; missing ids are NO_TOKEN.
     """
     logprobs = torch.log_softmax(scores.double(), dim=-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     ids, top = np.full(num_top, NO_TOKEN, np.int32), np.full(num_top, -np.inf, np.float32)

@@ -264,7 +264,7 @@ class NativeSampler:
     def walk_call(
         self, tree: DraftTree, logits: torch.Tensor, masks: np.ndarray | None = None
     ) -> tuple[CTreeWalk, np.ndarray]:
-        """Return the struct of one tree, and its memory: rows of nodes, parents, drawn tokens and path."""
+        """Return the struct of one tree, and its memory."""
         self._check_grown()
         num_nodes, token_ids = len(tree), self.sequence.token_ids
         check_logits(logits, (num_nodes + 1, self.sequence.vocab_size))
@@ -289,9 +289,8 @@ def walk(
 ) -> list[Walk]:
     """Walk each tree from its root along the drawn tokens, as `verification.py` does.
 
-    `logits[i] [1 + num_nodes, vocab] float32` on the CPU, row 0 the root's; `masks` as `batch_sampler.Masks`. A walk
-    does not know where sequences end, and stops before a row from which nothing can be drawn. Samplers do not change.
-    Raises ValueError for unfit shapes.
+    `logits[i] [1 + num_nodes, vocab] float32` on the CPU, row 0 the root's. A walk stops before a row from which
+    nothing can be drawn. Raises ValueError for unfit shapes.
     """
     if not samplers:
         return []
@@ -332,7 +331,7 @@ def draw(
 ) -> int:
     """Draw the token at `position` from logits `[vocab] float32`, also from non-finite ones, as the reference does.
 
-    `counts [vocab] int32` are of the penalty window; None: no penalty. Bias, masks and count penalties need a sequence.
+    `counts [vocab] int32` are of the penalty window; None: no penalty.
     """
     check_logits(logits, (logits.shape[-1],))
     if counts is not None:
@@ -347,7 +346,7 @@ def draw(
 def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Return ids `[num_rows, TOP_K] int64` and float32 log-probabilities of the best of `[num_rows, vocab]` logits.
 
-    Equal logits are ordered by id. In a row with NaN, all have the same very low log-probability.
+    Equal logits are ordered by id.
     """
     check_logits(logits, (len(logits), logits.shape[-1]))
     num_rows, vocab_size = logits.shape

@@ -1,6 +1,6 @@
 """Gumbel noise from (seed, prompt, position, token) alone, with which every drafter draws the same tokens.
 
-The counter-based generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Coupled sampling: x_t = argmax_v(processed_logit_t[v] / T + G(key, t, v)), the same token in every batch.
 
-Order and definitions are those of `transformers`, in float32: logits_processors.py, temperature, filters.py. Each step
-takes one row `[vocab] float32`, so other rows cannot change it.
+Order and definitions are those of `transformers`, in float32, one row at a time.
 """
 
 from __future__ import annotations

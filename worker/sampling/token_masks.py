@@ -20,11 +20,11 @@ class Constraint(Protocol):
     def mask(self) -> np.ndarray | None:
         """Return the allowed tokens as `num_mask_words` uint32 words, lowest bit first; None: all.
 
-        The mask may be empty. Raises ConstraintError if it is unknown.
+        Raises ConstraintError if they are unknown.
         """
 
     def is_free(self, token_ids: list[int]) -> bool:
-        """Return whether any token may come here and behind any sequence of these; False is always safe."""
+        """Return whether any of these tokens may come here, in any order; False is always safe."""
 
     def guess(self, token_ids: np.ndarray) -> int:
         """Return the best of some allowed tokens to draft."""

@@ -20,7 +20,7 @@ Candidates = tuple[np.ndarray, np.ndarray]
 
 
 class Verification(NamedTuple):
-    """Result of verifying one draft tree; row 0 is the root (last committed token), row i + 1 is node i."""
+    """Result of verifying one draft tree; row 0 is the root, row i + 1 is node i."""
 
     tree: DraftTree
     path: list[int]  # accepted nodes, from the root
@@ -80,8 +80,7 @@ def walk(
 ) -> Walk:
     """Draw from the root on and follow the children that match, up to a row that is not `is_drawable`.
 
-    `logits [num_rows, vocab] float32`, row 0 the root's; `masked` applies a row's mask. Tokens come from the given
-    logits alone, so no drafter can bias them.
+    `logits [num_rows, vocab] float32`, row 0 the root's. Drafts cannot bias the drawn tokens.
     """
     children = tree.children()
     path: list[int] = []

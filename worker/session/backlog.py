@@ -1,4 +1,4 @@
-"""Jobs that wait on a worker, and the room of its caches; jobs that outgrow the memory are handed back."""
+"""Jobs that wait on a worker, and the room of its caches."""
 
 from __future__ import annotations
 
@@ -56,15 +56,14 @@ class CacheRoom:
             self.num_pages = orders.num_pages
 
     def can_fit(self, jobs: Collection[RunningJob]) -> bool:
-        """Return whether jobs have room for another step; one job always has, except for unwritten window pages."""
+        """Return whether jobs have room for another step; a single job always has."""
         (most, num_taken), _ = self._pools(jobs)
         return self._fits_windows(jobs) and (most is None or len(jobs) < 2 or num_taken(jobs) <= most)
 
     def without_room(self, jobs: Collection[RunningJob]) -> list[RunningJob]:
         """Return the jobs that must leave before the next step: the youngest, as few as possible, never the eldest.
 
-        Age counts from a job's first attempt in the run, on any worker. So no job evicts an older one, two cannot evict
-        each other in turns, and the eldest ends. The youngest has also done the least work.
+        Age counts from a job's first attempt on any worker, so two jobs cannot evict each other in turns.
         """
         if not self._fits_windows(jobs):
             for job in jobs:  # frees positions kept for other sequences
@@ -82,7 +81,7 @@ class CacheRoom:
         return sum(pages_of(self._held(job) + self.num_beside, self.page) for job in jobs)
 
     def has_room(self, jobs: Collection[RunningJob], assignment: Assignment) -> bool:
-        """Return whether a job is expected to fit beside others for a while; it always fits alone."""
+        """Return whether a job is expected to fit beside others for a while."""
         if self.num_pages is None or not jobs:
             return True
         growths = [self._growth_of(job) for job in jobs]
@@ -91,7 +90,7 @@ class CacheRoom:
         return has_pages and has_window_pages(growths, self.page or PAGE, self.windows)
 
     def _pools(self, jobs: Collection[RunningJob]) -> tuple[Pool, Pool]:
-        """Return the pages, then the window pages, that jobs may have, each with a function of their need."""
+        """Return the pages, then the window pages, each with a function of jobs' need."""
         found = (self.num_pages, None) if self.arena is None else self.arena.num_pages_for(job.cache for job in jobs)
         return (found[0], self.num_taken), (found[1], self._num_in_windows)
 
@@ -100,7 +99,7 @@ class CacheRoom:
         return most is None or num_taken(jobs) <= most
 
     def _num_in_windows(self, jobs: Iterable[RunningJob]) -> int:
-        """Count the window pages that jobs are expected to keep, or have and need for a step, if more."""
+        """Count the window pages that jobs are expected to keep, or need for a step."""
         assert self.windows is not None
         held, num_pages = self.windows.held, 0
         for job in jobs:
@@ -148,7 +147,7 @@ class Backlog:
         self._num_slots = num_jobs
 
     def next(self, jobs: Collection[RunningJob], room: CacheRoom) -> Assignment | None:
-        """Take the first job with room; a shorter one may go before a long one, which stays first in line."""
+        """Take the first job with room; a shorter one may go before a long one."""
         if self._num_slots is not None and len(jobs) >= max(1, self._num_slots):
             return None
         found = next((each for each in self._waiting.values() if room.has_room(jobs, each)), None)

@@ -51,10 +51,7 @@ class Checkpointing:
         self._expect_reads(job)
 
     def put_due(self, jobs: Collection[RunningJob]) -> None:
-        """Queue all due writes.
-
-        Once one job's token log is due, those of all jobs go into the same write.
-        """
+        """Queue all due writes; one job's due token log takes those of all along."""
         config = self._config
         if any(job.is_log_due(config.checkpoint_seconds, config.checkpoint_tokens) for job in jobs):
             with self._writer.together():
@@ -70,10 +67,7 @@ class Checkpointing:
             job.cache.release(self._writer.num_written_positions(job.job_id, kept_end))
 
     def catch_up(self, jobs: Collection[RunningJob], seconds: float) -> bool:
-        """Write positions that caches keep for checkpoints, for at most `seconds`; return whether all are written.
-
-        A later rewind may have to read these tokens again.
-        """
+        """Write positions that caches keep for checkpoints, for at most `seconds`; return whether all are written."""
         for job in jobs:
             if self._config.checkpoint == "state" and self._num_new_positions(job) > 0:
                 self._put_state(job)
@@ -84,10 +78,7 @@ class Checkpointing:
         return is_written
 
     def flush(self, jobs: Items[RunningJob], seconds: float) -> None:
-        """Write all token logs, then as much state as `seconds` allow, before the jobs move to another worker.
-
-        It always waits for the logs, which the next worker reads.
-        """
+        """Write all token logs, then as much state as `seconds` allow, before the jobs move to another worker."""
         for job in jobs:
             self._put_tokens(job, is_released=True)
             if self._config.checkpoint == "state" and self._num_new_positions(job) > 0:
@@ -105,7 +96,7 @@ class Checkpointing:
         self._writer.check()
 
     def close(self, job: RunningJob) -> None:
-        """Stop writing a job's files; none is being written afterwards.
+        """Stop writing a job's files.
 
         An ended job's token log stays until `forget`; another's moves to the job's own folder.
         """
@@ -141,18 +132,12 @@ class Checkpointing:
         self._writer.put_state(job.job_id, token_ids, self._drafter.state(job.sequence), layers)
 
     def _are_states_due(self, job: RunningJob, is_released: bool) -> bool:
-        """Return whether recurrent states are due.
-
-        They wait for as many bytes of keys and values, so they at most double a checkpoint.
-        """
+        """Return whether recurrent states are due: they wait until they at most double a checkpoint."""
         num_new = job.cache.boundary - self._writer.num_positions_of_states(job.job_id)
         shape = job.cache.shape
         return num_new > 0 and (is_released or num_new * shape.bytes_per_position() >= shape.checkpointed_state_bytes())
 
 
 def state_interval(job: RunningJob, num_tokens: int) -> int:
-    """Return the new positions that make a state due, more for older jobs because each state costs requests.
-
-    Caches with windows keep unwritten positions, so for them it stays `num_tokens`.
-    """
+    """Return the new positions that make a state due, more for older jobs because each state costs requests."""
     return num_tokens if job.cache.shape.windows else max(num_tokens, int(REPLAYED_SHARE * job.cache.length))

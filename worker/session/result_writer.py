@@ -1,4 +1,4 @@
-"""Writes results of ended jobs, many in one segment, which makes the jobs finished; then clears their checkpoints."""
+"""Writes results of ended jobs, many in one segment, then clears their checkpoints."""
 
 from __future__ import annotations
 
@@ -20,17 +20,14 @@ MOST_RESULTS, MOST_BYTES, MOST_SECONDS = 1000, 16 * 2**20, 30.0  # limits of res
 
 @dataclass(frozen=True)
 class SealingRule:
-    """Most work that a lost worker may lose with unwritten results: seconds of it, or a job of `num_tokens`."""
+    """Most work that a lost worker may lose with unwritten results."""
 
     seconds: float
     num_tokens: int
 
 
 class Sealing:
-    """Results of one worker, whose segments a thread writes in turn.
-
-    `sealed` and `flush` raise StoreError when the store has failed for good.
-    """
+    """Results of one worker. `sealed` and `flush` raise StoreError when the store has failed for good."""
 
     def __init__(self, run: Run, worker_id: str, rule: SealingRule) -> None:
         self._run, self._checkpoints = run, CheckpointStore.of(run)

@@ -1,7 +1,6 @@
 """Resumes a preempted job: tokens from its log, its cache from segments (`kv`) or by running the tokens again.
 
-Both give the same bits, so the faster is used: the load rate of the first segment decides, against measured forwards
-(`replay`). The checkpoint store reports damaged files, and the next best source is used.
+Both give the same bits, so the faster is used, by the load rate of the first segment and measured forwards.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ class Resumer:
         self._numerics = numerics
 
     def recover(self, sequence: Sequence, cache: FullKVCache, engine: str) -> Recovery:
-        """Restore a fresh sequence's output, and fill its empty cache if loading is faster than replaying.
-
-        The cache lacks the newest token, the next step's root. Raises StoreError.
-        """
+        """Restore a fresh sequence's output and its cache, without the newest token. Raises StoreError."""
         job_id = sequence.sequence_id
         self._take_log(sequence)
         manifests = self._computed_alike(job_id, _still_valid(self._checkpoints.read_manifests(job_id), sequence))
@@ -160,8 +156,7 @@ class Resumer:
 def _still_valid(manifests: Items[StateManifest], sequence: Sequence) -> list[StateManifest]:
     """Return the parts of manifests that are valid after the sequence's rewinds, longest first.
 
-    If log-probabilities are requested, they also end where those end. A manifest with more rewinds than the log is
-    dropped, because its tokens may differ.
+    A manifest with more rewinds than the log is dropped, because its tokens may differ.
     """
     valid = []
     for manifest in manifests:

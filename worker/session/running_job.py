@@ -29,9 +29,7 @@ def distinct(token_ids: np.ndarray) -> dict[str, float]:
 
 
 def distinct_shares(token_ids: np.ndarray, largest_n: int) -> Iterator[float]:
-    """Yield Distinct-1, Distinct-2, ...; an n-gram's number comes from its first n - 1 tokens' number and its
-    last token.
-    """
+    """Yield Distinct-1, Distinct-2, ... up to `largest_n`."""
     kinds, numbers = np.unique(token_ids, return_inverse=True)
     num_tokens, num_kinds = len(numbers), len(kinds)
     tokens = numbers.astype(np.int64)
@@ -84,7 +82,7 @@ class RunningJob:
         return max(0, self.assignment.num_reported_tokens - self.num_recovered_tokens)
 
     def resume_record(self) -> ResumeRecord:
-        """Return the record of this attempt's start; `seconds` end now, which should be at its first new token."""
+        """Return the record of this attempt's start, at its first new token."""
         assert self.recovery is not None
         return ResumeRecord(
             kind=self.recovery.kind,
@@ -110,11 +108,7 @@ class RunningJob:
         return num_new >= num_tokens or (num_new > 0 and time.monotonic() - self.logged >= seconds)
 
     def metrics(self, attempts: Sequence[AttemptRecord], exactness: str) -> dict[str, Any]:
-        """Return the numbers of a result line.
-
-        Drafts and times are the last attempt's, recomputed tokens those of all attempts, Distinct-n of the whole
-        output.
-        """
+        """Return the numbers of a result line; drafts and times are the last attempt's."""
         seconds = time.monotonic() - self.started
         num_new_tokens = sum(self.num_tokens_by_draft.values())
         rewinds = self.sequence.rewinds

@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 class WorkerSession:
     """Model on this machine, and the jobs that run on it.
 
-    `work` and `drain` raise StoreError when the store has failed for good, which stops the run.
+    `work` and `drain` raise StoreError when the store has failed for good.
     """
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_host: str | None = None) -> None:
@@ -109,7 +109,7 @@ class WorkerSession:
         return replace(wanted, num_unwritten=_num_unwritten(config))
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
-        """Follow the orders, step all jobs for about `seconds`, and report. An error of a job fails that job alone."""
+        """Follow the orders, step all jobs for about `seconds`, and report."""
         self._checkpointing.check()
         num_before = self.engine.counters.num_generation_tokens
         self._report = WorkReport()
@@ -299,8 +299,8 @@ class WorkerSession:
     def _finish(self, job: RunningJob, may_go_on: bool, is_kept: bool) -> JobOutcome:
         """Queue an ended job's result, unless a newer attempt exists.
 
-        If the job `may_go_on`, its token log is kept; if it `is_kept`, its checkpoints too. A job that ended before its
-        first write reads no files: if this worker was given up meanwhile, the job has two results, and either counts.
+        A job that ended before its first write reads no files, so a job whose worker was given up may have two results,
+        of which either counts.
         """
         sequence = job.sequence
         if sequence.error is not None:

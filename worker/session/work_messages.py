@@ -12,7 +12,7 @@ from swiftbatch.metrics.counters import EngineCounters
 
 @dataclass(frozen=True)
 class Assignment:
-    """One attempt at one job; no other attempt has its number, which is part of its files' names."""
+    """One attempt at one job, whose number no other attempt has."""
 
     job_id: str
     line_number: int
@@ -49,10 +49,10 @@ class Orders:
 
 
 OutcomeKind = Literal["running", "ended", "finished", "failed", "refused", "released", "evicted", "unbegun"]
-"""State of a job; only the result of a `finished` one is stored, that of an `ended` one is still to be written.
+"""State of a job; the result of an `ended` one is still to be stored, that of a `finished` one is.
 
 `failed` is this attempt's, `refused` final. `released` (by an order or a drain) and `evicted` (memory ran out) jobs
-were checkpointed and handed back. `unbegun` jobs come from the reserve.
+were checkpointed.
 """
 
 
@@ -69,7 +69,7 @@ class JobOutcome:
 
 @dataclass
 class WorkReport:
-    """Worker's report of one slice of work, filled during it; a reserve job has begun unless it is `unbegun`."""
+    """Worker's report of one slice of work; a reserve job has begun unless it is `unbegun`."""
 
     outcomes: list[JobOutcome] = field(default_factory=list)  # in order; a job may end and finish in one report
     num_generated_tokens: int = 0  # without recovered ones

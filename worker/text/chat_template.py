@@ -55,9 +55,9 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Form of messages for a template, and the prompt with markers in place of `texts`.
+    """Form of messages for a template, and the prompt, which alternates `words` and `shown` texts.
 
-    The prompt alternates `words` and `shown`, and starts with words. Without words, the template refused the markers.
+    Without words, the template refused the messages.
     """
 
     roles: tuple[str, ...]
@@ -101,7 +101,7 @@ class MessageTexts:
         return _given(messages, layout.roles, layout.joined)
 
     def refuse_lost(self, messages: Sequence[Message], options: TemplateOptions, prompt: str) -> None:
-        """Raise ValueError, with a reason for the user, if the prompt lacks a text of the messages."""
+        """Raise ValueError, for the user, if the prompt lacks a text of the messages."""
         layout = self._layout(messages, options)
         if layout.words and layout.lost:
             number = min(layout.lost)
@@ -206,10 +206,7 @@ def _error(messages: Sequence[Message], number: int, reason: str) -> ValueError:
 
 
 def _changed(messages: Sequence[Message], layout: _Layout, prompt: str, goes_on: bool) -> Iterator[int]:
-    """Yield messages whose text is not in a prompt, apart from outer white space, escapes, switches and thoughts.
-
-    Earlier answers may lack thoughts, but not a last message that `goes_on`. Texts must come in the known order.
-    """
+    """Yield messages whose text is not in a prompt, apart from outer white space, escapes, switches and thoughts."""
     prompt, start = SWITCHES.sub("", prompt), 0
     for place in dict.fromkeys(layout.shown or layout.texts):
         if not place.is_content:
@@ -260,7 +257,7 @@ class ChatTemplate:
         self._texts = MessageTexts(self._rendered)
 
     def render(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
-        """Return the text of messages. Raises ValueError, for the user, without a template or if it refuses them."""
+        """Return the text of messages. Raises ValueError, for the user."""
         if self._tokenizer.chat_template is None:
             raise ValueError("messages: this model's tokenizer has no chat template; send a `prompt` instead")
         options = options or TemplateOptions()

@@ -22,14 +22,10 @@ class StopSearch(Protocol):
 
 
 class OutputText(Protocol):
-    """Text of output tokens.
+    """Text of output tokens: the bytes of non-special ones, decoded as UTF-8 with `errors="replace"`.
 
-    It is the bytes of non-special tokens by the decoder's rules, decoded as UTF-8 with `errors="replace"`. Complete
-    characters are those of `tokenizer.decode`. An incomplete one is a single U+FFFD, as in Python; the `tokenizers`
-    library would drop the whole run of bytes.
-
-    The settled text is what no later token can change, so it lacks a character that may still be completed. A stop
-    string matches at the first token whose settled text has it, also one with U+FFFD.
+    An incomplete character is a single U+FFFD; the `tokenizers` library would drop the whole run of bytes. The settled
+    text is what no later token can change. A stop string matches at the first token whose settled text has it.
 
     For decoders with unknown steps, the text is `decode` of all tokens, and U+FFFD at its end is not settled.
     """
@@ -43,18 +39,13 @@ class OutputText(Protocol):
     def offsets(self, token_ids: Sequence[int]) -> list[int]:
         """Return the characters before each token and, last, of the whole text.
 
-        A token within a character has that character's place. One without bytes has the place of the next token with
-        bytes.
+        A token within a character has that character's place.
         """
 
     def search(
         self, stop: tuple[str, ...], min_tokens: int, token_ids: Sequence[int], num_skipped: int = 0
     ) -> StopSearch:
-        """Return a search behind these tokens for strings that end behind the text of the first `min_tokens`.
-
-        It may also report earlier ones, with the token at which they end. The first `num_skipped` tokens count as
-        skipped.
-        """
+        """Return a search behind these tokens for strings that end behind the text of the first `min_tokens`."""
 
 
 class ByteText:

@@ -1,7 +1,4 @@
-"""Mistral's `tekken.json` as a model's only tokenizer, read by the optional library mistral-common.
-
-The library bans control tokens in texts, so chats become tokens directly.
-"""
+"""Mistral's `tekken.json` as a model's only tokenizer, read by the optional library mistral-common."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Process that renders chat templates: `python -m swiftbatch.worker.text.template_process`.
 
-A template is a program that came with the model, so the system limits its time and memory, also within one call of C.
-Time, zone, locale and hashes are the same in all processes, and random functions are refused.
-
-The environment is that of transformers' `apply_chat_template`, whose import would take seconds.
+A template is a program that came with the model, so the system limits its time and memory. The environment is that of
+transformers' `apply_chat_template`, whose import would take seconds.
 """
 
 from __future__ import annotations

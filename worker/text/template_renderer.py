@@ -78,7 +78,7 @@ class _Process:
     def answers(self, template: int, asked: list[str], source: dict[str, str]) -> list[dict[str, str]]:
         """Return the process's answers; only one if that ended the process.
 
-        Raises UserError if others end the process again and again.
+        Raises UserError if the process ends again and again.
         """
         ended: list[int | None] = []
         with self._lock:

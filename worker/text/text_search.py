@@ -1,4 +1,4 @@
-"""Search for stop strings: the first one's place in a text, and the token that completes it."""
+"""Search for stop strings in a text, and for the token that completes one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of single tokens, and their characters as soon as these are certain; a character may span tokens."""
+"""Bytes of single tokens, and their characters as soon as these are certain."""
 
 from __future__ import annotations
 
@@ -30,11 +30,7 @@ class DecoderSteps:
 
 
 def steps_of(tokenizer: Any) -> DecoderSteps | None:
-    """Return the steps of a `transformers` tokenizer; None if they may not give each token its own bytes.
-
-    Its `decode` must be the library's, and its decoder only these steps, in order: a text per token, its bytes, one
-    text of all, spaces stripped at the start.
-    """
+    """Return the steps of a `transformers` tokenizer; None if they may not give each token its own bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not _is_plain(tokenizer):
         return None
@@ -144,10 +140,7 @@ SURROGATE = b"\xed\xa0"
 
 
 def settled_characters(data: bytes) -> tuple[str, int]:
-    """Return the characters of UTF-8 with `errors="replace"`, and how many bytes they are.
-
-    Up to three bytes remain, the start of a character that may be completed.
-    """
+    """Return the characters of UTF-8 with `errors="replace"`, and how many bytes they are."""
     text, num_used = utf_8_decode(data, "replace", False)
     rest = data[num_used:]
     if len(rest) > 1 and rest[:1] == SURROGATE[:1] and rest >= SURROGATE:  # Python would wait for the third byte

@@ -1,4 +1,4 @@
-"""Text to tokens and back with the model's own tokenizer, and the most text that one token can stand for."""
+"""Text to tokens and back with the model's own tokenizer."""
 
 from __future__ import annotations
 
@@ -38,10 +38,7 @@ KEEPING = {"ByteLevel", "Metaspace", "Digits"}
 
 
 def max_chars_per_token(tokenizer: Any) -> int | None:
-    """Return the most characters per token; None if there is no known bound.
-
-    Only byte pair encoding that knows every byte, without steps that drop characters, has one.
-    """
+    """Return the most characters per token; None if there is no known bound."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -129,8 +126,7 @@ class _Text:
 class TextCodec:
     """Model's tokenizer and thinking markers: the named ones, none for (), or the model's own.
 
-    `clock` is the time for chat templates; None: now. Raises ModelError if no tokenizer loads, or for impossible
-    markers.
+    Raises ModelError if no tokenizer loads, or for impossible markers.
     """
 
     def __init__(self, files: ModelFiles, thinking_markers: ThinkingMarkers = None, clock: str | None = None) -> None:
@@ -157,10 +153,7 @@ class TextCodec:
         return self._encode_one(chat or job.prompt_ids or job.prompt or "")
 
     def encode_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
-        """Return a prompt's token ids; keep given ones.
-
-        Raises ValueError, for the user, for no tokens, a text that cannot fit in the model, or an unknown token.
-        """
+        """Return a prompt's token ids. Raises ValueError, for the user."""
         return self._encode_one(prompt).token_ids
 
     def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int]:
@@ -239,8 +232,7 @@ class TextCodec:
     def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences of each word, with and without a space before it, as in vLLM.
 
-        The spaced one is added only if it differs in the first token alone. Raises ValueError for a word without tokens
-        of the model.
+        Raises ValueError for a word without tokens of the model.
         """
         found: list[tuple[int, ...]] = []
         for word in words:
@@ -260,7 +252,7 @@ class TextCodec:
         return params.model_copy(update={"stop_token_ids": tuple(sorted(found.union(params.stop_token_ids)))})
 
     def without_effect(self, prompts: Sequence[str | tuple[int, ...]], stop: tuple[str, ...]) -> set[str]:
-        """Return what has no effect: a BOS token that the tokenizer adds itself, and impossible stop texts."""
+        """Return what has no effect: an added BOS token, and impossible stop texts."""
         found = {self._idle_stop(each) for each in stop} - {""}
         bos = self._added_bos
         if bos is not None and any(isinstance(each, str) and each.startswith(bos) for each in prompts):
@@ -268,7 +260,7 @@ class TextCodec:
         return found
 
     def thinking(self, job: Job, last: LastMarker | None) -> Thinking | None:
-        """Return the thinking of a job's output behind its prompt; None if the model is not known to think."""
+        """Return the thinking of a job's output; None if the model is not known to think."""
         if self.markers is None:
             return None
         opening: Opening = "anywhere"
@@ -278,10 +270,7 @@ class TextCodec:
         return Thinking(self.markers, last == "start", opening)
 
     def rules(self, params: SamplingParams, thinking: Thinking | None = None) -> tuple[Rule, ...]:
-        """Return the rules of a job's output.
-
-        Raises ConstraintError, a ValueError for the user, if they are impossible.
-        """
+        """Raises ConstraintError, a ValueError for the user, for impossible rules."""
         budget, structure = params.thinking_token_budget, params.structured_outputs
         if budget is not None and self.markers is None:
             raise ConstraintError(

@@ -1,7 +1,6 @@
 """Token ids of texts from a cache of words, since the library encodes repeated words at full cost.
 
-A text is cut before spaces and between a letter and a sign. This is exact for tokenizers that `cuts_at_spaces` knows:
-their patterns cut there before they merge bytes, so no token crosses or depends on such a place.
+This is exact for tokenizers that `cuts_at_spaces` knows: their patterns cut there before they merge bytes.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class TextFeatures:
 def write_features(path: Path, target: TargetModel, texts: dict[str, list[Text]], origin: dict[str, Any]) -> None:
     """Run the target over named texts and write its features, one record batch per text.
 
-    `origin` describes the sources, for `read_features` to compare. The file appears whole or not at all.
+    The file appears whole or not at all.
     """
     size = target.model.config.hidden_size
     listed = [(name, text) for name, part in texts.items() for text in part]

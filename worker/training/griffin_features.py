@@ -1,8 +1,4 @@
-"""Texts for GRIFFIN's draft model: books and the target's own, with the target's features.
-
-They are stored in three Arrow files, because sampling takes minutes. The model learns from windows of their rows, in
-the entries that it sees in use.
-"""
+"""Texts for GRIFFIN's draft model, books and the target's own, with the target's features, in Arrow files."""
 
 from __future__ import annotations
 
@@ -50,10 +46,7 @@ class GriffinFeatures:
 def griffin_features(
     target: TargetModel, data: Path, folder: Path, recipe: GriffinRecipe, report: Callable[[str], None]
 ) -> GriffinFeatures:
-    """Read the features in `folder`; compute missing ones.
-
-    Raises CorpusError without books, for texts shorter than a window, or for a file with another origin.
-    """
+    """Read the features in `folder`; compute missing ones. Raises CorpusError."""
     texts, length, cache = recipe.texts, recipe.window_length, _Cache(target, folder, report)
     origin = {"data": data_digest(data, TRAIN), "num_book_tokens": texts.num_book_tokens, "window_length": length}
     books = cache.features(
@@ -174,7 +167,7 @@ class FeatureWindowSource:
 
 
 def windows_in_use(text: TextFeatures, device: torch.device) -> Iterator[tuple[Windows, int]]:
-    """Yield windows and their first new row; together they have all rows of a text, each with what it sees in use."""
+    """Yield windows and their first new row; together they have all rows of a text."""
     num_tokens = len(text.token_ids)
     ends = [*range(2 * WINDOW - 1, num_tokens, WINDOW), num_tokens]  # of rows before the window restarts
     for first, end in pairwise([0, *ends]):

@@ -1,7 +1,6 @@
 """Scores of a target model on unseen books, and its use of far text.
 
-Scores are bits per byte, and loss by position up to 100,000 tokens. The use of far text is measured with swiftbatch's
-own forwards: losses by window length, and passages that return.
+The use of far text is measured by losses by window length, and by passages that return.
 """
 
 from __future__ import annotations
@@ -47,9 +46,7 @@ class Evaluation:
 
 
 def evaluate_target(model_folder: Path, test_file: Path, max_stretches: int) -> Evaluation:
-    """Score test books in stretches of 100,000 tokens, each in one forward from position 0, and again without far
-    text.
-    """
+    """Score test books in stretches of 100,000 tokens, and again without far text."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(
         model_folder, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
@@ -78,7 +75,7 @@ def _by_position(losses: torch.Tensor) -> dict[str, float]:
 
 @torch.inference_mode()
 def position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tensor:
-    """Return the loss in nats of each token after the first, `[length]`, for a stretch `[length + 1]`."""
+    """Return the loss in nats of each token after the first, for a stretch `[length + 1]`."""
     stretch = stretch.to(model.device)  # type: ignore[arg-type]
     hidden = model.model(input_ids=stretch[None, :-1], use_cache=False).last_hidden_state[0]  # type: ignore[operator]
     losses = [
@@ -89,7 +86,7 @@ def position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tens
 
 
 def near_position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tensor:
-    """Return `position_losses` with only the first token and the newest `NEAR` to 2 `NEAR` - 1, from position 0."""
+    """Return `position_losses` with only the first token and the newest `NEAR` to 2 `NEAR` - 1."""
     first, losses = stretch[:1], []
     for start in range(0, len(stretch) - 1, NEAR):
         end = min(start + NEAR, len(stretch) - 1)
@@ -107,7 +104,7 @@ class LongContext:
 
 
 def measure_long_context(target: TargetModel, books: Sequence[np.ndarray], first_token_id: int) -> LongContext:
-    """Measure on whole books' token ids without the first token; a fixed seed draws places and passages."""
+    """Measure on whole books' token ids without the first token."""
     random = np.random.default_rng(0)
     stream = np.concatenate(books).astype(np.int64)
     passages = _passages(books, random)
@@ -138,7 +135,7 @@ def _loss(target: TargetModel, passages: list[np.ndarray], window: int, first_to
 def _continued(
     target: TargetModel, stream: np.ndarray, distance: int, first_token_id: int, random: np.random.Generator
 ) -> float:
-    """Return the share of right tokens behind the start of a passage that returns after `distance` tokens."""
+    """Return the share of right tokens in passages that return after `distance` tokens."""
     right = 0
     for _ in range(NUM_NEEDLES):
         start = int(random.integers(0, len(stream) - distance))

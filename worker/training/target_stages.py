@@ -153,10 +153,7 @@ class OtherView:
 def add_row_gradients(
     model: PreTrainedModel, states: Tensor, targets: Tensor, other: OtherView | None = None
 ) -> tuple[float, float]:
-    """Add the gradients of rows `states [num_rows, hidden]`; return their loss and distance from `other`.
-
-    The distance is the divergence of the distributions. Both are in nats per token.
-    """
+    """Add the gradients of rows `states [num_rows, hidden]`; return their loss and divergence from `other`, in nats."""
     leaf, num_rows = states.detach().requires_grad_(), NUM_LOGIT_ROWS[model.device.type]
     sums = torch.zeros(2, device=model.device)
     for start in range(0, len(targets), num_rows):
@@ -288,7 +285,7 @@ class LongTexts:
         self._figures: list[tuple[float, float]] = []  # losses of the text's segments, and distances of their views
 
     def add_gradients(self, step: int) -> StepLoss:
-        """Add the gradients of a step (from 0): of a segment, and of the windows beside it."""
+        """Add the gradients of a segment, and of the windows beside it."""
         number, place = divmod(step, self._recipe.num_segments)
         if place == 0:
             self._text = self._source.long_text(number, self._recipe.length, self._recipe.pieces)
@@ -315,7 +312,7 @@ class LongTexts:
 
     @torch.no_grad()
     def _near_view(self, start: int, end: int) -> OtherView:
-        """Return the same rows read from position 0, with only the first and the newest tokens before them."""
+        """Return the same rows with only the first and the newest tokens before them."""
         window = torch.cat([self._text[:1], self._text[start - self._recipe.near + 1 : end]])
         states = states_of(self._model, window[None], torch.arange(len(window))[None])[0, start - end :]
         return OtherView(states, self._recipe.closeness, self._recipe.is_near_right_alone)

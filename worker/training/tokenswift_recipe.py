@@ -16,7 +16,7 @@ OWN_SAMPLING = {
 """Sampling of a target's own texts, by name, for measuring heads."""
 
 LEARNED_SAMPLING = [sampling for sampling in OWN_SAMPLING.values() if sampling.temperature > 0]
-"""Sampling of texts to learn from, without temperature 0, at which a small model soon repeats itself."""
+"""Sampling of texts to learn from; at temperature 0 a small model soon repeats itself."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def train_all(
 ) -> None:
     """Train a target model and all its drafting parts, and write the card; finished ones stay.
 
-    It locks all folders from the start. Raises CorpusError and ModelError as each training does.
+    Raises CorpusError and ModelError.
     """
     model, parts = str(output), output / PARTS_FOLDER
     with held(output), held(parts), held(parts / DRAFT_FOLDER):

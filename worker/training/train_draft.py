@@ -1,7 +1,6 @@
 """Training of a small draft model for a target: `swiftbatch train draft`.
 
-It is distilled on the target's distributions, because it must guess what the target draws with the same noise. Half of
-the text is the target's own.
+It is distilled on the target's distributions, because it must guess what the target draws with the same noise.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class DraftRecipe(Recipe):
 
 
 def draft_config(target: PreTrainedConfig) -> LlamaConfig:
-    """Return a Llama of two layers with the target's vocabulary, 0.8 million parameters without the embedding.
+    """Return a Llama of two layers with the target's vocabulary.
 
     It is wide rather than deep, because a small model's time depends on its layers.
     """
@@ -94,7 +93,7 @@ def draft_recipe(num_steps: int, seed: int) -> DraftRecipe:
 
 
 class DraftWindows:
-    """Draws random windows of equal length from texts, some of them with a gap, as in long texts."""
+    """Draws random windows of equal length from texts, some of them with a gap."""
 
     def __init__(self, texts: list[Text]) -> None:
         self._texts = [np.asarray(text.token_ids) for text in texts]
@@ -111,8 +110,7 @@ class DraftWindows:
 def train_draft(model: str, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None]) -> None:
     """Train a draft model on books under `data` and own texts; write it and its log to `output`.
 
-    A killed training resumes to the same weights; a finished one stays. With test books (`*test*.jsonl`), agreement
-    with the target is measured before and after. Raises ModelError and CorpusError.
+    A killed training resumes to the same weights; a finished one stays. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
     if output.resolve() == files.path.resolve():
@@ -169,7 +167,7 @@ def window_source(target: TargetModel, data: Path, recipe: DraftRecipe) -> Calla
 def distil(draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor) -> float:
     """Add the gradients of the cross entropy with the target's distributions in `windows [num_windows, length]`.
 
-    Returns it in nats per token. The target sees the same window.
+    Returns it in nats per token.
     """
     total = 0.0
     for part in windows.to(target.device).split(max(1, NUM_LOGITS // (target.vocab_size * windows.shape[1]))):
@@ -230,10 +228,7 @@ def agreement(target: TargetModel, draft: LlamaForCausalLM, texts: list[Text]) -
 
 
 def windowed_logits(draft: LlamaForCausalLM, token_ids: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the first row and logits `[num_rows, vocab] float32` of stretches that cover the text.
-
-    Each row sees what a draft model sees in use, see `window_of`.
-    """
+    """Yield the first row and logits `[num_rows, vocab] float32` of stretches that cover the text."""
     ids = np.asarray(token_ids)
     begins = [1, *range(2 * WINDOW, len(ids) + 1, WINDOW), len(ids) + 1]  # lengths at which the window restarts
     for first, behind in pairwise(begins):

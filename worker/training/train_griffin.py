@@ -60,8 +60,7 @@ class PassKeys:
 def forward_passes(model: GriffinModel, embeddings: torch.Tensor, windows: Windows, num_passes: int) -> list[Pass]:
     """Run the passes 1 to `num_passes`; `embeddings [num_windows, length, hidden]` of the windows' tokens.
 
-    Rows whose drafts would start before the window, or before a gap, have meaningless outputs, on which no other row
-    depends.
+    Rows without enough preceding rows have meaningless outputs, on which no other row depends.
     """
     model.set_attention(PASSES_ATTENTION)
     entries, passes = windows.entries(), PassKeys()
@@ -125,8 +124,7 @@ def accumulate_gradients(
 ) -> tuple[list[float], list[float]]:
     """Add the gradients of all passes' losses; return each pass's loss and share of aligned rows.
 
-    Pass n counts rows where each of the last n - 1 tokens was among the `align_top_k` best of the pass that would have
-    drafted it.
+    A pass counts rows whose draft had each token among the `align_top_k` best.
     """
     with torch.autocast(target.device.type, dtype=torch.bfloat16):
         embeddings = target.model.get_input_embeddings()(windows.token_ids)
@@ -152,10 +150,10 @@ def accumulate_gradients(
 def token_loss(
     target: TargetModel, predicted: torch.Tensor, windows: Windows, counted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the cross entropy with the target's distributions, summed over rows in `counted [num_windows, length]`.
+    """Return the cross entropy with the target's distributions over rows in `counted [num_windows, length]`.
 
     Also returns its gradient for `predicted [num_windows, length, hidden]`, and the rank of the text's next token,
-    `[num_windows, length]`, from 0. Logits are computed in parts.
+    `[num_windows, length]`.
     """
     states, features = predicted.detach().flatten(0, 1), windows.features.flatten(0, 1)
     next_ids = windows.token_ids.roll(-1, dims=1).flatten()
@@ -220,7 +218,7 @@ def same_tokens(target: TargetModel, model: GriffinModel, text: TextFeatures, se
     """Compare each row of a text with the target, for each way of drawing and each forward.
 
     Returns `[2 ways, 2, num_forwards, num_rows] bool`: whether its token is the target's, and whether a fully right
-    draft reaches it. Rows are those behind the prompt with drafts of all forwards.
+    draft reaches it.
     """
     noise = GumbelNoise(seed, target.vocab_size, target.device)
     first, parts = 0, []
@@ -243,7 +241,7 @@ def same_tokens(target: TargetModel, model: GriffinModel, text: TextFeatures, se
 def _same_in_rows(
     target: TargetModel, windows: Windows, passes: list[Pass], noise: GumbelNoise, rows: torch.Tensor, offset: int
 ) -> torch.Tensor:
-    """Return whether both draw the same token at each row of a window, `[2 ways, num_forwards, num_rows] bool`.
+    """Return whether both draw the same token, `[2 ways, num_forwards, num_rows] bool`.
 
     `offset` is the rows' position minus their entry.
     """
@@ -257,7 +255,7 @@ def _same_in_rows(
 
 
 def _drawn(logits: torch.Tensor, gumbel: torch.Tensor) -> torch.Tensor:
-    """Return tokens drawn from `logits [num_rows, vocab] float32` at T = 0 and T = 1: `[2 ways, num_rows]`."""
+    """Return tokens drawn at T = 0 and T = 1, `[2 ways, num_rows]`."""
     return torch.stack([logits.argmax(dim=-1), (logits + gumbel).argmax(dim=-1)])
 
 
@@ -293,9 +291,7 @@ def train_griffin(
 ) -> None:
     """Train a draft model on books under `data` and own texts; write it, its log and a plot to `output`.
 
-    The target's features are read from `features` (default: a folder in `output`), or computed. A killed training
-    resumes to the same weights; a finished one stays. With test books (`*test*.jsonl`), accuracy is measured. Raises
-    ModelError and CorpusError.
+    A killed training resumes to the same weights; a finished one stays. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
     with held(output):
@@ -400,7 +396,7 @@ def _losses(axes: Axes, steps: list[dict[str, Any]]) -> None:
 
 
 def _accuracy(axes: Axes, records: list[dict[str, Any]]) -> None:
-    """Plot each forward's share of target tokens with noise at T = 1, for the most measured texts."""
+    """Plot each forward's share of target tokens."""
     measured = [record for record in records if record["texts"] == records[0]["texts"]]
     for forward in range(len(measured[0]["same"]["T 1"]) if measured else 0):
         shares = [record["same"]["T 1"][forward] for record in measured]

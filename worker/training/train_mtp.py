@@ -1,7 +1,6 @@
 """Training of a multi-token prediction layer for a frozen target: `swiftbatch train mtp`.
 
-Labels are the target's distributions along books and its own texts. Pass n reads pass n - 1's outputs of the previous
-row in place of hidden states, so it learns chains.
+Pass n reads pass n - 1's outputs of the previous row in place of hidden states, so it learns chains.
 """
 
 from __future__ import annotations
@@ -80,8 +79,7 @@ def train_mtp(
 ) -> None:
     """Train a layer on books under `data` and own texts; write it and its log to `output`.
 
-    The target's features are read from `features` (default: a folder in `output`), or computed. A killed training
-    resumes; a finished one stays. Raises ModelError and CorpusError.
+    A killed training resumes; a finished one stays. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
     with held(output):

@@ -61,9 +61,8 @@ def train_target(
     """Train tokenizer and model on books under `data`; write both, and the log, to `output`.
 
     Other kinds than the embedded model's use its tokenizer, to make losses comparable. A killed training resumes, to
-    the same weights on the same kind of device; a finished one stays. With a test file (`*test*.jsonl`), the model is
-    scored and its card written. Raises CorpusError, and ModelError if the folder has another training or a process that
-    trains.
+    the same weights on the same kind of device; a finished one stays. Raises CorpusError, and ModelError if the folder
+    has another training or a process that trains.
     """
     books = list(read_books(data))
     with held(output):
@@ -116,7 +115,7 @@ def embedded_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _test_file(data: Path, tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]) -> Path | None:
-    """Return the file to score the model on; None if there is none, or too little text."""
+    """Return the file to score the model on; None without enough text."""
     path = next(iter(sorted(data.rglob("*test*.jsonl"))), None)
     if path is None:
         report(f"{data}: no *test*.jsonl; the model is not scored")
@@ -146,10 +145,7 @@ def save_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, outp
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a lossless byte-level BPE tokenizer with `vocab_size` entries, among them `<|endoftext|>`.
-
-    It puts that token before every text, which marks a new text.
-    """
+    """Train a lossless byte-level BPE tokenizer; it puts `<|endoftext|>` before every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

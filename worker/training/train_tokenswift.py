@@ -1,8 +1,7 @@
 """Training of TokenSwift's decoding heads for a frozen target: `swiftbatch train tokenswift`.
 
 It follows the paper (appendix B.1, table 9), but a step draws 4,096 rows from all texts, whose hidden states are
-computed once; the paper's 120 sequences of 8,192 tokens need four A100. Beyond the paper, heads can learn from the
-target's own texts with its distributions as labels.
+computed once. Heads may learn from the target's own texts, with its distributions as labels.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class AccuracyRecord:
 def train_heads(model: str, data: Path, output: Path, recipe: HeadRecipe, report: Callable[[str], None]) -> None:
     """Train heads on the books under `data`; write heads and log to `output`.
 
-    Finished heads stay. With test books (`*test*.jsonl`), accuracy is measured before and after, on the books and on
-    the target's texts behind their starts. Raises ModelError and CorpusError.
+    Finished heads stay. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
     with held(output):
@@ -124,10 +122,7 @@ def run_steps(
 def accumulate_gradients(
     target: TargetModel, weight: torch.Tensor, states: TextStates, rows: torch.Tensor, soft_labels: bool
 ) -> list[float]:
-    """Add the gradients of the heads' mean cross entropy over `rows`; return each head's, in nats.
-
-    Labels are the text's tokens or, with `soft_labels`, the target's distributions.
-    """
+    """Add the gradients of the heads' mean cross entropy over `rows`; return each head's, in nats."""
     language_model_head = target.model.get_output_embeddings()
     losses = torch.zeros(len(weight))
     for part in chunk_rows(rows, target.vocab_size):
@@ -157,7 +152,7 @@ def chunk_rows(rows: torch.Tensor, vocab_size: int) -> Iterator[torch.Tensor]:
 def head_accuracy(target: TargetModel, weight: torch.Tensor, states: TextStates) -> list[list[float]]:
     """Return each head's share of rows with the token among the first 1, 2, 3 candidates: `[num_heads][WIDTH]`.
 
-    Head i (from 0) of `weight [num_heads, hidden, hidden]` predicts the token i + 2 places behind its row.
+    Head i (from 0) predicts the token i + 2 places behind its row.
     """
     weight = weight.to(target.device, target.dtype)
     num_right = torch.zeros(len(weight), WIDTH)

@@ -37,7 +37,7 @@ class TrainingFiles:
 
 
 class TrainingFolder:
-    """Folder of one training; the log's first record identifies it, and its state exists until its end."""
+    """Folder of one training; the log's first record identifies it."""
 
     def __init__(self, path: Path, files: TrainingFiles, identity: dict[str, Any]) -> None:
         self.path, self._files = path, files
@@ -64,7 +64,7 @@ class TrainingFolder:
         return not has_state
 
     def records(self) -> list[dict[str, Any]]:
-        """Return all whole records of the log, whose last a kill may have torn. Raises ModelError for other content."""
+        """Return all whole records of the log. Raises ModelError for other content."""
         path = self.path / self._files.log
         text = path.read_bytes().decode(errors="replace") if path.is_file() else ""
         lines = text.splitlines(keepends=True)

@@ -63,8 +63,7 @@ def attend_in_training(
 ) -> tuple[Tensor, None]:
     """Attend to whole sequences with the compiled kernels, otherwise (masks, caches, dropout) with torch as in `sdpa`.
 
-    `query [batch, num_heads, length, head_dim]`; returns `[batch, length, num_heads, head_dim]`. Under autocast inputs
-    are rounded to its dtype, as in torch's own attention.
+    `query [batch, num_heads, length, head_dim]`; returns `[batch, length, num_heads, head_dim]`.
     """
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -103,7 +102,7 @@ def use_chunks(model: Any) -> None:
 
 @contextmanager
 def sparing(model: Any, num_tokens: int) -> Iterator[None]:
-    """Recompute the layers of a model with nets for their gradients, in steps with too many tokens."""
+    """Recompute the layers of a model with nets for gradients, in steps with too many tokens."""
     if num_tokens <= MOST_KEPT or not recurrent_layers(model):
         yield
         return
@@ -150,10 +149,10 @@ def _of_length_one(heads: Tensor) -> Tensor:
 def delta_rule(
     queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, betas: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return what queries read, as `values [batch, length, num_heads, value_dim]`, and the last state.
+    """Return what queries read, as `values [batch, length, num_heads, value_dim]`, and the last state; all float32.
 
     `queries` and `keys` are `[batch, length, num_key_heads, key_dim]`, logarithms of `decays` and `betas` `[batch,
-    length, num_heads]`, the state `[batch, num_heads, key_dim, value_dim]`; all float32.
+    length, num_heads]`, the state `[batch, num_heads, key_dim, value_dim]`.
     """
     length, repeats = values.shape[1], values.shape[2] // keys.shape[2]
     queries, keys = (each.repeat_interleave(repeats, dim=2) for each in (queries, keys))

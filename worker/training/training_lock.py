@@ -19,10 +19,7 @@ _held: set[Path] = set()  # by this process, since a training may be part of ano
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Lock a folder within the block; remove a new one at the end if it is empty.
-
-    Raises ModelError if another process holds it, or if it cannot be a folder.
-    """
+    """Lock a folder within the block; remove a new one at the end if it is empty. Raises ModelError."""
     folder = Path(os.path.realpath(path))  # Path.resolve would raise for a link to itself
     if folder in _held:
         yield

@@ -41,7 +41,7 @@ class CorpusError(UserError):
 def read_books(data: Path, pattern: str = "*train*.jsonl") -> Iterator[str]:
     """Yield the `text` of each record of the JSONL files under `data` that match `pattern`, in file order.
 
-    Raises CorpusError for other records, and if there is no text at all.
+    Raises CorpusError for other records, and without any text.
     """
     paths = [data] if data.is_file() else sorted(data.rglob(pattern))
     if not paths:
@@ -74,7 +74,7 @@ def encode_books(books: list[str], tokenizer: PreTrainedTokenizerFast) -> list[n
 
 
 def jumping_positions(random: np.random.Generator, num_tokens: int, length: int, num_sinks: int) -> np.ndarray:
-    """Return positions `[length]` of a stretch of a text, sometimes with its first tokens before a gap."""
+    """Return positions `[length]` of a text, sometimes with its first tokens before a gap."""
     num_sinks = num_sinks if random.random() < JUMP_SHARE else 0
     start = random.integers(num_sinks, num_tokens - length + num_sinks + 1)
     return np.concatenate([np.arange(num_sinks), np.arange(start, start + length - num_sinks)])
@@ -112,7 +112,7 @@ def load_target(files: ModelFiles) -> TargetModel:
 
 
 def training_states(target: TargetModel, data: Path, recipe: HeadRecipe) -> TextStates:
-    """Return states of the starts of training books, or of the target's own texts behind parts of them."""
+    """Return states of the starts of training books, or of the target's own texts."""
     texts = book_texts(data, "*train*.jsonl", target.files, recipe.num_book_tokens, recipe.num_needed_tokens)
     if recipe.num_own_texts:
         texts = learned_texts(target, texts, recipe)
@@ -137,7 +137,7 @@ def held_out_texts(
 
 
 def book_texts(data: Path, pattern: str, files: ModelFiles, num_tokens: int, num_needed: int) -> list[Text]:
-    """Return the first `num_tokens` tokens of each book with at least `num_needed`. Raises CorpusError if none has."""
+    """Return the first `num_tokens` tokens of each book with `num_needed`. Raises CorpusError if none has."""
     codec = TextCodec(files)
     encoded = [codec.encode(book[: num_tokens * CHARACTERS_PER_TOKEN]) for book in read_books(data, pattern)]
     texts = [Text(token_ids[:num_tokens]) for token_ids in encoded if len(token_ids) >= num_needed]
@@ -207,10 +207,9 @@ def hidden_states(target: TargetModel, token_ids: list[int]) -> torch.Tensor:
 def sampled_texts(
     files: ModelFiles, device: str, prompts: list[list[int]], sampling: SamplingParams
 ) -> list[list[int]]:
-    """Return prompts with `sampling.max_tokens` sampled tokens, by the model in bf16; an end token does not stop them.
+    """Return prompts with `sampling.max_tokens` sampled tokens, by the model in bf16; end tokens do not stop them.
 
-    Each text has its own noise, from the seed and its number. Raises ModelError for logits from which nothing can be
-    drawn.
+    Each text has its own noise. Raises ModelError for logits from which nothing can be drawn.
     """
     longest = max(map(len, prompts)) + sampling.max_tokens
     slots = SlotsWanted(longest_job=longest, num_slots=min(NUM_AT_A_TIME, len(prompts)))

@@ -1,7 +1,4 @@
-"""Checks of attention: rows' bits are their own and right, and reading is fast.
-
-They run one layer's attention over an arena of noise, for many rows at once and for each alone.
-"""
+"""Checks of attention over an arena of noise: rows' bits are their own and right, and reading is fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings of checks and their printed page, without torch, because a command reads those of other processes."""
+"""Findings of checks and their printed page, without torch."""
 
 from __future__ import annotations
 

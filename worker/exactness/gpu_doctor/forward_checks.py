@@ -1,8 +1,4 @@
-"""Checks of whole forwards: tree rows, graphs, another process, and transformers.
-
-The other process runs this module, and prints a digest of the bits of the same work: prompts, then trees of all
-sequences.
-"""
+"""Checks of whole forwards: tree rows, graphs, a second process (which runs this module), and transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of matrix products: the same bits at every place of a batch, also with quantized weights."""
+"""Checks of matrix products, also with quantized weights: the same bits at every place of a batch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ SUM_ERROR = 1e-5  # error allowed to a float32 sum, relative to the sum of its p
 
 
 def check_gemms(parts: Parts) -> Finding:
-    """Try all weight shapes with every kernel; choose one without a fault, preferably the requested one.
-
-    Packed weights have a single kernel.
-    """
+    """Try all weight shapes with every kernel; choose one without a fault, preferably the requested one."""
     shapes = weight_shapes(parts.weights)
     kernels: list[LinearName] = ["triton"] if parts.weights.is_packed else list(LINEAR_KERNELS)
     rows: list[Row] = []
@@ -45,7 +42,7 @@ def check_gemms(parts: Parts) -> Finding:
 
 
 def weight_shapes(weights: StackedWeights) -> dict[str, list[AnyLinear]]:
-    """Return the products of a forward that all rows use, by kind and shape, and the head."""
+    """Return the products that all rows use, by kind and shape."""
     layers = weights.layers
     own = [layer.dense_mlp for layer in layers if layer.dense_mlp is not None]
     attention = [layer.attention for layer in layers if layer.attention is not None]

@@ -125,9 +125,9 @@ def _first_run(parts: Parts, asked: CudaKernels, results: list[Result], checks: 
 
 
 def first_run(config: Computation, report: Callable[[str], None]) -> FirstRun | None:
-    """Check this machine's GPU with a model, and store the verdict.
+    """Check this machine's GPU with a model, and store the verdict; None if the kernels do not support the model.
 
-    Returns None if the kernels do not support the model. Raises ModelError and UserError.
+    Raises ModelError and UserError.
     """
     files, device = locate_model(config.model), resolve_device(config.device)
     parts = Parts.of(files, config.dtype, device, config.cuda_kernels)

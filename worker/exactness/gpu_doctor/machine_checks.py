@@ -131,7 +131,7 @@ def read_numbers(numbers_ptr, sums_ptr, BLOCK: tl.constexpr, NUM_READS: tl.const
 
 @triton.jit
 def store_noise(words_ptr, noise_ptr, places_ptr, BLOCK: tl.constexpr):
-    """Program (tokens): words and noise of one place, with seed and position in four words, low ones first."""
+    """Program (tokens): words and noise of one place, with seed and position in low and high words."""
     first = tl.program_id(0) * BLOCK
     seed_low, seed_high = tl.load(places_ptr), tl.load(places_ptr + 1)
     position_low, position_high = tl.load(places_ptr + 2), tl.load(places_ptr + 3)

@@ -1,4 +1,4 @@
-"""Loading of a dense decoder onto a GPU: plan the memory, then load weights, then allocate the arena."""
+"""Loading of a dense decoder onto a GPU, after its memory is planned."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load_cuda_forwards(
 ) -> CudaForwards | None:
     """Return forwards with as many slots as fit; None if the kernels do not support the model.
 
-    Raises KVRoomError, and ModelError if the requested kernels are missing or do not fit.
+    Raises KVRoomError, and ModelError if the requested kernels do not fit.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     sizes = read_sizes(files, dtype_name)
@@ -86,10 +86,7 @@ def load_cuda_forwards(
 
 
 def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most_scanned: int = MOST_SCANNED) -> MemoryPlan:
-    """Plan a GPU's memory; with too little for the requested slots, scan fewer texts, then drop an optional engine.
-
-    Raises KVRoomError.
-    """
+    """Plan a GPU's memory; if it is short, scan fewer texts, then drop an optional engine. Raises KVRoomError."""
     drafts = with_rounds(drafts_of(wanted, sizes, gpu.num_rows), wanted, sizes, gpu, most_scanned)
     try:
         if wanted.host_bytes is not None:
@@ -115,7 +112,7 @@ def planned_forwards(
     kernels: CudaKernels = DEFAULT_KERNELS,
     kv_dtype: KVDtype | None = None,
 ) -> CudaForwards | None:
-    """Load a model as planned; None if the kernels do not support it. With `Streams`, caches are on the host."""
+    """Load a model as planned, with caches on the host for `Streams`; None if the kernels do not support it."""
     weights = dense_weights(files, dtype, device)
     if weights is None:
         return None
@@ -162,7 +159,7 @@ def _held(sizes: ModelSizes, wanted: SlotsWanted, kernels: CudaKernels) -> HeldP
 
 
 def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_slots: int) -> CudaForwards | None:
-    """Return a small model with slots of its own in the target's kernels; None if these do not support both."""
+    """Return a small model in the target's kernels, with its own slots; None if they do not support both."""
     if not isinstance(target, CudaForwards):
         return None
     weights = dense_weights(files, target.dtype, target.device)
@@ -219,7 +216,7 @@ def with_rounds(
 def _for_few(
     scan: DraftMemory, drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most: int
 ) -> DraftMemory:
-    """Return memory to scan the texts of as many jobs as fit at their longest, up to `most`."""
+    """Return memory to scan the texts of as many jobs as fit, up to `most`."""
     beside = DraftMemory(drafts.part_bytes + scan.part_bytes, drafts.slot_bytes + scan.slot_bytes)
     number = max(1, min(most, one_slot(sizes, gpu, wanted.longest_job, beside).num_fitting))
     return DraftMemory(scan.part_bytes + number * scan.slot_bytes, 0, number)

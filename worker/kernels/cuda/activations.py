@@ -1,4 +1,4 @@
-"""Activation of feed-forward layers, gates of heads, and soft cap of logits; a program takes part of a row."""
+"""Activation of feed-forward layers, gates of heads, and soft cap of logits."""
 
 from __future__ import annotations
 

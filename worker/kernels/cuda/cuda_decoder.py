@@ -1,9 +1,4 @@
-"""Dense decoder in CUDA kernels: ten launches per layer into fixed buffers, for graphs.
-
-Norms of joined heads, gates of heads, and scales or soft caps of logits take one more launch each. Latent attention
-takes two more, or three if queries have a vector. Experts take six in place of the last three, or after them if there
-is a shared part. A recurrent layer takes seven, or three, in place of attention's five, see cuda_recurrent_layers.py.
-"""
+"""Dense decoder in CUDA kernels: ten launches per plain layer into fixed buffers, for graphs."""
 
 from __future__ import annotations
 
@@ -47,8 +42,7 @@ from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary
 class CudaDecoder:
     """Decoder that runs the rows of its table, with all buffers allocated once.
 
-    A row's `hidden [num_rows, hidden]` in the model's dtype and `logits [num_rows, vocab] float32` depend on its own
-    tokens alone; those of padding rows are meaningless.
+    Writes `hidden [num_rows, hidden]` in the model's dtype and `logits [num_rows, vocab] float32`.
     """
 
     def __init__(
@@ -67,13 +61,11 @@ class CudaDecoder:
         windowed: tuple[Tensor, PageTable] | None = None,
         turns: Tensor | None = None,
     ) -> None:
-        """Take `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, on its device.
+        """Take `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]` of attending layers.
 
-        Its layers are those that attend; the others use `states`. Latent attention has one part in place of two. An
-        arena with `RING_LAYERS` layers is filled by the caller, layer by layer. `bias [num_slots, capacity] float32` is
-        added to scores of prefixes. `reduce` sums outputs `[num_rows, hidden]` over devices, in place. With `pages` the
-        arena is one pool for all slots; layers with a window may have a second pool `windowed`. `turns` are angles that
-        another decoder shares. Raises ValueError.
+        Latent attention has one part in place of two. With `RING_LAYERS` layers the caller fills them in turn. `bias
+        [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums `[num_rows, hidden]` over devices,
+        in place. With `pages` the arena is one pool; `windowed` is that of layers with a window. Raises ValueError.
         """
         sizes = self.sizes = weights.sizes
         attending = [layer for layer in weights.layers if layer.attention is not None]
@@ -110,7 +102,7 @@ class CudaDecoder:
             _check_flash(arena.dtype, sizes.dtype, self._views)
 
     def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
-        """Return the decoder over another arena with biases; both share buffers, so only one may run at a time.
+        """Return the decoder over another arena, with shared buffers; only one of both may run at a time.
 
         Rows also see `texts`, whose best keys are read from this decoder's arena.
         """
@@ -144,10 +136,9 @@ class CudaDecoder:
         return None if self._experts is None else self._experts.met
 
     def forward(self, tap: Callable[[int, Tensor], None] | None = None) -> None:
-        """Run the rows of `table_buffer` (see `layout`), and write the arena, `hidden` and `logits`.
+        """Run the rows of `table_buffer`, and write the arena, `hidden` and `logits`.
 
-        `tap` gets each attending layer's rotated queries, `[:, num_kv_heads, heads_per_kv, head_dim]`, the first row
-        first.
+        `tap` gets each attending layer's rotated queries, `[:, num_kv_heads, heads_per_kv, head_dim]`.
         """
         self.begin()
         for number in range(self.sizes.num_layers):
@@ -191,7 +182,7 @@ class CudaDecoder:
         return query_scales(growth, np.arange(num_positions), self.sizes.dtype).to(device)
 
     def _add_norm(self, delta: Tensor | None, behind: Tensor | None, front: Tensor | None, normed: Tensor) -> Tensor:
-        """Add the output of a part of a layer, after its norm; return the next product's input."""
+        """Add a part's output, after its norm; return the next product's input."""
         sizes = self.sizes
         if delta is None and front is None:
             return self._state
@@ -338,7 +329,7 @@ def _of_width(buffer: Tensor, width: int) -> Tensor:
 
 
 def _layers_of(arena: Tensor, windowed: Tensor | None, in_windows: Sequence[bool]) -> list[Tensor]:
-    """Return the rows of each attending layer; a pool, also that of windows, counts as one slot."""
+    """Return the rows of each attending layer; a pool counts as one slot."""
     if windowed is None:
         return [arena[number % len(arena)] for number in range(len(in_windows))]
     pools = windowed.expand(-1, -1, arena.shape[2], -1, -1, -1), arena

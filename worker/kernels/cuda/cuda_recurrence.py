@@ -1,4 +1,4 @@
-"""Recurrent states on a GPU: buffers, the table of rows, and kernels that step along a tree's paths."""
+"""Recurrent states on a GPU: buffers, the table of rows, and kernels along a tree's paths."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def move_step_words(
 
 
 def move_steps(states: StateBuffers, moves: Tensor) -> None:
-    """Move steps in one launch; `moves [num_moves, 3] int32` on the device, as in `move_rows`, by entries."""
+    """Move steps in one launch; `moves [num_moves, 3] int32` as in `move_rows`."""
     num_layers, num_slots, ring, words = states.steps.shape
     move_step_words[(num_layers, triton.cdiv(words, MOVED_WORDS))](
         states.steps.view(torch.int32), moves, len(moves), num_slots, RING=ring, WORDS=words, WIDTH=MOVED_WORDS,
@@ -118,9 +118,9 @@ class StateLayout:
         return StateTable(*in_parts(buffer, self._shapes()))
 
     def fill(self, buffer: NDArray[np.int32], groups: Sequence[StateRows]) -> None:
-        """Write the rows of groups in the row table's order; groups of one sequence must be consecutive.
+        """Write the rows of groups; those of one sequence must be consecutive.
 
-        Raises ValueError for steps without room or a forgotten state, without changing the buffer.
+        Raises ValueError, and changes nothing, for steps without room or a forgotten state.
         """
         for group in groups:
             self._check(group)
@@ -177,7 +177,7 @@ FOLDED_AT_ONCE = 16  # steps
 
 @triton.jit
 def decays_behind(steps_ptr, entries, behind, head, RING: tl.constexpr, WORDS: tl.constexpr, DECAYS: tl.constexpr):
-    """Return the decay from each of some steps to the last one; `entries` are those after each."""
+    """Return the decay from each of some steps to the last one."""
     logs = tl.load(steps_ptr + (entries % RING) * WORDS + DECAYS + head, mask=behind, other=0.0)
     return tl.exp(tl.cumsum(logs, 0, reverse=True))
 
@@ -269,7 +269,7 @@ def walk_rows(
     RING: tl.constexpr, WORDS: tl.constexpr, DECAYS: tl.constexpr, HAS_SHARES: tl.constexpr, BLOCK: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, columns): its rows in order; a state at a new boundary is first folded and stored."""
+    """Program (sequence, head, columns): its rows in order, after folding a new boundary's state."""
     sequence_ptr = sequences_ptr + tl.program_id(0) * 4
     first_row, num_rows = tl.load(sequence_ptr + 1), tl.load(sequence_ptr + 2)
     if num_rows == 0:
@@ -360,7 +360,7 @@ def weigh_paths(
     table: StateTable[Tensor], steps: Tensor, queries: Tensor, weights: tuple[Tensor, ...], sizes: RecurrentSizes,
     layout: StepLayout,
 ) -> None:  # fmt: skip
-    """Write each row's path weights of queries and of keys, `[num_rows, num_heads, BLOCK]`, and of the state."""
+    """Write each row's path weights, `[num_rows, num_heads, BLOCK]`, and its state's."""
     num_tiles = triton.cdiv(sizes.num_heads // sizes.num_key_heads, HEADS_PER_PROGRAM)
     weigh_path[(len(table.rows), sizes.num_key_heads, num_tiles)](
         table.rows, table.paths, steps, queries, *weights, **weight_constants(sizes, layout)

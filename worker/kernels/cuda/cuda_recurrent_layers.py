@@ -92,7 +92,7 @@ def step_factors(
     narrow_ptr, rates_ptr, step_bias_ptr, row, head, NUM_HEADS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Return a row's share of its value in the head's update, and the logarithm of the state's decay."""
+    """Return a row's share of its value, and the logarithm of the state's decay."""
     dtype: tl.constexpr = narrow_ptr.dtype.element_ty
     rate, bias = tl.load(rates_ptr + head), tl.load(step_bias_ptr + head)
     if FORM == DELTA_NET:
@@ -115,7 +115,7 @@ def ready_head(
     FORM: tl.constexpr, RING: tl.constexpr, STEP: tl.constexpr, WORDS: tl.constexpr, DECAYS: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head of queries, keys or values): writes its numbers to buffers, its key and decay to steps."""
+    """Program (row, head of queries, keys or values): fills buffers and steps."""
     row, part = tl.program_id(0), tl.program_id(1)
     length = tl.load(rows_ptr + row * 5 + 2)
     if length == 0:
@@ -196,7 +196,7 @@ def convolution_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bia
 
 
 def wide_roles(sizes: RecurrentSizes) -> tuple[str, ...]:
-    """Return the roles of the products in a row's first launch; those of heads have their own."""
+    """Return the roles of the products in a row's first launch."""
     return ("inputs", "gates", "betas") if sizes.form == RecurrentForm.CONVOLUTION else ("inputs", "gates")
 
 

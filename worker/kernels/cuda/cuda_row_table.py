@@ -1,4 +1,4 @@
-"""Row tables of a forward on a GPU: parts of one static buffer, filled in Python or C."""
+"""Row tables of a forward on a GPU, filled in Python or C."""
 
 from __future__ import annotations
 
@@ -57,10 +57,7 @@ class NativeFill:
         pages: Sequence[Sequence[int]],
         window_pages: Sequence[Sequence[int]],
     ) -> bool:
-        """Fill a buffer as `TableLayout.fill` does.
-
-        Returns False, and writes nothing, without compiled kernels or where `TableLayout.fill` raises.
-        """
+        """Fill a buffer as `TableLayout.fill` does; return False without kernels or where that raises."""
         library, page = chosen_library(), self._layout.page
         if library is None or not sequences or buffer.shape != (self._size,) or not buffer.flags.c_contiguous:
             return False
@@ -80,7 +77,7 @@ class NativeFill:
 
 
 def _numbers_of(sequences: Sequence[tuple[Rows, int]]) -> tuple[list[int], list[int]]:
-    """Return size, slot, boundary and first entry per sequence; then tokens, positions and tail lengths of all rows."""
+    """Return size, slot, boundary and first entry per sequence; then tokens, positions and tail lengths."""
     numbers, token_ids, positions, lengths = list[int](), list[int](), list[int](), list[int]()
     for rows, slot in sequences:
         numbers += (len(rows.token_ids), slot, rows.boundary, rows.first_entry)
@@ -191,8 +188,7 @@ class TableLayout:
     ) -> None:
         """Write the rows of sequences, each with its slot, in order; biases are copied separately.
 
-        `pages` are those of each sequence, if there are any. Raises ValueError if the arena or the table lacks room,
-        without changing the buffer.
+        Raises ValueError, and changes nothing, if the arena or the table lacks room.
         """
         if self._native.fill(buffer, sequences, pages, window_pages):
             return

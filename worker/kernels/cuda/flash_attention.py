@@ -1,7 +1,6 @@
-"""Attention with flash-attn's kernel for prefixes, in two launches per layer like Triton's.
+"""Attention with flash-attn's kernel for prefixes, in two launches per layer.
 
-A group's rows and heads are one entry of its batch, so each key is read once for all. Splits depend on a slot's
-capacity, so a row's bits depend on its boundary and that capacity.
+Splits depend on a slot's capacity, so a row's bits depend on its boundary and that capacity.
 """
 
 from __future__ import annotations

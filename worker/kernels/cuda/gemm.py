@@ -76,7 +76,7 @@ def triton_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
 
 
 def tile_rows(rows: Tensor) -> int:
-    """Return the rows per program, all or as many as its memory allows; a power of two."""
+    """Return the rows per program, all or as many as its memory allows."""
     return min(len(rows), MOST_TILE_BYTES // rows.element_size())
 
 
@@ -153,7 +153,7 @@ def read(pointers, is_there, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def unpacked(codes, PER_BYTE: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return int32 codes `[DEPTH, COLUMNS]` of bytes `[DEPTH / PER_BYTE, COLUMNS]`, the low half of a byte first."""
+    """Return int32 codes `[DEPTH, COLUMNS]` of bytes `[DEPTH / PER_BYTE, COLUMNS]`, low halves first."""
     codes = codes.to(tl.int32)
     if PER_BYTE == 2:
         codes = tl.join(codes & 15, codes >> 4).permute(0, 2, 1).reshape([DEPTH, COLUMNS])
@@ -174,10 +174,7 @@ def packed_block(
     DEPTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, DECODE: tl.constexpr,
     PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 `[BLOCK_DEPTH, COLUMNS]` of a matrix's `rows [COLUMNS] int64` from `start` on.
-
-    `GROUP` divides a block or is larger. Zeros beyond the depth become numbers.
-    """
+    """Return float32 `[BLOCK_DEPTH, COLUMNS]` of a matrix's `rows [COLUMNS] int64` from `start` on."""
     GROUPS: tl.constexpr = max(1, BLOCK_DEPTH // GROUP)  # per block
     IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
     places, groups = tl.arange(0, BLOCK_DEPTH // PER_BYTE), tl.arange(0, GROUPS)
@@ -202,10 +199,7 @@ def multiply_packed_columns(
     DECODE: tl.constexpr, PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Program (rows, columns): blocks of the depth in order, the bias last.
-
-    Numbers beyond the depth meet zeros of the input.
-    """
+    """Program (rows, columns): blocks of the depth in order, the bias last."""
     IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
     rows = tl.arange(0, TILE_ROWS)
     input_ptr += tl.program_id(0) * TILE_ROWS * DEPTH
@@ -266,9 +260,9 @@ def form_constants(weight: PackedMatrix) -> dict[str, Any]:
 
 
 def is_multiplied_packed(weight: PackedMatrix) -> bool:
-    """Return whether `packed_linear` supports a matrix: groups fit blocks of the depth, and no code is NaN.
+    """Return whether `packed_linear` supports a matrix: groups fit blocks, and no code is NaN.
 
-    Float32 is not supported, because tensor cores lack it and registers would spill.
+    Float32 lacks tensor cores, so registers would spill.
     """
     fits = fills_blocks(weight.group_size, weight.shape[1])
     is_known = weight.code != "e4m3" or not ((weight.codes & 127) == 127).any()

@@ -44,7 +44,7 @@ def scale_pointers(rows, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def load_kept(rows, seen, columns, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr):
-    """Load columns of rows that start at `rows [num_rows, 1]`, decoded to a dtype; otherwise as `load_rows`."""
+    """Load columns of rows that start at `rows [num_rows, 1]`, decoded to a dtype."""
     kept: tl.constexpr = rows.dtype.element_ty
     if kept != tl.int8 and kept != tl.uint8:
         return load_rows(rows + columns[None, :], seen, columns, HEAD_DIM, MASKED)
@@ -56,7 +56,7 @@ def load_kept(rows, seen, columns, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
 
 @triton.jit
 def int8_code(part):
-    """Return an int whose low byte is the code of a number from -127 to 127, rounded half to even."""
+    """Return an int whose low byte is the code of a number, rounded half to even."""
     part = tl.minimum(tl.maximum(part, -MOST_INT8), MOST_INT8)
     return (part + ROUNDER).to(tl.int32, bitcast=True)
 
@@ -80,9 +80,9 @@ def store_halves(pointers, first, second, mask, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def store_kept(rows, first, second, columns, mask, HEAD_DIM: tl.constexpr):
-    """Store heads, float32 halves `[heads, columns]` padded with zeros, as rows that start at `rows [heads, 1]`.
+    """Store heads, float32 halves `[heads, columns]`, as rows that start at `rows [heads, 1]`.
 
-    Rows with non-finite numbers get codes of zero, and decode to non-finite numbers.
+    Rows with non-finite numbers decode to non-finite numbers.
     """
     code: tl.constexpr = rows.dtype.element_ty
     if code == tl.int8 or code == tl.uint8:
@@ -157,7 +157,7 @@ def move_slot_rows(
 
 
 def moves_of(slot: int, root: int, path: Many[int]) -> list[Move]:
-    """Return slot, source and target of the accepted nodes `path` below entry `root`, except those that stay.
+    """Return moves of the accepted nodes `path` below entry `root`.
 
     Raises ValueError unless the path's nodes increase.
     """
@@ -174,8 +174,8 @@ def moves_of(slot: int, root: int, path: Many[int]) -> list[Move]:
 def move_rows(arena: torch.Tensor, moves: torch.Tensor) -> None:
     """Move rows of `arena [num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]` in one launch.
 
-    `moves [num_moves, 3] int32` on the device (unchecked): slot, source and target, each slot's as in `moves_of`; slot
-    -1 is padding. Raises ValueError for unfit shapes.
+    `moves [num_moves, 3] int32` on the device (unchecked): slot (-1: padding), source and target. Raises ValueError for
+    unfit shapes.
     """
     expect_arena(arena)
     if moves.dim() != 2 or moves.shape[1] != 3 or moves.dtype != torch.int32 or not moves.is_contiguous():
@@ -202,7 +202,7 @@ def copy_rows(
     NUM_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, IS_CHOSEN: tl.constexpr,
     IS_CODED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows of one layer, part and head: `entries [num_layers, num_heads, count]`, or those from `first` on."""
+    """Copy rows `entries [num_layers, num_heads, count]`, or those from `first` on."""
     place, head = tl.program_id(0) // num_heads, (tl.program_id(0) % num_heads).to(tl.int64)
     layer, part = (place // num_parts).to(tl.int64), (place % num_parts).to(tl.int64)
     rows = tl.program_id(1) * NUM_ROWS + tl.arange(0, NUM_ROWS)
@@ -228,11 +228,11 @@ def copy_rows(
 def gather_entries(
     source: torch.Tensor, entries: torch.Tensor, out: torch.Tensor, pages: PageTable | None = None
 ) -> None:
-    """Copy chosen rows of `source [num_layers, num_parts, num_kv_heads, capacity, row_width]` to `out` in one launch.
+    """Copy chosen rows of `source [num_layers, num_parts, num_kv_heads, capacity, row_width]` in one launch.
 
-    `entries [num_layers, num_kv_heads, count] int32` (unchecked) are per head, for all parts; at -1, `out [num_layers,
-    num_parts, num_kv_heads, count, head_dim]` is unchanged. Both may be strided views. With `pages`, entries are those
-    of a slot in the pool `source`. Raises ValueError for unfit shapes.
+    They go to `out [num_layers, num_parts, num_kv_heads, count, head_dim]`; `entries [num_layers, num_kv_heads, count]
+    int32` (unchecked) are per head, and -1 changes nothing. With `pages`, they are a slot's in the pool `source`.
+    Raises ValueError for unfit shapes.
     """
     expected = (out.shape[0], out.shape[2], out.shape[-2])
     if tuple(entries.shape) != expected or entries.dtype != torch.int32 or not entries.is_contiguous():
@@ -319,8 +319,8 @@ def average_chunks(
 ) -> None:
     """Average `chunk_size` rows each, from row `first` of `source [num_layers, num_kv_heads, capacity, row_width]` on.
 
-    The means go to `out [num_layers, num_kv_heads, num_chunks, head_dim]` in one launch. Both may be strided views.
-    With `pages`, rows are those of a slot in the pool `source`. Raises ValueError for unfit shapes and missing rows.
+    The means go to `out [num_layers, num_kv_heads, num_chunks, head_dim]` in one launch. With `pages`, rows are a
+    slot's in the pool `source`. Raises ValueError for unfit shapes and missing rows.
     """
     num_layers, num_heads, capacity, width = source.shape
     capacity = capacity if pages is None else pages.capacity

@@ -188,7 +188,7 @@ def latent_tail_merge(
     NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     DEPTH: tl.constexpr, SPUN: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, heads, part of their values): the row's tail, then the splits of its prefix in order."""
+    """Program (row, heads, part of their values): the row's tail, then its prefix's splits in order."""
     row = tl.program_id(0)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
     num_blocks = tl.cdiv(tl.load(rows_ptr + row * 5 + 1), BLOCK)
@@ -324,8 +324,7 @@ def multiply_heads(
 ):  # fmt: skip
     """Program (head, columns, rows): product of the head's first numbers with its rows of the weight.
 
-    If `TURNED` numbers follow these, a head's last program rotates them into the end of its result. Heads of a row are
-    contiguous; input rows are `IN_ROW` numbers apart.
+    A head's last program rotates the `TURNED` numbers that follow. Input rows are `IN_ROW` numbers apart.
     """
     head, rows = tl.program_id(0), tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     input_ptr += rows.to(tl.int64)[:, None] * IN_ROW + head * (DEPTH + TURNED)
@@ -374,8 +373,7 @@ class CudaMLA:
     ) -> None:
         """Write entries of `rows [num_rows, hidden]` to `kept [num_slots, 1, capacity, entry_dim]`, and `query`.
 
-        `query` is `[num_rows, num_heads, entry_dim]`. `down` makes the latent vectors of queries (or the queries
-        themselves) and of keys.
+        `query` is `[num_rows, num_heads, entry_dim]`.
         """
         sizes, latent = self._sizes, self._latent
         self._linear(rows, down.weight, down.bias, self._down)

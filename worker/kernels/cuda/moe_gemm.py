@@ -1,7 +1,6 @@
 """Experts on a GPU in six launches; each row's experts are summed in the order of its choice.
 
-Tiles have one height and one order of sums, and results go to the row's own places, so a row's bits do not depend on
-other rows. Unused tiles do nothing.
+Tiles have one height and order of sums, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def multiply_tile(
     IS_GATED: tl.constexpr, IS_ACTIVATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, tile): an expert's columns for the rows that chose it; gates and ups are combined."""
+    """Program (columns, tile): an expert's columns for the rows that chose it."""
     expert = tl.load(tile_experts_ptr + tl.program_id(1))
     if expert < 0:
         return
@@ -105,7 +104,7 @@ def sum_choices(
     HIDDEN: tl.constexpr, NUM_CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, HAS_SHARED: tl.constexpr,
     HAS_SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, columns): sums its experts' results in the order of its choice, and the shared part."""
+    """Program (row, columns): sums its experts' results in order, and the shared part."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -127,9 +126,9 @@ def sum_choices(
 
 
 class CudaExperts:
-    """Buffers of experts, allocated once and shared by layers.
+    """Buffers of experts, shared by layers.
 
-    By number of real rows, `met [num_rows + 1, 2]` counts layers of all forwards, and experts used in them.
+    By number of real rows, `met [num_rows + 1, 2]` counts layers, and experts used in them.
     """
 
     def __init__(
@@ -162,10 +161,7 @@ class CudaExperts:
         self._from_latent = torch.zeros(num_rows * bool(latent), hidden, dtype=dtype, device=device)
 
     def run(self, rows: Tensor, experts: StackedExperts, normed: Tensor, out: Tensor, has_shared: bool) -> None:
-        """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared` it already has the shared part.
-
-        `rows [num_rows, 5]` are the table's; padding is unchanged.
-        """
+        """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared` it already has the shared part."""
         self._choose(rows, experts, normed)
         if experts.latent is None:
             self._sum(rows, experts, normed, out, has_shared)

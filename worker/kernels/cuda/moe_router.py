@@ -1,7 +1,4 @@
-"""Choice of experts on a GPU: logits, each row's best experts with weights, and all choices sorted by expert.
-
-Sorting uses only integers, so other rows change where a row's results are, not their bits.
-"""
+"""Choice of experts on a GPU: logits, each row's best experts with weights, and choices sorted by expert."""
 
 from __future__ import annotations
 
@@ -113,7 +110,7 @@ def weighed(
     scores, ranks, NUM_CHOSEN: tl.constexpr, SCORE: tl.constexpr, IS_NORMALISED: tl.constexpr,
     LEAST_SUM: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights `[1, ranks]` of chosen experts, whose scores are summed in the order of ranks."""
+    """Return the weights `[1, ranks]` of chosen experts, summed in the order of ranks."""
     if SCORE == SOFTMAX_OF_CHOSEN:
         scores = softmax(scores, ranks < NUM_CHOSEN)
     if SCORE == SIGMOID_OF_CHOSEN:
@@ -129,10 +126,7 @@ def weighed(
 
 @triton.jit
 def sparse_share(logits, is_left, most, JITTER: tl.constexpr):
-    """Return the share of the expert with logit `most` among remaining ones within twice the jitter.
-
-    The distance is relative to the greater of both; float64, rounded once.
-    """
+    """Return the share of the expert with logit `most` among remaining ones within twice the jitter."""
     size = tl.abs(logits)
     is_far = tl.div_rn(most - logits, tl.where(size < most, most, size)) > 2 * JITTER
     powers = tl.exp(logits.to(tl.float64) - most.to(tl.float64))
@@ -148,9 +142,7 @@ def share_of(logit, ROUNDS: tl.constexpr):
 def open_groups(
     scores, is_real, members, GROUP_WIDTH: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, NUM_BEST: tl.constexpr
 ):  # fmt: skip
-    """Return the experts `[groups, members]` of the best groups, by each one's best scores; ties go to the lower
-    group.
-    """
+    """Return the experts `[groups, members]` of the best groups; ties go to the lower group."""
     group_count: tl.constexpr = scores.shape[0]
     groups = tl.arange(0, group_count)
     scores = tl.where(is_real, scores, float("-inf"))
@@ -186,7 +178,7 @@ def choose_row(
     ROUNDS_WEIGHTS: tl.constexpr, ROUNDS_SHARES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr,
     JITTER: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): stores marks of all experts (0, or a chosen one's rank plus 1), and weights by rank.
+    """Program (row): stores marks of all experts (0, or rank plus 1), and weights by rank.
 
     A column after the experts is the share of the shared part.
     """
@@ -242,9 +234,9 @@ def sort_choices(
     NUM_ROWS: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_TILES: tl.constexpr,
     ALL_TILES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Single program: stores each tile's expert and its pairs of row and choice in order, or -1.
+    """Single program: stores each tile's expert and its pairs (row * `NUM_CHOSEN` + rank) in order, or -1.
 
-    A pair is row * `NUM_CHOSEN` + rank. By number of real rows, `met [NUM_ROWS + 1, 2]` counts layers and used experts.
+    By number of real rows, `met [NUM_ROWS + 1, 2]` counts layers and used experts.
     """
     rows = tl.arange(0, NUM_ROWS)[:, None]
     num_tiles, num_met = 0, 0

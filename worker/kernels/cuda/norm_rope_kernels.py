@@ -1,7 +1,6 @@
-"""Kernels of embedding, norms and rotary positions.
+"""Kernels of embedding, norms and rotary positions, one row per program.
 
-They round where `transformers` rounds, as in `tests/worker/kernels/reference.py`. A program takes one row. Padding rows
-(tail length 0 in the table's `rows [num_rows, 5]`) are unchanged.
+They round where `transformers` rounds, as in `tests/worker/kernels/reference.py`. Padding rows are unchanged.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def root_mean(row, count, epsilon):
 
 @triton.jit
 def normed_row(row, is_real, weight_ptr, columns, count, epsilon, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Return a normed row with weights per column, and biases behind them if the form has some."""
+    """Return a normed row, with biases behind the weights if the form has some."""
     row = centred(row, is_real, count, FORM)
     scaled = row * root_mean(row, count, epsilon)
     weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
@@ -146,7 +145,7 @@ def add_norm(
 ) -> None:
     """Add scaled `delta [num_rows, hidden]` to `state`, and write the state's RMS norm times `front [hidden]`.
 
-    With `behind [hidden]`, delta's RMS norm is added instead. Without `front`, only the state is written.
+    With `behind [hidden]`, delta's RMS norm is added instead.
     """
     hidden = state.shape[1]
     add_norm_row[(len(rows),)](

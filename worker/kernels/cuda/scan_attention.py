@@ -63,7 +63,7 @@ def attend_to_clusters(
     TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CLUSTER_CHUNKS: tl.constexpr,
     MOST_CLUSTERS: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, cluster): mean and deviation of scores, and the values' gain with them."""
+    """Program (group and KV head, cluster): mean and deviation of scores, and the values' gain."""
     slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     cloud = tl.program_id(1)
     if cloud * CLUSTER_CHUNKS >= num_chunks:
@@ -93,7 +93,7 @@ def attend_to_clusters(
 
 @triton.jit
 def normal(x):
-    """Return the logarithm of the share P of a normal distribution below x, and its density there over P.
+    """Return log P of a normal distribution's share P below x, and its density there over P.
 
     Abramowitz and Stegun 26.2.17; far below the mean their asymptotic series.
     """
@@ -111,7 +111,7 @@ def normal(x):
 
 @triton.jit
 def rest_of_cluster(mean, deviation, limit, num_keys):
-    """Return the LSE, base 2, of a cluster's keys below a score limit, and their share of its gain."""
+    """Return the LSE, base 2, of a cluster's keys below a limit, and their share of its gain."""
     log_share, density = normal((limit - mean) / deviation - deviation)
     height = mean + 0.5 * deviation * deviation + log_share + tl.log(num_keys)
     return height * LOG2_E, 1.0 - density / deviation
@@ -196,7 +196,7 @@ def attend_chosen(
     query, key_ptr, value_ptr, places, is_chosen, is_listed, columns, scale_log2, highest, total, acc,
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Take one step of online softmax over listed keys, of which each query sees those it chose, perhaps none."""
+    """Take one step of online softmax over listed keys, of which each query sees those it chose."""
     keys = load_kept(key_ptr + places, is_listed, columns, HEAD_DIM, True, query.dtype)
     scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * scale_log2
     scores = tl.where(is_chosen, scores, float("-inf"))
@@ -217,10 +217,9 @@ def attend_best(
     NUM_SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     MOST_CHUNKS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, split): attends to chosen keys of its chunks; stores output and LSE (-inf: none).
+    """Program (group and KV head, split): attends to chosen keys; stores output and LSE (-inf: none).
 
-    `kept_ptr` gives only the type of full caches. With pages of `PAGE` entries, keys are in those of the full cache's
-    slot.
+    `kept_ptr` gives only the type of full caches.
     """
     slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     per_split = tl.cdiv(num_chunks, NUM_SPLITS)
@@ -311,7 +310,7 @@ class Scan:
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, prefixes: Scratch, table: CudaRowTable[Tensor],
         mixed: Tensor,
     ) -> None:  # fmt: skip
-        """Merge all parts and the tails of one layer of entries; padding rows of `mixed` are unchanged."""
+        """Merge all parts and the tails of one layer; padding rows of `mixed` are unchanged."""
         texts, scratch = self.texts, self.scratch
         scan_merge[(self.shape.num_rows, self.shape.num_kv_heads)](
             query, keys, values, prefixes.output, prefixes.lse, scratch.output, scratch.lse, texts.moments[layer],
@@ -348,11 +347,7 @@ class ScanAttention:
     """`Attention` that shares another one's queries and partial sums, so the two run in turn."""
 
     def __init__(self, other: TritonAttention, texts: ScannedTexts, full: Tensor, pages: PageTable | None) -> None:
-        """Read the best keys at the addresses of `texts`, with the layout of `full [:, 2, :, num_kv_heads, :,
-        row_width]`.
-
-        `pages` are those of full caches; None: their entries are contiguous.
-        """
+        """Read the best keys, with the layout of `full [:, 2, :, num_kv_heads, :, row_width]`."""
         shape, num_heads = other.shape, other.query.shape[1]
         scratch = ScanScratch.empty(texts.sizes, num_heads, shape.num_splits, full.device, shape.num_rows)
         self._other = other

@@ -41,7 +41,7 @@ class TextSizes:
 
 @dataclass(frozen=True)
 class ScannedTexts:
-    """Coded chunks of every layer and slot, of which `num_chunks` are used, and addresses of the slots' keys."""
+    """Coded chunks of every layer and slot, and addresses of the slots' keys."""
 
     sizes: TextSizes
     codes: Tensor  # [num_layers, num_slots, num_kv_heads, most_chunks * SCAN_CHUNK * head_dim / 4] uint8

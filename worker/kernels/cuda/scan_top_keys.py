@@ -1,8 +1,7 @@
-"""Choice of the keys that a query reads exactly: scores above a threshold, which sampled blocks determine.
+"""Choice of the keys that a query reads exactly: scores above a threshold from sampled blocks.
 
-Programs share no counts, so the choice depends on codes and query alone. Codes have two bits per dimension, four per
-byte, as in `source/scan_intake.c`; a block of 64 keys has `[head_dim / 4, 64]` bytes. A score is the query times its
-chunk's mean plus each code's level times the dimension's spread.
+Codes have two bits per dimension, four per byte, as in `source/scan_intake.c`; a block of 64 keys has `[head_dim / 4,
+64]` bytes. A score is the query times its chunk's mean plus each code's level times the dimension's spread.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def score_block(
     first, second, third, fourth, offset, code_ptr,
     HEAD_DIM: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return scores `[rows, BLOCK]` of a block of codes, from query quarters and offsets of the mean."""
+    """Return scores `[rows, BLOCK]` of a block of codes."""
     byte = tl.arange(0, QUARTER)
     places = byte[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     codes = tl.load(code_ptr + places, mask=(byte < HEAD_DIM // 4)[:, None], other=0).to(tl.int32)
@@ -104,7 +103,7 @@ def in_order(bits):
 
 @triton.jit
 def largest_number(numbers, is_counted, place):
-    """Return the counted number at a place from 1 on, in falling order; there must be enough."""
+    """Return the counted number at a place from 1 on, in falling order."""
     keys = numbers.to(tl.uint32, bitcast=True) ^ 0x80000000  # in unsigned order
     found = tl.full((), 0, tl.uint32)
     for shift in range(24, -1, -8):
@@ -121,7 +120,7 @@ def find_threshold(
 ):  # fmt: skip
     """Program (row, head): the lowest score that no more samples reach than their share of `num_best`.
 
-    It is infinity if all clusters are flat, where no key is worth reading.
+    It is infinity if all clusters are flat.
     """
     row = tl.program_id(0)
     row_head = row * NUM_HEADS + tl.program_id(1)
@@ -150,7 +149,7 @@ def find_threshold(
 
 @triton.jit
 def list_chosen(scores, limits, is_real, first_entry, count, entries_ptr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Append a block's keys that any query chose: place in the chunk, and a mask of queries in the lower 16 bits."""
+    """Append a block's chosen keys: place in the chunk, and a mask of queries in the lower 16 bits."""
     is_chosen = (scores >= limits[:, None]) & is_real[:, None]
     queries = tl.sum(is_chosen.to(tl.int32) << tl.arange(0, TILE_ROWS)[:, None], 0)
     is_listed = (queries != 0).to(tl.int32)
@@ -167,7 +166,7 @@ def choose_keys(
     TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, split): lists the keys of its chunks that a tile's queries read, in order."""
+    """Program (group and KV head, split): lists the keys that a tile's queries read, in order."""
     slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     per_split = tl.cdiv(num_chunks, NUM_SPLITS)
     start = tl.program_id(1) * per_split

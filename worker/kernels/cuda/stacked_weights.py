@@ -35,8 +35,7 @@ from swiftbatch.worker.kernels.rope_scaling import Rotary
 class StackedExperts(MayBeLatent):
     """Experts of a layer; `gate_up` alternates rows of gates and ups, or has ups alone.
 
-    `latent` are the products before and after all experts. `router [num_experts, hidden] float32` has an additional row
-    for the shared part's gate.
+    `router [num_experts, hidden] float32` has an additional row for the shared part's gate.
     """
 
     routing: Routing
@@ -122,10 +121,7 @@ def _tensor_in_turns(parts: Sequence[Sequence[Tensor]], device: torch.device) ->
 
 @dataclass(frozen=True)
 class StackedMLA:
-    """Products and norms within latent attention; those of heads are plain.
-
-    `query` and `query_norm [query_rank]` exist if queries have a latent vector.
-    """
+    """Products and norms within latent attention; those of heads are plain."""
 
     query: AnyLinear | None
     query_norm: Tensor | None
@@ -147,8 +143,7 @@ def stacked_latent(layer: LayerWeights, query: AnyLinear | None, device: torch.d
 class StackedLayer:
     """One layer; `query_key_value` and `gate_up` are stacked in this order, with gates of heads after values.
 
-    With experts, the products after attention are the shared part. With latent attention, `query_key_value` makes
-    queries or their latent vector, and the stored vector. A mixer replaces attention or is beside it.
+    In latent attention, `query_key_value` makes queries or their latent vector, and the stored vector.
     """
 
     query_key_value: AnyLinear | None
@@ -227,10 +222,7 @@ def handed_over(weights: DecoderWeights) -> Iterator[LayerWeights]:
 def stacked_weights(
     weights: DecoderWeights, device: torch.device, layers: Iterable[LayerWeights] | None = None
 ) -> StackedWeights:
-    """Copy stacked weights; move the rest only if needed. A tied embedding and head stay one.
-
-    `layers` replaces those of `weights`, to pass them singly.
-    """
+    """Copy stacked weights; move the rest only if needed. A tied embedding and head stay one."""
     embedding = _moved(plain(weights.embedding), device)
     is_tied = isinstance(weights.embedding, Tensor) and weights.head.weight is weights.embedding
     head = Linear(embedding, weights.head.bias) if is_tied else weights.head
@@ -258,7 +250,7 @@ def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear
 
 
 def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool = False) -> StackedLayer:
-    """Stack a layer's weights on the device. Raises ValueError if only some parts of a product have a bias."""
+    """Raises ValueError if only some parts of a product have a bias."""
     of_vectors = None if layer.query_down is None or layer.query is None else _stacked([layer.query], device)
     latent = stacked_latent(layer, of_vectors, device)
     qk_norms = () if latent is not None else (layer.query_norm, layer.key_norm)

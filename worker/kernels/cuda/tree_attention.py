@@ -52,7 +52,7 @@ def attend_block(
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP_LOG2: tl.constexpr,
 ):  # fmt: skip
-    """Take one step of online softmax over keys and values at `places [keys, 1]` after their pointers.
+    """Take one step of online softmax over keys and values at `places [keys, 1]`.
 
     With a window, a row does not see the first `unseen [rows]` keys.
     """
@@ -85,7 +85,7 @@ def attend_block(
 
 @triton.jit
 def places_of(block, slot, pages_ptr, stride_pages, BLOCK: tl.constexpr, PAGE: tl.constexpr):
-    """Return the places of a block's entries, with pages of `PAGE` entries by the slot's row of `pages_ptr`."""
+    """Return the places of a block's entries, with pages by the slot's row of `pages_ptr`."""
     entries = block * BLOCK + tl.arange(0, BLOCK)
     kept = entries
     if PAGE:
@@ -168,10 +168,7 @@ def prefix_split(
     NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, split): softmax over the split's blocks of keys; stores output and LSE.
-
-    With pages of `PAGE` entries (whole blocks), the slot's row of `pages_ptr` has a block's page.
-    """
+    """Program (group and KV head, split): softmax over the split's blocks of keys; stores output and LSE."""
     group_ptr = groups_ptr + tl.program_id(0) // NUM_KV_HEADS * 4
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(1)
@@ -253,7 +250,7 @@ def tail_merge(
     NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head): the row's tail, then a sink, then the splits of its prefix in order."""
+    """Program (row, KV head): the row's tail, a sink, then its prefix's splits in order."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)

@@ -47,14 +47,14 @@ def narrowed(x, dtype: tl.constexpr):
 
 @triton.jit
 def count_bytes(keys, is_counted, found, shift):
-    """Count the values `[256]` of a byte in counted `uint32` keys whose higher bytes equal those found."""
+    """Count the values `[256]` of a byte in keys whose higher bytes equal those found."""
     is_left = is_counted & (((keys >> shift) >> 8) == ((found >> shift) >> 8))
     return tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=is_left)
 
 
 @triton.jit
 def byte_at(counts, place):
-    """Return the byte's value at a place from 1 on, in falling order, and the place among its equals."""
+    """Return the byte's value at a place, in falling order, and the place among its equals."""
     values = tl.arange(0, 256)
     reached = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # numbers with this byte or a higher one
     value = tl.sum((reached >= place).to(tl.int32), 0) - 1

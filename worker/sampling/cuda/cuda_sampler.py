@@ -1,4 +1,4 @@
-"""Sampling on a GPU: one graph and one copy for a step's rows, walks down the trees on the host."""
+"""Sampling on a GPU: one graph and one copy for a step's rows, walks on the host."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TokenCounts:
         self.num_counted: int | None = None  # tokens counted on the device; None: the slot has another sequence's
 
     def news(self, slots: SlotBuffers) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens that entered and left the window since the last call; rewrite the slot if they are too many."""
+        """Return tokens that entered and left the window since the last call."""
         sequence, window = self.sequence, self.sequence.sampling.penalty_window
         num_new = None if self.num_counted is None else len(sequence) - self.num_counted
         self.num_counted = len(sequence)
@@ -198,7 +198,7 @@ def _joined(parts: Many[np.ndarray]) -> np.ndarray:
 
 
 def _walk(tree: DraftTree, tokens: list[int], root: int, candidates: Candidates | None) -> Walk:
-    """Walk along the drawn tokens, up to a row from which none was drawn; `tokens[root]` is the root's."""
+    """Walk along the drawn tokens, up to a row from which none was drawn."""
     token, draft_ids = tokens[root], tree.token_ids
     if token >= 0 and token not in draft_ids:  # the usual case
         return Walk([], [token], None, candidates)

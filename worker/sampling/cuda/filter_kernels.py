@@ -1,7 +1,7 @@
 """Triton kernels of top-k, top-p, min-p and eta, which cut a row's tokens in the order (score, token) without a sort.
 
-A search sums tokens by a byte of their rank, picks the value at which the cut lies, and continues with the next byte.
-Sums are of whole numbers, so their order changes no bit.
+A search sums tokens by a byte of their rank, picks the byte of the cut, and continues with the next. Integer sums have
+the same bits in any order.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def sum_weights(
 def cut_bytes(rows_ptr, row, sums_ptr, vocab, FILTER: tl.constexpr, NUM_BYTES: tl.constexpr):
     """Return the first bytes of the rank at which a filter cuts, where the cumulative sum first exceeds a limit.
 
-    Top-k counts the removed tokens, top-p sums their mass. The best token stays.
+    Top-k counts the removed tokens, top-p sums their mass.
     """
     found, below = tl.zeros([], tl.int64), tl.load(sums_ptr + BELOW)
     values = tl.arange(0, 256)
@@ -165,9 +165,10 @@ def sum_bytes(
 def find_lowest(
     rows_ptr, peaks_ptr, tempered_ptr, cuts_ptr, sums_ptr, vocab, num_blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Find the lowest rank that eta keeps: probabilities of at least min(eta, sqrt(eta) e^-entropy).
+    """Find the lowest rank that eta keeps: probabilities of at least min(eta, sqrt(eta) e^-entropy) (Hewitt et al.
+    2022).
 
-    Hewitt et al. 2022; the best token stays. The rank is stored as its distance from `NO_RANK`; 0 means none.
+    It is stored as its distance from `NO_RANK`; 0 means none.
     """
     row = tl.program_id(0)
     is_asked, best = asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, ETA, WIDTH)

@@ -76,8 +76,7 @@ def token_of(rank):
 def occurrences(rows_ptr, row, counts_ptr, ancestors_ptr, leaving_ptr, tokens, inside, vocab):
     """Count each token `[BLOCK]` in the penalty window of a row, int32.
 
-    The slot counts committed tokens. For each token of the row's path one leaves: a committed one in `leaving` or,
-    where that has -1, one of the path itself.
+    For each token of the row's path one leaves: a committed one in `leaving` or, at -1, one of the path.
     """
     slot, depth, window = whole(rows_ptr, row, SLOT), whole(rows_ptr, row, DEPTH), whole(rows_ptr, row, WINDOW)
     found = tl.load(counts_ptr + slot.to(tl.int64) * vocab + tokens, mask=inside, other=0)
@@ -118,10 +117,7 @@ def biased(rows_ptr, row, bias_ptr, masked_ptr, scores, tokens, inside, vocab):
 
 @triton.jit
 def held_back(rows_ptr, row, output_ptr, ancestors_ptr, scores, tokens, inside, vocab):
-    """Subtract the count penalties, in float64, where a count's product is exact, fused or not.
-
-    The slot counts the committed output; the row's path is added.
-    """
+    """Subtract the count penalties, in float64, where a count's product is exact."""
     frequency, presence = real(rows_ptr, row, FREQUENCY), real(rows_ptr, row, PRESENCE)
     if (frequency != 0.0) | (presence != 0.0):
         slot = whole(rows_ptr, row, SLOT).to(tl.int64)
@@ -199,7 +195,7 @@ NUM_WARPS = 1
 
 @triton.jit
 def count_tokens(counts_ptr, output_ptr, arriving_ptr, leaving_ptr, vocab, width, BLOCK: tl.constexpr):
-    """Add one for each arriving token and subtract one for each leaving; the order does not matter."""
+    """Add one for each arriving token and subtract one for each leaving."""
     slot = tl.program_id(0)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     counts, output = counts_ptr + slot.to(tl.int64) * vocab, output_ptr + slot.to(tl.int64) * vocab
@@ -211,7 +207,7 @@ def count_tokens(counts_ptr, output_ptr, arriving_ptr, leaving_ptr, vocab, width
 
 
 def update_counts(counts: torch.Tensor, output: torch.Tensor, arriving: torch.Tensor, leaving: torch.Tensor) -> None:
-    """Update `counts` and `output [num_slots, vocab] int32`; no token leaves the output.
+    """Update `counts` and `output [num_slots, vocab] int32`.
 
     `arriving` and `leaving [num_slots, width] int32` have tokens below `vocab` (unchecked), or -1. Raises ValueError
     for unfit buffers.

@@ -53,7 +53,7 @@ class SamplingBuffers:
 
 
 class Draw:
-    """Draws in three launches, and more for the cuts of `is_filtered` rows; min-p alone needs none of these."""
+    """Draws in three launches, and more for the cuts of `is_filtered` rows."""
 
     def __init__(self, buffers: SamplingBuffers, is_filtered: bool = False) -> None:
         buffers.check()
@@ -144,7 +144,7 @@ class SamplingGraphs:
 
 
 def in_a_row(*works: Work) -> Work:
-    """Return all works as one. It keeps no graph alive, so the last owner frees all buffers."""
+    """Return all works as one, without keeping graphs alive."""
 
     def work() -> None:
         for each in works:

@@ -216,10 +216,7 @@ class SamplingRowLayout:
         return parts
 
     def fill(self, buffer: NDArray[np.int32], rows: Many[SamplingRow | None], news: dict[int, tuple[Any, Any]]) -> None:
-        """Fill a buffer with up to `num_rows` rows; None is an unused row.
-
-        `news` has, by slot, tokens that entered and left the window.
-        """
+        """Fill a buffer with up to `num_rows` rows; `news` has tokens that entered and left windows, by slot."""
         words, ancestors, leaving, arriving, gone = self.parts(buffer)
         table = words.reshape(-1).view(ROW)
         table[:] = np.zeros((), dtype=ROW)
