@@ -31,20 +31,20 @@ class Computation:
 
     model: str = "embedded"
     engine: str = DEFAULT_ENGINE
-    draft_model: str | None = None  # folder with the engine's trained parts; None: the model's own
-    kv_offload: str | None = None  # folder of key-value caches; None: on the device
+    draft_model: str | None = None  # a folder with the engine's trained parts; None: the model's own
+    kv_offload: str | None = None  # a folder for key-value caches; None: they are on the device
     dtype: Dtype = "bfloat16"
-    kv_dtype: KVDtype | None = None  # of keys and values; None: as `dtype`
+    kv_dtype: KVDtype | None = None  # dtype of keys and values; None: as `dtype`
     device: Device = "auto"
     attention: AttentionName = CudaKernels.attention
     linear: LinearName = CudaKernels.linear
-    num_rows: NumRows = 64  # per forward on a GPU
+    num_rows: NumRows = 64  # a forward on a GPU has this many
     num_threads: int = 1
     seed: int = 0  # seeds of jobs without one derive from it
-    max_tokens: int | None = None  # of jobs without their own; None: all positions behind the prompt
+    max_tokens: int | None = None  # limit of jobs without their own; None: all positions behind the prompt
     logprobs_mode: LogprobsMode = "raw_logprobs"  # the logits behind jobs' log-probabilities
-    loop_guard: LoopAction | None = None  # for jobs that say nothing of loops; None: no check
-    thinking_end: ThinkingEnd | None = None  # for jobs that say nothing of it; None: a text may end within a thought
+    loop_guard: LoopAction | None = None  # action for jobs without their own; None: no check
+    thinking_end: ThinkingEnd | None = None  # action for jobs without their own; None: a text may end within a thought
     thinking_markers: ThinkingMarkers = None  # texts around a thought; None: the model's own, if known
     clock: str | None = None  # the ISO time for chat templates; None: the creation of the run
 
@@ -57,12 +57,12 @@ class Computation:
 class CheckpointSettings:
     """Settings of checkpoints, which may differ between resumes."""
 
-    checkpoint: CheckpointKind = "state"  # token logs alone, or caches as well
-    checkpoint_tokens: int = CHECKPOINT_TOKENS  # per job, between two states
-    checkpoint_seconds: float = CHECKPOINT_SECONDS  # between two token logs
-    grace_seconds: float = GRACE_SECONDS  # to write checkpoints after SIGTERM
+    checkpoint: CheckpointKind = "state"  # write token logs alone, or caches as well
+    checkpoint_tokens: int = CHECKPOINT_TOKENS  # new tokens of a job between two states
+    checkpoint_seconds: float = CHECKPOINT_SECONDS  # time between two token logs
+    grace_seconds: float = GRACE_SECONDS  # time to write checkpoints after SIGTERM
     keep_state: bool = False  # keep caches of jobs that ended at max_tokens
-    store_retry_seconds: float = STORE_RETRY_SECONDS  # during which a failing store is tried again
+    store_retry_seconds: float = STORE_RETRY_SECONDS  # a failing store is tried again for so long
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Source:
 
     name: str
     path: Path
-    tensors: tuple[tuple[str, StoredTensor], ...] | None  # by their stored names
+    tensors: tuple[tuple[str, StoredTensor], ...] | None  # has stored names
     has_files: bool  # False on the hub, where only tensor headers are read
 
 
@@ -110,11 +110,11 @@ def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
     )
 
 
-DTYPE = "bfloat16"  # of the reported bytes and slots
-GPU_BYTES = 84_000_000_000  # of 80 GiB that programs can use, a cautious value
+DTYPE = "bfloat16"  # bytes and slots are reported for it
+GPU_BYTES = 84_000_000_000  # 80 GiB less what programs cannot use
 CONTEXT_BYTES = 600_000_000  # an estimate of CUDA's own memory
-GPUS = {"A100 80 GB": 108, "H100 80 GB": 132}  # multiprocessors
-SLOT_LENGTHS = (8_192, 32_768, 100_000)  # positions of a job
+GPUS = {"A100 80 GB": 108, "H100 80 GB": 132}
+SLOT_LENGTHS = (8_192, 32_768, 100_000)
 
 
 class DevicePath(Frozen):
@@ -130,24 +130,24 @@ class Inspection(Frozen):
     model: str
     kind: str
     text_kind: str
-    refusal: str | None  # why it does not run here
-    num_parameters: int | None  # of the text model
-    formats: dict[str, int]  # numbers stored in each dtype, in safetensors' terms or the packed format's
-    quantization: str | None  # format of quantized weights
-    num_bytes: int | None  # of all stored tensors
+    refusal: str | None  # says why it does not run here
+    num_parameters: int | None
+    formats: dict[str, int]  # counts numbers by safetensors' dtype or packed format
+    quantization: str | None  # names the format of quantized weights
+    num_bytes: int | None
     max_positions: int | None
-    bytes_per_position: int | None  # in caches
-    num_whole_positions: int | None  # newest ones that take all of these bytes on a CPU; None: all positions do
-    bytes_per_old_position: int | None  # of older ones
-    state_bytes: int  # recurrent states of a job
-    checkpointed_state_bytes: int  # their part in a checkpoint
+    bytes_per_position: int | None
+    num_whole_positions: int | None  # newest positions that take all these bytes on a CPU; None: all do
+    bytes_per_old_position: int | None  # bytes of older positions
+    state_bytes: int
+    checkpointed_state_bytes: int  # a checkpoint has this part of them
     cpu: DevicePath | None
     cuda: DevicePath | None
-    slots: dict[str, dict[int, int]]  # jobs that fit with plain decoding, by GPU and positions
+    slots: dict[str, dict[int, int]]  # counts jobs that fit with plain decoding, by GPU and positions
     has_chat_template: bool
     thinking_markers: tuple[str, str] | None
-    predictor: str | None  # use of its multi-token prediction layers (MTP); None without any
-    engines: tuple[str, ...]  # with all their parts
+    predictor: str | None  # says how multi-token prediction layers (MTP) are used; None without any
+    engines: tuple[str, ...]  # lists engines with all their parts
 
 
 def inspect_model(model: str) -> Inspection:

@@ -14,7 +14,7 @@ from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, 
 from swiftbatch.worker.sampling.verification import GUESSED, Walk
 
 FEW = 4  # if no more tokens are allowed, one of them is drafted without the drafter
-MAX_GUESSED = 12  # nodes of a tree drafted like this
+MAX_GUESSED = 12  # a tree has at most so many such nodes
 NOTHING_LEFT = "no_token_left"  # error code of a job without allowed tokens
 
 
@@ -30,7 +30,8 @@ class ConstrainedTree(NamedTuple):
     """Allowed nodes of a proposed tree, and guessed ones."""
 
     tree: DraftTree
-    numbers: list[int] | None = None  # of nodes in the proposed tree, or GUESSED; None: the tree is the proposed one
+    # numbers of nodes in the proposed tree, or GUESSED; None: the tree is the proposed one
+    numbers: list[int] | None = None
     masks: RowMasks | None = None  # None: all tokens are allowed everywhere
     num_left_out: int = 0
 
@@ -57,7 +58,7 @@ class Looked:
     num_proposed: int
     max_nodes: int
     max_depth: int
-    masks: dict[int, np.ndarray | None] = field(default_factory=dict)  # of the root and allowed nodes
+    masks: dict[int, np.ndarray | None] = field(default_factory=dict)  # has the root and allowed nodes
 
     def guess(self, parent: int, depth: int, constraint: Constraint) -> None:
         """Draft below a node where few tokens are allowed."""
@@ -80,7 +81,7 @@ class Constraints:
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
         self._constraints: list[Constraint] = [rule.start(sequence) for rule in sequence.rules]
-        self._num_seen = 0  # output tokens
+        self._num_seen = 0
         self._never = tuple(token_id for token_id, bias in bias_pairs(sequence) if bias == float("-inf"))
         self._may_ban = bool(sequence.bad_word_ids) or sequence.sampling.min_tokens > 0
         self._follow()

@@ -19,13 +19,13 @@ from swiftbatch.worker.sampling.token_masks import ConstraintError, allows, num_
 if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Sequence
 
-# limited to a blank, or a line end and an indent, because a model that drifts into blanks never returns
+# limited, because a model that drifts into blanks never returns
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
 # without \u, since the library takes "\u0061" and "a" for different keys; a schema may still require it
 ESCAPES = 'nrbtf\\"'
-ESCAPED = re.compile(r"\\u00[01]|\x7f")  # in a schema as JSON
-SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")  # in a regular expression
-ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.?))", re.DOTALL)  # in GBNF
+ESCAPED = re.compile(r"\\u00[01]|\x7f")
+SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
+ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.?))", re.DOTALL)
 # in Lark: strings, comments and patterns, which may contain a token's signs; and a token
 QUOTED_OR_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/|(<[^<>\s]+>)')
 PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
@@ -237,7 +237,7 @@ def _check_names(schema: Mapping[str, Any]) -> None:
 # Structured output by llguidance: tokens with which a text can still fit the grammar.
 
 
-CACHED = 256  # grammars
+CACHED = 256
 
 # above the library's defaults, because a choice among thousands is one row of items; fuel still bounds time
 MAX_ROW_ITEMS, MAX_STEP_ITEMS, STEP_FUEL = 20_000, 500_000, 2_000_000

@@ -159,7 +159,7 @@ def reasoning_of(
     if thought.opened_at is None:
         return Reasoning("", text, 0)
     num_start = len(thinking.markers.start) if thought.opened_at else 0
-    num_tokens = thought.num_tokens - (thought.num_matched if thought.is_open else 0)  # a marker may be incomplete
+    num_tokens = thought.num_tokens - (thought.num_matched if thought.is_open else 0)  # the end may be half a marker
     end = thought.opened_at + num_tokens
     closed = len(output_ids) if thought.closed_at is None else thought.closed_at
     places = offsets(output_ids)
@@ -172,7 +172,7 @@ class ThinkingRule:
     """`Rule` that limits a thought to a budget, then forces the closing marker; `text` rules all else."""
 
     thinking: Thinking
-    budget: int | None  # in tokens; None: no limit
+    budget: int | None  # tokens; None: no limit
     text: Rule | None = None  # rule of text outside the thought; None: any
 
     def start(self, sequence: Sequence) -> ThinkingConstraint:

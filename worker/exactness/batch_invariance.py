@@ -14,11 +14,11 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
 NUM_SEQUENCES = 3  # contexts per forward with the fewest rows
-CONTEXT_GROWTH = 40  # most tokens that a context grows between two trees
-CONTEXT_LIMIT = 1500  # most tokens of a context before it starts again
-MOST_NODES = 23  # per tree
+CONTEXT_GROWTH = 40  # a context grows by at most so many tokens between two trees
+CONTEXT_LIMIT = 1500  # a context starts again behind so many tokens
+MOST_NODES = 23
 NUM_CACHES = 2 * NUM_SEQUENCES
-MAX_LENGTH = CONTEXT_LIMIT + 2 * TILE_ROWS  # per cache
+MAX_LENGTH = CONTEXT_LIMIT + 2 * TILE_ROWS
 
 
 def num_caches(num_rows: int) -> int:

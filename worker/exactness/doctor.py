@@ -39,8 +39,8 @@ class Diagnosis(Frozen):
     cpu_capability: str
     num_threads: int
     hardware: str
-    numerics: str  # of the model's forwards
-    instruction_set: str | None  # of the compiled kernels in use; None without any
+    numerics: str
+    instruction_set: str | None  # names the compiled kernels in use; None without any
     versions: dict[str, str]
 
     def key(self) -> str:

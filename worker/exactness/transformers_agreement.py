@@ -20,14 +20,14 @@ MOST_SHIFTED_BY_EXPERTS = 0.25  # if two experts weigh nearly the same, the last
 MEDIAN_SHIFTED = {
     torch.float32: 1e-2,
     torch.bfloat16: 0.25,
-}  # with experts, where such rows are few and affect others little
+}  # limits of models with experts, where such rows are few
 
 
 @dataclass(frozen=True)
 class KeptRows:
     """Effect of 8-bit caches on our logits."""
 
-    shift: float  # as `Agreement.shift`
+    shift: float
     num_same_choices: int
 
     def summary(self, num_rows: int) -> str:
@@ -42,7 +42,7 @@ class Agreement:
     """Distance between our logits and those of transformers."""
 
     num_rows: int
-    greatest_difference: float  # between two logits
+    greatest_difference: float
     shift: float  # root mean square of the differences, relative to the logits' spread
     num_same_choices: int  # rows with the same best token
     agrees: bool

@@ -14,8 +14,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from swiftbatch.worker.kernels.kernel_sizes import FEWEST_COLUMNS, TILE_ROWS
 
-VECTORS = 64  # most numbers per loop step: two vectors of bf16
-ON_ONE_THREAD = 16384  # most numbers that torch leaves to one thread in any of these functions
+VECTORS = 64  # a loop step takes at most two vectors of bf16
+ON_ONE_THREAD = 16384  # torch leaves so many numbers to one thread in any of these functions
 
 CURVED: frozenset[Callable[..., Any]] = frozenset(  # functions of layers whose bits were seen to depend on the batch
     [

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 
-LEARNING_RATE = 0.05  # of a running mean
+LEARNING_RATE = 0.05  # rate of the running means
 
 
 class ExpertCounts:
@@ -21,7 +21,7 @@ class ExpertCounts:
 
     def __init__(self) -> None:
         self._newest = 0.0
-        self.num_steps = 0  # with up to `TILE_ROWS` rows
+        self.num_steps = 0  # counts only forwards with up to `TILE_ROWS` rows
         self._means = np.zeros(TILE_ROWS + 1)
         self._numbers = np.zeros(TILE_ROWS + 1, dtype=int)
 
@@ -76,7 +76,7 @@ class ExpertSpread:
         return saved
 
 
-LOOKS_EVERY = 32  # forwards
+LOOKS_EVERY = 32  # counts forwards
 
 
 class CudaExpertCounts(ExpertCounts):

@@ -36,7 +36,7 @@ class SparseRows:
     tail_entries: np.ndarray  # [num_rows, BLOCK] cache entries of the root, the ancestors and the row itself
     tail_lengths: list[int]  # [num_rows] how many of them are real
     biases: np.ndarray | None  # [boundary] float32, added to the scores of entries; None: all are 0
-    scanned: Scanned | None  # keys seen beside the entries
+    scanned: Scanned | None  # rows see these keys beside the entries
     is_partial: ClassVar[bool] = True
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ def _biases(cache: SparseCache, boundary: int) -> np.ndarray | None:
 # Interface of a target's forwards.
 
 
-MOST_READ = 256  # known tokens per call, which read each matrix once
+MOST_READ = 256  # a call with so many known tokens reads each matrix once
 
 
 class DrawChains(Protocol):

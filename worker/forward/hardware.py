@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 DRIVER = Path("/proc/driver/nvidia/version")
-AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma"}  # required by torch
+AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma"}  # torch requires these
 AVX2 = {"avx2", "fma"}
 LIBRARY_SETTINGS = (  # variables that change bits of torch's products on a CPU; `cpu_capability` has torch's own
     *(f"{library}_{name}" for library in ("ONEDNN", "DNNL") for name in ("MAX_CPU_ISA", "CPU_ISA_HINTS")),

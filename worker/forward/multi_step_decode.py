@@ -15,7 +15,7 @@ from swiftbatch.worker.kernels.row_tables import Rows, RowTable, address_of
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.native_sampler import CTreeWalk, NativeSampler, scratch
 
-MOST_ROUNDS = BLOCK - 1  # with a partial cache, all drawn rows must fit in one tail
+MOST_ROUNDS = BLOCK - 1  # all drawn rows must fit in one tail of a partial cache
 
 
 class CTokenSet(ctypes.Structure):
@@ -43,7 +43,7 @@ class DecodedChain:
     """Tokens of one sequence's chain."""
 
     token_ids: list[int]
-    has_failed: bool  # nothing can be drawn behind them
+    has_failed: bool  # True: nothing can be drawn behind the tokens
 
 
 def draw_chains(
@@ -114,7 +114,7 @@ def _run(
 
 def _check_room(table: RowTable, groups: Many[Rows], num_rounds: int) -> None:
     for entry, group in zip(table.groups, groups, strict=True):
-        own = group.tail_lengths[0] - 1  # place of the first row in its tail
+        own = group.tail_lengths[0] - 1
         # full caches start a new block by themselves
         num_named = num_rounds if group.is_partial else min(num_rounds, BLOCK - own)
         expected = np.arange(group.first_entry, group.first_entry + num_named)

@@ -9,10 +9,10 @@ from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, GPUMemo
 from swiftbatch.worker.kv.kv_capacity import HORIZON
 from swiftbatch.worker.kv.model_sizes import ModelSizes
 
-ROWS_OF_A_DRAFT = 4  # per job among many; later nodes are seldom accepted
+ROWS_OF_A_DRAFT = 4  # among many jobs, later nodes are seldom accepted
 WIDE_CAPABILITY = 9  # from Hopper on, products of 256 rows take little longer than reading the weights
 ROWS_BEFORE = 128  # the same limit on an A100, and for unknown GPUs
-ROWS_OF_A_TILE = 128  # for which packed weights are decoded at once
+ROWS_OF_A_TILE = 128  # packed weights are decoded once for so many rows
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class RunLoad:
     """Jobs of one worker, as far as rows depend on them."""
 
     num_jobs: int
-    mean_length: float  # average positions of a job over its time
+    mean_length: float  # a job's average number of positions over its time
     has_drafts: bool
 
 

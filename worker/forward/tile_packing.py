@@ -22,7 +22,7 @@ from swiftbatch.worker.kernels.row_tables import address_of
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
-PLACES = np.arange(BLOCK)  # in a tail
+PLACES = np.arange(BLOCK)
 TAILS = np.tril(np.broadcast_to(PLACES, (BLOCK + 1, BLOCK)), -1)  # by length; unused places repeat the first
 
 
@@ -40,7 +40,7 @@ class SequenceRows:
     boundary: int  # positions below it are the prefix of all rows
     tail_entries: np.ndarray  # [num_rows, BLOCK] cache entries of the keys from the boundary on, in position order
     tail_lengths: list[int]  # [num_rows] how many of them are real
-    biases: ClassVar[None] = None  # of the prefix's scores: a full cache has none
+    biases: ClassVar[None] = None  # a full cache adds nothing to scores
     scanned: ClassVar[None] = None  # a full cache is read exactly
     is_partial: ClassVar[bool] = False
 
@@ -106,9 +106,9 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
 def tails_in_python(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[np.ndarray, list[int]]:
     """Return what `tails` does, without compiled kernels."""
     befores, lengths = list[int](), list[int]()
-    places, nodes = list[int](), list[int]()  # places of nodes' entries, and the nodes
+    places, nodes = list[int](), list[int]()
     for start, root, tree in zip(starts, roots, trees, strict=True):
-        before, row = root - start + 1, len(lengths)  # tail of the root, and its row
+        before, row = root - start + 1, len(lengths)
         befores.append(before)
         lengths.append(before)
         if not tree.parents:
@@ -161,8 +161,8 @@ class Tile:
     """Up to `TILE_ROWS` rows of one forward."""
 
     parts: list[SequenceRows]
-    num_rows: int  # real rows
-    num_padded_rows: int  # rows of the forward
+    num_rows: int
+    num_padded_rows: int
 
     def token_ids(self) -> list[int]:
         ids = [token_id for part in self.parts for token_id in part.token_ids]

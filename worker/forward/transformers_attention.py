@@ -105,7 +105,7 @@ def attention_kernel(device_type: str, dtype: torch.dtype) -> KernelName:
 def query_row_quantum(device_type: str, dtype: torch.dtype, group: int) -> int:
     """Return the multiple of query rows at which the kernel treats all rows alike."""
     has_amx = device_type == "cpu" and torch.cpu._is_amx_tile_supported()
-    packs_keys = has_amx and dtype == torch.bfloat16  # with many rows beside keys, whose logarithms have other bits
+    packs_keys = has_amx and dtype == torch.bfloat16  # bits of logarithms differ if rows are many
     if packs_keys or attention_kernel(device_type, dtype) == "attention by definition":
         return TILE_ROWS * group  # matrix products choose their order by the number of rows
     return 16 if has_amx else 4  # the AMX path needs more than AVX-512
@@ -156,9 +156,9 @@ class BatchInvariantRows:
 
     rows: SequenceRows
     tail_entries: torch.Tensor  # [num_rows, BLOCK] int64
-    spans: Sequence[Span]  # per layer
-    attends: Sequence[Attend]  # per layer
-    seen: dict[Span, Seen]  # for layers that attend in torch
+    spans: Sequence[Span]
+    attends: Sequence[Attend]
+    seen: dict[Span, Seen]  # has the spans of layers that attend in torch
 
     @classmethod
     def prepare(

@@ -45,7 +45,7 @@ from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.batch_sampler import BatchSampler, create_batch_sampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
-LONGEST_TEXT = 2**21  # positions; masks are checked up to here, beyond any job
+LONGEST_TEXT = 2**21  # masks are checked up to here, beyond any job
 
 
 class TransformersForwards:
@@ -82,7 +82,7 @@ class TransformersForwards:
         self._pads_rows = needs_whole_tiles(self.device.type, self.dtype, _narrowest(self._decoder))
         self.rows_per_forward = 1 if self.device.type == "cpu" else TILE_ROWS
         needs_vectors = self.device.type == "cpu" and has_rests(self._decoder, TILE_ROWS if self._pads_rows else 1)
-        # only if needed, since it slows every call
+        # only used if needed, since it slows every call
         self._vectors = WholeVectors() if needs_vectors else contextlib.nullcontext()
 
     def new_batch_sampler(self) -> BatchSampler:
@@ -172,7 +172,7 @@ class SparseAttention:
         self._rows = rows
         sees_everything = len(rows) == 1 and rows.cache.bias is None
         self._mask = None if sees_everything else _mask(rows)
-        self._group_mask: torch.Tensor | None = None  # repeated for the query heads of a group
+        self._group_mask: torch.Tensor | None = None  # repeats the mask for the query heads of a group
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -127,7 +127,7 @@ def in_whole_tiles(function: Any, *rows: Tensor) -> tuple[Tensor, ...]:
 # Recurrent layers of `transformers` models: delta nets, Mamba-2, short convolutions.
 
 
-EPSILON = 1e-6  # of queries' and keys' norms
+EPSILON = 1e-6  # stabilises queries' and keys' norms
 STEEP = 20.0  # above it, log(1 + e^x) is x
 
 

@@ -179,5 +179,5 @@ def _first_error(text: str) -> str:
     return lines[0].strip() if lines else "it failed and said nothing"
 
 
-if __name__ == "__main__":  # for use during development
+if __name__ == "__main__":
     sys.exit("\n".join(compile_all()) or 0)

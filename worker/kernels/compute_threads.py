@@ -22,7 +22,7 @@ class Team:
         if num_threads < 1:
             raise ValueError(f"found {num_threads} threads, expected 1 or more")
         self.library = library
-        self.lock = threading.Lock()  # for one call at a time
+        self.lock = threading.Lock()  # allows one call at a time
         self.handle: int = library.team_new(num_threads)
         self._held: list[Any] = []
         self._retired: list[tuple[Free, int]] = []

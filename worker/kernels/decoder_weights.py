@@ -101,7 +101,7 @@ def float_shapes(experts: ExpertWeights, hidden: int) -> Iterator[tuple[str, Ten
 
 
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-TYPED_CLASSES = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # with layer types from the config
+TYPED_CLASSES = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # their configs have layer types
 STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
 
 
@@ -198,9 +198,9 @@ class LayerWeights:
     experts: ExpertWeights | None = None
     sinks: Tensor | None = None
     input_norm: Tensor | None = None
-    output_norm: Tensor | None = None  # of attention's output, before the residual addition
+    output_norm: Tensor | None = None  # norms attention's output, before the residual addition
     mlp_norm: Tensor | None = None
-    down_norm: Tensor | None = None  # of the products' output, likewise
+    down_norm: Tensor | None = None  # norms the products' output
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     is_nope: bool = False

@@ -10,17 +10,17 @@ from swiftbatch.jobs.run.compute_options import AttentionName, KVDtype, LinearNa
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 FLASH_PACKAGE = "flash-attn"
-CUBLAS_WORKSPACES = ":4096:8"  # their sizes, which decide cuBLAS's choices and so never change
-MOST_FLASH_DIM = 256  # of a head
+CUBLAS_WORKSPACES = ":4096:8"  # cuBLAS's choices depend on them, so they never change
+MOST_FLASH_DIM = 256
 
 
 @dataclass(frozen=True)
 class CudaKernels:
     """A run's choice of kernels; catalogues are `ATTENTION_KERNELS` and `LINEAR_KERNELS`."""
 
-    attention: AttentionName = "triton"  # to prefixes
-    linear: LinearName = "cublas"  # for weights that are not packed
-    num_rows: int = NUM_ROWS  # per forward, one of `ROW_CHOICES`
+    attention: AttentionName = "triton"  # attends to prefixes
+    linear: LinearName = "cublas"  # multiplies weights that are not packed
+    num_rows: int = NUM_ROWS  # one of `ROW_CHOICES`
 
     @property
     def words(self) -> str:

@@ -26,12 +26,12 @@ CPU_FLAGS = {  # required flags of /proc/cpuinfo
     "portable": set(),
 }
 NEEDED_BY = {"amx-bf16": "avx512", "avx512-bf16": "avx512", "avx512": "avx2"}
-ASKING = ("amx-bf16",)  # sets that the system must permit
+ASKING = ("amx-bf16",)  # the system must permit these
 OVERRIDE = "SWIFTBATCH_ISA"
-NO_KERNELS = "torch"  # name of running without kernels
-NUMERICS_VERSION = 1  # to be raised with every change of bits
+NO_KERNELS = "torch"  # means running without kernels
+NUMERICS_VERSION = 1  # must rise with every change of bits
 POINTER, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # types of the result and the arguments
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # the result's and the arguments' types
     "kernels_variant": (ctypes.c_char_p, []),
     "kernels_usable": (INT, []),
     "team_new": (POINTER, [INT]),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BLOCK = 64  # positions between two boundaries of attention
-TILE_ROWS = 32  # rows of a forward in `transformers`' layers, and of the C kernels' panels
+BLOCK = 64  # attention has a boundary every so many positions
+TILE_ROWS = 32  # forwards in `transformers`' layers and the C kernels' panels have so many rows
 MIN_ROWS = 2  # a single row may take another kernel (matrix times vector), with other bits
-FEWEST_COLUMNS = 64  # least columns at which rows of torch's bf16 products have their own bits (measured)
-NUM_ROWS = 64  # rows of every forward on a GPU, with padding, by default
+FEWEST_COLUMNS = 64  # with fewer columns, bits of torch's bf16 products depend on the batch (measured)
+NUM_ROWS = 64  # forwards on a GPU are padded to it by default
 ROW_CHOICES = (NUM_ROWS, 128, 256)  # whole tiles of every kernel
 LEAST_BLOCK_ROWS = 32  # rows of a forward per least block of a split
 MOST_SLOTS = 32  # up to here twice the jobs give a fifth more tokens (docs/speed.md), but each job takes longer
-RING_LAYERS = 2  # layers of offloaded caches on a GPU: one in use, one being copied
-LANES = 16  # numbers multiplied at once; divides all widths
-BLOCK_DEPTH = 128  # numbers along the depth per step of a GPU's products
-KV_SCALE_BYTES = 4  # after the codes of an 8-bit key or value
-CUDA_SCALE_BYTES = 16  # the same on a GPU, padded so that rows are aligned to 16 bytes
+RING_LAYERS = 2  # the GPU uses one layer and copies the other
+LANES = 16  # the kernels multiply so many numbers at once, so it divides all widths
+BLOCK_DEPTH = 128  # a GPU's products take so many numbers along the depth per step
+KV_SCALE_BYTES = 4  # a scale follows the codes of an 8-bit key or value
+CUDA_SCALE_BYTES = 16  # padding aligns a GPU's rows to 16 bytes
 HEAD_DIMS = range(64, 257, LANES)
 MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # numbers of a latent vector; heads that share one
 
@@ -25,8 +25,8 @@ MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # numbers of a latent vector; head
 class MLASizes:
     """Sizes of attention whose cache has a latent vector per position, followed by the rotary part of the keys."""
 
-    rank: int  # numbers of the vector
-    query_rank: int  # of the queries' vector; 0 without one
+    rank: int
+    query_rank: int  # 0: queries have no vector of their own
     nope_dim: int  # numbers of a head's query and keys that are not rotated
     rope_dim: int
     value_dim: int

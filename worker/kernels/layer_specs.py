@@ -31,17 +31,17 @@ class Activation(IntEnum):
     SILU = 0
     GELU_TANH = 1  # GELU approximated by tanh
     RELU2 = 2  # the square of positive numbers
-    XIELU = 3  # with four numbers per layer, its curve
+    XIELU = 3  # has four numbers per layer, its curve
 
 
-MOST_EXPERTS = 1024  # per layer, as in source/api.h
-MOST_CHOSEN = 64  # per row
+MOST_EXPERTS = 1024  # as in source/api.h
+MOST_CHOSEN = 64
 
 
 class Score(IntEnum):
     """Scores of experts from logits, `router_score` of source/api.h."""
 
-    SOFTMAX = 0  # of the logits of all experts
+    SOFTMAX = 0  # takes the logits of all experts
     SIGMOID = 1
     SOFTMAX_OF_CHOSEN = 2  # experts are chosen by logits
     SIGMOID_OF_CHOSEN = 3  # experts are chosen by logits
@@ -60,12 +60,12 @@ class Routing:
     score: Score
     is_normalised: bool = True  # weights are divided by their sum, or by `least_sum` if larger
     least_sum: float = 0.0
-    scale: float = 1.0  # of the weights
+    scale: float = 1.0
     num_groups: int = 1
     num_chosen_groups: int = 1
-    rounds_logits: bool = True  # to the model's dtype
+    rounds_logits: bool = True
     rounds_weights: bool = True
-    jitter: float = 0.0  # of the sparse mixer
+    jitter: float = 0.0  # for the sparse mixer
     num_best_of_group: int = 2
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Routing:
 class AttentionView:
     """Keys that a layer's rows see, and changes of their scores."""
 
-    window: int | None = None  # positions that a row sees, with its own
+    window: int | None = None  # a row sees so many positions, with its own
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # [num_heads] scores without values
 
@@ -98,8 +98,8 @@ SEES_ALL = AttentionView()
 # Sizes and weights of layers with a state or a convolution in place of attention.
 
 
-MOST_ROWS = 128  # of a sequence per call, as in source/api.h
-MOST_HEADS = 1024  # units of a stage
+MOST_ROWS = 128  # as in source/api.h
+MOST_HEADS = 1024
 
 
 class RecurrentForm(IntEnum):
@@ -207,7 +207,7 @@ def recurrent_float_shapes(mixer: RecurrentWeights) -> Iterator[tuple[str, Tenso
 # Steps of positions in recurrent layers, and the bytes of a slot's states, without torch because plans use them.
 
 
-NUM_STATES = 2  # per slot and layer: at the newest boundary and the one before, to roll back a block
+NUM_STATES = 2  # the newest boundary and the one before it, to roll back a block
 
 
 class HeadSizes(Protocol):
@@ -235,8 +235,8 @@ class StepLayout:
     num_updates: int
     num_heads: int
     num_inputs: int
-    item_size: int  # bytes of an input
-    ring: int  # positions
+    item_size: int
+    ring: int
 
     @classmethod
     def of(cls, sizes: HeadSizes, item_size: int, num_rows: int) -> StepLayout:

@@ -292,7 +292,7 @@ def _check(name: str, weight: Weight, shape: tuple[int, ...], dtype: torch.dtype
 # Python interface of the compiled kernels, a decoder and attention; invalid arguments raise ValueError.
 
 
-EMBEDDING, FINAL_NORM, HEAD = range(3)  # of `weight_role` in source/api.h
+EMBEDDING, FINAL_NORM, HEAD = range(3)  # `weight_role` of source/api.h
 
 
 class CAttentionSizes(ctypes.Structure):

@@ -26,7 +26,7 @@ from swiftbatch.worker.kernels.quantized_weights import (
 CODE_TYPES: dict[Code, int] = {"uint4": 0, "e2m1": 0, "iq4_nl": 0, "int8": 1, "uint8": 2, "e4m3": 3}
 # in the order of `scale_type`; the first exact one is used
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-CODES_PER_WORD = 8  # of 4 bits; a group starts at a word
+CODES_PER_WORD = 8  # with 4 bits, a group must start at a word
 LEAST_NORMAL = 2.0**-126  # bf16 products treat smaller numbers as zero
 LEAST_SCALE = 2.0**-90  # products of codes with such scales are never subnormal, even with such offsets
 MOST_SCALE = 2.0**100  # the kernels widen e4m3 with a scale 256 times as large
@@ -47,7 +47,7 @@ class QuantizedRows:
 
     call: CQuantizedRows
     held: tuple[Tensor | None, ...]
-    num_bytes: int  # of codes, scales and offsets
+    num_bytes: int
 
     @property
     def address(self) -> int:
@@ -96,7 +96,7 @@ def _is_exact_in_kernels(matrix: PackedMatrix) -> bool:
     return not bool(((numbers < LEAST_NORMAL) & (numbers > 0)).any())
 
 
-ROUTER, CHOICE_BIAS, SHARED_GATE = range(3)  # of `expert_role` in source/api.h
+ROUTER, CHOICE_BIAS, SHARED_GATE = range(3)  # `expert_role` of source/api.h
 EXPERT_ROLES = {"gate": 3, "up": 4, "down": 5}
 LATENT_IN, LATENT_OUT = 6, 7
 

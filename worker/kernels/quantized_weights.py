@@ -15,7 +15,7 @@ from torch import Tensor
 Code = Literal["uint4", "e2m1", "iq4_nl", "int8", "uint8", "e4m3"]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # llama.cpp's `kvalues_iq4nl`
-TABLES: dict[Code, Tensor] = {  # number of each code
+TABLES: dict[Code, Tensor] = {
     "uint4": torch.arange(16.0),
     "e2m1": torch.tensor([*E2M1, *(-each for each in E2M1)]),
     "iq4_nl": torch.tensor(IQ4_NL, dtype=torch.float32),

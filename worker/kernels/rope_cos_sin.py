@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary
 
 ROWS_AT_ONCE = 4096
-SLACK = 16  # floats that the kernels read beyond the last row
+SLACK = 16  # the kernels read so many floats beyond the last row
 
 
 def angles(rotary: Rotary, rows: NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:

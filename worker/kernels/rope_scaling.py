@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST = float(np.finfo(np.float32).max)
-ROPE_NUMBERS = {  # numbers in `rope_parameters` beside `rope_type`, for the supported types
+ROPE_NUMBERS = {  # supported types, and their numbers in `rope_parameters`
     "default": ("rope_theta",),
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -46,11 +46,11 @@ class Rotary:
     frequencies: NDArray[np.float32]
     scaling: float = 1.0
     numerics: str = ""
-    num_nope_pairs: int = 0  # last pairs, neither rotated nor scaled
+    num_nope_pairs: int = 0  # the last pairs are neither rotated nor scaled
     long_frequencies: NDArray[np.float32] | None = None
     short_length: int | None = None
     is_rounded: bool = True
-    growth: QueryGrowth | None = None  # of rotated queries
+    growth: QueryGrowth | None = None  # multiplies rotated queries
 
     def beside_still(self, num_pairs: int) -> Rotary:
         """Return the same rotation, padded to `num_pairs` with pairs that are not rotated."""
@@ -112,7 +112,7 @@ def llama3_frequencies(
     wavelengths = np.float32(2 * math.pi) * (np.float32(1.0) / plain)
     stretched = plain / np.float32(factor)
     turns = np.float32(original) * (np.float32(1.0) / wavelengths)
-    share = (turns - np.float32(low)) / np.float32(high - low)  # the share of the plain frequency
+    share = (turns - np.float32(low)) / np.float32(high - low)
     blended = (np.float32(1.0) - share) * plain / np.float32(factor) + share * plain
     is_long, is_short = wavelengths > np.float32(original / low), wavelengths < np.float32(original / high)
     return np.where(is_long, stretched, np.where(is_short, plain, blended))

@@ -117,8 +117,8 @@ class CachePlace:
     layer_stride: int
     value_stride: int
     head_stride: int
-    capacity: int  # slots
-    kv_code: int  # of source/api.h
+    capacity: int
+    kv_code: int  # as in source/api.h
 
     @classmethod
     def of(cls, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: LayerCacheShape) -> CachePlace:

@@ -7,12 +7,12 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-SCAN_CHUNK = 1024  # keys coded at once; this and the next as in source/api.h
-CLUSTER_CHUNKS = 16  # chunks with joint moments
-CODE_BLOCK = 64  # keys with contiguous codes, as in source/scan.h
-FAR_FROM_MEAN = 1.22  # in mean distances, as in source/scan_intake.c
-MOMENT_STRIDE = 2  # of keys for covariances: every other one is enough
-WORTH_READING = 0.1  # share of a query's weight that its best keys must have
+SCAN_CHUNK = 1024  # the kernels in source/api.h have the same, also the next
+CLUSTER_CHUNKS = 16  # these chunks share their moments
+CODE_BLOCK = 64  # source/scan.h has the same
+FAR_FROM_MEAN = 1.22  # mean distances; source/scan_intake.c has the same
+MOMENT_STRIDE = 2  # every other key is enough for covariances
+WORTH_READING = 0.1  # best keys must have this share of a query's weight
 
 
 def centred(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def add_to_cluster(cloud: Tensor, chunk: int, keys: Tensor, values: Tensor, mean
     changes = joined[..., :head_dim].mT @ joined / joined.shape[-2]  # [..., head_dim, 2 * head_dim]
     own_means, own_changes = cloud[..., : 2 * head_dim], cloud[..., 2 * head_dim :].unflatten(-1, (2, head_dim, -1))
     away = means - own_means
-    changes += (1 - share) * away[..., :head_dim, None] @ away[..., None, :]  # of the chunks' means
+    changes += (1 - share) * away[..., :head_dim, None] @ away[..., None, :]
     own_changes.lerp_(changes.unflatten(-1, (2, head_dim)).transpose(-2, -3), share)
     own_means.lerp_(means, share)
 

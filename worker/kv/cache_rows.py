@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NO_SLOT = -1
 NO_PAGE = -1  # a sequence's list has it in place of a page whose positions are forgotten
-NUMPY_DTYPES = {  # `kv` returns these, by the dtype of the bits
+NUMPY_DTYPES = {  # `kv` returns these for dtypes of bits
     torch.int16: np.uint16,
     torch.float32: np.float32,
     torch.int8: np.int8,
@@ -47,12 +47,12 @@ class CacheShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    recurrent: RecurrentShape | None = None  # sizes of the layers with a state
+    recurrent: RecurrentShape | None = None  # None: no layer has a state
     short_length: int | None = None  # longer sequences use other rotary angles; None: all use the same
     kv_dtype: KVDtype | None = None  # full caches store rows in it; None: in `dtype`
-    kv_scale_bytes: int = KV_SCALE_BYTES  # follow the codes of each row
-    num_parts: int = 2  # rows per position and head: key and value; 1 where the value is the beginning of the key
-    windows: Windows = ()  # per layer, which may forget positions in front; () where no layer forgets
+    kv_scale_bytes: int = KV_SCALE_BYTES  # a scale follows the codes of each row
+    num_parts: int = 2  # a key and a value, or 1 if the value is the beginning of the key
+    windows: Windows = ()  # () where no layer forgets
 
     @classmethod
     def of(cls, weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None = None) -> CacheShape:
@@ -126,11 +126,11 @@ def states_of(mixers: Iterable[HasRecurrentSizes | None]) -> RecurrentShape | No
 class CacheRows:
     """Keys and values of some layers, `buffer [num_layers, num_parts, num_kv_heads, capacity, row_width]`."""
 
-    comes_by_layer = False  # True: `layer` returns memory that later holds other layers
-    holds_all = False  # True: the device has the layers of all slots, so rows can move between entries
+    comes_by_layer = False  # True: memory from `layer` later holds other layers
+    holds_all = False  # True: the device has all layers, so rows can move between entries
     slot = NO_SLOT  # number in the shared buffer
     pages: Sequence[int] = ()  # numbers in the pool, of rows in pages
-    page = 0  # positions per page
+    page = 0
     page_table: PageTable | None = None  # the slot's pages on the device; None: rows lie in order
 
     def __init__(self, shape: CacheShape, buffer: torch.Tensor, is_own: bool = False) -> None:

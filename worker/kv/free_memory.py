@@ -45,9 +45,9 @@ def place_of_caches(device: str, kv_offload: str | None) -> str | None:
 class KVRoom:
     """Place of caches, and the bytes that they take there."""
 
-    place: str  # folder, or `MEMORY`
+    place: str
     bytes_per_position: int
-    state_bytes: int = 0  # per cache, whatever its length
+    state_bytes: int = 0  # does not depend on its length
     held: HeldPositions | None = None  # None: caches forget nothing
 
     def refuse_too_long(self, num_positions: int, num_held: int = 0) -> None:

@@ -77,8 +77,8 @@ class FullKVCache:
         """Use `buffer`, `stores` or new memory."""
         self.shape = shape
         self.length = 0
-        self.first_angle = shape.first_angle(max_length)  # fixed by `max_length`, so it never changes
-        self.num_copied = 0  # first positions copied from another sequence
+        self.first_angle = shape.first_angle(max_length)  # never changes
+        self.num_copied = 0  # another sequence had these first positions
         self.layer_states = states
         self._is_view = False
         if not stores:
@@ -86,7 +86,7 @@ class FullKVCache:
             buffer = shape.new_buffer(max_length) if buffer is None else buffer
             stores = (LayerStore(CacheRows(shape, buffer, is_own), range(shape.num_layers)),)
         self._stores = stores
-        self.rows = stores[0].rows  # rows of the layers without a window, if the model has such layers
+        self.rows = stores[0].rows  # those of layers without a window, if there are any
 
     @property
     def is_by_position(self) -> bool:

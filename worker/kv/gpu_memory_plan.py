@@ -20,13 +20,13 @@ CAPACITY_BLOCK = 64  # attention kernels read whole blocks of a slot
 # bytes per logit: decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), sorting (28)
 LOGIT_BYTES = 60
 FLOAT_BYTES = 4
-DECODED_BYTES = 4  # bytes of a logit that is not drawn from in place
-SAMPLING_SLOT_BYTES = 12  # per token and job: two counts and a bias
-GRAPH_RESERVE = 400_000_000  # an estimate of graphs, cuBLAS workspaces, slots' sampling state and rounding
+DECODED_BYTES = 4  # for logits from which nothing is drawn in place
+SAMPLING_SLOT_BYTES = 12  # two counts and a bias per token and job
+GRAPH_RESERVE = 400_000_000  # an estimate of graphs, cuBLAS workspaces, sampling state and rounding
 
 
-PROGRAMS_PER_MULTIPROCESSOR = 4  # of attention: two waves of two, limited by shared memory
-LATENT_TILE_HEADS = 64  # a program of latent attention takes a whole multiprocessor for so many heads
+PROGRAMS_PER_MULTIPROCESSOR = 4  # attention runs two waves of two, limited by shared memory
+LATENT_TILE_HEADS = 64  # a program with so many heads takes a whole multiprocessor
 
 
 def splits_of(num_multiprocessors: int, sizes: ModelSizes, num_rows: int = NUM_ROWS) -> int:
@@ -56,10 +56,10 @@ PADDED_ROWS: dict[AttentionName, Callable[[int], int]] = {
 class GPUMemory:
     """GPU as a plan sees it."""
 
-    free_bytes: int  # after the GPU's context is created
+    free_bytes: int  # measured after the GPU's context is created
     num_splits: int  # see `splits_of`
     attention: AttentionName = "triton"
-    num_rows: int = NUM_ROWS  # per forward
+    num_rows: int = NUM_ROWS
 
     def with_rows(self, num_rows: int) -> GPUMemory:
         num_splits = max(1, self.num_splits * self.num_rows // num_rows)
@@ -81,10 +81,10 @@ class GPUMemory:
 class DraftMemory:
     """Bytes of an engine's drafts."""
 
-    part_bytes: int = 0  # trained parts
-    slot_bytes: int = 0  # per slot
+    part_bytes: int = 0
+    slot_bytes: int = 0
     num_scanned: int | None = None  # jobs whose texts `part_bytes` has room to scan; None: all
-    has_engine: bool = False  # the bytes include those of `SlotsWanted.engine`
+    has_engine: bool = False  # True: the bytes include those of `SlotsWanted.engine`
 
 
 NO_DRAFTS = DraftMemory()
@@ -96,36 +96,36 @@ DraftMemoryOf = Callable[["ModelSizes"], DraftMemory]
 class SlotsWanted:
     """Requirements of a GPU's plan."""
 
-    longest_job: int  # in positions
+    longest_job: int
     partial_budget: int = 0  # entries of a draft's partial cache per slot; 0: no such cache
     num_slots: int | None = None  # None: as many as fit
-    scanned_best: int = 0  # keys that a draft's query reads exactly from scanned texts; 0: texts are not scanned
-    part_bytes: int = 0  # bytes of drafts that do not depend on slots
-    draft: ModelSizes | None = None  # draft model, whose caches have `draft_length` positions per slot
+    scanned_best: int = 0  # 0: texts are not scanned
+    part_bytes: int = 0  # does not depend on slots
+    draft: ModelSizes | None = None  # its caches have `draft_length` positions per slot
     draft_length: int = 0
-    engine: DraftMemoryOf | None = None  # bytes of the engine, in addition
+    engine: DraftMemoryOf | None = None  # adds the engine's bytes
     can_lack_engine: bool = False  # False: without room for the engine, no plan fits
-    host_bytes: int | None = None  # host memory for caches; None: caches lie on the GPU
-    num_unwritten: int | None = None  # positions that checkpoints lag by; None: caches forget nothing
+    host_bytes: int | None = None  # None: caches are on the GPU
+    num_unwritten: int | None = None  # positions by which checkpoints lag; None: caches forget nothing
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes that a run takes on the GPU."""
 
-    longest_job: int  # in positions
-    capacity: int  # entries per slot
+    longest_job: int
+    capacity: int
     num_slots: int
     free_bytes: int
     weight_bytes: int
-    slot_bytes: int  # keys, values and recurrent states
+    slot_bytes: int  # has keys, values and recurrent states
     drafts: DraftMemory
     scratch_bytes: int
-    row_bytes: int  # activations and logits
-    slot_scratch_bytes: int = 0  # of attention, per slot
-    num_pages: int = 0  # shared by all slots
+    row_bytes: int  # has activations and logits
+    slot_scratch_bytes: int = 0  # scratch of attention
+    num_pages: int = 0  # slots share them
     page_bytes: int = 0
-    windows: WindowPages | None = None  # pool of the layers with a window, in addition; None: no layer forgets
+    windows: WindowPages | None = None  # None: no layer forgets
     window_page_bytes: int = 0
     reserve_bytes: int = GRAPH_RESERVE
 
@@ -293,7 +293,7 @@ def none_fits(plan: MemoryPlan) -> KVRoomError:
 # Plans with pages, or with caches in the host's memory.
 
 
-DRAFT_SHARE = 0.25  # share of the memory beside the weights that slots may take if few longest jobs fit
+DRAFT_SHARE = 0.25  # slots may take this share of the memory beside the weights if few longest jobs fit
 
 
 def plan_pages(
@@ -360,7 +360,7 @@ def _slots_that_pay(pool: MemoryPlan, most: int) -> int:
     return min(most, pool.num_fitting, max(by_share, beside_longest))
 
 
-HOST_SHARE = 0.8  # of the free memory; checkpoints and other programs need the rest
+HOST_SHARE = 0.8  # checkpoints and other programs need the rest of the free memory
 
 
 def plan_offload(

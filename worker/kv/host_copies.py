@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-STAGING_BYTES = 1 << 24  # per buffer; copying it takes about 1 ms
+STAGING_BYTES = 1 << 24  # copying it takes about 1 ms
 
 
 class CopyEvent(Protocol):
@@ -118,7 +118,7 @@ class Staging:
     def write(self, rows: torch.Tensor, kv: NDArray[Any]) -> None:
         """Fill rows `[..., num_positions, head_dim]` before all later work."""
         with self._lock:
-            self._lane.follow(self._computation.record_event())  # which may still read the old rows
+            self._lane.follow(self._computation.record_event())  # a forward may still read the old rows
             for number, piece in enumerate(self._pieces(rows)):
                 side = self._sides[number % 2]
                 side.wait()

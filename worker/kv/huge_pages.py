@@ -7,7 +7,7 @@ import mmap
 
 import torch
 
-HUGE = 1 << 21  # bytes of a huge page
+HUGE = 1 << 21  # size in bytes
 COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1
 
 

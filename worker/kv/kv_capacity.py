@@ -15,13 +15,13 @@ from swiftbatch.worker.model.decoder_config import kernel_windows, latent_sizes
 from swiftbatch.worker.model.layer_types import RecurrentShape, num_attending_layers, recurrent_shape
 
 GB = 1e9
-MAX_TREE_NODES = 127  # room for one behind each full cache's positions
-# steps of a recurrent layer behind a boundary: two blocks, a root and a tree
+MAX_TREE_NODES = 127  # a full cache has room for one behind its positions
+# a recurrent layer has so many steps behind a boundary: two blocks, a root and a tree
 NUM_STEPS = 2 * BLOCK + MAX_TREE_NODES + 1
 FIRST_STEPS = 2 * BLOCK + 32  # a CPU's sequence has room for these at first
 FORGETS_EVERY = 256  # layers with a window forget so many positions at a time
-NUM_ASKED = BLOCK  # newest positions that rows may still need, beside those for rollbacks of loops
-NUM_UNWRITTEN = 1024  # positions that a checkpoint has usually still to write
+NUM_ASKED = BLOCK  # rows may still need so many newest positions, beside those for rollbacks of loops
+NUM_UNWRITTEN = 1024  # a checkpoint usually lags by so many positions
 ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 TOO_LONG = "longer_than_slot"  # error code of a job that fits in no slot of its worker
 
@@ -68,8 +68,8 @@ def state_bytes_of(shape: RecurrentShape, item_size: int) -> int:
 class HeldPositions:
     """Positions that a cache keeps if its layers with a window forget."""
 
-    num_whole: int  # newest positions that all layers keep
-    share: float  # of the bytes of an older position that the other layers keep
+    num_whole: int  # all layers keep the newest positions
+    share: float  # other layers keep this share of an older position's bytes
 
     def of(self, num_positions: int, num_shared: int = 0) -> int:
         """Return the number of positions of equal memory if no layer forgot; `num_shared` are all kept."""
@@ -96,8 +96,8 @@ def held_of(config: dict[str, Any]) -> HeldPositions | None:
 
 PAGE = 64  # positions per page of a CPU, whose real memory pages are smaller
 GPU_PAGE = 256  # positions per page of a GPU: half a page per job is unused, and a block needs one look-up
-HORIZON = 2048  # tokens that a starting job has room for; evicting and resuming it costs far less than these
-ROOM_BEHIND = MAX_TREE_NODES + 1  # positions that a step may write behind the committed ones
+HORIZON = 2048  # a starting job has room for so many tokens; evicting it costs far less
+ROOM_BEHIND = MAX_TREE_NODES + 1  # a step may write so many positions behind the committed ones
 
 
 class Growth(NamedTuple):
@@ -116,15 +116,15 @@ class WindowPages(NamedTuple):
     """Pages of layers with a window, which have a pool of their own where caches forget."""
 
     num_pages: int
-    held: HeldPositions  # positions per job that need pages
+    held: HeldPositions
 
 
 class PoolSize(NamedTuple):
     """Pages of a GPU's caches."""
 
     num_pages: int
-    page: int = GPU_PAGE  # positions per page
-    windows: WindowPages | None = None  # in addition; None: all layers use this pool
+    page: int = GPU_PAGE
+    windows: WindowPages | None = None  # None: all layers use this pool
 
 
 def pages_of(num_positions: int, page: int | None = None) -> int:

@@ -41,7 +41,7 @@ class OffloadedRows(CacheRows):
         super().__init__(shape, self.host.rows[..., :num_entries, :])
 
     def layer(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self._layers.forget(length)  # after a rollback, or another view's rows
+        self._layers.forget(length)  # needed after a rollback, or another view's rows
         parts = self._layers.take(index, length, length, length)
         return parts[0], parts[-1]
 
@@ -53,7 +53,7 @@ class OffloadedRows(CacheRows):
     def write(
         self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._layers.forget(first_entry)  # after a rollback, or another view's rows
+        self._layers.forget(first_entry)  # needed after a rollback, or another view's rows
         self._put(layer, first_entry, key, value)
         parts = self._layers.take(layer, length, first_entry, first_entry + key.shape[1])
         return parts[0], parts[-1]
@@ -210,7 +210,7 @@ class LayerRing:
     def begin(self, visits: Sequence[Visit]) -> None:
         """Start to copy the first layers for a forward's rows; each slot appears once."""
         self._visits = visits
-        self._streams.coming.follow(self._streams.computation.record_event())  # which may still read the old rows
+        self._streams.coming.follow(self._streams.computation.record_event())  # the forward may still read the old rows
         for layer in range(len(self._sides)):
             self._bring(layer, visits)
 

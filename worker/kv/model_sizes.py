@@ -31,11 +31,11 @@ from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, is_of_text
 
 PRODUCT = re.compile(r"^(model\.layers\.\d+\.(?:self_attn|mlp)\.)(\w+)_proj(?:_with_mqa)?\.weight$")
-# parts of a product, and the product's name
+# maps parts to the name of their product
 STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
-STACKED |= {"q_a": "qkv", "kv_a": "qkv"}  # into latent vectors
-OF_HEADS = "kv_b"  # from a latent vector to each head's keys and values: never packed
-FACTOR_BYTES = 4  # per scale or offset
+STACKED |= {"q_a": "qkv", "kv_a": "qkv"}  # these lead into latent vectors
+OF_HEADS = "kv_b"  # is never packed
+FACTOR_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PackedPart:
     """Packed weights on a device: codes, with float32 scales and perhaps offsets of groups."""
 
     num_parameters: int
-    bits: int  # per code
+    bits: int
     group_size: int
     has_offsets: bool = False
 
@@ -147,8 +147,8 @@ class ExpertSizes:
 
     num_experts: int
     num_chosen: int
-    width: int  # columns of an expert
-    num_floats: int  # in all layers, float32 in every dtype
+    width: int
+    num_floats: int  # counts numbers that are float32 in every dtype
 
 
 @dataclass(frozen=True)
@@ -156,22 +156,22 @@ class ModelSizes:
     """Sizes of a decoder in the dtype of the run."""
 
     num_parameters: int
-    bytes_per_position: int  # keys and values in all layers, in the dtype
+    bytes_per_position: int  # has keys and values of all layers
     num_heads: int
     num_kv_heads: int
     head_dim: int
     hidden: int
     intermediate: int
     vocab: int
-    item_size: int  # bytes of a number
-    packed: tuple[PackedPart, ...] = ()  # among the parameters; the others are in the dtype
-    recurrent: RecurrentShape | None = None  # sizes of the recurrent layers
-    kv_dtype: KVDtype | None = None  # full caches store keys and values in it; None: in the dtype
-    experts: ExpertSizes | None = None  # those that our kernels multiply
-    latent: MLASizes | None = None  # with it, caches have one head, whose rows are both keys and values
+    item_size: int
+    packed: tuple[PackedPart, ...] = ()  # the other parameters are in the dtype
+    recurrent: RecurrentShape | None = None  # None: no layer has a state
+    kv_dtype: KVDtype | None = None  # None: full caches use the dtype
+    experts: ExpertSizes | None = None  # None: our kernels multiply none
+    latent: MLASizes | None = None  # caches then have one head, whose rows are both keys and values
     is_scannable: bool = True  # drafts may scan the keys, since rows see all positions unchanged
-    windows: Windows = ()  # per layer; () if none has one, or caches hold more than positions
-    held: HeldPositions | None = None  # if a GPU's caches forget; None: they keep all
+    windows: Windows = ()  # () if none has one, or caches hold more than positions
+    held: HeldPositions | None = None  # None: a GPU's caches keep all positions
 
     @property
     def value_dim(self) -> int:

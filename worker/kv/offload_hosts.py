@@ -22,7 +22,7 @@ from swiftbatch.worker.kv.host_copies import CudaLane
 from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError
 
-BLOCK_POSITIONS = 1024  # rows of this many positions fill whole memory pages for any head size, as direct reads need
+BLOCK_POSITIONS = 1024  # so many rows fill whole memory pages for any head size, as direct reads need
 
 
 class CacheHost(Protocol):

@@ -53,7 +53,8 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self._free = list(reversed(range(num_pages)))
         self._num_holders = [0] * num_pages
-        self._lock = threading.RLock()  # reentrant, since taking pages may collect a lost cache, which gives pages back
+        # must be reentrant, since taking pages may collect a lost cache, which gives pages back
+        self._lock = threading.RLock()
 
     def take(self, count: int) -> list[int]:
         """Return `count` pages for a sequence. Raises PagesError if fewer are free."""
@@ -109,7 +110,7 @@ class SlotBuffer:
     """
 
     pool: PagePool
-    page = 0  # positions per page
+    page = 0
     is_zero = False  # True: all zeros when a worker starts, so `clear` skips it
 
     def __init__(
@@ -124,7 +125,7 @@ class SlotBuffer:
         """Take `staging` for checkpoints, None on a CPU."""
         self.shape, self.layers, self.staging = shape, layers, staging
         self.num_slots, self.capacity = num_slots, capacity
-        self.pages: PageTable | None = None  # on the device; None without a pool
+        self.pages: PageTable | None = None  # None without a pool
         self.move_rows: MoveRows | None = None  # None: the tensors' own copies move rows
         if pool is not None:
             self.pool, self.num_pages, self.page = PagePool(pool.num_pages), pool.num_pages, pool.page
@@ -274,7 +275,7 @@ class PagedRows(SlotRows):
         known = len(self.pages)
         self.pages.extend(pages)
         if len(pages) == 1:
-            self._numbers[known].fill_(pages[0])  # a launch, which waits for no copy
+            self._numbers[known].fill_(pages[0])  # waits for no copy
         elif pages:
             numbers = torch.tensor(pages, dtype=torch.int32, device=self._numbers.device)
             self._numbers[known : len(self.pages)] = numbers
@@ -308,7 +309,7 @@ class KVArena(SlotBuffer):
     same blocks in the same order.
     """
 
-    holds_all = True  # layers of all slots, so rows can move between entries
+    holds_all = True  # rows can move between entries
     holds_engine = False  # True: the plan has room for an engine that is only tried
 
     def __init__(
@@ -320,7 +321,7 @@ class KVArena(SlotBuffer):
         staging: Staging | None = None,
     ) -> None:
         self.pool_size = pool
-        self.num_drafted = num_slots  # sequences whose drafts have room
+        self.num_drafted = num_slots  # drafts have room for so many sequences
         self.windowed: SlotBuffer | None = None  # layers with a window, if these forget; `buffer` then lacks them
         layers, capacity = tuple(range(shape.num_layers)), slot_capacity(max_length)
         if pool is not None and pool.windows is not None:

@@ -20,7 +20,7 @@ from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.kv.recurrent_cache import StateStore
 from swiftbatch.worker.model.layer_types import RecurrentShape
 
-MOST_READ = MAX_TREE_NODES + 1  # known tokens of one forward, as many as the steps of the largest tree
+MOST_READ = MAX_TREE_NODES + 1  # a forward has room for as many steps as the largest tree
 
 
 class StateSlots:
@@ -28,7 +28,7 @@ class StateSlots:
 
     def __init__(self, shape: CacheShape, sizes: RecurrentShape, num_slots: int) -> None:
         self.states = StateBuffers.empty(sizes, sizes.num_layers, num_slots, shape.dtype, MOST_READ, shape.device)
-        self.num_before = sizes.conv_width - 1  # inputs before a boundary that convolutions behind it read
+        self.num_before = sizes.conv_width - 1  # convolutions behind a boundary read so many earlier inputs
         self._moves = torch.tensor([PADDING] * MAX_TREE_NODES, dtype=torch.int32, device=shape.device)
         self._upload = Upload(self._moves.view(-1))
 
@@ -53,8 +53,8 @@ class SlotStates(StateStore[LayerStates]):
     def __init__(self, slots: StateSlots, rows: CacheRows) -> None:
         super().__init__()
         self._slots, self._rows = slots, rows
-        self._oldest = 0  # boundary of the slot's oldest states
-        self._due: list[int] = []  # boundaries whose states to store on the host after the next forward
+        self._oldest = 0  # the slot's oldest states are at this boundary
+        self._due: list[int] = []  # the next forward has the states of these boundaries
 
     def fold_to(self, boundary: int) -> None:
         """Note a forward with rows behind `boundary`, which stores the state at it."""

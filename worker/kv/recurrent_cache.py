@@ -38,7 +38,7 @@ class RecurrentLayer:
         is_known = device.type == "cpu" and are_known_states(shape.num_heads, shape.value_dim)
         self._team = folding_team() if is_known else None
         self._group = shape.num_heads // max(1, shape.num_key_heads)
-        self._num_before = shape.conv_width - 1  # inputs before the boundary
+        self._num_before = shape.conv_width - 1
         state = (shape.num_heads, shape.key_dim, shape.value_dim)
         self.state = self.base = torch.zeros(state, device=device)
         self.inputs = torch.zeros(self._num_before + num_steps, shape.num_channels, dtype=dtype, device=device)
@@ -129,17 +129,17 @@ def _tensor(array: np.ndarray | None, like: Tensor) -> Tensor:
 # States stored at boundaries, and the common base of a sequence's states.
 
 
-Kept = TypeVar("Kept")  # states of all layers
-MOST_WANTED = 4  # boundaries stored for copies; a state may take 150 MB
-NUM_RETURNS = 2  # stored boundaries for rollbacks: one is a whole distance back
+Kept = TypeVar("Kept")
+MOST_WANTED = 4  # a state may take 150 MB
+NUM_RETURNS = 2  # one of them is a whole distance back
 
 
 class KeptStates(Generic[Kept]):
     """States at boundaries that others copy from, and at the last ones for rollbacks."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Kept] = {}  # by position, in the order of passing
-        self._wanted: list[int] = []  # newest last
+        self._kept: dict[int, Kept] = {}  # ordered by passing
+        self._wanted: list[int] = []  # has the newest last
         self._distance: int | None = None
 
     def want(self, position: int) -> None:
@@ -181,7 +181,7 @@ class KeptStates(Generic[Kept]):
 class StateStore(ABC, Generic[Kept]):
     """Recurrent states of a sequence."""
 
-    boundary = 0  # position of the newest stored state
+    boundary = 0  # position of the newest states
 
     def __init__(self) -> None:
         self._kept = KeptStates[Kept]()

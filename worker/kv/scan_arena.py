@@ -35,7 +35,6 @@ class SlotKeys:
     def __init__(self, full: FullKVCache, texts: ScannedTexts, slot: int) -> None:
         self._full, self._texts, self._slot = full, texts, slot
         self._num_chunks = 0
-        # addresses of the keys
         texts.addresses[:, slot] = torch.tensor([layer[0].data_ptr() for layer in full.rows.buffer])
         texts.full_slots[slot].fill_(full.slot)
         texts.num_chunks[slot].fill_(0)
@@ -48,7 +47,7 @@ class SlotKeys:
         """Code all whole chunks before position `length`, which are in the cache."""
         sizes = self._texts.sizes
         while self.end + SCAN_CHUNK <= length and self._num_chunks < sizes.most_chunks:
-            for layer in range(sizes.num_layers):  # one by one, to keep temporary memory small
+            for layer in range(sizes.num_layers):  # keeps temporary memory small
                 self._add_chunk(layer)
             self._num_chunks += 1
             self._texts.num_chunks[self._slot].fill_(self._num_chunks)

@@ -23,7 +23,7 @@ from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, Entries, Keys, NewEntries, Queries, SparseCache
 from swiftbatch.worker.sampling.sequence import Sequence
 
-NUM_RECENT = 256  # newest positions, never scanned
+NUM_RECENT = 256  # newest positions are never scanned
 MOST_ENTRIES = SHORTEST_SCANNED = NUM_PINNED + NUM_RECENT + SCAN_CHUNK
 Layers = Items[tuple[Tensor, Tensor]]
 """Keys and values of all layers, each `[num_kv_heads, capacity, row_width]`."""
@@ -39,7 +39,7 @@ class ScanKVCache(SparseCache):
         self._budget, self._max_length = budget, sequence.max_length
         self.entries.expect_keys(NUM_PINNED, sequence.max_length - NUM_PINNED, budget)
         self._scannable: Keys | None = None
-        self._scanned_to = NUM_PINNED  # position up to which entries were replaced by scanned keys
+        self._scanned_to = NUM_PINNED  # scanned keys replaced entries up to here
         self._num_fed = 0
 
     def catch_up(self, full: FullKVCache, num_chunks: int) -> bool:
@@ -52,7 +52,7 @@ class ScanKVCache(SparseCache):
             self._copy(full, min(NUM_PINNED, full.length))
         keys = self._keys_of(full)
         keys.extend(full.length - NUM_RECENT)
-        if keys.end > self._scanned_to:  # entries that are now scanned are dropped
+        if keys.end > self._scanned_to:  # drops entries that are now scanned
             self._scanned_to = keys.end
             self.scanned = keys if isinstance(keys, ScannedKeys) else None  # a GPU's kernels find scanned keys by slot
             self._num_sequence_entries, self._num_fed = NUM_PINNED, keys.end

@@ -23,7 +23,7 @@ class Window:
         self._size, self._page = size, page
         self._copies_end = 0  # positions before it are kept for copies
         self._first_asked: int | None = None  # positions from it on are kept for `kv`; None: none are
-        self._distance = 0  # of possible rollbacks
+        self._distance = 0  # rollbacks may go so far back
 
     @property
     def holds_unwritten(self) -> bool:
@@ -94,7 +94,7 @@ class WindowedRows(CacheRows):
         self._whole_layers = [FilledPages(buffer[each]) for each, size in enumerate(shape.windows) if not size]
         windowed = [buffer[each].flatten(0, 1) for each, size in enumerate(shape.windows) if size]
         self._stripes = [rows for layer in windowed for rows in layer]  # [capacity, row_width] rows of one head
-        for layer in windowed:  # whole layers, since the system limits such advice to some ten thousand ranges
+        for layer in windowed:  # the system limits such advice to some ten thousand ranges
             ask_for_small_pages(layer)
 
     def fill(self, length: int) -> None:

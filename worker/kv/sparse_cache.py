@@ -16,8 +16,8 @@ from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.sampling.sequence import Sequence
 
-CHAIN_ROOM = 2 * MAX_TREE_NODES  # entries for a chain of sampled tokens and one tree below it
-NUM_PINNED = 16  # first positions that are always seen (TokenSwift's |S|)
+CHAIN_ROOM = 2 * MAX_TREE_NODES  # a chain of sampled tokens and one tree below it fit
+NUM_PINNED = 16  # queries always see the first positions (TokenSwift's |S|)
 Queries = Callable[[int], torch.Tensor]
 """Queries of the sequence's token at a position, `[num_layers, num_kv_heads, group, head_dim]`."""
 
@@ -116,14 +116,14 @@ class SparseCache(ABC):
     They steer drafts and never change the output. The choice depends on tokens alone, so resumed jobs have the same.
     """
 
-    comes_by_layer = False  # as in `FullKVCache`
+    comes_by_layer = False
 
     def __init__(self, shape: CacheShape, num_entries: int, new_entries: NewEntries = Entries) -> None:
         self.shape = shape
         self.entries = new_entries(shape, capacity_for(num_entries))
-        self.first_angle = 0  # that of the sequence's full cache
+        self.first_angle = 0  # as in the sequence's full cache
         self.bias = None
-        self.scanned: Scanned | None = None  # keys that rows see beside the entries
+        self.scanned: Scanned | None = None  # rows see these keys beside the entries
         self._num_sequence_entries = 0
         self._num_drawn = 0
         self._buffer = self.entries.buffer
@@ -194,8 +194,8 @@ class SparseCacheFactory(Protocol):
 
 
 CHUNK_SIZE = 32
-NUM_RECENT = 256  # newest positions, always whole
-PERIOD = 256  # positions between two builds
+NUM_RECENT = 256  # newest positions are always whole
+PERIOD = 256  # a build follows so many positions later
 PARTS = {"keys": 0, "values": 1}
 
 

@@ -29,11 +29,11 @@ from swiftbatch.worker.model.model_files import ModelFiles, let_others_read, rea
 from swiftbatch.worker.model.text_config import text_name, text_view
 from swiftbatch.worker.text.tokenizer import TextCodec
 
-GROUP = 32  # columns per scale; divides nearly all models' widths, for half a bit per weight
-# rows and columns of fp8's blocks; the first that divides all matrices is used, as other programs need
+GROUP = 32  # divides nearly all models' widths, for half a bit per weight
+# the first that divides all matrices is used, as other programs need
 BLOCKS = (128, 64, 32)
 LARGEST_E4M3 = 448.0
-SMALLEST = 1e-12  # scale of a group of zeros
+SMALLEST = 1e-12
 WORD = 32
 
 
@@ -74,8 +74,8 @@ class IntegerRounding:
 
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
         groups, most = weight.unflatten(1, (-1, GROUP)), (1 << self.bits) - 1
-        # Rounding uses scales as stored, in bfloat16. A group's greatest number keeps its value: the finer steps of the
-        # unused code would clip it, which costs more.
+        # Rounding uses scales as stored, in bfloat16. A group's greatest number keeps its value: clipping it costs more
+        # than finer steps gain.
         scales = (groups.abs().amax(-1) / (most // 2)).clamp(min=SMALLEST).to(torch.bfloat16)
         codes = ((groups / scales.float()[..., None]).round() + (most + 1) // 2).clamp(0, most)
         return {
@@ -136,11 +136,8 @@ def _words(codes: Tensor, bits: int) -> Tensor:
     return words
 
 
-# Makes a quantized model folder from a plain one, tensor by tensor, and scores a text with either.
-
-
-STRETCH = 1024  # most tokens before the last one of each piece
-MOST_TOKENS = 8192  # of a text, its first ones
+STRETCH = 1024  # a piece's last token follows at most so many
+MOST_TOKENS = 8192  # only a text's first tokens are scored
 
 
 def text_token_ids(files: ModelFiles, text: str) -> list[int]:
@@ -180,7 +177,7 @@ class Quantized:
 
     path: Path
     num_matrices: int
-    left: tuple[str, ...]  # linear layers left plain
+    left: tuple[str, ...]  # names linear layers that stay plain
     bytes_before: int
     bytes_after: int
 

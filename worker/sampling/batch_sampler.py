@@ -66,13 +66,13 @@ def together(rows: Many[torch.Tensor]) -> torch.Tensor:
 # Sampling of the engine's tokens: one native call per step on a CPU, row by row in torch elsewhere.
 
 
-UNLIKELY = -1e4  # as a log-probability
+UNLIKELY = -1e4  # a very low log-probability
 
 
 Masks = Many[np.ndarray | None]
 """Per tree, the allowed tokens behind each row, `[1 + num_nodes, num_mask_words] uint32`; None: all."""
 
-NO_MASKS: Masks = ()  # for a batch without masks
+NO_MASKS: Masks = ()
 
 
 class Sampler(Protocol):

@@ -16,7 +16,7 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling.logits_processors import MASKED
 
-SUM_UNITS = 2.0**60  # of a running sum; 1 plus its rounding error stays below 2^63
+SUM_UNITS = 2.0**60  # 1 plus the rounding error of a running sum stays below 2^63
 
 
 def keep_top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -73,7 +73,7 @@ class Filter:
     """Filter of a row, and its field of `SamplingParams`."""
 
     field: str
-    off: float  # the value that keeps all tokens
+    off: float  # this value keeps all tokens
     keep: Callable[[torch.Tensor, Any], torch.Tensor]
     numbers: tuple[FilterNumber, ...]
     is_searched: bool = True  # a GPU searches for its cut

@@ -46,8 +46,8 @@ SIGNATURES = {
     "sampling_noise": (None, (c_uint64, c_void_p, c_void_p, c_int64, c_void_p)),
     "sampling_top_candidates": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
 }
-ALL_TOKENS = 2**62  # as a window
-MAX_VOCAB = 2**24  # counts of tokens are compared as float32
+ALL_TOKENS = 2**62  # a window of any length
+MAX_VOCAB = 2**24  # float32 counts exactly up to here
 
 
 class CFilterParams(ctypes.Structure):

@@ -20,9 +20,9 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 
-NOISE_LAW = "noise 2"  # part of the numerics; version 1 ignored the prompt
+NOISE_LAW = "noise 2"  # is part of the numerics; version 1 ignored the prompt
 NUM_BLOCKS_KEPT = 5  # drafts look ahead by several blocks and return
-BLOCK = 16  # positions per block; a fixed shape gives vectorised logarithms the same bits every time
+BLOCK = 16  # a fixed shape gives vectorised logarithms the same bits every time
 
 
 def noise_key(seed: int, prompt_ids: np.ndarray, num_rewinds: int = 0) -> int:
@@ -58,7 +58,7 @@ def gumbel_block(key: int, first_position: int, vocab_size: int, device: torch.d
     zeros = torch.zeros_like(quads)
     words = philox4x32((quads, positions & _MASK, positions >> 32, zeros), (key & _MASK, key >> 32))
     bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]  # [BLOCK, vocab]
-    uniform = (bits.double() + 0.5) * 2.0**-32  # inside (0, 1), never at its ends
+    uniform = (bits.double() + 0.5) * 2.0**-32  # never 0 or 1
     return (-torch.log(-torch.log(uniform))).float()
 
 

@@ -24,7 +24,7 @@ from swiftbatch.worker.sampling.logits_processors import (
 from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sequence import Sequence
 
-NOT_FINITE = "logits_not_finite"  # error code
+NOT_FINITE = "logits_not_finite"  # an error code
 
 
 class NotFiniteError(ArithmeticError):
@@ -73,7 +73,7 @@ class TokenSampler:
         self._sequence = sequence
         self._params = sequence.sampling
         self._noise = sequence.noise
-        self.position = len(sequence)  # of the next token
+        self.position = len(sequence)  # the next token's
         penalised = self._params.repetition_penalty != 1.0
         self._window = PenaltyWindow(sequence, vocab_size, device) if penalised else None
         self._counts = output_counts(sequence, vocab_size, device)

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-WORD_BITS = 32  # tokens per word of a mask
-CONSTRAINT_REFUSED = "constraint_refused"  # error code of a job whose rules cannot be followed
+WORD_BITS = 32
+CONSTRAINT_REFUSED = "constraint_refused"  # error code if rules cannot be followed
 
 
 class ConstraintError(ValueError):

@@ -11,8 +11,8 @@ import torch
 
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
-GUESSED = -1  # number of a node that no drafter proposed
-TOP_K = 8  # target candidates stored per verified row
+GUESSED = -1  # marks a node that no drafter proposed
+TOP_K = 8  # so many target candidates are stored per row
 
 
 Candidates = tuple[np.ndarray, np.ndarray]
@@ -24,15 +24,15 @@ class Verification(NamedTuple):
 
     tree: DraftTree
     path: list[int]  # accepted nodes, from the root
-    committed_ids: list[int]  # accepted tokens, then the bonus token; cut at the sequence's end
+    committed_ids: list[int]  # accepted tokens, then the bonus token; ends with the sequence
     row_token_ids: Many[int]  # [num_rows]
     top_ids: np.ndarray | None  # [num_rows, TOP_K] int64, the target's best candidates after each row
     top_logprobs: np.ndarray | None  # [num_rows, TOP_K] float32, of the unprocessed logits
     hidden: torch.Tensor | None = None  # [1 + num_accepted, hidden] final states of the root and the accepted path
     draft_kind: str = "tree"  # one of `metrics.worker_counters.DRAFT_KINDS`
-    numbers: list[int] | None = None  # of the nodes in the proposed tree; None: the whole proposed tree was verified
-    num_left_out: int = 0  # nodes of the proposed tree that were not verified
-    num_steps: int = 1  # model steps, several if nothing was drafted
+    numbers: list[int] | None = None  # nodes' numbers in the proposed tree; None: all of it was verified
+    num_left_out: int = 0  # counts proposed nodes that were not verified
+    num_steps: int = 1  # counts model steps, several if nothing was drafted
 
     @property
     def num_draft_tokens(self) -> int:
@@ -63,8 +63,8 @@ class Walk(NamedTuple):
 
     path: list[int]  # accepted nodes, from the root
     drawn: list[int]  # tokens of the path, then the bonus token
-    failed_row: int | None = None  # the row behind `drawn`, if nothing can be drawn from it
-    candidates: Candidates | None = None  # of all rows; None if not requested
+    failed_row: int | None = None  # nothing can be drawn from this row behind `drawn`
+    candidates: Candidates | None = None  # None if not requested
 
     def until(self, num_tokens: int) -> Walk:
         """Return the first tokens, if the sequence ends behind them."""

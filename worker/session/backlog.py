@@ -19,7 +19,7 @@ from swiftbatch.worker.kv.kv_capacity import (
 )
 from swiftbatch.worker.session.work_messages import Assignment, Orders
 
-MOST_READ = 5 * ROW_CHOICES[-1]  # known tokens of a job in one step: copied twice, then read in up to three forwards
+MOST_READ = 5 * ROW_CHOICES[-1]  # copied twice, these are read in up to three forwards
 
 if TYPE_CHECKING:  # sessions without a model import this module without torch
     from swiftbatch.worker.forward.target_model import TargetModel
@@ -33,12 +33,12 @@ if TYPE_CHECKING:  # sessions without a model import this module without torch
 class CacheRoom:
     """Memory of a worker for its jobs' caches."""
 
-    num_pages: int | None = None  # for all caches; None: no limit
-    num_beside: int = 0  # positions that take as much as a job's recurrent states
-    page: int | None = None  # positions per page, as in `pages_of`
+    num_pages: int | None = None  # None: no limit
+    num_beside: int = 0  # recurrent states take as much as so many positions
+    page: int | None = None  # as in `pages_of`
     held: HeldPositions | None = None  # None: a job's cache keeps all its positions
-    windows: WindowPages | None = None  # pages of layers with a window, if these have a pool
-    arena: KVArena | None = None  # if a GPU's caches share pages
+    windows: WindowPages | None = None  # None: no layer has pages of its own
+    arena: KVArena | None = None  # None: caches share no pages
 
     @classmethod
     def of(cls, target: TargetModel, num_unwritten: int | None) -> CacheRoom:

@@ -15,8 +15,8 @@ from swiftbatch.worker.engine.stopping import rewind_distance
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.session.running_job import RunningJob
 
-MAX_SEGMENT_BYTES = 1 << 26  # of memory
-REPLAYED_SHARE = 1 / 16  # of an old job's positions, the most to be read again after a lost worker
+MAX_SEGMENT_BYTES = 1 << 26  # limits a segment's memory
+REPLAYED_SHARE = 1 / 16  # at most this share of an old job's positions is read again after a lost worker
 
 
 class Checkpointing:

@@ -15,7 +15,7 @@ from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import NUM_READERS
 from swiftbatch.worker.session.work_messages import JobOutcome
 
-MOST_RESULTS, MOST_BYTES, MOST_SECONDS = 1000, 16 * 2**20, 30.0  # limits of results that wait for a segment
+MOST_RESULTS, MOST_BYTES, MOST_SECONDS = 1000, 16 * 2**20, 30.0  # waiting results reach a segment at any of these
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Sealing:
     def __init__(self, run: Run, worker_id: str, rule: SealingRule) -> None:
         self._run, self._checkpoints = run, CheckpointStore.of(run)
         self._rule = rule
-        self._name, self._numbers = f"{worker_id}-{token_hex(8)}", count(1)  # unique among all workers
+        self._name, self._numbers = f"{worker_id}-{token_hex(8)}", count(1)  # no other worker has this name
         self._waiting: list[tuple[SealedResult, bool]] = []
         self._num_bytes, self._since, self._has_long = 0, 0.0, False
         self._pool = ThreadPoolExecutor(1, "seals")

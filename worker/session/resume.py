@@ -29,7 +29,7 @@ class Recovery:
     """State at the start of an attempt; its manifests continue the loaded `segments`."""
 
     kind: Literal["kv", "replay"]
-    num_tokens: int  # generated ones
+    num_tokens: int  # counts generated tokens
     num_loaded_positions: int
     segments: tuple[SegmentEntry, ...]
     drafter_state: State | None

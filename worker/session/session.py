@@ -53,7 +53,7 @@ from swiftbatch.worker.session.same_model import located_model, refuse_changed_m
 from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
 from swiftbatch.worker.text.tokenizer import TextCodec
 
-COUNTERS_SECONDS = 2.0  # between two reports with counters
+COUNTERS_SECONDS = 2.0  # a report without counters is cheaper
 CATCH_UP_SECONDS = 1.0  # longest wait for checkpoints at a time
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class WorkerSession:
         self._checkpointing = Checkpointing(self._checkpoints, logs, config, self.engine)
         self._running: dict[str, RunningJob] = {}
         self._backlog, self._report = Backlog(), WorkReport()
-        self._counted = -math.inf  # time of the last report with counters
+        self._counted = -math.inf  # when counters were last reported
         self._must_drain = False
         self.metrics_address: str | None = None
         if metrics_host is not None:
@@ -209,10 +209,10 @@ class WorkerSession:
             raise
         except TooLongError as error:  # too long for all workers that started with this one
             outcome = JobOutcome("refused", job_id, reason=str(error), error_code=TOO_LONG)
-        except PagesError:  # the other jobs have grown since their last report
+        except PagesError:  # other jobs have grown since their last report
             outcome = JobOutcome("evicted", job_id, assignment.num_reported_tokens)
             self._backlog.keep_to(len(self._running))
-        except ConstraintError as error:  # a driver of another version accepted rules that this worker cannot follow
+        except ConstraintError as error:  # a driver of another version accepted these rules
             outcome = JobOutcome("refused", job_id, reason=str(error), error_code=CONSTRAINT_REFUSED)
         except (ValueError, MemoryError, RuntimeError) as error:
             logger.exception("job %s could not be started", job_id)
@@ -237,7 +237,7 @@ class WorkerSession:
         sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids, rules)
         cache = self.engine.new_cache(sequence.max_length)
         if distance := rewind_distance(sequence):
-            cache.retain(-distance)  # before loading, so that a loop's rewind finds its positions
+            cache.retain(-distance)  # must precede loading, so that a loop's rewind finds its positions
         is_first = assignment.num_attempts == 1
         recovery = None if is_first else self._resumer.recover(sequence, cache, self._config.engine)
         job = RunningJob(assignment, sequence, cache, recovery, start, started=started, thinking=thinking)
@@ -284,7 +284,7 @@ class WorkerSession:
             job = self._running[sequence.sequence_id]
             job.count(verification)
             if job.recovery is not None and not job.has_advanced:
-                # again, with the seconds until the first new token
+                # repeated with the seconds until the first new token
                 self._checkpoints.write_resume(job.job_id, job.assignment.attempt, job.resume_record())
             job.has_advanced = True
         self._report.count_steps(num_jobs, self.engine.counters.num_steps - num_before)
@@ -312,7 +312,7 @@ class WorkerSession:
             self.engine.counters.num_stale_attempt_rejections += 1
             self._checkpointing.forget([job.job_id])
             return job.outcome("failed", f"attempt {job.start.attempt} was overtaken by attempt {newest.attempt}")
-        if may_go_on:  # before the result, which says that it exists
+        if may_go_on:  # must precede the result, which says that it exists
             log = TokenLog(sequence.output_ids.astype("uint32"), sequence.rewinds)
             self._kept_logs.write(job.job_id, log, sequence.kept_logprobs)
         line = self._result_line(job, attempts)

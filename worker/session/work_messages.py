@@ -17,13 +17,13 @@ class Assignment:
     job_id: str
     line_number: int
     num_prompt_tokens: int
-    body: bytes  # rest of the record, as `JobRecord.body`, which the driver never reads
+    body: bytes  # rest of the record, which the driver never reads
     attempt: int
-    num_attempts: int = 1  # so far, with this one
+    num_attempts: int = 1  # counts this attempt
     num_reported_tokens: int = 0  # reported by the last attempt
-    num_shared_tokens: int = 0  # first tokens that other jobs' prompts share
+    num_shared_tokens: int = 0  # other jobs' prompts share these first tokens
     seniority: int = 0  # lower for a job whose first attempt started earlier
-    num_expected_tokens: int = 0  # estimate of the driver
+    num_expected_tokens: int = 0  # the driver's estimate
 
     @classmethod
     def of(cls, record: JobRecord, attempt: int, num_attempts: int = 1) -> Self:
@@ -39,13 +39,13 @@ class Orders:
     """Orders for a slice of work, by job ids."""
 
     assignments: tuple[Assignment, ...] = ()
-    reserve: tuple[Assignment, ...] = ()  # to start in this order as places become free
+    reserve: tuple[Assignment, ...] = ()  # start in this order as places become free
     recalled: tuple[str, ...] = ()  # hand these back if they have not begun
     cancelled: tuple[str, ...] = ()
     released: tuple[str, ...] = ()  # checkpoint these, then hand them back
     seals: bool = True  # True: write all results when no job is left; False: more jobs come soon
-    num_slots: int | None = None  # that may run at once; None: as many as memory allows
-    num_pages: int | None = None  # for all caches; None: no limit
+    num_slots: int | None = None  # None: as many as memory allows
+    num_pages: int | None = None  # None: no limit
 
 
 OutcomeKind = Literal["running", "ended", "finished", "failed", "refused", "released", "evicted", "unbegun"]
@@ -62,22 +62,22 @@ class JobOutcome:
 
     kind: OutcomeKind
     job_id: str
-    num_generated_tokens: int = 0  # with recovered ones
-    reason: str = ""  # for the user, in one line, if it failed or is refused
-    error_code: str = ""  # of a refused job
+    num_generated_tokens: int = 0  # counts recovered tokens
+    reason: str = ""  # one line for the user, if it failed or is refused
+    error_code: str = ""  # set for a refused job
 
 
 @dataclass
 class WorkReport:
     """Worker's report of one slice of work; a reserve job has begun unless it is `unbegun`."""
 
-    outcomes: list[JobOutcome] = field(default_factory=list)  # in order; a job may end and finish in one report
-    num_generated_tokens: int = 0  # without recovered ones
+    outcomes: list[JobOutcome] = field(default_factory=list)  # a job may end and finish in one report
+    num_generated_tokens: int = 0  # without recovered tokens
     is_draining: bool = False  # the worker takes no more work
-    counters: EngineCounters | None = None  # since the worker started; None between reports with counters
+    counters: EngineCounters | None = None  # counted since the worker started; None between reports with counters
     num_steps: int = 0
     num_job_steps: int = 0  # a step of five jobs counts five
-    most_jobs: int = 0  # in a step
+    most_jobs: int = 0
 
     @property
     def num_jobs(self) -> float:

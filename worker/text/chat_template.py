@@ -32,7 +32,7 @@ THOUGHTS = (  # a template may drop thoughts, up to the second mark, from earlie
 )
 SWITCHES = re.compile(r"(?<!\S)/(?:no_)?think(?!\S)")  # words that a template may follow and remove
 MARKER = re.compile(r"swiftbatch(\d+)text")
-LIST_ITEM = re.compile(r"""["']text\\?["']\s*:\s*\\?["']\Z""")  # before a part in a printed Python or JSON list
+LIST_ITEM = re.compile(r"""["']text\\?["']\s*:\s*\\?["']\Z""")  # precedes a part in a printed Python or JSON list
 MOST_SHAPES = 256
 
 
@@ -61,7 +61,7 @@ class _Layout:
     """
 
     roles: tuple[str, ...]
-    joined: frozenset[int]  # messages whose parts are joined
+    joined: frozenset[int]  # parts of these messages are joined
     texts: tuple[_Text, ...]
     words: tuple[str, ...] = ()
     shown: tuple[_Text, ...] = ()
@@ -240,11 +240,8 @@ def _end(prompt: str, texts: Iterable[str], start: int) -> int | None:
     return start
 
 
-# Chat template of a tokenizer.
-
-
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
-MAX_WORDS = 500  # characters of another program's error
+MAX_WORDS = 500  # limits another program's error message
 
 
 class ChatTemplate:
@@ -265,7 +262,7 @@ class ChatTemplate:
             return self._rendered(self._texts.as_taken(messages, options), options)
         except TemplateLimitError as error:
             raise ValueError(f"messages: the model's chat template {error}") from None
-        except UserError:  # not from the template
+        except UserError:  # does not come from the template
             raise
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"messages: the model's chat template refuses them: {words_of(error)}") from None

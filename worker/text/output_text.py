@@ -8,7 +8,7 @@ from typing import Protocol
 from swiftbatch.worker.text.text_search import PrefixSearch, StreamSearch
 from swiftbatch.worker.text.token_bytes import ByteStream, DecoderSteps, TokenBytes, continues, settled_characters
 
-BROKEN_CHARACTER = "\ufffd"  # in place of an incomplete character
+BROKEN_CHARACTER = "\ufffd"  # stands for an incomplete character
 
 
 class StopSearch(Protocol):

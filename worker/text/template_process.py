@@ -26,11 +26,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MOST_BYTES = 2**30
-MOST_LETTERS = 2**26  # of a text, beyond its input
+MOST_LETTERS = 2**26  # limits a text beyond its input
 IDLE_SECONDS = 60.0  # the process ends when idle; starting another takes half a second
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
-NUM_AT_ONCE = 100  # messages; templates that look back from each one take quadratic time
+NUM_AT_ONCE = 100  # templates that look back from each message take quadratic time
 
 
 class _Refused(jinja2.TemplateError):
@@ -125,8 +125,8 @@ class _Templates:
     """Templates by the parent's numbers."""
 
     def __init__(self, most_seconds: float) -> None:
-        self._most_seconds = most_seconds  # of CPU time, per text
-        self._sent: dict[int, dict[str, str]] = {}  # source and clock
+        self._most_seconds = most_seconds
+        self._sent: dict[int, dict[str, str]] = {}  # has source and clock
         self._known: dict[int, jinja2.Template] = {}
 
     def answers(self, line: bytes) -> list[dict[str, str]]:

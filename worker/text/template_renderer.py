@@ -20,9 +20,10 @@ MODULE = "swiftbatch.worker.text.template_process"
 SAME_EVERYWHERE = {"TZ": "UTC", "LC_ALL": "C", "PYTHONHASHSEED": "0"}  # the order of a set of texts depends on hashes
 MOST_SECONDS = 2.0  # CPU time of a text of up to a hundred messages; usual templates take less than a thousandth
 TIME_IS_UP = signal.SIGPROF
-KILLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # from outside, for example by the system
-NUM_STARTS = 5  # of the process, per answer
-MOST_STOPPED = 2  # texts that failed, for seconds each, before a template is no longer tried
+# someone else, for example the system, ended it
+KILLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+NUM_STARTS = 5  # tries per answer
+MOST_STOPPED = 2  # a template is no longer tried after so many failed texts, which take seconds each
 
 
 class TemplateLimitError(ValueError):
@@ -34,8 +35,8 @@ class TemplateRenderer:
 
     def __init__(self, source: str, clock: str) -> None:
         self._number, self._source, self._clock = next(_numbers), source, clock
-        self._stopped: dict[str, str] = {}  # failed requests, and why
-        self._ready: dict[str, dict[str, str]] = {}  # answers by request
+        self._stopped: dict[str, str] = {}  # says why requests failed
+        self._ready: dict[str, dict[str, str]] = {}  # maps requests to answers
 
     def prepare(self, many: Iterable[dict[str, Any]]) -> None:
         """Render in one batch; prepare nothing if one text does not end."""
@@ -72,7 +73,7 @@ class _Process:
     def __init__(self) -> None:
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._sent: set[int] = set()  # templates that it knows
+        self._sent: set[int] = set()  # the process knows these templates
         atexit.register(self.end)
 
     def answers(self, template: int, asked: list[str], source: dict[str, str]) -> list[dict[str, str]]:
@@ -110,7 +111,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # keeps Ctrl-C from it
+            start_new_session=True,  # Ctrl-C must not reach it
         )
         return self._process
 

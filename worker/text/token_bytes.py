@@ -13,17 +13,17 @@ from tokenizers import decoders
 
 BYTE = re.compile(r"<0x(\+?[0-9A-Fa-f]{1,2})>")
 NUM_LETTERS = len("<0x00>")
-OF_TOKENS = ("Replace", "Metaspace", "WordPiece")  # steps that treat each token alone
+OF_TOKENS = ("Replace", "Metaspace", "WordPiece")  # these steps treat each token alone
 
 
 @dataclass(frozen=True)
 class DecoderSteps:
     """Decoder whose text is the bytes of all tokens, except those stripped at the start."""
 
-    name_text: Callable[[str, bool], str]  # (a token's name, whether it is the first) to its text
-    text_bytes: Callable[[str], bytes]  # of that text
-    stripped: bytes  # one byte
-    num_stripped: int  # the most that are stripped at the start
+    name_text: Callable[[str, bool], str]  # maps a token's name, and whether it is the first, to its text
+    text_bytes: Callable[[str], bytes]  # maps that text to bytes
+    stripped: bytes
+    num_stripped: int  # at most so many are stripped at the start
 
     def bytes_of(self, name: str, is_first: bool) -> bytes:
         return self.text_bytes(self.name_text(name, is_first))
@@ -34,7 +34,7 @@ def steps_of(tokenizer: Any) -> DecoderSteps | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not _is_plain(tokenizer):
         return None
-    if backend.decoder is None:  # names joined by spaces
+    if backend.decoder is None:  # decoding joins names by spaces
         return DecoderSteps(lambda name, is_first: name if is_first else f" {name}", str.encode, b" ", 0)
     steps = _flat(json.loads(backend.decoder.__getstate__()))
     num_head = next((i for i, step in enumerate(steps) if step["type"] not in OF_TOKENS), len(steps))
@@ -159,7 +159,7 @@ class ByteStream:
     def __init__(self, tokens: TokenBytes, steps: DecoderSteps) -> None:
         self._tokens, self._steps = tokens, steps
         self._is_at_start, self._num_to_strip = True, steps.num_stripped
-        self.pending = b""  # start of a character that may be completed
+        self.pending = b""  # a character may still be completed
 
     def push(self, token_id: int) -> str:
         """Add a token; return the characters that become certain."""

@@ -88,11 +88,8 @@ def _knows_all(parts: dict[str, Any]) -> bool:
     return bool(model["byte_fallback"]) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
 
 
-# Text to tokens and back, with the model's own tokenizer.
-
-
-GENERIC = "TokenizersBackend"  # reads `tokenizer.json` and adds no rules
-NUM_STOPS = 4096  # stop texts to remember
+GENERIC = "TokenizersBackend"  # adds no rules to `tokenizer.json`
+NUM_STOPS = 4096
 PLAIN_KINDS = ("llama", "qwen3")  # their tokenizers are exactly `tokenizer.json`
 
 
@@ -132,7 +129,7 @@ class TextCodec:
     def __init__(self, files: ModelFiles, thinking_markers: ThinkingMarkers = None, clock: str | None = None) -> None:
         try:
             self._tokenizer = _without_dropout(_loaded(files))
-        except ImportError as error:  # of an optional library
+        except ImportError as error:  # the library is optional
             raise ModelError(f"model {files.name}: {error}") from None
         except Exception as error:  # the library raises bare exceptions
             raise ModelError(
@@ -446,7 +443,8 @@ def _loader(files: ModelFiles) -> Any:
     config = read_config(files.name, files.path)
     path = files.path / "tokenizer_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    is_plain = config.get("model_type") in PLAIN_KINDS or bool(link_names(files.path))  # those of GGUF files are
+    # those of GGUF files are plain, too
+    is_plain = config.get("model_type") in PLAIN_KINDS or bool(link_names(files.path))
     if is_plain and said.get("tokenizer_class") == GENERIC and "auto_map" not in said:
         from transformers import PreTrainedTokenizerFast
 

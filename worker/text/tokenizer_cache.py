@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 WORD = r"""[ \n]?[A-Za-z]+(?=[ \n,.;:!?")]|\Z)"""
 PIECE = re.compile(rf"{WORD}|\s*\S+(?:[^\S ]\s*\S+)*(?:[^\S ]\s*)?|\s+")
 MOST_WORDS = 2**17
-LONGEST_WORD = 64  # characters of a cached piece
+LONGEST_WORD = 64  # longer pieces are not cached
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 ENDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PATTERNS = frozenset(

@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.training.training_texts import CorpusError, Text, hidden_states
 
-ORIGIN, TEXTS = b"origin", b"texts"  # in the schema's metadata, as JSON
+ORIGIN, TEXTS = b"origin", b"texts"  # keys of JSON in the schema's metadata
 TOKEN_IDS, FEATURES = "token_ids", "features"
 
 
@@ -26,8 +26,8 @@ TOKEN_IDS, FEATURES = "token_ids", "features"
 class TextFeatures:
     """One text with the target's features, as views of the file."""
 
-    name: str  # of a group of texts
-    first_row: int  # to learn from; earlier rows are a prompt
+    name: str  # names a group of texts
+    first_row: int  # earlier rows are a prompt
     token_ids: torch.Tensor  # [num_tokens] uint32
     features: torch.Tensor  # [num_tokens, hidden] bfloat16: the target's final hidden states
 
@@ -40,7 +40,7 @@ def write_features(path: Path, target: TargetModel, texts: dict[str, list[Text]]
     size = target.model.config.hidden_size
     listed = [(name, text) for name, part in texts.items() for text in part]
     heads = [{"name": name, "first_row": text.first_row} for name, text in listed]
-    fields = [(TOKEN_IDS, pa.uint32()), (FEATURES, pa.list_(pa.uint16(), size))]  # bits, because Arrow has no bfloat16
+    fields = [(TOKEN_IDS, pa.uint32()), (FEATURES, pa.list_(pa.uint16(), size))]  # Arrow has no bfloat16
     schema = pa.schema(fields, metadata={ORIGIN: json.dumps(origin), TEXTS: json.dumps(heads)})
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}")

@@ -27,9 +27,9 @@ from swiftbatch.worker.training.training_texts import (
     read_books,
 )
 
-FOLDER = "features"  # in the output, by default
+FOLDER = "features"  # default name within the output
 TRAIN, TEST = "*train*.jsonl", "*test*.jsonl"
-NUM_HELD_OUT_TOKENS = 1024  # most tokens of a test book
+NUM_HELD_OUT_TOKENS = 1024  # limit per test book
 
 Texts = dict[str, list[Text]]
 
@@ -138,7 +138,7 @@ def _rows(text: TextFeatures, positions: np.ndarray) -> tuple[torch.Tensor, ...]
     places = torch.from_numpy(positions)
     inputs = text.features[(places - 1).clamp(min=0)]
     inputs[places == 0] = 0.0
-    new = np.flatnonzero(np.diff(positions, prepend=-2) != 1)  # rows without their predecessor
+    new = np.flatnonzero(np.diff(positions, prepend=-2) != 1)  # these rows lack their predecessor
     rows = np.arange(len(positions))
     num_before = rows - new[np.searchsorted(new, rows, side="right") - 1]
     return text.token_ids[places].long(), inputs, text.features[places], torch.from_numpy(num_before)
@@ -169,7 +169,7 @@ class FeatureWindowSource:
 def windows_in_use(text: TextFeatures, device: torch.device) -> Iterator[tuple[Windows, int]]:
     """Yield windows and their first new row; together they have all rows of a text."""
     num_tokens = len(text.token_ids)
-    ends = [*range(2 * WINDOW - 1, num_tokens, WINDOW), num_tokens]  # of rows before the window restarts
+    ends = [*range(2 * WINDOW - 1, num_tokens, WINDOW), num_tokens]  # the window restarts behind these rows
     for first, end in pairwise([0, *ends]):
         start = window_start(first + 1)
         positions = np.concatenate([np.arange(min(NUM_SINKS, end)), np.arange(start, end)])

@@ -11,7 +11,7 @@ from swiftbatch.worker.drafters.griffin.griffin_model import Fusion, GriffinConf
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
 
-FEATURE_WEIGHT = 0.1  # of the features' L1 distance, beside the tokens' cross entropy (appendix C.1)
+FEATURE_WEIGHT = 0.1  # weight of the features' L1 distance, beside the tokens' cross entropy (appendix C.1)
 GRIFFIN_TEXTS = HeadRecipe(num_book_tokens=4096, num_own_texts=defaults.GRIFFIN_OWN_TEXTS)
 """Texts to learn from, and their own seed, so that trainings with other seeds share them."""
 
@@ -22,19 +22,19 @@ class GriffinRecipe:
 
     num_steps: int = defaults.GRIFFIN_STEPS
     num_step_windows: int = 4
-    window_length: int = NUM_ENTRIES  # rows, the most that the model sees in use
-    own_share: float = 0.5  # of windows from the target's own texts
-    num_passes: int = defaults.GRIFFIN_PASSES  # N, in the last steps
-    single_pass_share: float = 0.6  # of steps with one pass, before equal parts with two, three, ...
-    align_top_k: int | None = defaults.GRIFFIN_ALIGN_TOP_K  # of the alignment mask; None: no mask
-    base_learning_rate: float = 3e-5  # at the paper's 4,096 hidden numbers
+    window_length: int = NUM_ENTRIES  # the model sees at most so many rows in use
+    own_share: float = 0.5  # share of windows from the target's own texts
+    num_passes: int = defaults.GRIFFIN_PASSES  # N of the last steps
+    single_pass_share: float = 0.6  # share of steps with one pass, before equal parts with two, three, ...
+    align_top_k: int | None = defaults.GRIFFIN_ALIGN_TOP_K  # None: no alignment mask
+    base_learning_rate: float = 3e-5  # for the paper's 4,096 hidden numbers
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip_value: float = 0.5
     num_warmup_steps: int = 50
     fusion: Fusion = "token"
     has_token_enhanced_head: bool = True
-    expansion_size: int | None = None  # of the second fusion; None: that of the target's feed-forward layers
+    expansion_size: int | None = None  # width of the second fusion; None: that of the target's feed-forward layers
     texts: HeadRecipe = GRIFFIN_TEXTS
     seed: int = defaults.SEED
 

@@ -122,9 +122,6 @@ def _shares(shares: list[float]) -> str:
     return " / ".join(f"{100 * share:.1f}" for share in shares)
 
 
-# Model card beside trained weights, from the trainings' logs.
-
-
 CARD = "MODEL_CARD.md"
 
 TEMPLATE = """# The embedded model

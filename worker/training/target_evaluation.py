@@ -20,18 +20,18 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.training.training_layers import ATTENTION_NAME, use_chunks
 from swiftbatch.worker.training.training_texts import encode_books, read_books
 
-STRETCH = 100_000  # tokens of concatenated books per forward
+STRETCH = 100_000  # a forward sees so many tokens of concatenated books
 POSITION_RANGES = ((0, 2048), (2048, 8192), (8192, 32_768), (32_768, 100_000))
-LOGIT_CHUNK = 4096  # positions whose logits are in memory at once
-NEAR = 2048  # least tokens before each token in the near view
-WINDOWS = (512, 2048, 8192, 32_768)  # newest tokens that are read
+LOGIT_CHUNK = 4096  # logits of so many positions are in memory at once
+NEAR = 2048  # the near view has at least so many tokens before each
+WINDOWS = (512, 2048, 8192, 32_768)  # numbers of newest tokens that are read
 SCORED_FROM = 32_768  # tokens of the book before the first scored one
-NUM_SCORED = 256  # tokens per place
+NUM_SCORED = 256
 NUM_PLACES = 24
 DISTANCES = (1024, 8192, 30_000)
-NUM_NEEDLES = 24  # per distance
-NEEDLE = 16  # tokens of a returning passage
-CUE = 8  # repeated tokens, which the rest should follow
+NUM_NEEDLES = 24
+NEEDLE = 16
+CUE = 8  # so many tokens are repeated, and the rest should follow
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ class WindowKind:
     """Windows of one length, a share of the trained tokens."""
 
     name: str
-    length: int  # tokens per window
-    batch_size: int  # windows per step
-    share: float  # of all tokens
-    mixed_share: float = 0.0  # of these windows, with two alternating books
+    length: int
+    batch_size: int
+    share: float  # share of all tokens
+    mixed_share: float = 0.0  # share of these windows with two alternating books
 
     @property
     def num_tokens(self) -> int:
@@ -39,7 +39,7 @@ class WindowRecipe(Recipe):
     """Steps over windows of some kinds."""
 
     kinds: tuple[WindowKind, ...] = ()
-    far_share: float = 0.3  # of windows at any place of a long text, not from position 0
+    far_share: float = 0.3  # share of windows at any place of a long text, not from position 0
 
     def kind_of(self, step: int) -> WindowKind:
         """Return a step's windows, whose shares of tokens hold throughout the training."""
@@ -50,7 +50,7 @@ class WindowRecipe(Recipe):
         """Return the kind of each step, spread over the training."""
         rates = np.array([kind.share / kind.num_tokens for kind in self.kinds])
         random, places = np.random.default_rng(self.seed), []
-        for number, rate in enumerate(rates / rates.sum()):  # steps of this kind per step
+        for number, rate in enumerate(rates / rates.sum()):  # expected steps of this kind per step
             strata = np.arange(math.ceil(rate * self.num_steps) + 1)
             places += [(place, number) for place in (strata + random.random(len(strata))) / rate]
         return [self.kinds[number] for _, number in sorted(places)[: self.num_steps]]
@@ -61,12 +61,12 @@ class LongTextRecipe(WindowRecipe):
     """Whole long texts, read in segments, each beside windows of these kinds."""
 
     num_texts: int = 0
-    length: int = 98_304  # tokens of a text
-    segment: int = 4096  # its tokens per step
-    near: int = 2048  # tokens before a segment that its near view reads
+    length: int = 98_304
+    segment: int = 4096
+    near: int = 2048  # the near view reads so many tokens before a segment
     closeness: float = 2.0  # weight of the distance between the whole view and the near one
     is_near_right_alone: bool = False  # closeness counts only where the near view gave the next token more
-    pieces: tuple[int, int] | None = None  # shortest and longest piece of a book in a text; None: whole books
+    pieces: tuple[int, int] | None = None  # lengths of a text's pieces of books; None: whole books
 
     @property
     def num_segments(self) -> int:
@@ -98,7 +98,7 @@ KINDS_BESIDE_TEXTS = (
     WindowKind("2K beside", 2048, 2, share=0.3),
     WindowKind("4K beside", 4096, 1, share=0.4, mixed_share=0.25),
 )
-PIECES = (4096, 49_152)  # lengths of pieces, so that most tokens follow other books, where far text did harm
+PIECES = (4096, 49_152)  # far text did harm where too few tokens follow other books
 TOKENS_PER_TEXT = 2_000_000  # trained tokens of windows per long text
 
 
@@ -192,7 +192,7 @@ def hybrid_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3_5Text
     )
 
 
-CONFIGS: dict[str, Callable[[int, int], Qwen3Config | Qwen3_5TextConfig]] = {  # by trained kind
+CONFIGS: dict[str, Callable[[int, int], Qwen3Config | Qwen3_5TextConfig]] = {
     defaults.TARGET_KIND: embedded_config,
     "qwen3_5_text": hybrid_config,
 }

@@ -16,9 +16,9 @@ from swiftbatch.worker.training.training_folder import TrainingFolder, write_rec
 from swiftbatch.worker.training.training_layers import EarlierSegments, sparing
 from swiftbatch.worker.training.training_loop import Optimizers, StepLoss, StepRecord, repeatable, run_steps
 
-SKIPPING_SHARE = 0.5  # of windows far from position 0 that have several stretches
+SKIPPING_SHARE = 0.5  # share of far windows that have several stretches
 MOST_STRETCHES = 4
-TURN_LENGTHS = (256, 1024)  # tokens of one book before the other's turn
+TURN_LENGTHS = (256, 1024)  # a book has so many tokens before the other's turn
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class WindowSource:
 
     def _window(self, random: np.random.Generator, kind: WindowKind) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids and positions `[length + 1]`."""
-        length = kind.length  # without the first token
+        length = kind.length  # excludes the first token
         if random.random() < kind.mixed_share:
             token_ids, positions = self._two_books(random, length), np.arange(length)
         elif random.random() < self._recipe.far_share:
@@ -114,7 +114,8 @@ class WindowSource:
 # Stages of a target's training and their gradients, resumable after a kill.
 
 
-NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}  # rows whose logits are in memory at once; on a CPU they fit its cache
+# logits of so many rows are in memory at once; on a CPU they fit its cache
+NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}
 
 
 def add_batch_gradients(model: PreTrainedModel, batch: WindowBatch) -> float:
@@ -185,7 +186,7 @@ def _logits(model: PreTrainedModel, states: Tensor) -> Tensor:
     return logits.float()
 
 
-NUM_STATE_STEPS = 10  # between two saved states, in windows
+NUM_STATE_STEPS = 10  # steps between two saved states, in windows
 KIND = "long text"
 
 
@@ -196,8 +197,8 @@ class Stage:
     name: str
     first: int  # steps of all stages before it
     recipe: WindowRecipe
-    add_gradients: Callable[[int], StepLoss]  # of a step of the stage (from 0)
-    num_state_steps: int  # between two states; for long texts only at their ends, since states lack earlier segments
+    add_gradients: Callable[[int], StepLoss]  # takes a step of the stage (from 0)
+    num_state_steps: int  # long texts save only at their ends, since states lack earlier segments
 
     @property
     def end(self) -> int:

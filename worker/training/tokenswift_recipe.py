@@ -25,15 +25,15 @@ class HeadRecipe:
 
     num_heads: int = 3
     num_steps: int = HEADS_STEPS
-    num_step_rows: int = 4096  # drawn from all texts per step; the paper has 120 sequences of up to 8,192
+    num_step_rows: int = 4096  # rows of all texts per step; the paper has 120 sequences of up to 8,192
     learning_rate: float = 5e-3
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.1
     num_warmup_steps: int = 50
-    num_book_tokens: int = 8192  # from the start of each book
-    num_own_texts: int = HEADS_OWN_TEXTS  # to learn from instead of books
-    num_prompt_tokens: int = 256  # of a book, before an own text
-    num_own_tokens: int = 512  # per own text
+    num_book_tokens: int = 8192
+    num_own_texts: int = HEADS_OWN_TEXTS  # 0: heads learn from books
+    num_prompt_tokens: int = 256  # an own text continues so many tokens of a book
+    num_own_tokens: int = 512
     seed: int = SEED
 
     @property

@@ -38,16 +38,16 @@ from swiftbatch.worker.training.training_texts import (
 )
 
 FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
-NUM_STATE_STEPS = 100  # between two saved states
-NUM_LOGITS = 2**21  # in memory at once, for any vocabulary; more than the processor's cache holds is slower
+NUM_STATE_STEPS = 100
+NUM_LOGITS = 2**21  # more than the processor's cache holds is slower
 SAMPLING = {
     "T 0": SamplingParams(max_tokens=1, temperature=0.0),
     "T 1": SamplingParams(max_tokens=1, temperature=1.0),
     "T 1, min-p 0.1": SamplingParams(max_tokens=1, temperature=1.0, min_p=0.1),
 }
 """Sampling of both models, by name."""
-LENGTH = NUM_SINKS + 2 * WINDOW  # of training windows, the most that the model reads in use
-NUM_BOOK_TOKENS = 32_768  # from the start of each book
+LENGTH = NUM_SINKS + 2 * WINDOW  # a draft model reads at most so much in use
+NUM_BOOK_TOKENS = 32_768
 
 
 DRAFT_TEXTS = HeadRecipe(num_book_tokens=2048, num_own_texts=384)
@@ -62,7 +62,7 @@ class DraftRecipe(Recipe):
     decay_share: float = 0.4
     num_step_windows: int = 4
     window_length: int = LENGTH
-    own_share: float = 0.5  # of windows of the target's own texts
+    own_share: float = 0.5  # share of windows of the target's own texts
     texts: HeadRecipe = DRAFT_TEXTS
 
 
@@ -190,7 +190,7 @@ def target_distributions(target: TargetModel, windows: torch.Tensor) -> torch.Te
 class DraftAgreementRecord:
     """Log record of agreement along held-out texts."""
 
-    when: str  # before or after training
+    when: str  # "before" or "after"
     texts: str
     num_rows: int
     same: dict[str, float]  # share of rows where both draw the same token, by sampling
@@ -220,7 +220,7 @@ def agreement(target: TargetModel, draft: LlamaForCausalLM, texts: list[Text]) -
             for row in range(max(0, text.first_row - first_row), len(drafted)):
                 num_rows += 1
                 for name, params in SAMPLING.items():
-                    position = first_row + row + 1  # of the token that the row predicts
+                    position = first_row + row + 1  # the row predicts this token
                     num_same[name] += draw(said[row], position, params, noise) == draw(
                         drafted[row], position, params, noise
                     )

@@ -39,7 +39,7 @@ from swiftbatch.worker.training.training_loop import check_loss
 from swiftbatch.worker.training.training_texts import load_target
 
 PASSES_ATTENTION = "swiftbatch_griffin_passes"
-NUM_LOGITS = 2**21  # in memory at once, for any vocabulary
+NUM_LOGITS = 2**21  # limits memory for any vocabulary
 
 
 @dataclass(frozen=True)
@@ -172,17 +172,17 @@ def token_loss(
 
 
 NUM_FORWARDS = 6  # the depth of a draft tree
-WAYS = ("T 0", "T 1")  # of drawing
+WAYS = ("T 0", "T 1")
 
 
 @dataclass(frozen=True)
 class GriffinAccuracyRecord:
     """Log record of each forward's accuracy along held-out texts; rates by way of drawing, then forward."""
 
-    when: str  # before, during or after training
+    when: str  # "before", "during" or "after"
     step: int
     texts: str
-    num_rows: int  # with drafts of all forwards
+    num_rows: int  # counts rows with drafts of all forwards
     same: dict[str, list[float]]  # rows where draft model and target draw the same token behind the text
     # rows where they differ, among those whose earlier forwards all agreed (figure 1c)
     misaligned: dict[str, list[float]]
@@ -259,15 +259,12 @@ def _drawn(logits: torch.Tensor, gumbel: torch.Tensor) -> torch.Tensor:
     return torch.stack([logits.argmax(dim=-1), (logits + gumbel).argmax(dim=-1)])
 
 
-# Training of GRIFFIN's draft model for a frozen target: `swiftbatch train griffin`.
-
-
 FILES = TrainingFiles("griffin_log.jsonl", "griffin_state.pt", GRIFFIN_FILE)
 PLOT = "griffin_training.png"
-NUM_STATE_STEPS = 100  # between two saved states, and two points of the accuracy curve
-NUM_CURVE_TEXTS = 2  # texts of the first name for the curve
+NUM_STATE_STEPS = 100  # steps between two states, and two points of the accuracy curve
+NUM_CURVE_TEXTS = 2  # the curve uses the first texts of the first name
 WIDTH_INCHES, HEIGHT_INCHES, DPI = 11.0, 4.2, 150
-STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))  # of passes and forwards, distinct without colours
+STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))  # distinct without colours
 SMOOTHING = 0.9  # weight of the past in the running mean of losses
 
 

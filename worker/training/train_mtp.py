@@ -31,7 +31,7 @@ from swiftbatch.worker.training.training_loop import Optimizers, Recipe, StepLos
 from swiftbatch.worker.training.training_texts import load_target
 
 FILES = TrainingFiles("mtp_log.jsonl", "mtp_state.pt", MTP_FILE)
-NUM_STATE_STEPS = 100  # between two saved states
+NUM_STATE_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class MTPRecipe:
 
     num_steps: int = defaults.MTP_STEPS
     num_step_windows: int = 4
-    window_length: int = 512  # rows
-    num_passes: int = 3  # in the last steps; one in the first half, which is cheapest and teaches most
-    own_share: float = 0.5  # of the windows, with own texts
+    window_length: int = 512
+    num_passes: int = 3  # fewer at first, since one pass is cheapest and teaches most
+    own_share: float = 0.5  # share of the windows, with own texts
     texts: HeadRecipe = GRIFFIN_TEXTS
     seed: int = defaults.SEED
 

@@ -31,8 +31,8 @@ from swiftbatch.worker.training.training_texts import (
 )
 
 FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
-NUM_LOGITS = 2**24  # in memory at once, for any vocabulary
-WIDTH = 3  # candidates that count
+NUM_LOGITS = 2**24  # limits memory for any vocabulary
+WIDTH = 3  # so many candidates count
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class HeadStepRecord:
 class AccuracyRecord:
     """Log record of the heads' accuracy along held-out texts."""
 
-    when: str  # before or after training
+    when: str  # "before" or "after"
     texts: str
     num_rows: int
     top: list[list[float]]  # [num_heads][3]: share of rows with the token among the first 1, 2, 3 candidates

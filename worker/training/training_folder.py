@@ -33,7 +33,7 @@ class TrainingFiles:
 
     log: str
     state: str
-    product: str  # written at the end
+    product: str  # exists only at the end
 
 
 class TrainingFolder:

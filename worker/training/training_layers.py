@@ -19,7 +19,7 @@ from swiftbatch.worker.kernels.causal_attention import causal_attention, is_fast
 from swiftbatch.worker.model.attention_needs import recurrent_layers
 
 ATTENTION_NAME = "swiftbatch_training"
-UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")  # layers' options that `causal_attention` lacks
+UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")  # `causal_attention` lacks these options
 
 
 class EarlierSegments:
@@ -28,7 +28,7 @@ class EarlierSegments:
     def __init__(self) -> None:
         self._behind: dict[int, tuple[Tensor, Tensor]] = {}  # each [1, num_kv_heads, length, head_dim]
         self._read: dict[int, tuple[Tensor, Tensor]] = {}
-        self._states: dict[int, tuple[Tensor, Tensor]] = {}  # of recurrent layers: newest inputs, and the state
+        self._states: dict[int, tuple[Tensor, Tensor]] = {}  # has newest inputs and the state
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         self._read[layer] = key.detach(), value.detach()
@@ -89,9 +89,9 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 # Gated delta nets in training, with a text's chunks in parallel.
 
 
-CHUNK = 64  # positions
+CHUNK = 64
 MOST_KEPT = 8192  # most tokens of a step for which nets store activations, 20 KB per token and net
-EPSILON = 1e-6  # of queries' and keys' norms
+EPSILON = 1e-6  # stabilises queries' and keys' norms
 
 
 def use_chunks(model: Any) -> None:

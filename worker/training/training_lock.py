@@ -12,9 +12,9 @@ from pathlib import Path
 
 from swiftbatch.jobs.errors import ModelError
 
-LOCK = ".training.lock"  # names the holder, for processes that are refused
+LOCK = ".training.lock"  # the file names the holder, for processes that are refused
 
-_held: set[Path] = set()  # by this process, since a training may be part of another
+_held: set[Path] = set()  # a training may be part of another in this process
 
 
 @contextmanager

@@ -23,8 +23,8 @@ class Recipe:
     embedding_learning_rate: float = 3e-3
     weight_decay: float = 0.01
     num_warmup_steps: int = 100
-    decay_share: float = 0.2  # last share of the steps, over which the rate falls linearly
-    final_rate: float = 0.05  # of the peak rate
+    decay_share: float = 0.2  # the rate falls linearly over the last share of the steps
+    final_rate: float = 0.05  # share of the peak rate
     gradient_clip: float = 1.0
     seed: int = 1
 
@@ -40,8 +40,8 @@ class StepRecord:
     """Log record of one optimizer step."""
 
     step: int
-    kind: str  # of its windows
-    num_tokens: int  # of this step
+    kind: str
+    num_tokens: int
     loss: float  # nats per token
     seconds: float  # since the training began
 

@@ -31,7 +31,7 @@ from swiftbatch.worker.training.tokenswift_recipe import LEARNED_SAMPLING, OWN_S
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-JUMP_SHARE = 1 / 3  # of windows made of a text's first tokens and a later stretch
+JUMP_SHARE = 1 / 3  # share of windows made of a text's first tokens and a later stretch
 
 
 class CorpusError(UserError):
@@ -84,7 +84,7 @@ def jumping_positions(random: np.random.Generator, num_tokens: int, length: int,
 
 
 CHARACTERS_PER_TOKEN = 16  # upper bound for running text, which limits how much of a book is encoded
-NUM_AT_A_TIME = 32  # rows of a forward on a CPU, half of them on a GPU
+NUM_AT_A_TIME = 32  # a forward has so many rows on a CPU, twice as many on a GPU
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-5}  # relative to the greatest number of a row
-TIMED_ROWS = (1, 4, 16)  # per slot
-Placed = tuple[SequenceRows, int]  # rows and their slot
-SHORTER = 37  # positions by which each slot's cache is shorter than the one before
+TIMED_ROWS = (1, 4, 16)
+Placed = tuple[SequenceRows, int]
+SHORTER = 37  # each slot's cache is this much shorter than the one before
 
 
 def check_attention(parts: Parts) -> Finding:

@@ -19,10 +19,10 @@ class Finding(Frozen):
     """Figures of a check, with the same columns in all rows, and its verdict."""
 
     passed: bool
-    words: str  # the verdict in one line
+    words: str
     rows: list[Row]
-    linear: LinearName | None = None  # kernel of products to use from now on
-    unproved: str | None = None  # untried here
+    linear: LinearName | None = None  # products use this kernel from now on
+    unproved: str | None = None  # names what was not tried
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.model.model_files import locate_model
 
 NUM_STEPS = 3
-MOST_NODES = 12  # per tree
-ROOM = (MOST_NODES + 1) * NUM_STEPS  # positions behind the prompts
-SECONDS = 900  # for loading a large model and compiling kernels
+MOST_NODES = 12
+ROOM = (MOST_NODES + 1) * NUM_STEPS  # a cache has so many positions behind the prompt
+SECONDS = 900  # enough to load a large model and compile kernels
 
 
 def check_rows(parts: Parts) -> Finding:

@@ -15,8 +15,8 @@ from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, WeightKernel, pa
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, AnyLinear, Code, PackedMatrix, Weight
 
-COMPARED_COLUMNS = 1024  # in float64
-SUM_ERROR = 1e-5  # error allowed to a float32 sum, relative to the sum of its products' absolute values
+COMPARED_COLUMNS = 1024  # a float64 reference is slow, so only these are compared
+SUM_ERROR = 1e-5  # allowed error of a float32 sum, relative to the sum of absolute products
 
 
 def check_gemms(parts: Parts) -> Finding:
@@ -156,8 +156,8 @@ FORMS: tuple[tuple[Code, int, bool], ...] = (  # code, group (0: the whole depth
     ("int8", 0, False),
     ("uint8", 32, True),
 )
-MOST_COLUMNS = 16_384  # of a matrix of random codes
-TIMED_SHARE = 16  # divides the timed bytes; matrices are read in turn, beyond any cache
+MOST_COLUMNS = 16_384
+TIMED_SHARE = 16  # timed bytes are divided by it, because matrices are read in turn
 
 
 def check_packed_gemms(parts: Parts) -> Finding:

@@ -57,10 +57,10 @@ class FirstRun(Frozen):
     model: str
     model_fingerprint: str
     dtype: str
-    num_splits: int  # of attention's prefixes
-    num_rows: int  # per forward
+    num_splits: int
+    num_rows: int
     attention: AttentionName
-    linear: LinearName  # kernel of products with which these checks passed
+    linear: LinearName  # the checks passed with this kernel
     asked_linear: LinearName
     machine: dict[str, str]
     results: list[Result]

@@ -17,7 +17,7 @@ from swiftbatch.worker.forward.hardware import cpu_capability, cublas_version, d
 from swiftbatch.worker.sampling.cuda.logits_kernels import gumbel, noise_words
 from swiftbatch.worker.sampling.noise import BLOCK, gumbel_block, philox4x32
 
-LEAST_CAPABILITY = (8, 0)  # tensor cores with bf16
+LEAST_CAPABILITY = (8, 0)  # older tensor cores lack bf16
 
 
 def check_machine(parts: Parts) -> Finding:
@@ -65,7 +65,7 @@ def read_bandwidth(parts: Parts) -> float:
 
 
 MASK = 0xFFFFFFFF
-MOST_DIFFERING = 1e-5  # share of the numbers; about one in 10^8 differs in a logarithm's last bit
+MOST_DIFFERING = 1e-5  # a share; about one in 10^8 numbers differs in a logarithm's last bit
 MOST_DISTANCE = 1e-6  # relative: one unit in the last place
 
 
@@ -111,7 +111,7 @@ def _words(seed: int, position: int, vocab_size: int) -> torch.Tensor:
     return torch.stack(philox4x32(counter, (seed & MASK, seed >> 32)), dim=-1).flatten()[:vocab_size]
 
 
-READ_BLOCK = 4096  # numbers per read of a program
+READ_BLOCK = 4096  # a program reads so many numbers at a time
 READS_PER_PROGRAM = 16
 SPAN = READ_BLOCK * READS_PER_PROGRAM
 NOISE_BLOCK = 1024

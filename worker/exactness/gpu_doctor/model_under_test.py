@@ -29,24 +29,24 @@ from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 
-NUM_SPLITS_ELSEWHERE = 3  # per prefix, on a device without multiprocessors
+NUM_SPLITS_ELSEWHERE = 3  # used on devices without multiprocessors
 
 
 @dataclass(frozen=True)
 class Extent:
     """Amount to try, enough for an unknown GPU; Triton's interpreter takes a second per forward."""
 
-    num_tries: int = 20  # per place of a row in a product
-    lengths: tuple[int, ...] = (0, 1, 63, 64, 1000, 4096, 32_768, 102_400)  # of prefixes
+    num_tries: int = 20  # tries per place of a row in a product
+    lengths: tuple[int, ...] = (0, 1, 63, 64, 1000, 4096, 32_768, 102_400)
     row_counts: tuple[int, ...] = (1, 4, 16, 64)
     slot_counts: tuple[int, ...] = (1, 4)
-    num_positions: int = 64  # of noise
-    num_rows: int = 10_000  # of trees against plain decoding
-    most_nodes: int = MOST_NODES  # per tree
-    work_lengths: tuple[int, ...] = (0, 70, 700, 3000)  # of caches before the repeated work
-    num_compared: int = 300  # rows through transformers
-    read_bytes: int = 1 << 32  # for timing
-    num_rounds: int = 7  # for timing, by the median
+    num_positions: int = 64
+    num_rows: int = 10_000  # rows of trees, compared with plain decoding
+    most_nodes: int = MOST_NODES
+    work_lengths: tuple[int, ...] = (0, 70, 700, 3000)  # lengths of caches before the repeated work
+    num_compared: int = 300  # rows compared with transformers
+    read_bytes: int = 1 << 32
+    num_rounds: int = 7
 
 
 class ArenaTarget(TargetModel):

@@ -165,7 +165,7 @@ class CudaForwards:
         return torch.cat(hidden), torch.cat(logits)
 
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
-        rows = known_rows(cache, token_ids[:BLOCK])[0]  # up to the next boundary
+        rows = known_rows(cache, token_ids[:BLOCK])[0]  # a call ends at the next boundary
         hidden = self._forward([rows]).clone()
         cache.advance(len(rows))
         return hidden

@@ -47,7 +47,7 @@ from swiftbatch.worker.model.model_files import ModelFiles
 PLANS: dict[AttentionName, PlanMemory] = {"triton": plan_pages, "flash": plan_memory}
 # exactness was measured with it; cuBLASLt, which an environment may prefer, chooses other kernels
 BLAS_LIBRARY = "cublas"
-MOST_SCANNED = 16  # most jobs whose texts have room to be scanned, if many run
+MOST_SCANNED = 16  # with many jobs, only so many texts are scanned
 
 
 def load_cuda_forwards(
@@ -117,7 +117,7 @@ def planned_forwards(
     if weights is None:
         return None
     forgets = plan.windows is not None
-    shape = cuda_cache_shape(weights, device, kv_dtype, forgets)  # before the layers are handed over
+    shape = cuda_cache_shape(weights, device, kv_dtype, forgets)  # reads layers that are handed over below
     stacked = stacked_weights(weights, device, handed_over(weights))
     try:
         if isinstance(copies, Streams):
@@ -190,7 +190,7 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) 
     if wanted.partial_budget:
         longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES  # the longest sequence that fits in a slot
         slot_bytes += summary_positions(wanted.partial_budget, longest) * sizes.bytes_per_position
-        part_bytes += longest // CHUNK_SIZE * sizes.bytes_per_position // 2  # mean keys of one job, contiguous
+        part_bytes += longest // CHUNK_SIZE * sizes.bytes_per_position // 2  # has one job's mean keys, contiguous
     if wanted.draft is not None:
         model = draft_model_memory(wanted.draft, wanted.draft_length, num_rows)
         part_bytes, slot_bytes = part_bytes + model.part_bytes, slot_bytes + model.slot_bytes

@@ -11,7 +11,7 @@ from swiftbatch.worker.kernels.cuda.tree_attention import LOG2_E
 from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
 from swiftbatch.worker.kernels.layer_specs import Activation
 
-ACTIVE_COLUMNS = 1024  # per program
+ACTIVE_COLUMNS = 1024
 GELU_TANH, RELU2 = tl.constexpr(int(Activation.GELU_TANH)), tl.constexpr(int(Activation.RELU2))
 XIELU = tl.constexpr(int(Activation.XIELU))
 
@@ -42,7 +42,7 @@ def activated(x, curve_ptr, ACTIVATION: tl.constexpr):
         return positive * positive
     if ACTIVATION == GELU_TANH:  # (1 + tanh(a)) / 2 = 1 / (1 + exp(-2 a))
         double = x * (1.5957691216057308 + 0.07135481627260025 * x * x)
-        return x / (1 + tl.exp(tl.minimum(-double, 87.0)))  # the limit of float32, as in the C kernels
+        return x / (1 + tl.exp(tl.minimum(-double, 87.0)))  # float32 overflows beyond it, as in the C kernels
     return x / (1 + tl.exp(-x))
 
 
@@ -109,7 +109,7 @@ def activate(
     )  # fmt: skip
 
 
-SOFTCAP_COLUMNS = 1024  # per program
+SOFTCAP_COLUMNS = 1024
 
 
 @triton.jit

@@ -74,7 +74,7 @@ class CudaDecoder:
         if windowed is not None:
             _check_arena(windowed[0], weights, self._in_windows.count(True))
         if pages is not None:
-            arena = arena.expand(-1, -1, len(pages.numbers), -1, -1, -1)  # a stride of 0
+            arena = arena.expand(-1, -1, len(pages.numbers), -1, -1, -1)  # needs no copy: the stride is 0
         self._kept = _layers_of(arena, None if windowed is None else windowed[0], self._in_windows)
         capacity = arena.shape[4] if pages is None else pages.capacity
         shape = self._shape = shape_of(sizes, num_splits, num_rows)
@@ -89,7 +89,7 @@ class CudaDecoder:
         self.mixers = _recurrent_layers_of(weights, states, self._linear, num_rows)
         self._views = [AttentionView(layer.window, sizes.score_softcap or None, layer.sinks) for layer in attending]
         self._angles = self._angles_of(np.arange(num_angles), arena.device) if turns is None else turns
-        self._still = self._angles  # angles of layers without rotation
+        self._still = self._angles  # layers without rotation use these
         if any(layer.is_nope for layer in weights.layers):
             self._still = self._angles_of(np.zeros(num_angles, dtype=np.int64), arena.device)
         if (other := other_rotary(weights.layers)) is not None:
@@ -276,7 +276,7 @@ class CudaDecoder:
         self._allocate_table(device)
         self._state, self._normed, self._delta = (rows(sizes.hidden) for _ in range(3))
         is_beside = any(layer.attention is not None and layer.mixer is not None for layer in layers)
-        # for layers with both attention and a state
+        # layers with both attention and a state use these
         self._beside, self._scaled = (rows(sizes.hidden if is_beside else 0) for _ in range(2))
         latent, num_heads = sizes.latent, (1 + sizes.gates_heads) * sizes.num_heads + 2 * sizes.num_kv_heads
         self._latents = None if latent is None else CudaMLA(sizes, latent, self._linear, device, num_rows)

@@ -51,7 +51,7 @@ def number_of_state(boundary: int) -> int:
     return boundary // BLOCK % NUM_STATES
 
 
-MOVED_WORDS = 1024  # per program
+MOVED_WORDS = 1024
 MOVE_WARPS = 4
 
 
@@ -106,8 +106,8 @@ class StateLayout:
     """Layout of such a table in its buffer."""
 
     num_slots: int
-    ring: int  # positions whose steps fit in a slot
-    num_before: int  # inputs before a boundary that rows behind it read
+    ring: int  # a slot has room for the steps of so many positions
+    num_before: int  # rows behind a boundary read so many earlier inputs
     num_rows: int
 
     @property
@@ -147,7 +147,7 @@ class StateLayout:
         rows, end = group.rows, group.rows.first_entry + len(group.rows)
         if rows.boundary < group.boundary:
             raise ValueError(f"found rows behind {rows.boundary}, expected them behind the state at {group.boundary}")
-        oldest = group.boundary - BLOCK - self.num_before  # needed for a rollback by one block
+        oldest = group.boundary - BLOCK - self.num_before  # a rollback by one block needs them
         if end - oldest > self.ring:
             raise ValueError(f"found rows up to {end}, expected them up to {oldest + self.ring}")
         if not 0 <= group.slot < self.num_slots:
@@ -170,9 +170,9 @@ def _by_sequence(groups: Sequence[StateRows]) -> Iterator[tuple[int, list[StateR
 # States of heads on a GPU: a row reads its boundary's state, then the steps of its path in order.
 
 
-HEADS_PER_PROGRAM = 4  # whose scores for one path a program computes
-STATE_COLUMNS = 32  # of a head's state, per program
-FOLDED_AT_ONCE = 16  # steps
+HEADS_PER_PROGRAM = 4  # a program computes the scores of so many heads for one path
+STATE_COLUMNS = 32  # a program takes so many columns of a head's state
+FOLDED_AT_ONCE = 16
 
 
 @triton.jit
@@ -243,7 +243,7 @@ def folded(
     state *= decay_of_all(steps_ptr, entries, n >= 0, head, RING, WORDS, DECAYS)
     for first in range(0, BLOCK, SOME):
         some = entries_of(boundary, first, SOME)
-        # each step's decay to the block's end, within its part and over all later parts
+        # decays to the block's end: within the part, and over all later parts
         within = decays_behind(steps_ptr, some + 1, tl.arange(0, SOME) < SOME - 1, head, RING, WORDS, DECAYS)
         rest = decay_of_all(steps_ptr, entries, n >= first + SOME, head, RING, WORDS, DECAYS)
         places = (some % RING) * WORDS
@@ -371,7 +371,7 @@ def walk(
     table: StateTable[Tensor],
     states: Tensor,  # [num_slots, NUM_STATES, num_heads, key_dim, value_dim] of one layer
     steps: Tensor,  # [num_slots, ring, words]
-    rows: tuple[Tensor, Tensor, Tensor],  # queries, values and shares
+    rows: tuple[Tensor, Tensor, Tensor],
     weights: tuple[Tensor, ...],
     found: Tensor,  # [num_rows, num_heads, value_dim] float32
     sizes: RecurrentSizes,

@@ -25,8 +25,8 @@ from swiftbatch.worker.kernels.layer_specs import (
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
 DELTA_NET, CONVOLUTION = tl.constexpr(int(RecurrentForm.DELTA_NET)), tl.constexpr(int(RecurrentForm.CONVOLUTION))
-LENGTH_EPSILON = tl.constexpr(1e-6)  # of queries' and keys' norms in delta nets
-GATED_COLUMNS = 1024  # per program
+LENGTH_EPSILON = tl.constexpr(1e-6)  # stabilises queries' and keys' norms in delta nets
+GATED_COLUMNS = 1024
 
 
 @triton.jit
@@ -261,11 +261,11 @@ class StackedRecurrentLayer:
     """Products of a mixer, stacked: those of channels, those of heads, and the output."""
 
     sizes: RecurrentSizes
-    wide: AnyLinear  # inputs, gates, and in pure convolutions the gates of inputs
-    narrow: AnyLinear | None  # one or two numbers per head
+    wide: AnyLinear  # has inputs, gates, and in pure convolutions the gates of inputs
+    narrow: AnyLinear | None  # has one or two numbers per head
     output: AnyLinear
-    floats: dict[str, Tensor]  # on the device; `rates` are the bases of decays
-    scales: tuple[Tensor, Tensor] | None = None  # of both input products' columns, in the model's dtype
+    floats: dict[str, Tensor]  # `rates` are the bases of decays
+    scales: tuple[Tensor, Tensor] | None = None  # multiply both input products' columns
 
     @property
     def products(self) -> list[AnyLinear]:
@@ -298,7 +298,7 @@ def _split(scales: Tensor, sizes: RecurrentSizes) -> tuple[Tensor, Tensor]:
     return scales[:wide], scales[wide:]
 
 
-NAME = "states 1"  # part of such models' numerics
+NAME = "states 1"  # is part of such models' numerics
 
 
 @triton.jit

@@ -147,14 +147,14 @@ class TableLayout:
     """Layout of a table in its buffer, and the range of its numbers."""
 
     num_slots: int
-    capacity: int  # entries per slot
+    capacity: int
     rows_per_group: int
-    num_positions: int  # rows of the table of angles
+    num_positions: int  # counts rows of the table of angles
     vocab: int
-    boundary_step: int = BLOCK  # divides boundaries; 1 with a partial cache
-    page: int | None = None  # entries per page; None: slots are contiguous
-    num_rows: int = NUM_ROWS  # of every forward; a fixed shape keeps numerics, graph and cost the same
-    # the table is followed by entries and tails in the second pool, for layers with a window
+    boundary_step: int = BLOCK  # boundaries are multiples of it, 1 with a partial cache
+    page: int | None = None  # None: slots are contiguous
+    num_rows: int = NUM_ROWS  # a fixed shape keeps numerics, graph and cost the same
+    # a second pool's entries and tails follow the table
     has_window_pages: bool = False
 
     @property
@@ -220,7 +220,7 @@ class TableLayout:
 
     def _fill_groups(self, table: CudaRowTable[NDArray[np.int32]], given: _Given) -> None:
         most, counts = self.rows_per_group, self._num_groups_of(given)
-        firsts = np.cumsum(counts) - counts  # each sequence's first group
+        firsts = np.cumsum(counts) - counts
         owner = np.repeat(np.arange(len(counts)), counts)
         first_rows = given.starts[owner] + (np.arange(len(owner)) - firsts[owner]) * most
         num_rows = np.minimum(most, given.starts[owner] + given.sizes[owner] - first_rows)
@@ -319,7 +319,7 @@ class _Given:
             ordinals += range(first, last + 1)
             if len(known) != len(ordinals):
                 raise ValueError(f"found {len(own)} pages, expected entries of page {last} to lie in one")
-        # from a page's entries to their places
+        # maps a page's entries to their places
         shifts = (np.array(known, dtype=np.int64) - np.array(ordinals, dtype=np.int64)) * page
         behind = np.array(offsets)[self.owner]
         entries, tails = self.entries // page + behind, self.tails // page + behind[:, None]

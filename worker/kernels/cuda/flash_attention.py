@@ -21,7 +21,7 @@ from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
 from swiftbatch.worker.kernels.gpu_kernel_choice import flash_version
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 
-MOST_SPLITS = 128  # limit of flash-attn
+MOST_SPLITS = 128  # flash-attn's limit
 
 
 @triton.jit

@@ -14,8 +14,8 @@ from swiftbatch.worker.kernels.cuda.triton_primitives import dot, in_one_place, 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS, fills_blocks
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix, Weight
 
-TILE_COLUMNS = 32  # per program, small enough to occupy every multiprocessor
-MOST_TILE_BYTES = 256  # of a program's column of rows, so that pipelined blocks fit an A100's shared memory
+TILE_COLUMNS = 32  # small enough to occupy every multiprocessor
+MOST_TILE_BYTES = 256  # pipelined blocks must fit an A100's shared memory
 
 
 class LinearKernel(Protocol):
@@ -175,7 +175,7 @@ def packed_block(
     PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Return float32 `[BLOCK_DEPTH, COLUMNS]` of a matrix's `rows [COLUMNS] int64` from `start` on."""
-    GROUPS: tl.constexpr = max(1, BLOCK_DEPTH // GROUP)  # per block
+    GROUPS: tl.constexpr = max(1, BLOCK_DEPTH // GROUP)
     IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
     places, groups = tl.arange(0, BLOCK_DEPTH // PER_BYTE), tl.arange(0, GROUPS)
     codes_ptr += rows[None, :] * (DEPTH // PER_BYTE) + places[:, None]

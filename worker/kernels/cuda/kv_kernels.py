@@ -108,11 +108,11 @@ def store_kept(rows, first, second, columns, mask, HEAD_DIM: tl.constexpr):
 
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by a number's size in bytes
-MOVE_WARPS = 1  # one row at a time, so that the same warp reads and writes a number
+MOVE_WARPS = 1  # the same warp must read and write a number
 PADDING = (-1, -1, -1)
 Move = tuple[int, int, int]
 """Slot, source and target of a row."""
-NUM_ROWS = 32  # per program
+NUM_ROWS = 32
 COPY_WARPS = 4
 
 

@@ -29,7 +29,7 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK, BLOCK_DEPTH, LANES, NU
 from swiftbatch.worker.kernels.layer_specs import NormForm
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
-LEAST_DEPTH = LANES  # of a tensor core's product
+LEAST_DEPTH = LANES  # tensor cores take no smaller product
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class MLAShape:
 
     num_heads: int
     latent: MLASizes
-    num_splits: int  # per prefix
+    num_splits: int
     dtype: torch.dtype
-    num_rows: int = NUM_ROWS  # per forward
+    num_rows: int = NUM_ROWS
 
     @property
     def tile_rows(self) -> int:
@@ -146,7 +146,7 @@ def latent_prefix_split(
     if (start >= end) | (num_rows == 0):
         return
 
-    place = tl.program_id(0) % NUM_TILES * TILE_ROWS + tl.arange(0, TILE_ROWS)  # of a head among those of the rows
+    place = tl.program_id(0) % NUM_TILES * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_real = place < num_rows * NUM_HEADS
     row_head = tl.load(group_ptr + 1) * NUM_HEADS + place
     first, spun = tl.arange(0, HALF), tl.arange(0, SPUN)
@@ -258,8 +258,8 @@ def attend_to_latents(
 # Other kernels of latent attention: norms, rotation, and products per head.
 
 
-TILE_ROWS = 64  # per program; divides the number of rows
-EPSILON = 1e-6  # of the norms of latent vectors, in all models
+TILE_ROWS = 64  # divides the number of rows
+EPSILON = 1e-6  # all models' norms of latent vectors use it
 
 
 @triton.jit

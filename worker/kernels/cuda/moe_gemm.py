@@ -35,7 +35,7 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, Routing
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear, PackedMatrix
 
-SUMMED_COLUMNS = 1024  # per program
+SUMMED_COLUMNS = 1024
 NO_FORM: dict[str, Any] = {"DECODE": None, "PER_BYTE": 1, "NUM_GROUPS": 1, "GROUP": 1, "HAS_OFFSETS": False}
 
 

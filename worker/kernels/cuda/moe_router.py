@@ -13,12 +13,12 @@ from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Routing, Score
 
-ROUTER_COLUMNS = 16  # experts per program
-ROUTER_ROWS = 64  # per program
-ROUTER_DEPTH = 32  # numbers along the depth at a time
-PART_DEPTH = 512  # per program, to have more programs than experts alone would give
-TILE = 16  # rows of an expert per product, the least for tensor cores
-SORTED_MARKS = 1024  # per warp, limited by its registers
+ROUTER_COLUMNS = 16
+ROUTER_ROWS = 64
+ROUTER_DEPTH = 32
+PART_DEPTH = 512  # experts alone would give too few programs
+TILE = 16  # tensor cores take no fewer rows
+SORTED_MARKS = 1024  # a warp's registers hold so many
 MOST_SORTING_WARPS = 8
 SOFTMAX, SIGMOID = tl.constexpr(int(Score.SOFTMAX)), tl.constexpr(int(Score.SIGMOID))
 SOFTMAX_OF_CHOSEN = tl.constexpr(int(Score.SOFTMAX_OF_CHOSEN))

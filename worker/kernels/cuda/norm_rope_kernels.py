@@ -53,7 +53,7 @@ def weighted(scaled, weight, FORM: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def centred(row, is_real, count, FORM: tl.constexpr):
     """Subtract the mean of the real numbers, if the form does."""
-    if FORM >= CENTRED:  # CENTRED or SHIFTED
+    if FORM >= CENTRED:  # SHIFTED is also centred
         row = tl.where(is_real, row - tl.sum(row, 0) / count, 0.0)
     return row
 
@@ -254,7 +254,7 @@ def rope_store(
     angles: Tensor,  # [num_angles, head_dim]: cosines of half a head's dimensions, then sines
     norms: tuple[Tensor, Tensor] | None,  # weights of queries and of keys, [head_dim] or per head
     epsilon: float,
-    rows: Tensor,  # of a row table
+    rows: Tensor,  # from a row table
     query: Tensor,  # [num_rows, num_heads, head_dim]; packed: [num_groups * rows_per_group, num_heads, head_dim]
     keys: Tensor,  # [num_slots, num_kv_heads, capacity, row_width], one layer of the arena
     values: Tensor,  # as keys, with the same strides

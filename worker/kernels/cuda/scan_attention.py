@@ -36,7 +36,7 @@ from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LEAST_VARIANCE = tl.constexpr(1e-4)  # of scores
+LEAST_VARIANCE = tl.constexpr(1e-4)  # limits the variance of scores
 
 
 @triton.jit
@@ -271,7 +271,7 @@ class Scan:
     scratch: ScanScratch
     scale: float
     full: Tensor  # [:, 2, :, num_kv_heads, :, row_width], the layout of all full caches
-    pages: PageTable | None = None  # of full caches; None: their entries are contiguous
+    pages: PageTable | None = None  # None: entries of full caches are contiguous
 
     def choose(self, layer: int, query: Tensor, table: CudaRowTable[Tensor]) -> None:
         """Fill the scratch up to the chosen keys, for queries `[num_rows, num_heads, head_dim]` of the table."""

@@ -16,10 +16,10 @@ from swiftbatch.worker.kernels.scan_coding import CLUSTER_CHUNKS, SCAN_CHUNK
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 
-TILE_ROWS = 16  # rows times query heads of a KV head with one list of keys, the least for tensor cores
-MOST_SAMPLED = 128  # blocks that determine a threshold
+TILE_ROWS = 16  # a tile has one list of keys; tensor cores take no fewer rows
+MOST_SAMPLED = 128  # so many blocks determine a threshold
 SAMPLED_PER_PROGRAM = 8
-CLUSTER_COLUMNS = 32  # of a cluster's matrix, at a time per program
+CLUSTER_COLUMNS = 32  # a program takes so many columns of a cluster's matrix at a time
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TextSizes:
     num_kv_heads: int
     head_dim: int
     most_chunks: int  # at least 1
-    num_best: int  # approximate number of keys that a query reads exactly
+    num_best: int  # a query reads about so many keys exactly
     first: int  # position of the first scanned key
 
     @property

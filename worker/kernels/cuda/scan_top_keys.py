@@ -13,7 +13,7 @@ from swiftbatch.worker.kernels.cuda.kv_kernels import load_rows
 from swiftbatch.worker.kernels.cuda.scan_buffers import group_of, tile_of
 from swiftbatch.worker.kernels.cuda.triton_primitives import byte_at, count_bytes, dot, rounded
 
-NEAR_LEVEL = tl.constexpr(0.56640625)  # of the four levels, in mean distances: 0.566 and 1.89 rounded to bfloat16
+NEAR_LEVEL = tl.constexpr(0.56640625)  # levels in mean distances: 0.566 and 1.89 rounded to bfloat16
 FAR_LEVEL = tl.constexpr(1.890625)
 
 
@@ -104,7 +104,7 @@ def in_order(bits):
 @triton.jit
 def largest_number(numbers, is_counted, place):
     """Return the counted number at a place from 1 on, in falling order."""
-    keys = numbers.to(tl.uint32, bitcast=True) ^ 0x80000000  # in unsigned order
+    keys = numbers.to(tl.uint32, bitcast=True) ^ 0x80000000  # makes the order unsigned
     found = tl.full((), 0, tl.uint32)
     for shift in range(24, -1, -8):
         value, place = byte_at(count_bytes(keys, is_counted, found, shift), place)

@@ -201,7 +201,7 @@ def prefix_split(
 # Attention to the tails of rows, and the merge with prefixes: the second of two launches.
 
 
-MERGE_STAGES = tl.constexpr(4)  # splits loaded ahead, since copies would otherwise be serial
+MERGE_STAGES = tl.constexpr(4)  # splits are loaded ahead, since copies would otherwise be serial
 
 
 @triton.jit
@@ -290,8 +290,8 @@ def tail_merge(
 
 
 SCALE_TO_LOG2 = math.log2(math.e)
-TAIL_TILE_ROWS = 16  # most query heads per KV head, and the least for tensor cores
-WIDEST_FOR_FOUR_WARPS = 128  # widest head whose accumulators fit their registers
+TAIL_TILE_ROWS = 16  # the most query heads per KV head; tensor cores take no fewer rows
+WIDEST_FOR_FOUR_WARPS = 128  # accumulators of wider heads need more registers
 
 
 @dataclass(frozen=True)
@@ -316,9 +316,9 @@ class AttentionShape:
     num_kv_heads: int
     heads_per_kv: int  # 1 to 16
     head_dim: int
-    num_splits: int  # per prefix
+    num_splits: int
     dtype: torch.dtype
-    num_rows: int = NUM_ROWS  # per forward
+    num_rows: int = NUM_ROWS
 
     def __post_init__(self) -> None:
         """Raises ValueError for more query heads than `tail_merge` supports."""
@@ -384,8 +384,8 @@ def attend(
     scratch: Scratch,
     mixed: Tensor,  # as query
     scale: float,
-    view: AttentionView = SEES_ALL,  # with sinks in float32, on the device
-    pages: PageTable | None = None,  # of prefixes; None: each slot's entries are contiguous
+    view: AttentionView = SEES_ALL,  # has sinks in float32, on the device
+    pages: PageTable | None = None,  # None: each slot's entries are contiguous
 ) -> None:
     """Attend with each row's heads to what it sees; padding rows are unchanged, nothing is allocated."""
     num_rows, num_heads, head_dim = query.shape

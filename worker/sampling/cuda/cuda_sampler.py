@@ -34,7 +34,7 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Candidates, Walk
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-NO_SLOT = 0  # slot of sequences without penalties or bias, which is never read
+NO_SLOT = 0  # sequences without penalties or bias share it, and nothing reads it
 
 
 class TokenCounts:
@@ -107,7 +107,7 @@ class CudaBatchSampler:
         self._free = list(range(self._most_slots, NO_SLOT, -1))
         self._graphs = SamplingGraphs(vocab_size, self._layout, device, capture)
         self._table = Upload(self._graphs.table)
-        # by id of sequences, which the counts keep alive
+        # counts keep their sequences, and so the ids, alive
         self._counts = weakref.WeakValueDictionary[int, TokenCounts]()
 
     @property

@@ -18,15 +18,15 @@ REST = tl.constexpr(column_of("rest"))
 LOG_MIN_P = tl.constexpr(column_of("log_min_p"))
 ETA_COLUMN = tl.constexpr(column_of("eta"))
 ROOT_ETA = tl.constexpr(column_of("root_eta"))
-WEIGHT_UNITS = tl.constexpr(2.0**44)  # of a weight e^(score - best); MAX_VOCAB of them stay below 2^63
-MASS_UNITS = tl.constexpr(2.0**60)  # of a probability; 1 plus its rounding error stays below 2^63
-TOP_K, TOP_P, ETA = (tl.constexpr(number) for number in range(3))  # the filters that need more than the best score
-TOKEN_BYTES = tl.constexpr(3)  # of a rank, behind the four of the score
+WEIGHT_UNITS = tl.constexpr(2.0**44)  # sums of MAX_VOCAB weights e^(score - best) stay below 2^63
+MASS_UNITS = tl.constexpr(2.0**60)  # a probability of 1 plus its rounding error stays below 2^63
+TOP_K, TOP_P, ETA = (tl.constexpr(number) for number in range(3))  # these filters need more than the best score
+TOKEN_BYTES = tl.constexpr(3)  # they follow the four bytes of the score
 RANK_BYTES = tl.constexpr(7)
 NO_RANK = tl.constexpr(1 << 56)  # above all ranks
-BELOW = tl.constexpr(RANK_BYTES * 256)  # index of the sum of all tokens that are too unlikely to count
+BELOW = tl.constexpr(RANK_BYTES * 256)  # the sum of tokens that are too unlikely to count is here
 TOTAL, SPREAD, LOWEST = (tl.constexpr(RANK_BYTES * 256 + number) for number in (1, 2, 3))
-NUM_SUMS = tl.constexpr(RANK_BYTES * 256 + 4)  # per row and filter
+NUM_SUMS = tl.constexpr(RANK_BYTES * 256 + 4)
 SEARCH_BLOCK, NUM_WARPS = 4096, 16
 
 
@@ -211,9 +211,10 @@ class RowCuts:
         self._rows, self._scores, self._peaks = rows, scores, peaks
         num_rows, vocab_size = scores.shape
         self._tempered = torch.zeros_like(scores)
-        self.ranks = torch.zeros(num_rows, dtype=torch.int64, device=scores.device)  # lowest kept rank per row
+        # has the lowest rank that each row keeps
+        self.ranks = torch.zeros(num_rows, dtype=torch.int64, device=scores.device)
         self._sums = torch.zeros(3, num_rows, NUM_SUMS.value, dtype=torch.int64, device=scores.device)
-        self._sums_of = list(self._sums)  # by filter
+        self._sums_of = list(self._sums)
         self._width = triton.next_power_of_2(peaks.shape[2])
         self._grid = (num_rows, triton.cdiv(vocab_size, SEARCH_BLOCK))
 

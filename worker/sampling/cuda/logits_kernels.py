@@ -189,7 +189,7 @@ def penalise_blocks(
 # Token counts of each slot's penalty window and output.
 
 
-BLOCK = 64  # tokens per program
+BLOCK = 64
 NUM_WARPS = 1
 
 
@@ -232,7 +232,7 @@ def noise_words(key, position_low, position_high, first, BLOCK: tl.constexpr):
     zeros = tl.zeros_like(quads)
     low, high = zeros + position_low.to(tl.uint32), zeros + position_high.to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(key, quads, low, high, zeros)
-    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # in the order of the tokens
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # follows the tokens
 
 
 @triton.jit

@@ -97,7 +97,7 @@ class Draw:
 # Graphs for rows with filters, and for all others.
 
 
-WORDS_OUT = 2 + 2 * TOP_K  # per row: token, highest logit, candidates and their log-probabilities
+WORDS_OUT = 2 + 2 * TOP_K  # a row has token, highest logit, candidates and their log-probabilities
 
 
 @dataclass(frozen=True)

@@ -23,23 +23,23 @@ from swiftbatch.worker.sampling.token_masks import num_mask_words
 ROW = np.dtype(
     [
         ("noise_key", "<u8"),
-        ("position", "<i8"),  # of the token to draw
+        ("position", "<i8"),  # position of the token to draw
         ("slot", "<i4"),  # -1: a padding row, whose other words are not read
-        ("depth", "<i4"),  # drafted tokens between the committed ones and this row
-        ("window", "<i4"),  # of the repetition penalty, in tokens
+        ("depth", "<i4"),  # counts drafted tokens between the committed ones and this row
+        ("window", "<i4"),
         ("temperature", "<f4"),  # 0: the best token, without noise
         ("penalty", "<f4"),  # 1: off
         *((number.name, "<i4" if number.is_whole else "<f4") for number in NUMBERS),
         ("frequency", "<f4"),  # 0: off
         ("presence", "<f4"),  # 0: off
         ("has_bias", "<i4"),  # 0: the bias is not read
-        ("num_masked", "<i4"),  # forbidden tokens of this row
+        ("num_masked", "<i4"),  # counts the row's forbidden tokens
         ("is_restricted", "<i4"),  # 0: the mask is not read
     ]
 )
-NUM_WORDS = ROW.itemsize // 4  # per row
-NUM_DRAFTED = 64  # most tokens of a row's path
-NUM_MASKED = 512  # most forbidden tokens of a row
+NUM_WORDS = ROW.itemsize // 4
+NUM_DRAFTED = 64  # limits a row's path
+NUM_MASKED = 512  # limits a row's forbidden tokens
 PADDING = -1
 
 
@@ -87,10 +87,7 @@ def needs_slot(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or counts_output(params) or has_bias(params)
 
 
-# Sizes, checks and buffers of launches.
-
-
-BLOCK = 1024  # tokens per program; a multiple of 4, because four tokens share a counter of the noise
+BLOCK = 1024  # a multiple of 4, because four tokens share a counter of the noise
 MAX_VOCAB = 2**19 - 1  # weights of so many tokens, as multiples of 2^-44, have a sum below 2^63
 
 
@@ -152,9 +149,9 @@ class SlotBuffers:
 class SamplingRow:
     """Row of logits behind a path of drafted tokens."""
 
-    sequence: Sequence  # its committed tokens, without the path
-    slot: int  # of its token counts
-    path: list[int]  # drafted tokens, the row's own last
+    sequence: Sequence  # has the committed tokens, without the path
+    slot: int  # has the token counts
+    path: list[int]  # drafted tokens end with the row's own
     allowed: np.ndarray | None = None  # [num_mask_words] uint32; None: all tokens may come
 
     @property
