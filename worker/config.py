@@ -41,8 +41,8 @@ class Computation:
     num_rows: NumRows = 64  # a forward on a GPU has this many
     num_threads: int = 1
     seed: int = 0  # seeds of jobs without one derive from it
-    max_tokens: int | None = None  # limit of jobs without their own; None: all positions behind the prompt
-    logprobs_mode: LogprobsMode = "raw_logprobs"  # the logits behind jobs' log-probabilities
+    max_tokens: int | None = None  # limit of jobs without their own; None: all positions after the prompt
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # jobs' log-probabilities are of these logits
     loop_guard: LoopAction | None = None  # action for jobs without their own; None: no check
     thinking_end: ThinkingEnd | None = None  # action for jobs without their own; None: a text may end within a thought
     thinking_markers: ThinkingMarkers = None  # texts around a thought; None: the model's own, if known

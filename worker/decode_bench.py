@@ -92,7 +92,7 @@ class BenchOptions(Frozen):
 
 
 class DecodeBenchOptions(BenchOptions):
-    """Requested measurement: `num_tokens` behind each of `positions` (tokens in the cache)."""
+    """Requested measurement: `num_tokens` after each of `positions` (tokens in the cache)."""
 
     draft_model: Path | None = None
     engines: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Draft trees under constraints, without impossible nodes, and with the allowed tokens behind each row."""
+"""Draft trees under constraints, without impossible nodes, and with the allowed tokens after each row."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NOTHING_LEFT = "no_token_left"  # error code of a job without allowed tokens
 
 @dataclass(frozen=True)
 class RowMasks:
-    """Allowed tokens behind a tree's rows (root first)."""
+    """Allowed tokens after a tree's rows (root first)."""
 
     words: np.ndarray  # [num_rows, num_mask_words] uint32
-    dead: dict[int, str] = field(default_factory=dict)  # rows behind which nothing is allowed, and why
+    dead: dict[int, str] = field(default_factory=dict)  # rows after which nothing is allowed, and why
 
 
 class ConstrainedTree(NamedTuple):
@@ -51,7 +51,7 @@ class ConstrainedTree(NamedTuple):
 
 @dataclass(frozen=True)
 class Looked:
-    """Tree under inspection: its own nodes, guessed ones, and the masks behind them."""
+    """Tree under inspection: its own nodes, guessed ones, and the masks after them."""
 
     tree: DraftTree
     children: dict[int, dict[int, int]]

@@ -274,13 +274,13 @@ class Grammar:
         return self._first.deep_copy()
 
     def rebuilt(self, token_ids: list[int]) -> Any:
-        """Return an independent `LLMatcher` behind some tokens."""
+        """Return an independent `LLMatcher` after some tokens."""
         matcher = self._built(self._definition)
         matcher.consume_tokens(token_ids)
         return matcher
 
     def mask(self, matcher: Any, token_ids: list[int]) -> np.ndarray:
-        """Return the tokens allowed behind `token_ids`, at the matcher's state.
+        """Return the tokens allowed after `token_ids`, at the matcher's state.
 
         If a special token's name is the only allowed text, the library forces that token, which has no text; then
         tokens that spell the name are allowed instead.
@@ -331,7 +331,7 @@ class Grammar:
 
 
 class GrammarConstraint:
-    """Grammar behind some tokens; nothing is restricted behind an end-of-text token."""
+    """Grammar after some tokens; nothing is restricted after an end-of-text token."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar

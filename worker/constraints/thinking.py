@@ -30,7 +30,7 @@ class Markers:
     texts: tuple[str, str] = ("", "")
 
     def last_in(self, text: str, num_before: int = 0) -> Literal["start", "end"] | None:
-        """Return the last marker in a text that ends behind its first `num_before` characters."""
+        """Return the last marker in a text that ends after its first `num_before` characters."""
         ends = []
         for marker in self.texts:
             place = text.rfind(marker, max(0, num_before - len(marker) + 1))
@@ -63,7 +63,7 @@ class Thought:
 
     def __init__(self, thinking: Thinking) -> None:
         self._thinking = thinking
-        self._matched: list[int] = []  # behind each token, how many tokens of the next marker match
+        self._matched: list[int] = []  # after each token, how many tokens of the next marker match
         self.opened_at: int | None = 0 if thinking.is_open else None  # output tokens before the thought
         self.closed_at: int | None = None  # output tokens up to the end of the closing marker
 
@@ -139,7 +139,7 @@ def _fallbacks(marker: tuple[int, ...]) -> list[int]:
 
 
 def _matched_behind(marker: tuple[int, ...], table: list[int], matched: int, token_id: int) -> int:
-    """Return how many tokens of a marker match behind one more token."""
+    """Return how many tokens of a marker match after one more token."""
     while matched and marker[matched] != token_id:
         matched = table[matched - 1]
     return matched + (marker[matched] == token_id)
@@ -180,7 +180,7 @@ class ThinkingRule:
 
 
 class ThinkingConstraint:
-    """Budget, and a rule of the text, behind some output tokens."""
+    """Budget, and a rule of the text, after some output tokens."""
 
     def __init__(self, rule: ThinkingRule, sequence: Sequence) -> None:
         self._markers, self._budget = rule.thinking.markers, rule.budget

@@ -15,7 +15,7 @@ from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
 NUM_SEQUENCES = 3  # contexts per forward with the fewest rows
 CONTEXT_GROWTH = 40  # a context grows by at most so many tokens between two trees
-CONTEXT_LIMIT = 1500  # a context starts again behind so many tokens
+CONTEXT_LIMIT = 1500  # a context starts again after so many tokens
 MOST_NODES = 23
 NUM_CACHES = 2 * NUM_SEQUENCES
 MAX_LENGTH = CONTEXT_LIMIT + 2 * TILE_ROWS

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Newest token of a chain (row 0) and a tree below it, behind a partial cache."""
+    """Newest token of a chain (row 0) and a tree below it, after a partial cache."""
 
     cache: SparseCache
     token_ids: list[int]  # [num_rows]
@@ -153,13 +153,13 @@ class Forwards(Protocol):
         """Commit some first of these known tokens to a cache; return final hidden states `[num_read, hidden]`."""
 
     def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run rows behind partial caches as `run` does; results approximate those of `run`."""
+        """Run rows after partial caches as `run` does; results approximate those of `run`."""
 
     def room_for(self, new_cache: SparseCacheFactory, budget: int) -> NewEntries:
         """Return the allocator of a drafter's partial caches."""
 
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
-        """Return rotated queries of a token behind a cache, `[num_layers, num_kv_heads, group, head_dim]`.
+        """Return rotated queries of a token after a cache, `[num_layers, num_kv_heads, group, head_dim]`.
 
         It overwrites the next entry. The queries may be valid only until the next call.
         """

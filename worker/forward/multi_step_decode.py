@@ -43,7 +43,7 @@ class DecodedChain:
     """Tokens of one sequence's chain."""
 
     token_ids: list[int]
-    has_failed: bool  # True: nothing can be drawn behind the tokens
+    has_failed: bool  # True: nothing can be drawn after the tokens
 
 
 def draw_chains(
@@ -56,7 +56,7 @@ def draw_chains(
 ) -> list[DecodedChain]:
     """Draw 1 to `MOST_ROUNDS` tokens per sequence, one forward per round.
 
-    `groups` have one row each, with tail entries for drawn ones up to the block's end. Tokens are written behind the
+    `groups` have one row each, with tail entries for drawn ones up to the block's end. Tokens are written after the
     sequences' own, which the caller extends. All chains end when one cannot draw, or draws one of its `ends`. Raises
     ValueError.
     """

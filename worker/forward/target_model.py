@@ -223,7 +223,7 @@ def _what_runs(device: torch.device) -> str:
 
 
 def check_model(target: TargetModel) -> None:
-    """Raise ModelError if logits behind some single tokens are not finite, or all equal."""
+    """Raise ModelError if logits after some single tokens are not finite, or all equal."""
     step = max(1, target.vocab_size // NUM_PROBED_TOKENS)
     token_ids = range(0, target.vocab_size, step)
     cache = target.new_cache(1)  # like jobs' caches, since a GPU's rows lie in its arena's slots

@@ -89,7 +89,7 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
     """Return entries `[num_rows, BLOCK]` from each `start` to each row of a tree, and how many are real.
 
     A tree's root is entry `root`, and its nodes follow. A row sees its ancestors; other places repeat `start`. Compiled
-    kernels raise ValueError for parents behind their nodes, or too long paths.
+    kernels raise ValueError for parents after their nodes, or too long paths.
     """
     if (library := chosen_library()) is None:
         return tails_in_python(starts, roots, trees)
@@ -141,7 +141,7 @@ def chain_rows(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
 
 
 def known_rows(cache: FullKVCache, token_ids: list[int]) -> list[SequenceRows]:
-    """Return rows of known tokens behind a cache, one group per block of positions."""
+    """Return rows of known tokens after a cache, one group per block of positions."""
     groups, start, end = [], cache.length, cache.length + len(token_ids)
     while start < end:
         boundary = start // BLOCK * BLOCK

@@ -166,7 +166,7 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
 
 
 class SparseAttention:
-    """`RowGroup` behind a partial cache."""
+    """`RowGroup` after a partial cache."""
 
     def __init__(self, rows: SparseRows) -> None:
         self._rows = rows

@@ -57,7 +57,7 @@ class StateWalk:
     def __init__(
         self, layer: RecurrentLayer, paths: list[list[int]], root: int, first: int, team: Team | None = None
     ) -> None:
-        """`root` is the step behind the committed ones, `first` the first row's."""
+        """`root` is the step after the committed ones, `first` the first row's."""
         self._layer, self._paths, self._root, self._first, self._team = layer, paths, root, first, team
 
     def take(self, steps: Steps) -> Tensor:
@@ -371,7 +371,7 @@ def _run_group(
 
 
 def paths_of(rows: SequenceRows, boundary: int) -> list[list[int]]:
-    """Return the steps of each row's path behind a cache's boundary, its own last."""
+    """Return the steps of each row's path after a cache's boundary, its own last."""
     before = list(range(rows.boundary - boundary))
     return [
         before + (rows.tail_entries[row, :length] - boundary).tolist() for row, length in enumerate(rows.tail_lengths)

@@ -240,7 +240,7 @@ class StepLayout:
 
     @classmethod
     def of(cls, sizes: HeadSizes, item_size: int, num_rows: int) -> StepLayout:
-        """Return a layout for two blocks behind a boundary, `num_rows` rows, and inputs before all."""
+        """Return a layout for two blocks after a boundary, `num_rows` rows, and inputs before all."""
         num_keys, num_updates = sizes.num_key_heads * sizes.key_dim, sizes.num_heads * sizes.value_dim
         ring = 2 * BLOCK + num_rows + sizes.conv_width - 1
         return cls(num_keys, num_updates, sizes.num_heads, sizes.num_channels, item_size, ring)

@@ -94,7 +94,7 @@ class SequenceTable:
 
     @classmethod
     def of(cls, groups: Sequence[Rows], conv_width: int) -> SequenceTable:
-        """Lay out rows behind their caches; groups of one cache must be consecutive. Raises ValueError."""
+        """Lay out rows after their caches; groups of one cache must be consecutive. Raises ValueError."""
         parts = [(cache, list(some)) for cache, some in itertools.groupby(groups, lambda group: group.cache)]
         table, held = (CSequenceSteps * len(parts))(), []
         for entry, (cache, some) in zip(table, parts, strict=True):

@@ -83,7 +83,7 @@ def native_steps(team: Team, steps: Steps, states: Sequence[Tensor], parents: Se
 
 
 def native_fold(team: Team, state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> Tensor:
-    """Return a state `[num_heads, key_dim, value_dim]` behind steps, in new memory. Raises ValueError."""
+    """Return a state `[num_heads, key_dim, value_dim]` after steps, in new memory. Raises ValueError."""
     num_rows, num_key_heads, key_dim = keys.shape
     num_heads, value_dim = updates.shape[1:]
     if not are_known_states(num_heads, value_dim) or num_heads % num_key_heads:
@@ -122,7 +122,7 @@ class StepBuffers:
         self._team.library.rows_keep(self._places.ctypes.data, len(self._places), first, c_chosen, len(chosen))
 
     def fold(self, states: Sequence[Tensor], targets: Sequence[Tensor], start: int, end: int) -> None:
-        """Write each layer's state behind consecutive steps to its target, which may be the state itself."""
+        """Write each layer's state after consecutive steps to its target, which may be the state itself."""
         count = len(states)
         calls, c_states, c_targets = (CRecurrence * count)(), (POINTER * count)(), (POINTER * count)()
         for number, (call, (_, keys, updates, decays)) in enumerate(zip(calls, self._layers, strict=True)):

@@ -34,7 +34,7 @@ class RowCache(Protocol):
 
 
 class Rows(Protocol):
-    """Consecutive rows of one sequence behind a cache."""
+    """Consecutive rows of one sequence after a cache."""
 
     @property
     def cache(self) -> RowCache:

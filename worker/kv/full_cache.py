@@ -1,4 +1,4 @@
-"""Key-value cache of one sequence: all committed positions, and room behind them for one draft tree."""
+"""Key-value cache of one sequence: all committed positions, and room after them for one draft tree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CacheSource(Protocol):
         """Return keys and values of positions `[start, end)`, as `FullKVCache.kv` does."""
 
     def states_at(self, end: int) -> LayerStates | None:
-        """Return the recurrent states behind the first `end` positions."""
+        """Return the recurrent states after the first `end` positions."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class LayerStore:
 class FullKVCache:
     """Keys, values and states of a sequence; entry = absolute position.
 
-    The first `length` entries are committed. A step writes the root and the draft tree's nodes behind them; `commit`
+    The first `length` entries are committed. A step writes the root and the draft tree's nodes after them; `commit`
     moves the accepted path next to the root.
     """
 
@@ -179,7 +179,7 @@ class FullKVCache:
         return kv.reshape(len(kv) * kv.shape[1], *kv.shape[2:])
 
     def load(self, kv: NDArray[Any]) -> None:
-        """Commit positions behind `length` from a result of `kv`. Raises ValueError for another shape or dtype."""
+        """Commit positions after `length` from a result of `kv`. Raises ValueError for another shape or dtype."""
         shape, bits, most = self.shape, bits_of(self.rows.buffer), self.rows.capacity - MAX_TREE_NODES
         num_rows, expected = shape.num_layers * self._rows_per_layer, np.dtype(NUMPY_DTYPES[bits.dtype])
         end = self.length + kv.shape[1]
@@ -208,7 +208,7 @@ class FullKVCache:
         return self.states_at(self.boundary) if self.boundary else None
 
     def states_at(self, end: int) -> LayerStates | None:
-        """Return the recurrent states behind `end`, a result of `copyable_end`; None without any."""
+        """Return the recurrent states after `end`, a result of `copyable_end`; None without any."""
         return None if self.layer_states is None else self.layer_states.at(end)
 
     def set_states(self, states: LayerStates) -> None:
@@ -279,7 +279,7 @@ class FullKVCache:
         self.num_copied = end
 
     def prefix(self, length: int) -> FullKVCache:
-        """Return a view of the first `length` committed positions, to run rows behind them again.
+        """Return a view of the first `length` committed positions, to run rows after them again.
 
         Raises ValueError if these rows see forgotten positions.
         """

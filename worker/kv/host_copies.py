@@ -26,14 +26,14 @@ class CopyComputation(Protocol):
     """Computing stream, as `torch.cuda.Stream`. No graph may be captured on it meanwhile."""
 
     def record_event(self) -> Any:
-        """Return an event behind all work queued so far."""
+        """Return an event after all work queued so far."""
 
     def wait_event(self, event: Any) -> None:
         """Let all later work wait for the event."""
 
 
 class CopyLane(Protocol):
-    """Stream of copies; wait for an event behind a copy before using its result."""
+    """Stream of copies; wait for an event after a copy before using its result."""
 
     def buffers(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two buffers `[num_bytes] uint8`: pinned on the host, and on the device."""
@@ -45,7 +45,7 @@ class CopyLane(Protocol):
         """Queue a copy."""
 
     def mark(self) -> CopyEvent:
-        """Return an event behind all copies queued so far."""
+        """Return an event after all copies queued so far."""
 
 
 class CudaLane:

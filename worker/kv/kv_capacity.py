@@ -15,8 +15,8 @@ from swiftbatch.worker.model.decoder_config import kernel_windows, latent_sizes
 from swiftbatch.worker.model.layer_types import RecurrentShape, num_attending_layers, recurrent_shape
 
 GB = 1e9
-MAX_TREE_NODES = 127  # a full cache has room for one behind its positions
-# a recurrent layer has so many steps behind a boundary: two blocks, a root and a tree
+MAX_TREE_NODES = 127  # a full cache has room for one after its positions
+# a recurrent layer has so many steps after a boundary: two blocks, a root and a tree
 NUM_STEPS = 2 * BLOCK + MAX_TREE_NODES + 1
 FIRST_STEPS = 2 * BLOCK + 32  # a CPU's sequence has room for these at first
 FORGETS_EVERY = 256  # layers with a window forget so many positions at a time
@@ -97,7 +97,7 @@ def held_of(config: dict[str, Any]) -> HeldPositions | None:
 PAGE = 64  # positions per page of a CPU, whose real memory pages are smaller
 GPU_PAGE = 256  # positions per page of a GPU: half a page per job is unused, and a block needs one look-up
 HORIZON = 2048  # a starting job has room for so many tokens; evicting it costs far less
-ROOM_BEHIND = MAX_TREE_NODES + 1  # a step may write so many positions behind the committed ones
+ROOM_BEHIND = MAX_TREE_NODES + 1  # a step may write so many positions after the committed ones
 
 
 class Growth(NamedTuple):

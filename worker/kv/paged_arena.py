@@ -209,7 +209,7 @@ class PagedRows(SlotRows):
             self._append(self._slots.pool.take(num_missing))
 
     def cut(self, length: int) -> int:
-        """Give back the pages behind `length`, and copy the last page if it is shared.
+        """Give back the pages after `length`, and copy the last page if it is shared.
 
         If no page is free for the copy, forget the last page's positions as well.
         """

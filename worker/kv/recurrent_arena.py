@@ -1,4 +1,4 @@
-"""Recurrent states in the slots of a GPU worker: at the last two boundaries, with the steps behind them.
+"""Recurrent states in the slots of a GPU worker: at the last two boundaries, with the steps after them.
 
 So a failed draft needs no undo, and the last block can be rolled back.
 """
@@ -28,7 +28,7 @@ class StateSlots:
 
     def __init__(self, shape: CacheShape, sizes: RecurrentShape, num_slots: int) -> None:
         self.states = StateBuffers.empty(sizes, sizes.num_layers, num_slots, shape.dtype, MOST_READ, shape.device)
-        self.num_before = sizes.conv_width - 1  # convolutions behind a boundary read so many earlier inputs
+        self.num_before = sizes.conv_width - 1  # convolutions after a boundary read so many earlier inputs
         self._moves = torch.tensor([PADDING] * MAX_TREE_NODES, dtype=torch.int32, device=shape.device)
         self._upload = Upload(self._moves.view(-1))
 
@@ -48,7 +48,7 @@ class StateSlots:
 
 
 class SlotStates(StateStore[LayerStates]):
-    """States of a slot at its last two boundaries, and the steps behind them."""
+    """States of a slot at its last two boundaries, and the steps after them."""
 
     def __init__(self, slots: StateSlots, rows: CacheRows) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class SlotStates(StateStore[LayerStates]):
         self._due: list[int] = []  # the next forward has the states of these boundaries
 
     def fold_to(self, boundary: int) -> None:
-        """Note a forward with rows behind `boundary`, which stores the state at it."""
+        """Note a forward with rows after `boundary`, which stores the state at it."""
         if boundary > self.boundary:
             passed = range(self.boundary + BLOCK, boundary + 1, BLOCK)
             self._due += [each for each in passed if self._kept.wants(each)]

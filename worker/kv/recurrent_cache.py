@@ -28,9 +28,9 @@ class LayerState:
 
 
 class RecurrentLayer:
-    """One layer's state, and its steps behind the boundary.
+    """One layer's state, and its steps after the boundary.
 
-    `state [num_heads, key_dim, value_dim] float32` is behind the committed positions, `base` at the boundary. A step
+    `state [num_heads, key_dim, value_dim] float32` is after the committed positions, `base` at the boundary. A step
     makes it `decay * state + key (x) update`.
     """
 
@@ -53,7 +53,7 @@ class RecurrentLayer:
             setattr(self, name, torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])]))
 
     def steps(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the steps behind the boundary, as `StepBuffers` takes them."""
+        """Return the steps after the boundary, as `StepBuffers` takes them."""
         return self.inputs[self._num_before :], self.keys, self.updates, self.decays
 
     def addresses(self) -> tuple[int, int, int, int, int]:
@@ -79,7 +79,7 @@ class RecurrentLayer:
         return keys.repeat_interleave(self._group, dim=0)
 
     def folded(self, state: Tensor, steps: list[int]) -> Tensor:
-        """Return a state behind `steps`, in new memory unless there are none."""
+        """Return a state after `steps`, in new memory unless there are none."""
         if steps and self._team is not None:
             return native_fold(self._team, state, self.keys[steps], self.updates[steps], self.decays[steps])
         for step in steps:
@@ -98,7 +98,7 @@ class RecurrentLayer:
             rows[: len(rows) - num_steps] = rows[num_steps:].clone()
 
     def at(self, num_steps: int) -> LayerState:
-        """Return the layer's state `num_steps` behind the boundary."""
+        """Return the layer's state `num_steps` after the boundary."""
         inputs = self.inputs[num_steps : num_steps + self._num_before].clone()
         return LayerState(self.folded(self.base, list(range(num_steps))), inputs)
 
@@ -206,7 +206,7 @@ class StateStore(ABC, Generic[Kept]):
 
     @abstractmethod
     def cut(self, length: int) -> int:
-        """Forget all behind `length` positions; return how many are left."""
+        """Forget all after `length` positions; return how many are left."""
 
     @abstractmethod
     def copyable_end(self, limit: int, length: int) -> int:
@@ -214,7 +214,7 @@ class StateStore(ABC, Generic[Kept]):
 
     @abstractmethod
     def at(self, end: int) -> LayerStates:
-        """Return the stored states behind the first `end` positions, or those of a boundary."""
+        """Return the stored states after the first `end` positions, or those of a boundary."""
 
     @abstractmethod
     def load(self, states: LayerStates, length: int) -> None:
@@ -258,7 +258,7 @@ class RecurrentStates(StateStore[list[LayerState]]):
         return StepBuffers(team, [layer.steps() for layer in self.layers]) if team and has_known else None
 
     def reserve(self, num_steps: int) -> None:
-        """Have room for `num_steps` steps behind the boundary. Raises ValueError for more than `NUM_STEPS`."""
+        """Have room for `num_steps` steps after the boundary. Raises ValueError for more than `NUM_STEPS`."""
         if num_steps > NUM_STEPS:
             raise ValueError(f"found {num_steps} steps behind a boundary, expected {NUM_STEPS} at most")
         if num_steps <= self.num_steps:

@@ -30,7 +30,7 @@ Layers = Items[tuple[Tensor, Tensor]]
 
 
 class ScanKVCache(SparseCache):
-    """Pinned positions and those behind the last whole chunk; the chunks between them are scanned."""
+    """Pinned positions and those after the last whole chunk; the chunks between them are scanned."""
 
     def __init__(
         self, shape: CacheShape, budget: int, sequence: Sequence, new_entries: NewEntries = Entries, /

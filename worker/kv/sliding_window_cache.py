@@ -54,7 +54,7 @@ class Window:
         self.forget(length, rows)
 
     def forget(self, length: int, rows: CacheRows) -> None:
-        """Free positions that no row behind `length` sees, many at a time."""
+        """Free positions that no row after `length` sees, many at a time."""
         end = length - self._distance - NUM_ASKED - self._size
         end = end if self._first_asked is None else min(end, self._first_asked)
         end -= end % (self._page or BLOCK)
@@ -72,7 +72,7 @@ class Window:
         return end
 
     def has_all_behind(self, length: int) -> bool:
-        """Return whether rows behind the first `length` positions see no forgotten ones."""
+        """Return whether rows after the first `length` positions see no forgotten ones."""
         return not self.lost or length <= self.lost.start or length - self._size >= self.lost.stop
 
     def refuse_lost(self, start: int, end: int) -> None:

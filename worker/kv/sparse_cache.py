@@ -27,7 +27,7 @@ class Keys(Protocol):
 
     @property
     def end(self) -> int:
-        """Return the position behind the scanned ones."""
+        """Return the position after the scanned ones."""
 
     def extend(self, length: int) -> None:
         """Code all whole chunks before position `length`, which are in the cache."""
@@ -265,7 +265,7 @@ def _num_entries(budget: int, max_length: int) -> int:
 
 
 class ChunkMeans:
-    """Means of the chunks behind the pinned positions, always on the device."""
+    """Means of the chunks after the pinned positions, always on the device."""
 
     def __init__(self, entries: Entries, max_length: int, chunk_size: int, part: Literal["keys", "values"]) -> None:
         self._entries, self._part = entries, PARTS[part]

@@ -70,7 +70,7 @@ UNLIKELY = -1e4  # a very low log-probability
 
 
 Masks = Many[np.ndarray | None]
-"""Per tree, the allowed tokens behind each row, `[1 + num_nodes, num_mask_words] uint32`; None: all."""
+"""Per tree, the allowed tokens after each row, `[1 + num_nodes, num_mask_words] uint32`; None: all."""
 
 NO_MASKS: Masks = ()
 

@@ -120,12 +120,12 @@ def ending_tokens(sequence: Sequence) -> tuple[int, ...]:
 
 
 def long_words(sequence: Sequence) -> list[tuple[int, ...]]:
-    """Return bad words of several tokens, whose last one is masked behind the others."""
+    """Return bad words of several tokens, whose last one is masked after the others."""
     return [word for word in sequence.bad_word_ids if len(word) > 1]
 
 
 def masked_tokens(sequence: Sequence, num_output: int, recent: list[int]) -> tuple[int, ...]:
-    """Return the tokens masked behind `num_output` output tokens, the last of which are `recent`."""
+    """Return the tokens masked after `num_output` output tokens, the last of which are `recent`."""
     masked = ending_tokens(sequence) if num_output < sequence.sampling.min_tokens else ()
     if not sequence.bad_word_ids:
         return masked
@@ -139,7 +139,7 @@ def num_recent_tokens(sequence: Sequence) -> int:
 
 
 def masked_behind(sequence: Sequence, drafted: list[int] | None = None) -> tuple[int, ...]:
-    """Return the tokens masked behind a sequence and drafted tokens."""
+    """Return the tokens masked after a sequence and drafted tokens."""
     if not (sequence.bad_word_ids or sequence.sampling.min_tokens):
         return ()  # the usual case, called for every row
     drafted = drafted or []

@@ -15,7 +15,7 @@ class ConstraintError(ValueError):
 
 
 class Constraint(Protocol):
-    """Rule behind some output tokens, on which alone it depends."""
+    """Rule after some output tokens, on which alone it depends."""
 
     def mask(self) -> np.ndarray | None:
         """Return the allowed tokens as `num_mask_words` uint32 words, lowest bit first; None: all.

@@ -63,11 +63,11 @@ class Walk(NamedTuple):
 
     path: list[int]  # accepted nodes, from the root
     drawn: list[int]  # tokens of the path, then the bonus token
-    failed_row: int | None = None  # nothing can be drawn from this row behind `drawn`
+    failed_row: int | None = None  # nothing can be drawn from this row after `drawn`
     candidates: Candidates | None = None  # None if not requested
 
     def until(self, num_tokens: int) -> Walk:
-        """Return the first tokens, if the sequence ends behind them."""
+        """Return the first tokens, if the sequence ends after them."""
         return Walk(self.path[:num_tokens], self.drawn[:num_tokens], candidates=self.candidates)
 
 

@@ -115,7 +115,7 @@ class Checkpointing:
             job.cache.retain(self._writer.num_written_positions(job.job_id, len(job.sequence)))
 
     def _num_new_positions(self, job: RunningJob) -> int:
-        """Return the positions behind the last state, without copied ones."""
+        """Return the positions after the last state, without copied ones."""
         return job.cache.length - max(self._writer.num_state_positions(job.job_id), job.cache.num_copied)
 
     def _put_tokens(self, job: RunningJob, is_released: bool = False) -> None:

@@ -229,7 +229,7 @@ def _beside_thoughts(text: str, begin: str, end: str) -> list[str]:
 
 
 def _end(prompt: str, texts: Iterable[str], start: int) -> int | None:
-    """Return the place behind consecutive texts in a prompt, searched from `start`."""
+    """Return the place after consecutive texts in a prompt, searched from `start`."""
     for text in (SWITCHES.sub("", text).strip() for text in texts):
         written = (json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])
         forms = (text, *written, html.escape(text), str(markupsafe.escape(text)))

@@ -12,7 +12,7 @@ BROKEN_CHARACTER = "\ufffd"  # stands for an incomplete character
 
 
 class StopSearch(Protocol):
-    """Search for stop strings behind output tokens."""
+    """Search for stop strings after output tokens."""
 
     def push(self, token_id: int) -> bool:
         """Add a token; return whether it completes a stop string."""
@@ -45,7 +45,7 @@ class OutputText(Protocol):
     def search(
         self, stop: tuple[str, ...], min_tokens: int, token_ids: Sequence[int], num_skipped: int = 0
     ) -> StopSearch:
-        """Return a search behind these tokens for strings that end behind the text of the first `min_tokens`."""
+        """Return a search after these tokens for strings that end after the text of the first `min_tokens`."""
 
 
 class ByteText:

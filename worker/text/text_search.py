@@ -11,7 +11,7 @@ from swiftbatch.worker.text.token_bytes import ByteStream
 def first_stop(text: str, stop: tuple[str, ...], num_before: int = 0, first: int = 0) -> tuple[int, int] | None:
     """Return start and end of the first stop string that starts at `first` or later.
 
-    It ends behind the first `num_before` characters.
+    It ends after the first `num_before` characters.
     """
     found = [(text.find(each, max(first, num_before - len(each) + 1)), each) for each in stop]
     return min(((start, start + len(each)) for start, each in found if start >= 0), default=None)
@@ -44,7 +44,7 @@ class StreamSearch:
 
 
 class PrefixSearch:
-    """Search in the whole text behind each token, for texts that any token may change."""
+    """Search in the whole text after each token, for texts that any token may change."""
 
     def __init__(
         self,

@@ -169,7 +169,7 @@ class FeatureWindowSource:
 def windows_in_use(text: TextFeatures, device: torch.device) -> Iterator[tuple[Windows, int]]:
     """Yield windows and their first new row; together they have all rows of a text."""
     num_tokens = len(text.token_ids)
-    ends = [*range(2 * WINDOW - 1, num_tokens, WINDOW), num_tokens]  # the window restarts behind these rows
+    ends = [*range(2 * WINDOW - 1, num_tokens, WINDOW), num_tokens]  # the window restarts after these rows
     for first, end in pairwise([0, *ends]):
         start = window_start(first + 1)
         positions = np.concatenate([np.arange(min(NUM_SINKS, end)), np.arange(start, end)])

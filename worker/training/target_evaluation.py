@@ -148,7 +148,7 @@ def _continued(
 
 
 def logits_of_last(target: TargetModel, token_ids: list[int], num_rows: int) -> torch.Tensor:
-    """Return logits `[num_rows, vocab] float32` behind the last rows of a text."""
+    """Return logits `[num_rows, vocab] float32` after the last rows of a text."""
     cache = target.new_cache(len(token_ids))
     rows: list[torch.Tensor] = []
     while cache.length < len(token_ids):

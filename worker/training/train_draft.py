@@ -181,7 +181,7 @@ def distil(draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor) 
 
 
 def target_distributions(target: TargetModel, windows: torch.Tensor) -> torch.Tensor:
-    """Return distributions behind each token of `windows [num_windows, length]`: `[..., vocab] float32`."""
+    """Return distributions after each token of `windows [num_windows, length]`: `[..., vocab] float32`."""
     hidden = target.model.model(input_ids=windows, use_cache=False).last_hidden_state
     return target.logits(hidden).softmax(dim=-1)
 

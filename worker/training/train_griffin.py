@@ -183,7 +183,7 @@ class GriffinAccuracyRecord:
     step: int
     texts: str
     num_rows: int  # counts rows with drafts of all forwards
-    same: dict[str, list[float]]  # rows where draft model and target draw the same token behind the text
+    same: dict[str, list[float]]  # rows where draft model and target draw the same token after the text
     # rows where they differ, among those whose earlier forwards all agreed (figure 1c)
     misaligned: dict[str, list[float]]
 

@@ -152,7 +152,7 @@ def chunk_rows(rows: torch.Tensor, vocab_size: int) -> Iterator[torch.Tensor]:
 def head_accuracy(target: TargetModel, weight: torch.Tensor, states: TextStates) -> list[list[float]]:
     """Return each head's share of rows with the token among the first 1, 2, 3 candidates: `[num_heads][WIDTH]`.
 
-    Head i (from 0) predicts the token i + 2 places behind its row.
+    Head i (from 0) predicts the token i + 2 places after its row.
     """
     weight = weight.to(target.device, target.dtype)
     num_right = torch.zeros(len(weight), WIDTH)

@@ -89,7 +89,7 @@ NUM_AT_A_TIME = 32  # a forward has so many rows on a CPU, twice as many on a GP
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids, and the first row to learn from, behind a prompt."""
+    """Token ids, and the first row to learn from, after a prompt."""
 
     token_ids: list[int]
     first_row: int = 0
@@ -122,7 +122,7 @@ def training_states(target: TargetModel, data: Path, recipe: HeadRecipe) -> Text
 def held_out_texts(
     target: TargetModel, data: Path, recipe: HeadRecipe, report: Callable[[str], None]
 ) -> dict[str, list[Text]]:
-    """Return test books, and the target's texts behind their starts, by name; empty without test books."""
+    """Return test books, and the target's texts after their starts, by name; empty without test books."""
     if not any(data.rglob("*test*.jsonl")):
         report(f"{data}: no *test*.jsonl; the accuracy is not measured")
         return {}
@@ -151,7 +151,7 @@ def book_texts(data: Path, pattern: str, files: ModelFiles, num_tokens: int, num
 
 
 def own_texts(target: TargetModel, prompts: list[list[int]], sampling: SamplingParams) -> list[Text]:
-    """Sample `sampling.max_tokens` tokens behind each prompt; an end token does not stop them."""
+    """Sample `sampling.max_tokens` tokens after each prompt; an end token does not stop them."""
     said = sampled_texts(target.files, target.device.type, prompts, sampling)
     return [Text(token_ids, len(prompt) - 1) for prompt, token_ids in zip(prompts, said, strict=True)]
 
@@ -170,7 +170,7 @@ def text_states(target: TargetModel, texts: list[Text], num_heads: int) -> TextS
 
 
 def learned_texts(target: TargetModel, books: list[Text], recipe: HeadRecipe) -> list[Text]:
-    """Sample own texts behind random stretches of books, equally for each way of sampling."""
+    """Sample own texts after random stretches of books, equally for each way of sampling."""
     stretches = _stretches(books, recipe.num_prompt_tokens, first_ids_of(target.files))
     drawn = np.random.default_rng(recipe.seed).integers(len(stretches), size=recipe.num_own_texts)
     texts: list[Text] = []

@@ -25,7 +25,7 @@ SHORTER = 37  # each slot's cache is this much shorter than the one before
 
 
 def check_attention(parts: Parts) -> Finding:
-    """Compare trees behind prefixes of all lengths, over one and several slots, with each row alone."""
+    """Compare trees after prefixes of all lengths, over one and several slots, with each row alone."""
     lengths = attended_lengths(parts)
     layer = OneLayer(parts, max(parts.extent.slot_counts), lengths[-1])
     rng = random.Random(0)

@@ -309,7 +309,7 @@ class OffloadedForwards(CudaForwards):
 
 
 def visits_of(groups: list[SequenceRows]) -> list[Visit]:
-    """Return one visit per slot; views of one cache may have rows behind different positions."""
+    """Return one visit per slot; views of one cache may have rows after different positions."""
     by_slot = defaultdict[int, list[Visit]](list)
     for group in groups:
         end, rows = group.first_entry + len(group), cast("RingRows", group.cache.rows)

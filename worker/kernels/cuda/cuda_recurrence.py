@@ -80,7 +80,7 @@ def move_steps(states: StateBuffers, moves: Tensor) -> None:
     )  # fmt: skip
 
 
-# Table of rows for recurrent layers, in an int32 buffer behind the row table.
+# Table of rows for recurrent layers, in an int32 buffer after the row table.
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class StateLayout:
 
     num_slots: int
     ring: int  # a slot has room for the steps of so many positions
-    num_before: int  # rows behind a boundary read so many earlier inputs
+    num_before: int  # rows after a boundary read so many earlier inputs
     num_rows: int
 
     @property

@@ -228,7 +228,7 @@ class TableLayout:
         for column, numbers in enumerate((slots, first_rows, num_rows, boundaries)):
             table.groups[: len(owner), column] = numbers
         table.prefixes[:, : len(owner)] = slots, boundaries
-        # full groups are contiguous, so a row's place is its number in the sequence, behind earlier groups
+        # full groups are contiguous, so a row's place is its number in the sequence, after earlier groups
         table.packed[: len(given.owner)] = firsts[given.owner] * most + given.numbers
 
     def _num_groups_of(self, given: _Given) -> NDArray[np.int64]:

@@ -66,7 +66,7 @@ def root_mean(row, count, epsilon):
 
 @triton.jit
 def normed_row(row, is_real, weight_ptr, columns, count, epsilon, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Return a normed row, with biases behind the weights if the form has some."""
+    """Return a normed row, with biases after the weights if the form has some."""
     row = centred(row, is_real, count, FORM)
     scaled = row * root_mean(row, count, epsilon)
     weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
@@ -250,7 +250,7 @@ def rope_store_heads(
 
 
 def rope_store(
-    qkv: Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], or with other heads behind
+    qkv: Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], or with other heads after
     angles: Tensor,  # [num_angles, head_dim]: cosines of half a head's dimensions, then sines
     norms: tuple[Tensor, Tensor] | None,  # weights of queries and of keys, [head_dim] or per head
     epsilon: float,

@@ -147,7 +147,7 @@ class SlotBuffers:
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """Row of logits behind a path of drafted tokens."""
+    """Row of logits after a path of drafted tokens."""
 
     sequence: Sequence  # has the committed tokens, without the path
     slot: int  # has the token counts
@@ -166,7 +166,7 @@ class SamplingRow:
 def rows_of(
     committed: Sequence, slot: int, drafted: list[int], tree: DraftTree, masks: np.ndarray | None
 ) -> Iterator[SamplingRow]:
-    """Yield a tree's rows behind `drafted` tokens, root first; `masks [1 + num_nodes, num_mask_words] uint32`."""
+    """Yield a tree's rows after `drafted` tokens, root first; `masks [1 + num_nodes, num_mask_words] uint32`."""
     allowed = [None] * (1 + len(tree)) if masks is None else list(masks)
     paths = {ROOT: drafted}
     yield SamplingRow(committed, slot, drafted, allowed[0])
@@ -176,7 +176,7 @@ def rows_of(
 
 
 def mask_rows(slots: SlotBuffers, rows: Many[SamplingRow | None]) -> None:
-    """Copy the rows' masks to the device, behind earlier copies."""
+    """Copy the rows' masks to the device, after earlier copies."""
     restricted = [(index, row.allowed) for index, row in enumerate(rows) if row is not None and row.allowed is not None]
     if restricted:
         words = np.zeros((len(rows), slots.allowed.shape[1]), dtype=np.uint32)
