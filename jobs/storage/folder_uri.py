@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 OBJECT_STORES = ("s3", "gs", "az")
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 SECRET_VARIABLES = (*S3_KEYS, "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_CLIENT_SECRET")
+PLAIN_SETTINGS = ("scheme", "endpoint_override", "region")
 EXPECTED = "expected a path, or a URI that starts with file://, s3://, gs:// or az://"
 
 
@@ -53,7 +54,9 @@ def _secrets(uri: str) -> set[str]:
     if "://" not in uri:
         return set()
     place, _, query = uri.split("://", 1)[1].partition("?")
-    values = _split_user_info(place)[0].split(":", 1) + [pair.partition("=")[2] for pair in query.split("&")]
+    settings = [pair.partition("=") for pair in query.split("&")]
+    values = [value for name, _, value in settings if name not in PLAIN_SETTINGS]
+    values += _split_user_info(place)[0].split(":", 1)
     return {form for value in values if value for form in (value, unquote(value))}
 
 
