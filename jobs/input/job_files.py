@@ -18,8 +18,8 @@ from typing import IO, Any, cast
 from urllib.parse import quote
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.storage.folder_uri import OBJECT_STORES, hidden_credentials, local_path, shown_uri
 from swiftbatch.jobs.storage.local_folder import COPY_BYTES
-from swiftbatch.jobs.storage.object_store import OBJECT_STORES, hidden_credentials, local_path, shown_uri
 from swiftbatch.jobs.storage.store import Store, StoreError
 
 STANDARD_INPUT = "-"
@@ -333,6 +333,6 @@ def _reached(uri: str) -> Iterator[tuple[Any, str]]:
     except Exception as error:
         problem = " ".join(hidden_credentials(str(error) or type(error).__name__, uri).split())
         raise StoreError(
-            f"cannot read {shown_uri(uri)}: {problem[:MAX_PROBLEM]}; expected a path, file://, s3://, gs://, "
+            f"cannot read {shown_uri(uri)}: {problem[:MAX_PROBLEM]}; expected a path, file://, s3://, gs://, az://, "
             "hf://datasets/ORG/NAME/FILE, or another place that fsspec reaches from here"
         ) from None

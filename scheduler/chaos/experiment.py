@@ -18,7 +18,7 @@ from pydantic import computed_field
 
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.storage.object_store import local_path
+from swiftbatch.jobs.storage.folder_uri import local_path
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.chaos.chaos_options import STORE_RETRIES, ChaosError, ChaosOptions, write_jobs
 from swiftbatch.scheduler.chaos.disturbed_run import ENDED_WELL, DisturbedDriver, DisturbedRun, Kill

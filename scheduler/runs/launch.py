@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunManifest, RunState
-from swiftbatch.jobs.storage.object_store import local_path
+from swiftbatch.jobs.storage.folder_uri import local_path
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import DriverCounters
