@@ -88,10 +88,9 @@ _EMPTY = TokenLog(np.zeros(0, dtype=np.uint32))
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Methods raise `StoreError` when the storage fails; a file that is damaged, or another
-    job's, is skipped and named in a warning, once.
+    """The checkpoints of one run. Methods raise `StoreError`; a damaged or foreign file is skipped with one warning.
 
-    An attempt writes below its own number only, so a worker believed dead can't harm its successor's files.
+    An attempt writes only below its own number, so a worker wrongly thought dead can't harm its successor's files.
     """
 
     def __init__(self, store: Store, fingerprint: str) -> None:
@@ -106,16 +105,16 @@ class CheckpointStore:
         return cls(run.store, run.manifest.fingerprint)
 
     def begin(self, job_id: str, attempt: int, start: AttemptStart) -> None:
-        """Say who makes an attempt, before its first other file. Its number is nobody else's: the driver sees to it."""
+        """Write an attempt's claim before its other files; the driver keeps numbers unique."""
         data = dump_file(ClaimFile(**start.model_dump()), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "claim.json"), data)
 
     def attempts(self, job_id: str) -> list[int]:
-        """The numbers of all attempts at a job that have written something, ascending."""
+        """Return the numbers of all attempts with files, ascending."""
         return sorted(int(name) for name in self._store.list(f"checkpoints/{job_id}") if name.isdecimal())
 
     def history(self, job_id: str) -> list[AttemptRecord]:
-        """The attempts of a job that have written something, oldest first, with what is known of each."""
+        """Return the attempts with files, oldest first."""
         numbers, identity = self.attempts(job_id), self._identity(job_id)
         return [
             read_attempt(self._store, self._files, _folder(job_id, number), numbers, index, identity)
@@ -123,13 +122,13 @@ class CheckpointStore:
         ]
 
     def numerics(self, job_id: str, attempt: int) -> str | None:
-        """The numerics that an attempt computed with, "" where it does not say; None where its claim can't be read."""
+        """Return an attempt's numerics; "" if it does not say, None if its claim is unreadable."""
         path, identity = _path(job_id, attempt, "claim.json"), self._identity(job_id)
         claim = self._files.decoded(path, self._store.read(path), lambda data: parse_file(data, ClaimFile, identity))
         return None if claim is None else claim.numerics
 
     def write_resume(self, job_id: str, attempt: int, record: ResumeRecord) -> None:
-        """Keep how an attempt began; due in every attempt but the first."""
+        """Record how an attempt resumed; every attempt but the first needs it."""
         data = dump_file(ResumeFile(**record.model_dump()), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "resume.json"), data)
 
@@ -140,30 +139,29 @@ class CheckpointStore:
         return len(data)
 
     def write_tokens(self, job_id: str, attempt: int, token_ids: TokenIds, rewinds: tuple[Rewind, ...] = ()) -> int:
-        """Replace the attempt's log by `token_ids` [num_tokens], all tokens generated so far. Returns bytes written."""
+        """Replace the attempt's log by all tokens generated so far. Returns bytes written."""
         data = encode_log(TokenLog(token_ids, rewinds), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "tokens.bin"), data)
         return len(data)
 
     def read_tokens(self, job_id: str) -> TokenIds:
-        """The tokens [num_tokens] of the log that `read_log` gives."""
         return self.read_log(job_id).token_ids
 
     def read_log(self, job_id: str) -> TokenLog:
-        """The log of all attempts that is furthest, empty if there is none."""
+        """Return the furthest log of all attempts, empty if there is none."""
         return self._logs(job_id, self.attempts(job_id))[0]
 
     def read_attempts(self, job_id: str) -> tuple[list[int], TokenLog]:
-        """The numbers of all attempts as `attempts` gives them, and the log as `read_log` does."""
+        """Return what `attempts` and `read_log` do, with one listing."""
         numbers = self.attempts(job_id)
         return numbers, self._logs(job_id, numbers)[0]
 
     def write_with_logprobs(
         self, job_id: str, attempt: int, log: TokenLog, logprobs: TokenLogprobs, written: WrittenSpans
     ) -> int:
-        """Write the log-probabilities that are not `written` yet, then the tokens; `logprobs` are of all tokens.
+        """Write the log-probabilities not yet `written`, then the tokens. Returns bytes written.
 
-        Returns bytes written.
+        `logprobs` are of all tokens.
         """
         num_bytes = self._logprobs.write(_folder(job_id, attempt), written, log, logprobs, self._identity(job_id))
         num_bytes += self.write_tokens(job_id, attempt, *log)
@@ -171,7 +169,7 @@ class CheckpointStore:
         return num_bytes
 
     def read_log_with_logprobs(self, job_id: str, num_top: int) -> tuple[TokenLog, TokenLogprobs]:
-        """The furthest log as far as its tokens have log-probabilities, with `num_top` others each, and these."""
+        """Return the furthest log up to the last token with log-probabilities, and these with `num_top` others each."""
         attempts = self.attempts(job_id)
         folders = [_folder(job_id, attempt) for attempt in reversed(attempts)]
         furthest, its_logprobs = _EMPTY, TokenLogprobs.empty(0, num_top)
@@ -185,23 +183,23 @@ class CheckpointStore:
         return furthest, its_logprobs
 
     def _logs(self, job_id: str, attempts: Sequence[int]) -> list[TokenLog]:
-        """The token logs of all attempts, the furthest first, and an empty one."""
+        """Return the logs of all attempts, the furthest first, and an empty one at the end."""
         logs, decode = [_EMPTY], partial(decode_log, identity=self._identity(job_id))
         for attempt in attempts:
             path = _path(job_id, attempt, "tokens.bin")
             data = self._store.read(path)
             if data is None and (attempt == attempts[-1] or not self._has_state(job_id, attempt)):
-                continue  # it had not come to one, or its worker had it in a file of all its jobs
+                continue  # it wrote none, or its worker kept it in a packed file
             if (log := self._files.decoded(path, data, decode)) is not None:
                 logs.append(log)
         return sorted(logs, key=lambda log: log.progress, reverse=True)
 
     def _has_state(self, job_id: str, attempt: int) -> bool:
-        """Return whether an attempt left parts of a state: a token log is written before these."""
+        """Return whether an attempt has state files."""
         return any(name.endswith(".arrow") for name in self._store.list(_folder(job_id, attempt)))
 
     def write_segment(self, job_id: str, attempt: int, segment: Segment) -> SegmentEntry:
-        """Write a segment's file and return what a manifest has to say of it. Raises `TypeError` for unfit arrays."""
+        """Write a segment's file and return its manifest entry. Raises `TypeError` for unfit arrays."""
         data = encode_segment(segment, self._identity(job_id))
         name = segment_name(segment.start, segment.end)
         self._store.write(_path(job_id, attempt, name), data)
@@ -210,7 +208,7 @@ class CheckpointStore:
         )
 
     def read_segment(self, job_id: str, entry: SegmentEntry) -> Segment | None:
-        """The segment that a manifest names, its arrays read-only; None if it is damaged or absent."""
+        """Read a segment, its arrays read-only; None if damaged or absent."""
 
         def decode(data: bytes) -> Segment:
             segment = decode_segment(data)
@@ -223,7 +221,7 @@ class CheckpointStore:
         return self._files.read_verified(path, known, self._identity(job_id), identity_of_segment, decode)
 
     def write_drafter(self, job_id: str, attempt: int, num_positions: int, engine: str, state: State) -> DrafterEntry:
-        """Write the state of `engine`'s drafter after `num_positions` positions, as `write_segment` does a segment."""
+        """Write a drafter's state after `num_positions` positions and return its manifest entry."""
         data = encode_state(state, self._identity(job_id))
         name = drafter_name(num_positions)
         self._store.write(_path(job_id, attempt, name), data)
@@ -236,13 +234,12 @@ class CheckpointStore:
         )
 
     def read_drafter(self, job_id: str, entry: DrafterEntry) -> State | None:
-        """The drafter state that a manifest names; None if it is damaged or absent."""
+        """Read a drafter's state; None if damaged or absent."""
         path = f"checkpoints/{job_id}/{entry.file}"
         known = Known(entry.size, entry.sha256)
         return self._files.read_verified(path, known, self._identity(job_id), identity_of_state, decode_state)
 
     def write_states(self, job_id: str, attempt: int, states: LayerStates) -> LayerStatesEntry:
-        """Write the states of layers, as `write_segment` does keys and values."""
         data = encode_state(states.arrays, self._identity(job_id))
         name = states_name(states.num_positions)
         self._store.write(_path(job_id, attempt, name), data)
@@ -250,14 +247,14 @@ class CheckpointStore:
         return LayerStatesEntry(file=file, num_positions=states.num_positions, size=len(data), sha256=digest(data))
 
     def read_states(self, job_id: str, entry: LayerStatesEntry) -> LayerStates | None:
-        """The states of layers that a manifest names; None if they are damaged or absent."""
+        """Read layer states; None if damaged or absent."""
         path = f"checkpoints/{job_id}/{entry.file}"
         known = Known(entry.size, entry.sha256)
         arrays = self._files.read_verified(path, known, self._identity(job_id), identity_of_state, decode_state)
         return None if arrays is None else LayerStates(entry.num_positions, arrays)
 
     def write_manifest(self, job_id: str, attempt: int, manifest: StateManifest, replaced: Collection[str] = ()) -> int:
-        """Make what was written count, then remove the files that it no longer names. Returns bytes written."""
+        """Write a manifest, then delete the files it `replaced`. Returns bytes written."""
         data = dump_file(manifest, self._identity(job_id))
         self._store.write(_path(job_id, attempt, "manifest.json"), data)
         for file in replaced:
@@ -265,23 +262,23 @@ class CheckpointStore:
         return len(data)
 
     def read_manifest(self, job_id: str, attempt: int) -> StateManifest | None:
-        """Read an attempt's manifest; None where it is absent, or can't be used."""
+        """Read an attempt's manifest; None if absent or damaged."""
         path = _path(job_id, attempt, "manifest.json")
         data = self._store.read(path)
-        # without one there must be nothing for it to name
+        # without a manifest there must be no state files
         if data is None and not self._has_state(job_id, attempt):
             return None
         identity = self._identity(job_id)
         return self._files.decoded(path, data, lambda data: parse_file(data, StateManifest, identity))
 
     def read_manifests(self, job_id: str) -> list[StateManifest]:
-        """The manifests of all attempts that can be read: most positions first, then the newest attempt."""
+        """Return all readable manifests: most positions first, then the newest attempt."""
         manifests = [(attempt, self.read_manifest(job_id, attempt)) for attempt in self.attempts(job_id)]
         found = [(manifest.num_positions, attempt, manifest) for attempt, manifest in manifests if manifest is not None]
         return [manifest for *_, manifest in sorted(found, key=lambda entry: entry[:2], reverse=True)]
 
     def clear(self, job_id: str) -> None:
-        """Remove all checkpoints of a job; call it when the result is written."""
+        """Delete all checkpoints of a job, after its result is written."""
         self._store.delete_folder(f"checkpoints/{job_id}")
 
     def _identity(self, job_id: str) -> Identity:

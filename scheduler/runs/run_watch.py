@@ -1,7 +1,7 @@
-"""Watch a run from its folder alone: how it stands, until no driver is at work, and what a job has written so far.
+"""Watches a run through its folder: its progress, and a job's text so far.
 
-`status --watch` reads one small file a second (on an object store every few seconds), however many jobs the run has.
-`tail` reads a job's result or its token log.
+`status --watch` reads one small file a second (every few seconds on an object store); `tail` reads a job's result or
+token log.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ TAKEN_BACK = "\n[a loop was taken back, this is in its place:]\n"
 
 
 def patient(run: Run) -> Run:
-    """The same run, to be watched for hours: its store may be away for as long as the run's own driver would wait."""
+    """Return the run with the retries of a driver, to be watched for hours."""
     return Run(Store(run.store.uri, Retries(CheckpointSettings.store_retry_seconds)), run.manifest)
 
 
 def watch(run: Run, display: Display) -> Progress:
-    """Show each of the driver's beats until there are no more; returns how the run stands then.
+    """Show heartbeats until no driver works; return the final progress.
 
-    A run that is made and has never had a driver is waited for. A driver on another host that has not been heard of may
-    come back, or another one take over: it is waited for, too.
+    It waits for a new run's first driver, and for a silent driver on another host, which may return or be replaced.
     """
     is_awaited, was_silent = _is_awaited(run, display), False
     while (state := liveness(run, progress := run.progress())) != "gone" or (progress is None and is_awaited):
@@ -52,7 +51,7 @@ def watch(run: Run, display: Display) -> Progress:
 
 
 def silent_driver(run: Run) -> DriverSilent | None:
-    """The event that a driver is silent: it may be stopped or cut off. None if there is none, or it is heard of."""
+    """Return an event if the driver is silent, stopped or cut off; else None."""
     progress = run.progress()
     if progress is None or liveness(run, progress) != "silent":
         return None
@@ -60,7 +59,7 @@ def silent_driver(run: Run) -> DriverSilent | None:
 
 
 def _is_awaited(run: Run, display: Display) -> bool:
-    """Return whether the run is yet to get its first driver: `submit` takes some seconds until then."""
+    """Return whether the run still waits for its first driver, some seconds after `submit`."""
     if run.has_had_a_driver() or not count_jobs(run)["pending"]:
         return False
     display.note(DriverAwaited(run.store.shown_uri))
@@ -68,9 +67,9 @@ def _is_awaited(run: Run, display: Display) -> bool:
 
 
 def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iterator[str]:
-    """Yield the text of a job, or of a choice of its line, so far; with `follow` until it ends or its driver does.
+    """Yield the text of a job's choice so far; with `follow` until it or its driver ends.
 
-    Raises RunError for an unknown job, ModelError if the run's tokenizer is not there.
+    Raises RunError for an unknown job, ModelError without the run's tokenizer.
     """
     from swiftbatch.worker.model.model_files import locate_model
     from swiftbatch.worker.text.tokenizer import TextCodec
@@ -80,7 +79,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
     settled = TextCodec(locate_model(run.manifest.stored_model)).output_text.settled
     shown = ""
     while True:
-        # looked up before the text, so that what was written in between is not missed
+        # checked before the text, to miss nothing written between
         goes_on = follow and current_progress(run).state == "running" and run.error(record.job_id) is None
         text = _result_text(run, record.job_id)
         is_whole = text is not None
@@ -96,7 +95,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
 
 
 def _newest_log(run: Run, checkpoints: CheckpointStore, packed: PackedLogs, job: JobEntry) -> TokenLog:
-    """The token log of a job: its own, or that in the file of the worker that has it, or of any if no driver says."""
+    """Return a job's newest log: its own, or one in its worker's packed file."""
     progress = current_progress(run)
     holders = [worker.id for worker in progress.workers if job.name in worker.jobs]
     running = packed.read(holders if progress.state == "running" else None).get(job.job_id)
@@ -105,7 +104,7 @@ def _newest_log(run: Run, checkpoints: CheckpointStore, packed: PackedLogs, job:
 
 
 def _num_common(shown: str, text: str) -> int:
-    """Count the characters with which both texts begin."""
+    """Count the equal first characters."""
     differing = (i for i, (one, other) in enumerate(zip(shown, text, strict=False)) if one != other)
     return len(shown) if text.startswith(shown) else next(differing, len(text))
 
