@@ -1,4 +1,4 @@
-"""Decides which driver holds a run: claims of epochs, takeover, and the lease a command keeps alive."""
+"""Decides which driver holds a run: epochs, takeover, and the lease that a command renews."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from swiftbatch.scheduler.process.signals import unheard
 
 CLAIMS_FOLDER = "drivers"
 MAX_BIDS = 20
-LONGEST_PAUSE_SECONDS = 1.0  # between two bids, drawn anew for each
+LONGEST_PAUSE_SECONDS = 1.0  # between two bids, drawn at random
 
 
 class RunTakenError(RunError):
@@ -41,7 +41,7 @@ class RunTakenError(RunError):
 
 
 class LeaseEpoch:
-    """One driver's hold on a run, until a later driver claims the next epoch."""
+    """A driver's hold on a run until another claims the next epoch."""
 
     def __init__(self, run: Run, number: int, claim: DriverClaim) -> None:
         self.run = run
@@ -50,9 +50,9 @@ class LeaseEpoch:
 
     @classmethod
     def begin(cls, run: Run, may_take_over: bool = False) -> LeaseEpoch:
-        """Claim the next epoch of a run that nobody holds, see `refuse_if_taken`. Of several at once, one gets it.
+        """Claim the next epoch of a free run, see `refuse_if_taken`; only one of several gets it.
 
-        The run need not be there yet. Raises RunTakenError, StoreError.
+        The run need not exist yet. Raises RunTakenError, StoreError.
         """
         claim = DriverClaim(
             host=socket.gethostname(),
@@ -72,13 +72,13 @@ class LeaseEpoch:
         raise RunTakenError(f"the run at {run.store.shown_uri} is wanted by several commands at once; try again")
 
     def through(self, run: Run) -> LeaseEpoch:
-        """The same hold with another way to the run's store."""
+        """Return the same hold through another store."""
         return LeaseEpoch(run, self.number, self.claim)
 
     def check(self) -> None:
-        """Raise RunTakenError if another driver has taken the run since, or its folder has gone."""
+        """Raise RunTakenError if another driver took the run or its folder is gone."""
         newest = _newest(self.run)
-        if newest < self.number:  # a write from now on would make another folder
+        if newest < self.number:  # a later write would recreate the folder
             raise RunTakenError(
                 f"the run at {self.run.store.shown_uri} is no longer there: {_path(self.number)} has gone with its "
                 "folder; this driver stops; where the folder was moved, go on with `swiftbatch resume` there"
@@ -97,13 +97,13 @@ class LeaseEpoch:
 
 
 def claims(run: Run) -> list[DriverClaim]:
-    """The claims of all drivers that have held the run, oldest first."""
+    """Return the claims of all drivers, oldest first."""
     found = (_read_claim(run, number) for number in range(1, _newest(run) + 1))
     return [claim for claim in found if claim is not None]
 
 
 def refuse_if_taken(run: Run, may_take_over: bool = False) -> None:
-    """Raise RunTakenError while another driver may be at work; with `may_take_over` only while it surely is."""
+    """Raise RunTakenError if another driver may be at work, or with `may_take_over` only if it surely is."""
     state, who = _holder(run)
     if state == "gone" or (state == "silent" and may_take_over):
         return
@@ -115,13 +115,13 @@ def refuse_if_taken(run: Run, may_take_over: bool = False) -> None:
 
 
 def has_begun(run: Run) -> bool:
-    """Return whether the newest driver has written a beat: from then on it takes requests to cancel."""
+    """Return whether the newest driver has a heartbeat, from when on it takes cancel requests."""
     progress = run.progress()
     return progress is not None and progress.epoch >= _newest(run)
 
 
 def _holder(run: Run) -> tuple[Liveness, str]:
-    """The newest driver's liveness, and who it is; one that has just claimed the run has no beat yet."""
+    """Return the newest driver's liveness and description; a new one has no heartbeat yet."""
     newest, progress = _newest(run), run.progress()
     if progress is not None and progress.epoch >= newest:
         return liveness(run, progress), _who(progress.driver_host, progress.driver_pid, progress)
@@ -141,10 +141,10 @@ def _who(host: str, pid: int, sign: Progress | DriverClaim) -> str:
 
 
 def _claim(run: Run, number: int, claim: DriverClaim) -> bool:
-    """Write the claim to an epoch; False where another's is there, or may be about to be.
+    """Write a claim to an epoch; return False if another's exists or may be imminent.
 
-    An object store has no write that excludes others, but it lists what is there: of two who bid and then look, at most
-    one is alone.
+    Object stores have no exclusive write, but reliable listings: of two who bid and then list, at most one sees itself
+    alone.
     """
     if run.store.is_local:
         return run.store.write_new(_path(number), pretty(claim))
@@ -160,7 +160,7 @@ def _claim(run: Run, number: int, claim: DriverClaim) -> bool:
 
 
 def _is_stale_bid(run: Run, path: str) -> bool:
-    """Return whether a bid was left by a driver that was killed; if so, delete it."""
+    """Return whether a bid is a killed driver's; if so, delete it."""
     if not path.endswith(".bid"):
         return False
     bid = _read(run, path)
@@ -175,7 +175,7 @@ def _read_claim(run: Run, number: int) -> DriverClaim | None:
 
 
 def _read(run: Run, path: str) -> DriverClaim | None:
-    """A claim; None where it is absent or damaged: its number alone still counts."""
+    """Read a claim; None if absent or damaged, though its number still counts."""
     try:
         return read_model(run.store, path, DriverClaim)
     except RunError:
@@ -191,14 +191,15 @@ def _path(epoch: int) -> str:
     return f"{CLAIMS_FOLDER}/{epoch:04d}.json"
 
 
-# A command's hold on a run: from before the first change that it makes there to after the last.
+# A command's hold on a run, from its first change there to its last.
 
 
-KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds")  # fields of the last driver's beat
+# fields of the last driver's heartbeat
+KNOWN = ("running", "num_generated_tokens", "num_total_tokens", "worker_seconds")
 
 
 class RunLease:
-    """The hold on one run, until its block ends."""
+    """The hold on one run until its block ends."""
 
     def __init__(
         self,
@@ -207,17 +208,17 @@ class RunLease:
         forgets_cancel: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Claim the run as `Epoch.begin` does; with `forgets_cancel`, jobs cancelled before may run.
+        """Claim the run as `LeaseEpoch.begin`; `forgets_cancel` lets cancelled jobs run again.
 
-        The run need not be there yet. Raises RunTakenError, StoreError.
+        The run need not exist yet. Raises RunTakenError, StoreError.
         """
         self._clock = clock
-        self._run = run  # for the thread: a command that ends does not wait for a driver's long retries
+        self._run = run  # for the thread, so that an ending command need not wait for long retries
         self.epoch = LeaseEpoch.begin(run, may_take_over)
         run.delete_leftovers()
         if forgets_cancel:
-            run.clear_cancel()  # before others see who is to be asked
-        self.before = run.progress()  # nothing is counted yet; what the last driver knew stays known
+            run.clear_cancel()  # before others see whom to ask
+        self.before = run.progress()  # keeps what the last driver knew until jobs are counted
         known = {} if self.before is None else {name: getattr(self.before, name) for name in KNOWN}
         self.beat(state="running", jobs={}, **{"num_generated_tokens": 0} | known, **AT_REST)
         self._begin_beating()
@@ -228,23 +229,23 @@ class RunLease:
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
         self.stop_beating()
         if self._newest.state == "running":
-            with contextlib.suppress(StoreError, RunError):  # the error that brought us here matters more
+            with contextlib.suppress(StoreError, RunError):  # the original error matters more
                 self.end("interrupted")
 
     def go_on_through(self, run: Run) -> None:
-        """Take another way to the run's store from now on."""
+        """Switch to another store object."""
         self.epoch = self.epoch.through(run)
 
     def is_due(self, now: float, news_seconds: float = 0.0) -> bool:
-        """Return whether a beat's time has passed since the last one (`now` on the hold's clock).
+        """Return whether a heartbeat is due at `now` on the lease's clock.
 
-        Where there is news every `news_seconds` alone, beats come no more often, but for those that others wait for.
+        `news_seconds` stretches the interval, but within what others wait for.
         """
         seconds = max(beat_seconds(self.epoch.run.store), min(news_seconds, LONGEST_BEAT_SECONDS))
         return now >= self._last_beat + seconds
 
     def beat(self, **figures: Any) -> Progress:
-        """Write a beat with these figures, by the names of `Progress`, and return it. Raises StoreError."""
+        """Write a heartbeat with these fields of `Progress` and return it. Raises StoreError."""
         claim, run = self.epoch.claim, self.epoch.run
         self._last_beat = self._clock()
         beat = Progress(
@@ -261,9 +262,9 @@ class RunLease:
         return beat
 
     def end(self, state: RunState, num_tokens: int | None = None, reached_limit: str | None = None) -> None:
-        """Say that nobody is at work any more, and how the run stands. Raises RunTakenError, StoreError.
+        """Write the final heartbeat with the run's state. Raises RunTakenError, StoreError.
 
-        `num_tokens` are those of all jobs, where they were counted.
+        `num_tokens` covers all jobs, if counted.
         """
         self.stop_beating()
         self.epoch.check()
@@ -281,7 +282,7 @@ class RunLease:
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
-        """Keep the heartbeat young within the block."""
+        """Renew the heartbeat within the block."""
         self._begin_beating()
         try:
             yield
@@ -297,6 +298,6 @@ class RunLease:
     def _keep_young(self) -> None:
         epoch = self.epoch.through(self._run)
         while not self._ended.wait(beat_seconds(self._run.store)):
-            with contextlib.suppress(StoreError, RunError):  # the next beat comes soon; who goes on checks the epoch
+            with contextlib.suppress(StoreError, RunError):  # the next heartbeat comes soon, and others check the epoch
                 epoch.check()
                 self._run.write_progress(self._newest.model_copy(update={"updated": time.time()}))
