@@ -1,6 +1,6 @@
-"""The tables of docs/gpu.md: slots that fit a GPU, with weights in bfloat16, packed, and where layers forget.
+"""Computes docs/gpu.md's tables of slots per GPU.
 
-`python -m bench sizing --markdown` prints them; no GPU is needed.
+`python -m bench sizing --markdown` prints them without a GPU.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from swiftbatch.worker.kv.kv_capacity import GB, NUM_UNWRITTEN, held_in_windows
 from swiftbatch.worker.kv.model_sizes import ExpertSizes, ModelSizes, PackedPart
 from swiftbatch.worker.kv.sparse_cache import summary_positions
 
-DENSE = {  # models whose weights are published in 8 or 4 bits; sizes follow from their configs
+DENSE = {  # published in 8 or 4 bits; sizes follow from the configs
     "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),
     "Qwen3 32B": ModelSizes(32_762_123_264, 262_144, 64, 8, 128, 5120, 25600, 151_936, 2),
     "Llama 3.1 70B": ModelSizes(70_553_706_496, 327_680, 64, 8, 128, 8192, 28672, 128_256, 2),
 }
 MXFP4, FP8 = "MXFP4 experts", "FP8, blocks of 128"
-CHOSEN = {  # with all routers, their biases and sinks
+CHOSEN = {  # routers, biases and sinks included
     "gpt-oss-20b": ExpertSizes(32, 4, 2880, 24 * (32 * 2881 + 64)),
     "gpt-oss-120b": ExpertSizes(128, 4, 2880, 36 * (128 * 2881 + 64)),
     "Qwen3 30B A3B": ExpertSizes(128, 8, 768, 48 * 128 * 2048),
     "GLM 4.7 Flash": ExpertSizes(64, 4, 1536, 46 * 64 * 2049),
 }
-LATENT = MLASizes(rank=512, query_rank=768, nope_dim=192, rope_dim=64, value_dim=256)  # of GLM 4.7 Flash
-EXPERTS = {  # with what of their weights is packed: all experts, and where FP8 is published all products
+LATENT = MLASizes(rank=512, query_rank=768, nope_dim=192, rope_dim=64, value_dim=256)  # GLM 4.7 Flash
+EXPERTS = {  # packed are all experts, and with published FP8 all products
     "gpt-oss-20b": (ModelSizes(20_914_757_184, 49_152, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 19_110_297_600),
     "gpt-oss-120b": (ModelSizes(116_829_156_672, 73_728, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 114_661_785_600),
     "Qwen3 30B A3B": (ModelSizes(30_532_122_624, 98_304, 32, 4, 128, 2048, 6144, 151_936, 2), FP8, 29_896_998_912),
@@ -44,7 +44,7 @@ EXPERTS = {  # with what of their weights is packed: all experts, and where FP8 
     ),
 }
 
-WINDOWED = {  # with layers that have a window, and others that see all
+WINDOWED = {  # some layers have a window
     "Gemma 3 27B": ModelSizes(
         *(27_009_346_304, 507_904, 32, 16, 128, 5376, 21504, 262_208, 2),
         windows=((1024,) * 5 + (None,)) * 10 + (1024,) * 2,
@@ -61,12 +61,11 @@ HEADERS = ("model", "GPU", "positions", "weights", "a slot", "work space", "slot
 
 
 def gpu_memory(num_multiprocessors: int, free_bytes: int, sizes: ModelSizes = MODELS["Llama 3.1 8B"]) -> GPUMemory:
-    """A GPU with the splits that a model of these sizes has there."""
     return GPUMemory(free_bytes, splits_of(num_multiprocessors, sizes))
 
 
 def sizing_table() -> list[Record]:
-    """What each model takes of each GPU in bfloat16, in GB, and how many slots of each length fit."""
+    """Return GB per model in bfloat16, and the slots of each length on each GPU."""
     return [dict(zip(HEADERS, cells, strict=True)) for cells in _rows()]
 
 
@@ -86,9 +85,9 @@ def _rows() -> Iterator[list[str]]:
 
 
 def packed_table() -> list[Record]:
-    """What the weights of a model take in each form, in GB, and how many slots of each length fit then.
+    """Return GB of weights in each form, and the slots of each length.
 
-    Behind those with keys and values in bfloat16 are those in 8 bits; latent vectors have no such codes.
+    Also with keys and values in 8 bits, which latent vectors lack.
     """
     slots = [f"slots of {length:,}{words}" for words in ("", ", keys in fp8") for length in SLOT_LENGTHS]
     headers = ("weights of", "form", "GB", "GPU", *slots)
@@ -105,9 +104,9 @@ def _packed_rows() -> Iterator[list[str]]:
 
 
 def window_table() -> list[Record]:
-    """What a job takes of models whose layers with a window forget, in GB, and how many fit one H100.
+    """Return GB per job if window layers forget, and slots of an H100.
 
-    Beside both is what it would be if they forgot nothing.
+    Also as if they forgot nothing.
     """
     headers = ("model with windows", "positions", "a job", "all held", "slots", "slots, all held")
     return [dict(zip(headers, cells, strict=True)) for cells in _window_rows()]
@@ -129,7 +128,7 @@ def _slots(sizes: ModelSizes, gpu: GPUMemory, length: int, drafts: DraftMemory =
 
 
 def packed_models() -> Iterator[tuple[str, str, ModelSizes]]:
-    """Yield each model in each form: its products packed, embedding, head, norms and biases in bfloat16."""
+    """Yield each model with packed products; embedding, head, norms and biases stay bfloat16."""
     for model, sizes in DENSE.items():
         number = num_in_products(sizes)
         yield model, "bfloat16", sizes
@@ -141,7 +140,7 @@ def packed_models() -> Iterator[tuple[str, str, ModelSizes]]:
 
 
 def num_in_products(sizes: ModelSizes) -> int:
-    """Count the weights in the products of a dense model's layers."""
+    """Count the weights of a dense model's products."""
     num_layers = sizes.bytes_per_position // (2 * sizes.num_kv_heads * sizes.head_dim * sizes.item_size)
     heads = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_dim  # rows of q, k and v, columns of the output
     return num_layers * sizes.hidden * (heads + 3 * sizes.intermediate)

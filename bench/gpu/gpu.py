@@ -1,4 +1,4 @@
-"""The command `python -m bench gpu`, which needs neither a GPU nor Triton to say that there is none."""
+"""The command `python -m bench gpu`, which can report a missing GPU without Triton."""
 
 from __future__ import annotations
 

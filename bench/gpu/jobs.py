@@ -1,6 +1,6 @@
-"""Stages of jobs: steps of few and of many at a time, of models in published shapes, plain and with every way to draft.
+"""Job stages: steps of few and many jobs, with models in published shapes and all ways to draft.
 
-Texts say nothing, and lie behind keys and values of noise; all engines have to give the same tokens.
+Texts and caches are random; all engines must give the same tokens.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 
 ENGINES = ("autoregressive", "token-recycling", "auto")
-TOKENS_A_STEP = 16  # that there is room for
+TOKENS_A_STEP = 16  # room per step
 SHARE = 0.6  # of the free memory, for caches
 NUM_WARM_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """The tokens of some sequences, and the time and number of the steps behind the first ones."""
+    """The tokens of some sequences, and time and number of the steps after the warm-up."""
 
     token_ids: list[list[int]]
     seconds: float
@@ -52,18 +52,17 @@ class Decoded:
 
     @property
     def sha256(self) -> str:
-        """The beginning of a digest of all tokens."""
         return digest(*(np.array(each) for each in self.token_ids))[:16]
 
 
 def random_ids(vocab_size: int, length: int, seed: int) -> list[int]:
-    """A text that says nothing."""
+    """Return random tokens."""
     rng = random.Random(seed)
     return [rng.randrange(vocab_size) for _ in range(length)]
 
 
 def sequences_of(target: TargetModel, prompts: Many[list[int]], num_tokens: int) -> list[Sequence]:
-    """A sequence for each prompt, all with seeds of their own; the first is drawn greedily."""
+    """Make one sequence per prompt with its own seed; the first is greedy."""
     made = []
     for number, prompt in enumerate(prompts):
         params = SamplingParams(
@@ -80,7 +79,7 @@ def decoded(
     caches: Many[FullKVCache | None],
     num_steps: int | None = None,
 ) -> Decoded:
-    """Generate to the end of all sequences, or so many steps behind the first ones, which warm up."""
+    """Generate to the end, or `num_steps` steps after the warm-up."""
     engine = BenchEngine(target, drafter)
     for sequence, cache in zip(sequences, caches, strict=True):
         engine.start(sequence, cache)
@@ -101,7 +100,7 @@ def decoded(
 
 
 def jobs(trial: Trial) -> Iterator[Try]:
-    """All numbers of jobs, over one copy of the weights; the most of them in wider forwards, too."""
+    """Yield all numbers of jobs over one copy of the weights; most jobs use wider forwards, too."""
     parts = trial.deep_parts()
     for num_jobs in trial.sizes.job_counts:
         yield f"{num_jobs} at a time", functools.partial(_steps, trial, parts, num_jobs, ENGINES)
@@ -111,7 +110,7 @@ def jobs(trial: Trial) -> Iterator[Try]:
 
 
 def families(trial: Trial) -> Iterator[Try]:
-    """Each family with all numbers of jobs, over one copy of its weights."""
+    """Yield each family with all numbers of jobs over one copy of its weights."""
     for family in trial.sizes.families:
         parts = trial.family_parts(family)
         for num_jobs in trial.sizes.family_counts:
@@ -120,7 +119,7 @@ def families(trial: Trial) -> Iterator[Try]:
 
 
 def _steps(trial: Trial, parts: Parts, num_jobs: int, engines: tuple[str, ...]) -> Finding:
-    """The same jobs with every engine."""
+    """Run the same jobs with every engine."""
     num_tokens = TOKENS_A_STEP * (trial.sizes.num_steps + NUM_WARM_STEPS)
     length = _length(trial, parts, num_jobs, num_tokens)
     target = target_of(parts, num_jobs + 1, length + num_tokens)
@@ -156,20 +155,20 @@ def _steps(trial: Trial, parts: Parts, num_jobs: int, engines: tuple[str, ...]) 
 
 
 def _length(trial: Trial, parts: Parts, num_jobs: int, num_tokens: int) -> int:
-    """The positions of each job, as many as fit, in whole blocks."""
+    """Return the positions that fit per job, in whole blocks."""
     assert parts.loaded is not None
     room = SHARE * free_bytes(trial.device) / parts.cache_shape().bytes_per_position() / (num_jobs + 1) - num_tokens
     return max(BLOCK, min(trial.sizes.job_length, int(room) // BLOCK * BLOCK))
 
 
 def _agree(some: list[int], others: list[int]) -> bool:
-    """Tell whether one of two texts is the beginning of the other."""
+    """Return whether one text begins with the other."""
     common = min(len(some), len(others))
     return some[:common] == others[:common]
 
 
 def target_of(parts: Parts, num_slots: int, longest: int) -> ArenaTarget:
-    """The model over an arena of its own, with two pools of pages where some layers have a window."""
+    """Make the model over its own arena, with two pools if some layers have a window."""
     arena = _arena(parts, num_slots, longest)
     fill(arena)
     forwards = CudaForwards(parts.weights, arena, frozenset(), parts.num_splits, parts.kernels, parts.capture)
@@ -187,7 +186,7 @@ def _arena(parts: Parts, num_slots: int, longest: int) -> KVArena:
 
 
 def fill(arena: KVArena) -> None:
-    """Let all pages have the same noise, and all states be zeros: so texts are behind the same, wherever they lie."""
+    """Fill all pages with the same noise and zero all states, so that texts match anywhere."""
     for pool in (arena, arena.windowed):
         if pool is None:
             continue
@@ -201,7 +200,7 @@ def fill(arena: KVArena) -> None:
 
 
 def behind(target: ArenaTarget, length: int, num_more: int) -> FullKVCache:
-    """A cache with so many positions, of what lies in the arena, and room for more."""
+    """Return a cache of `length` positions from the arena, with room for more."""
     cache = target.new_cache(length + num_more)
     cache.advance(length)
     return cache

@@ -88,7 +88,7 @@ TemplateKwargs = Annotated[dict[str, Scalar], BeforeValidator(checked_kwargs)]
 class LineFields(SamplingParams):
     """The fields of every form of line; `model` is ignored, since the run sets it."""
 
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)  # a line may omit it
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)  # type: ignore[assignment]  # may be omitted
     top_p: float = Field(default=TOP_P, ge=0.0, le=1.0)  # 0, which OpenAI accepts, keeps the likeliest token
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     model: str = ""

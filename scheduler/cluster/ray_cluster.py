@@ -133,7 +133,7 @@ def _job_on_its_own_path() -> JobConfig:
     """
     from ray.job_config import JobConfig
 
-    class JobOnItsOwnPath(JobConfig):  # Ray has no types
+    class JobOnItsOwnPath(JobConfig):  # type: ignore[misc]  # Ray has no types
         def _runtime_env_has_working_dir(self) -> bool:
             return True
 
