@@ -115,7 +115,6 @@ class _Cell:
 
     @property
     def num_jobs(self) -> int:
-        """Consecutive jobs per slot."""
         return -(-CELL_TOKENS // self.num_tokens)
 
 

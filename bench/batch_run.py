@@ -97,7 +97,7 @@ class StartedRun:
         return figures_of(Run.open(str(self.folder)))
 
     def stop(self) -> None:
-        """Stop it in good order and wait; it ignores this signal after a recent Ctrl-C."""
+        """Stop it and wait; it ignores this signal after a recent Ctrl-C."""
         self.process.terminate()
         # reads on, because a full pipe would block it
         if self.process.stderr is not None and not self.process.stderr.closed:

@@ -81,7 +81,6 @@ class ImportanceKVCache(SparseCache):
         return NUM_PINNED + torch.stack(importances).topk(self._budget - NUM_PINNED, dim=-1).indices, length
 
     def _take_all(self, full: FullKVCache, end: int) -> None:
-        """Copy all positions while they fit."""
         self.entries.copy(full, slice(self._num_fed, end), self._num_fed)
         self.positions[:, :, self._num_fed : end] = torch.arange(self._num_fed, end, device=self.shape.device)
         self._num_fed = end
@@ -131,7 +130,6 @@ class RetrievalKVCache(ImportanceKVCache):
         /,
         chunk_size: int = CHUNK_SIZE,
     ) -> None:
-        """Round `budget` up to whole chunks after the pinned positions."""
         self._num_chosen = max(1, -(-(budget - NUM_PINNED) // chunk_size))  # chunks
         super().__init__(shape, NUM_PINNED + self._num_chosen * chunk_size, sequence, new_entries, period=STRIDE)
         self._chunk_size = chunk_size
@@ -246,7 +244,6 @@ PARTIAL_CACHES: dict[str, SparseCacheFactory] = {
 
 
 def with_cache(options: dict[str, Any]) -> dict[str, Any]:
-    """Replace a cache's name or a chunk size in an arm's options by the cache."""
     if "chunk_size" in options:
         cache = functools.partial(RetrievalKVCache, chunk_size=options["chunk_size"])
         return {name: value for name, value in options.items() if name != "chunk_size"} | {"cache": cache}

@@ -271,7 +271,6 @@ class _Total:
 
     @property
     def verify_ms(self) -> float:
-        """Milliseconds of verification per step."""
         return 1000 * self.verify_seconds / self.num_steps
 
 
@@ -390,7 +389,6 @@ def _prompts(options: Options, files: ModelFiles) -> list[Prompt]:
 
 
 def _read(options: Options, target: TargetModel, prompt: Prompt, number: int) -> PromptArms:
-    """Read one prompt, with its own seed for all arms."""
     num_plain = num_plain_tokens(options.num_tokens, options.prefill)
     read = read_prompt(target, prompt, options.num_tokens)
     return PromptArms(target, [read], options.num_tokens, num_plain, options.seed + number)

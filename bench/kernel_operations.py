@@ -46,7 +46,6 @@ SIGNATURES = {
 
 
 def with_roof(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declare the functions that only benchmarks use."""
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

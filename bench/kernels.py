@@ -116,7 +116,6 @@ def _operations(options: Options, target: TargetModel, sizes: DecoderSizes, team
 
 
 def _full_cache(target: TargetModel, options: Options) -> FullKVCache:
-    """Make a cache of zeros for all lengths."""
     cache = target.new_cache(max(options.lengths) + max(options.rows))
     cache.clear()
     cache.advance(max(options.lengths))

@@ -148,11 +148,9 @@ class Options(TextOptions):
         return SamplingParams(max_tokens=self.num_tokens, ignore_eos=True, **sampled)
 
     def record_stops(self) -> list[int]:
-        """Return the numbers of tokens with a record, ascending up to the end."""
         return [*range(self.every, self.num_tokens, self.every), self.num_tokens]
 
     def plain_stops(self) -> list[int]:
-        """Return the numbers of tokens at which plain decoding is timed, the last ones included."""
         last = max(0, self.num_tokens - NUM_PLAIN_TOKENS)
         grid = {*range(0, last, self.plain_every), *self.record_stops(), last}
         return sorted(stop for stop in grid if stop <= last)
@@ -265,7 +263,6 @@ def _between(first: Record, last: Record, plain: PlainWindows) -> Record:
 
 
 def per_step(first: dict[str, float], last: dict[str, float], num_steps: int) -> dict[str, float]:
-    """Return milliseconds per step and phase between two counts of seconds."""
     return {name: 1000 * (last[name] - first[name]) / num_steps for name in last}
 
 
@@ -294,12 +291,10 @@ class PlainWindows:
         self._measured.append((num_tokens, 1000 * statistics.median(seconds), plain.output_ids[num_tokens:]))
 
     def compared(self, output_ids: np.ndarray) -> list[bool]:
-        """Return for each window whether the generation has the same tokens."""
         windows = ((output_ids[first:][: len(ids)], ids) for first, _, ids in self._measured)
         return [np.array_equal(found, ids[: len(found)]) for found, ids in windows]
 
     def seconds(self, first: int, last: int) -> float:
-        """Integrate plain decoding's seconds for generated tokens `[first, last)`."""
         return (
             integral([place for place, *_ in self._measured], [ms for _, ms, _ in self._measured], first, last) / 1000
         )

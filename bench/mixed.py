@@ -31,7 +31,6 @@ class Options(BatchOptions):
 
 
 def mixed_lengths(options: Options) -> list[int]:
-    """Return the lengths in line order, the long ones at random places."""
     draw = random.Random(3)
     lengths = [LONG] * NUM_LONG + [draw.randint(*SHORT) for _ in range(NUM_SHORT)]
     draw.shuffle(lengths)

@@ -60,7 +60,7 @@ class GPUOptions(BenchOptions):
 
 
 def one_of(known: dict[str, Entry], name: str) -> Entry:
-    """Return a known entry. Raises BenchError."""
+    """Look a name up. Raises BenchError."""
     if name not in known:
         raise BenchError(f"got {name}; expected one of: {', '.join(known)}")
     return known[name]

@@ -14,7 +14,6 @@ def reset_peak() -> int:
 
 
 def peak_bytes() -> int:
-    """Return the most resident bytes since `reset_peak`."""
     return _status_bytes("VmHWM")
 
 

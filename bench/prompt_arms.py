@@ -59,7 +59,6 @@ class ReadPrompt:
     cache: FullKVCache
 
     def copy_to(self, target: TargetModel, num_tokens: int) -> ReadPrompt:
-        """Copy the prompt to a cache of another target, perhaps elsewhere."""
         cache = target.new_cache(len(self.prompt.token_ids) + num_tokens)
         cache.load(self.cache.kv(0, self.cache.length))
         return ReadPrompt(self.prompt, cache)
@@ -70,7 +69,6 @@ def num_text_tokens(prompts: Prompts, prefill: int) -> int:
 
 
 def make_prompts(prompts: Prompts, prefill: int, text_ids: list[int], files: ModelFiles) -> list[Prompt]:
-    """Make the prompts from consecutive parts of the text."""
     length = length_of(prompts, prefill)
     if prompts.kind == "needle":
         return [_with_needle(text_ids[:length], encode(files, NEEDLE))]
@@ -78,7 +76,6 @@ def make_prompts(prompts: Prompts, prefill: int, text_ids: list[int], files: Mod
 
 
 def read_prompt(target: TargetModel, prompt: Prompt, num_tokens: int) -> ReadPrompt:
-    """Read a prompt into a cache with room for `num_tokens` more."""
     cache = target.new_cache(len(prompt.token_ids) + num_tokens)
     read_tokens(target, cache, prompt.token_ids, [])
     return ReadPrompt(prompt, cache)
@@ -174,7 +171,6 @@ def _ms_per_token(generation: Contestant) -> float:
 
 
 def num_same(token_ids: np.ndarray, expected_ids: list[int]) -> int:
-    """Count the expected tokens in place."""
     return sum(int(found) == expected for found, expected in zip(token_ids, expected_ids, strict=False))
 
 
@@ -192,7 +188,6 @@ NUM_TURNS = 8  # both take turns, so that disturbances hit both
 
 
 def num_plain_tokens(num_tokens: int, prefill: int) -> int:
-    """Return how many of an arm's tokens plain decoding generates too."""
     return num_tokens if prefill <= LONG_PROMPT else min(NUM_PLAIN_TOKENS, num_tokens)
 
 

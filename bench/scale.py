@@ -144,7 +144,6 @@ def _folder(options: Options) -> Path:
 
 
 def submit(options: Options) -> dict[str, float]:
-    """Read and tokenize the job file, and add new jobs to the run."""
     with submission(str(_folder(options) / JOBS_FILE), str(_folder(options) / RUN), Settings()) as made:
         return {"num_rejects": len(made.rejects)}
 
@@ -204,7 +203,6 @@ class BeatTimes:
         self._times.append(self._clock.now())
 
     def figures(self, start: float, end: float) -> dict[str, float]:
-        """Return the longest time without a heartbeat in a span."""
         times = [start, *(time for time in self._times if start < time < end), end]
         return {"longest_without_beat_seconds": float(np.diff(times).max())}
 
@@ -228,7 +226,6 @@ class DriverTurns:
 
     @property
     def span(self) -> tuple[float, float]:
-        """Simulated times of the first and last turn."""
         return self._turns[0][0], self._turns[-1][0]
 
     def figures(self) -> dict[str, float]:
@@ -269,7 +266,6 @@ def _result(run: Run, record: JobRecord) -> SealedResult:
 
 
 def resume(options: Options) -> dict[str, float]:
-    """Find what is left to do, as a driver does before its first job."""
     run = Run.open(str(_folder(options) / RUN))
     queue = load_queue(run, MAX_ATTEMPTS)
     run.set_damaged_aside(queue.unfinished())
@@ -277,7 +273,6 @@ def resume(options: Options) -> dict[str, float]:
 
 
 def cancel(options: Options) -> dict[str, float]:
-    """Cancel what is left and write the output files."""
     cancel_jobs(Run.open(str(_folder(options) / RUN)), None)
     return {}
 

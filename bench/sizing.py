@@ -140,7 +140,6 @@ def packed_models() -> Iterator[tuple[str, str, ModelSizes]]:
 
 
 def num_in_products(sizes: ModelSizes) -> int:
-    """Count the weights of a dense model's products."""
     num_layers = sizes.bytes_per_position // (2 * sizes.num_kv_heads * sizes.head_dim * sizes.item_size)
     heads = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_dim  # rows of q, k and v, columns of the output
     return num_layers * sizes.hidden * (heads + 3 * sizes.intermediate)

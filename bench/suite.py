@@ -229,7 +229,6 @@ def page_of(folder: Path) -> Iterator[str]:
 
 
 def with_figures(text: str, folder: Path, place: str) -> str:
-    """Insert a folder's tables between a page's marks."""
     before, _, rest = text.partition(BEGIN.split("{}", maxsplit=1)[0])
     after = rest.partition(END)[2]
     return "\n".join([before + BEGIN.format(place), "", *page_of(folder), "", END]) + after

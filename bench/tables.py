@@ -63,7 +63,6 @@ def flat(record: Record) -> Record:
 
 
 def only(records: Iterable[Record], names: Iterable[str]) -> list[Record]:
-    """Keep only these fields."""
     return [{name: each[name] for name in names if name in each} for each in map(flat, records)]
 
 

@@ -26,7 +26,7 @@ class Options(BatchOptions):
 
 
 def tail_lengths(options: Options) -> list[int]:
-    """Return shuffled lengths evenly spaced by logarithm, both ends included."""
+    """Return shuffled lengths, evenly spaced by logarithm."""
     steps = [index / (options.num_jobs - 1) for index in range(options.num_jobs)]
     lengths = [options.scaled(options.longest * SPREAD ** (step - 1)) for step in steps]
     random.Random(5).shuffle(lengths)

@@ -179,7 +179,6 @@ def run(options: Options) -> Iterator[Record]:
 
 
 def _measures(record: Record) -> Record:
-    """Return the paper's columns since the start."""
     total, distinct = record["total"], record["distinct"]
     average = statistics.mean(distinct.values())
     measures: Record = {name: total[name] for name in ("alpha", "beta", "speedup")} | distinct | {"average": average}

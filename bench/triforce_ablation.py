@@ -295,7 +295,6 @@ def _all_prompts(table: PromptTable) -> list[Prompts]:
 
 
 def _arms_behind(table: PromptTable, prompts: Prompts) -> Iterator[tuple[tuple[str, ...], str, PromptArm]]:
-    """Yield the arms of these prompts with row labels and names."""
     for row in table.rows:
         yield from ((row.labels, name, arm) for name, arm in row.arms.items() if arm.prompts == prompts)
 

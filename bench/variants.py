@@ -128,5 +128,4 @@ BY_NAME.update(VARIANTS)
 
 
 def create_bench_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: Path | None = None) -> Drafter:
-    """Create an engine's drafter, variants included."""
     return BY_NAME[name](target, costs, parts_folder)

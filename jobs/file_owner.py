@@ -59,7 +59,6 @@ class DamagedFileError(ValueError):
 
 
 def refuse_other(found: Identity, expected: Identity) -> None:
-    """Raise `DamagedFileError` if the owners differ."""
     if (problem := expected.difference(found)) is not None:
         raise DamagedFileError(problem)
 

@@ -69,7 +69,7 @@ class Job(Strict):
 
     @property
     def name(self) -> str:
-        """The job's name in messages and events, such as `story` or `story[2]`."""
+        """The name in messages, such as `story` or `story[2]`."""
         return self.custom_id if self.num_choices == 1 else f"{self.custom_id}[{self.choice_index}]"
 
     def job_id(self, model_fingerprint: str) -> str:
@@ -127,7 +127,6 @@ class JobRecord:
 
     @property
     def max_length(self) -> int:
-        """Positions needed for all of `max_tokens`."""
         return self.num_prompt_tokens + self.job.sampling.max_tokens
 
     @property

@@ -24,7 +24,7 @@ class Strict(Frozen):
 
 
 def whole(value: Any) -> Any:
-    """Return a whole float as int, as 8 for 8.0; any other value unchanged."""
+    """Return 8 for 8.0; other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -43,7 +43,7 @@ def of_checked(kind: type[Record], values: dict[str, Any]) -> Record:
 
 @functools.cache
 def _names(kind: type[BaseModel]) -> set[str]:
-    """Return all field names; records share the set, since frozen ones never change it."""
+    """Return all field names; frozen records can share the set."""
     return set(kind.model_fields)
 
 

@@ -25,7 +25,6 @@ class TokenLogprobs:
 
     @classmethod
     def empty(cls, num_tokens: int, num_top: int) -> TokenLogprobs:
-        """Allocate without setting values."""
         ids, values = np.empty((num_tokens, num_top), np.int32), np.empty((num_tokens, num_top), np.float32)
         return cls(np.empty(num_tokens, np.float32), ids, values)
 
@@ -47,7 +46,6 @@ class TokenLogprobs:
         return int(self.top_ids.shape[1])
 
     def part(self, start: int, end: int) -> TokenLogprobs:
-        """Return a view of the tokens from `start` to `end`."""
         return TokenLogprobs(self.logprobs[start:end], self.top_ids[start:end], self.top_logprobs[start:end])
 
 
@@ -55,10 +53,10 @@ class TokenTexts(Protocol):
     """The tokenizer methods that logprobs need."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return a token's bytes, also for special tokens."""
+        pass
 
     def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the number of text characters before each token."""
+        """Return the characters before each token."""
 
 
 def shown_logprobs(

@@ -15,12 +15,12 @@ INSTALLED = ("site-packages", "dist-packages")  # Python finds code there by its
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of this program; it needs `environment_of_code`."""
+    """Return the command of a module; it needs `environment_of_code`."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment_of_code() -> dict[str, str]:
-    """Return this process's environment, extended so that Python finds an uninstalled checkout."""
+    """Return the environment, extended so that Python finds an uninstalled checkout."""
     root = Path(swiftbatch.__file__).resolve().parents[1]
     if root.name in INSTALLED:
         return dict(os.environ)

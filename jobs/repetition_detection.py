@@ -69,5 +69,4 @@ def loop_guard(action: LoopAction | None) -> RepetitionDetection | None:
 
 
 def without_closing(detection: RepetitionDetection) -> RepetitionDetection:
-    """Turn "close" into "stop" for a job without a thought."""
     return detection.model_copy(update={"action": "stop"}) if detection.action == "close" else detection

@@ -209,7 +209,7 @@ class SamplingParams(Strict):
                 raise FieldError(name, f"found {found} with a structured output, {expected}")
 
     def with_own(self, max_tokens: int, seed: int) -> Self:
-        """Copy with a `max_tokens` and a seed that are already checked."""
+        """Copy with other checked values."""
         return of_checked(type(self), {**self.__dict__, "max_tokens": max_tokens, "seed": seed})
 
     def identity(self) -> dict[str, Any]:

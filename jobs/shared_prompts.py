@@ -50,7 +50,6 @@ def shared_prompts(keys: Sequence[bytes]) -> list[SharedPrompt]:
 
 
 def _num_alike(one: bytes, other: bytes) -> int:
-    """Count the equal keys at the front."""
     num_bytes = min(len(one), len(other))
     differs = np.frombuffer(one[:num_bytes], "<u4") != np.frombuffer(other[:num_bytes], "<u4")
     return int(differs.argmax()) if differs.any() else len(differs)

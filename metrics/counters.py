@@ -32,7 +32,6 @@ CHECKPOINT_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 
 @contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add the block's seconds to a phase."""
     started = time.perf_counter()
     yield
     seconds[phase] += time.perf_counter() - started
@@ -178,7 +177,7 @@ class EngineCounters:
                 self.num_accepted_tokens_per_pos[position] += 1
 
     def count_pages(self, num_used: int, num_pages: int | None) -> None:
-        """Record the pages in use out of `num_pages`, None if there is no limit."""
+        """Record the used pages; `num_pages` is None without a limit."""
         if num_pages:
             self.kv_cache_pages = {"used": num_used, "free": max(0, num_pages - num_used)}
             self.kv_cache_pages_ratio = num_used / num_pages
@@ -212,7 +211,6 @@ class EngineCounters:
         self.job_generation_tokens.observe(num_generation_tokens)
 
     def add(self, other: EngineCounters, names: Collection[str] | None = None) -> None:
-        """Add another worker's counts, all or only the fields in `names`."""
         for name in SUMMED if names is None else names:
             setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
 
@@ -292,7 +290,7 @@ class DriverCounters:
         self.num_store_retries += 1
 
     def take_in(self, worker_id: str, counters: EngineCounters) -> None:
-        """Keep a worker's counts; ids are unique within a driver."""
+        """Keep a worker's counts by its unique id."""
         self.by_worker[worker_id] = counters
 
     def totals(self, names: Collection[str] | None = None) -> EngineCounters:

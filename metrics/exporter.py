@@ -88,7 +88,7 @@ class ServerCollector(Collector):
 
 
 def registry_of(collector: Collector) -> CollectorRegistry:
-    """Make a separate registry, so that two workers in one process never mix."""
+    """Make a separate registry, since two workers may share a process."""
     registry = CollectorRegistry()
     registry.register(collector)
     return registry
@@ -126,7 +126,6 @@ def _sample(value: Value) -> tuple[Any, ...]:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return cumulative counts by upper bound."""
     bounds = [*map(repr, histogram.bounds), "+Inf"]
     return list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
 

@@ -74,5 +74,4 @@ def exported(
 
 
 def metrics_of(counters: type[Any]) -> tuple[Metric, ...]:
-    """Return a dataclass's metrics in field order."""
     return tuple(found.metadata["metric"](found.name) for found in fields(counters) if "metric" in found.metadata)

@@ -58,7 +58,6 @@ class GPUStage:
         return found(trial)
 
     def path(self, folder: Path) -> Path:
-        """Return the file of its records."""
         return folder / f"{re.sub(r'[^a-z0-9]+', '-', self.name.lower())}.jsonl"
 
 
@@ -137,7 +136,6 @@ def records_of(stage: GPUStage, folder: Path) -> list[Record]:
 
 
 def last_of(stage: GPUStage, folder: Path) -> Record:
-    """Return a stage's last record, which has its state unless interrupted."""
     return (records_of(stage, folder) or [{}])[-1]
 
 

@@ -60,7 +60,6 @@ class IdleDevice:
 
 
 def host(trial: Trial) -> Iterator[Try]:
-    """Yield an attempt per number of jobs."""
     parts = Parts.of(written(LLAMA_8B.cut(), trial.scratch / "host-model", CPU), "float32", CPU)
     for num_jobs in trial.sizes.host_counts:
         wide = parts.with_rows(next(rows for rows in ROW_CHOICES if rows >= num_jobs))
@@ -116,7 +115,7 @@ class DrawnTokens:
     """Tokens for a device's draws, few different ones, so that some drafts are accepted."""
 
     def __init__(self, out: torch.Tensor) -> None:
-        """`out` holds the results of a draw, as in `SamplingGraphs`."""
+        """`out` holds the results of a draw."""
         self._rng, self._out = np.random.default_rng(0), out.numpy()
 
     def renew(self) -> None:
@@ -130,6 +129,5 @@ class DrawnTokens:
 
 
 def _costs(target: ArenaTarget) -> StepCosts:
-    """Return step costs of the simulated GPU."""
     seconds = [[FORWARD_SECONDS + POSITION_SECONDS * length] * len(ROW_COUNTS) for length in LENGTHS]
     return StepCosts(LENGTHS, np.array(seconds), target.forwards.rows_per_forward)

@@ -56,7 +56,6 @@ class Decoded:
 
 
 def random_ids(vocab_size: int, length: int, seed: int) -> list[int]:
-    """Return random tokens."""
     rng = random.Random(seed)
     return [rng.randrange(vocab_size) for _ in range(length)]
 
@@ -155,20 +154,18 @@ def _steps(trial: Trial, parts: Parts, num_jobs: int, engines: tuple[str, ...]) 
 
 
 def _length(trial: Trial, parts: Parts, num_jobs: int, num_tokens: int) -> int:
-    """Return the positions that fit per job, in whole blocks."""
     assert parts.loaded is not None
     room = SHARE * free_bytes(trial.device) / parts.cache_shape().bytes_per_position() / (num_jobs + 1) - num_tokens
     return max(BLOCK, min(trial.sizes.job_length, int(room) // BLOCK * BLOCK))
 
 
 def _agree(some: list[int], others: list[int]) -> bool:
-    """Return whether one text begins with the other."""
     common = min(len(some), len(others))
     return some[:common] == others[:common]
 
 
 def target_of(parts: Parts, num_slots: int, longest: int) -> ArenaTarget:
-    """Make the model over its own arena, with two pools if some layers have a window."""
+    """Make the model over its own arena, with two pools for layers with a window."""
     arena = _arena(parts, num_slots, longest)
     fill(arena)
     forwards = CudaForwards(parts.weights, arena, frozenset(), parts.num_splits, parts.kernels, parts.capture)
@@ -200,7 +197,6 @@ def fill(arena: KVArena) -> None:
 
 
 def behind(target: ArenaTarget, length: int, num_more: int) -> FullKVCache:
-    """Return a cache of `length` positions from the arena, with room for more."""
     cache = target.new_cache(length + num_more)
     cache.advance(length)
     return cache

@@ -88,7 +88,6 @@ class _Worker:
         return int(line)
 
     def last_word(self) -> str:
-        """Wait for its end; return the digest that it prints last."""
         said, _ = self._process.communicate()
         if self._process.returncode != 0:
             raise BenchError(f"a worker ended with exit code {self._process.returncode}; the log says why")

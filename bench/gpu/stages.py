@@ -53,7 +53,6 @@ NUM_ATTENDED = 8  # rows of two slots
 
 
 def products(trial: Trial) -> Iterator[Try]:
-    """Check versions, memory speed and products."""
     return _checks(trial.parts(), "machine", "products")
 
 
@@ -63,17 +62,14 @@ def rows(trial: Trial) -> Iterator[Try]:
 
 
 def attention(trial: Trial) -> Iterator[Try]:
-    """Check attention at all lengths, its speed, and the noise."""
     return _checks(trial.parts(), "attention", "attention speed", "noise")
 
 
 def packed(trial: Trial) -> Iterator[Try]:
-    """Check random codes of all kinds in the model's shapes."""
     return _checks(trial.parts(dtype="bfloat16"), "packed products")
 
 
 def second_process(trial: Trial) -> Iterator[Try]:
-    """Repeat the work in another process."""
     return _checks(trial.parts(), "second process")
 
 
@@ -87,7 +83,6 @@ def flash(trial: Trial) -> Iterator[Try]:
 
 
 def untried(why: str) -> Finding:
-    """Return a finding about something that this machine lacks."""
     return Finding(passed=True, words=f"not tried: {why}", rows=[], unproved=why)
 
 
@@ -133,7 +128,7 @@ LAST_LINES = 4
 
 
 def _of_tests(*names: str) -> Callable[[Trial], Iterator[Try]]:
-    """Return a stage that runs GPU tests in some files of `tests/worker`."""
+    """Make a stage of GPU tests in files of `tests/worker`."""
 
     def tries(trial: Trial) -> Iterator[Try]:
         yield f"pytest -m gpu {' '.join(names)}", functools.partial(_tests, trial, *names)
@@ -249,7 +244,6 @@ MOST_SLOWER = 1.5  # times slower beside a checkpoint; users would notice more
 
 
 def copies(trial: Trial) -> Iterator[Try]:
-    """Measure pinning, both directions, and the cost of copies for steps."""
     yield "pinning", functools.partial(_pinning, trial)
     parts = trial.deep_parts()
     yield "a checkpoint beside steps", functools.partial(_checkpoint, trial, parts)
@@ -333,7 +327,6 @@ def _step_seconds(target: TargetModel, cache: FullKVCache) -> float:
 
 
 def offloaded_target(parts: Parts, num_slots: int, longest: int) -> ArenaTarget:
-    """Make the model with caches in host memory."""
     arena = OffloadedArena(parts.cache_shape(), num_slots, longest, streams_of(parts.device))
     arena.buffer.zero_()
     forwards = OffloadedForwards(parts.weights, arena, frozenset(), parts.num_splits, parts.kernels, parts.capture)
@@ -361,7 +354,6 @@ def _offloaded_steps(trial: Trial, parts: Parts) -> Finding:
 
 
 def loading(trial: Trial) -> Iterator[Try]:
-    """Load weights from files to the device, as workers do."""
     yield "from files", functools.partial(_loading, trial)
 
 
@@ -391,7 +383,6 @@ def wide_products(trial: Trial) -> Iterator[Try]:
 
 
 def scans(trial: Trial) -> Iterator[Try]:
-    """Time rounds with scanned texts beside full forwards."""
     parts = trial.deep_parts()
     for length in trial.sizes.scanned_lengths:
         yield f"{length:,} positions", functools.partial(_scanned, parts, length)
@@ -433,7 +424,6 @@ def _median(target: TargetModel, call: Callable[[], object]) -> float:
 
 
 def graph_memory(trial: Trial) -> Iterator[Try]:
-    """Measure the memory of CUDA's context, graphs and workspaces."""
     yield "context and graphs", functools.partial(_graph_memory, trial)
 
 

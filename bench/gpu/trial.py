@@ -63,7 +63,6 @@ class Family:
     num_first: int = 0  # first layers that are not repeated
 
     def cut(self) -> Family:
-        """Return a small model of this family."""
         config = self.config | {"max_position_embeddings": 4096} | self.small
         return dataclasses.replace(self, config=config, num_layers=config["num_hidden_layers"])
 
@@ -208,7 +207,6 @@ class Trial:
 
     @functools.cached_property
     def files(self) -> ModelFiles:
-        """The random model, written by the first stage."""
         return written(self.sizes.model, self.scratch / "model", self.device)
 
     @functools.cached_property
@@ -218,13 +216,11 @@ class Trial:
     def parts(
         self, kernels: CudaKernels = DEFAULT_KERNELS, files: ModelFiles | None = None, dtype: Dtype | None = None
     ) -> Parts:
-        """Return the random model or another one for checks."""
         made = Parts.of(files or self.files, dtype or self.sizes.dtype, self.device, kernels)
         made.extent = self.sizes.extent
         return made
 
     def deep_parts(self) -> Parts:
-        """Return the same with the published number of layers."""
         made = self.parts()
         few = made.load
         made.load = lambda: deepened(few(), self.sizes.num_layers)

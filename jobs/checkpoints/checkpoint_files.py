@@ -156,7 +156,6 @@ FileModel = TypeVar("FileModel", bound=OwnedFile)
 
 
 def dump_file(content: OwnedFile, identity: Identity) -> bytes:
-    """Encode one JSON line with the owner and a checksum."""
     owned = content.model_copy(update={"identity": identity})
     return sealed(owned.model_dump_json().encode())
 
@@ -254,7 +253,6 @@ class CheckedFiles:
             return None
 
     def name(self, path: str, problem: str) -> None:
-        """Log a file's problem once."""
         if (path, problem) not in self._named:
             self._named.add((path, problem))
             where = self._store.shown_uri

@@ -94,7 +94,6 @@ class CheckpointStore:
     """
 
     def __init__(self, store: Store, fingerprint: str) -> None:
-        """`fingerprint` is the run's, see `RunManifest`."""
         self._store = store
         self._fingerprint = fingerprint
         self._files = CheckedFiles(store)
@@ -105,12 +104,12 @@ class CheckpointStore:
         return cls(run.store, run.manifest.fingerprint)
 
     def begin(self, job_id: str, attempt: int, start: AttemptStart) -> None:
-        """Write an attempt's claim before its other files; the driver keeps numbers unique."""
+        """Write an attempt's claim before its other files."""
         data = dump_file(ClaimFile(**start.model_dump()), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "claim.json"), data)
 
     def attempts(self, job_id: str) -> list[int]:
-        """Return the numbers of all attempts with files, ascending."""
+        """Return all attempts with files, ascending."""
         return sorted(int(name) for name in self._store.list(f"checkpoints/{job_id}") if name.isdecimal())
 
     def history(self, job_id: str) -> list[AttemptRecord]:
@@ -122,24 +121,22 @@ class CheckpointStore:
         ]
 
     def numerics(self, job_id: str, attempt: int) -> str | None:
-        """Return an attempt's numerics; "" if it does not say, None if its claim is unreadable."""
+        """Return an attempt's numerics; "" if unnamed, None if unreadable."""
         path, identity = _path(job_id, attempt, "claim.json"), self._identity(job_id)
         claim = self._files.decoded(path, self._store.read(path), lambda data: parse_file(data, ClaimFile, identity))
         return None if claim is None else claim.numerics
 
     def write_resume(self, job_id: str, attempt: int, record: ResumeRecord) -> None:
-        """Record how an attempt resumed; every attempt but the first needs it."""
+        """Record how an attempt resumed; due in every attempt but the first."""
         data = dump_file(ResumeFile(**record.model_dump()), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "resume.json"), data)
 
     def write_timeline(self, job_id: str, attempt: int, timeline: Timeline) -> int:
-        """Replace the attempt's timeline. Returns bytes written."""
         data = dump_file(TimelineFile(**timeline.model_dump()), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "timeline.json"), data)
         return len(data)
 
     def write_tokens(self, job_id: str, attempt: int, token_ids: TokenIds, rewinds: tuple[Rewind, ...] = ()) -> int:
-        """Replace the attempt's log by all tokens generated so far. Returns bytes written."""
         data = encode_log(TokenLog(token_ids, rewinds), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "tokens.bin"), data)
         return len(data)
@@ -148,11 +145,9 @@ class CheckpointStore:
         return self.read_log(job_id).token_ids
 
     def read_log(self, job_id: str) -> TokenLog:
-        """Return the furthest log of all attempts, empty if there is none."""
         return self._logs(job_id, self.attempts(job_id))[0]
 
     def read_attempts(self, job_id: str) -> tuple[list[int], TokenLog]:
-        """Return what `attempts` and `read_log` do, with one listing."""
         numbers = self.attempts(job_id)
         return numbers, self._logs(job_id, numbers)[0]
 
@@ -195,7 +190,6 @@ class CheckpointStore:
         return sorted(logs, key=lambda log: log.progress, reverse=True)
 
     def _has_state(self, job_id: str, attempt: int) -> bool:
-        """Return whether an attempt has state files."""
         return any(name.endswith(".arrow") for name in self._store.list(_folder(job_id, attempt)))
 
     def write_segment(self, job_id: str, attempt: int, segment: Segment) -> SegmentEntry:
@@ -278,7 +272,6 @@ class CheckpointStore:
         return [manifest for *_, manifest in sorted(found, key=lambda entry: entry[:2], reverse=True)]
 
     def clear(self, job_id: str) -> None:
-        """Delete all checkpoints of a job, after its result is written."""
         self._store.delete_folder(f"checkpoints/{job_id}")
 
     def _identity(self, job_id: str) -> Identity:

@@ -77,7 +77,6 @@ class PendingCheckpoint:
         return self.segments[-1].end if self.segments else 0
 
     def num_written_up_to(self, limit: int) -> int:
-        """Count the positions of segments that end at or before `limit`."""
         return next((entry.end for entry in reversed(self.segments) if entry.end <= limit), 0)
 
     @property
@@ -86,7 +85,6 @@ class PendingCheckpoint:
 
     @property
     def num_positions_of_states(self) -> int:
-        """Positions of the newest layer states, 0 without any."""
         newest = self.layer_states or self.states
         return newest.num_positions if newest else 0
 
@@ -123,11 +121,10 @@ class PendingCheckpoint:
 
     @property
     def may_be_packed(self) -> bool:
-        """Return whether the pending log may go into the worker's file: one with log-probabilities may not."""
+        """Return whether the log may be packed: one with log-probabilities may not."""
         return self.log is not None and self.logprobs is None and self.start is not None and not self.is_alone
 
     def pack(self, logs: WorkerLogs) -> None:
-        """Move the pending log and timeline into the worker's file."""
         assert self.log is not None
         assert self.start is not None
         logs.put(self.job_id, self.attempt, self.start, self.log, self.timeline)
@@ -145,14 +142,12 @@ class PendingCheckpoint:
         return write_both
 
     def take_tokens(self) -> WriteFile:
-        """Take the pending log and return a function that writes it after its log-probabilities."""
         log, self.log = self.log, None
         logprobs, self.logprobs = self.logprobs, None
         assert log is not None
         return partial(self._write_tokens, log, logprobs)
 
     def take_timeline(self) -> WriteFile:
-        """Take the pending timeline and return a function that writes it."""
         timeline, self.timeline = self.timeline, None
         assert timeline is not None
         return lambda checkpoints: checkpoints.write_timeline(self.job_id, self.attempt, timeline)
@@ -207,7 +202,6 @@ class PendingCheckpoint:
         return checkpoints.write_manifest(self.job_id, self.attempt, manifest, replaced)
 
     def _replace(self, entry: DrafterEntry | LayerStatesEntry | None) -> None:
-        """Delete a state's file after the next manifest."""
         if entry is not None:
             self.replaced.append(entry.file)
 
@@ -316,7 +310,6 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def put_timeline(self, job_id: str, timeline: Timeline) -> None:
-        """Queue the job's timeline, which is written after all token logs and counts as one."""
         with self._changed:
             self._opened(job_id).timeline = timeline
             self._changed.notify_all()
@@ -340,17 +333,15 @@ class CheckpointWriter:
                 self._changed.notify_all()
 
     def num_state_positions(self, job_id: str) -> int:
-        """Return the positions of the newest queued state, or of the segments given to `open`."""
         with self._changed:
             return self._opened(job_id).num_positions
 
     def num_written_positions(self, job_id: str, limit: int) -> int:
-        """Return the positions in segments up to `limit`, which the source is no longer asked for."""
+        """Return the positions in segments up to `limit`, which need no source any more."""
         with self._changed:
             return self._opened(job_id).num_written_up_to(limit)
 
     def num_positions_of_states(self, job_id: str) -> int:
-        """Return the positions of the newest layer states queued, 0 without any."""
         with self._changed:
             return self._opened(job_id).num_positions_of_states
 
@@ -372,7 +363,6 @@ class CheckpointWriter:
             return closed.is_begun
 
     def forget(self, job_ids: Collection[str]) -> None:
-        """Drop the logs of closed jobs that have results."""
         with self._changed:
             if self._logs is not None and job_ids:
                 self._logs.forget(job_ids)
@@ -390,12 +380,11 @@ class CheckpointWriter:
             self._changed.wait_for(lambda: self._is_over() or not self._has_logs_of(job_ids))
 
     def check(self) -> None:
-        """Raise the error that ended the thread, a `StoreError` if the storage failed for good."""
+        """Raise the error that ended the thread."""
         if self._failure is not None:
             raise self._failure
 
     def stop(self) -> None:
-        """End the thread after the current file."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -416,7 +405,6 @@ class CheckpointWriter:
         return self._writing is None and not is_waiting
 
     def _has_logs_of(self, job_ids: Collection[str]) -> bool:
-        """Return whether a log of these jobs is pending or being written."""
         is_written = self._writing in job_ids and self._kind == "tokens"
         return is_written or any(self._jobs[job_id].log is not None for job_id in job_ids if job_id in self._jobs)
 
@@ -463,7 +451,7 @@ class CheckpointWriter:
         return self._own(job, "state", job.take_state(self._segment_positions))
 
     def _own(self, job: PendingCheckpoint, kind: FileKind, write: WriteFile) -> tuple[str, tuple[FileKind, WriteFile]]:
-        """Move the job to the end of the queue, so that every job gets its turn."""
+        """Move the job to the end of the queue."""
         self._jobs[job.job_id] = self._jobs.pop(job.job_id)
         return job.job_id, (kind, job.begun(write))
 

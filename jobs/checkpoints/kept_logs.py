@@ -40,7 +40,6 @@ class KeptLogs:
     """The kept token logs of one run. Methods raise `StoreError`."""
 
     def __init__(self, store: Store, fingerprint: str) -> None:
-        """`fingerprint` is the run's, see `RunManifest`."""
         self._store = store
         self._fingerprint = fingerprint
 
@@ -49,14 +48,13 @@ class KeptLogs:
         return cls(run.store, run.manifest.fingerprint)
 
     def write(self, job_id: str, log: TokenLog, logprobs: TokenLogprobs | None = None) -> None:
-        """Replace a job's kept log."""
         identity = self._identity(job_id)
         if logprobs is not None:
             self._store.write(_path(job_id, LOGPROBS), encode_span(log.token_ids, logprobs, identity))
         self._store.write(_path(job_id), encode_log(log, identity))
 
     def read(self, job_id: str) -> TokenLog:
-        """Read a job's tokens and rewinds. Raises `DamagedFileError` if absent, damaged or another job's."""
+        """Read a job's log. Raises `DamagedFileError` if absent, damaged or another job's."""
         data = self._store.read(_path(job_id))
         if data is None:
             raise DamagedFileError("found no token log")
@@ -73,13 +71,11 @@ class KeptLogs:
         return span.logprobs
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each job's log and log-probabilities."""
         found = {name: size for name, size in self._store.sizes(FOLDER).items() if size is not None}
         names = (name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX))
         return {name: found[f"{name}{SUFFIX}"] + found.get(f"{name}{LOGPROBS}", 0) for name in names}
 
     def delete(self, job_id: str) -> None:
-        """Delete a job's log, if any."""
         for suffix in (SUFFIX, LOGPROBS):
             self._store.delete(_path(job_id, suffix))
 

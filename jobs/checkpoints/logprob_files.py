@@ -111,12 +111,10 @@ class WrittenSpans:
         return start
 
     def add(self, start: int, num_tokens: int, name: str) -> None:
-        """Record a written file of tokens `start` to `num_tokens`."""
         self.replaced += [other for first, _, other in self.files if first >= start]
         self.files = [entry for entry in self.files if entry[0] < start] + [(start, num_tokens, name)]
 
     def rewind(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens`, whose log-probabilities stay valid."""
         self.num_before = min(self.num_before, num_tokens)
         self.files = [(first, min(end, num_tokens), name) for first, end, name in self.files if first < num_tokens]
 
@@ -152,7 +150,6 @@ class LogprobFiles:
         return len(data)
 
     def drop_replaced(self, folder: str, written: WrittenSpans) -> None:
-        """Delete the absorbed files."""
         while written.replaced:
             self._store.delete(f"{folder}/{written.replaced[-1]}")
             written.replaced.pop()
@@ -181,13 +178,12 @@ class LogprobFiles:
         return TokenLogprobs.joined(parts, num_top)
 
     def _places(self, folders: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-        """Yield first token, end and path of each file."""
         for folder in folders:
             for name in self._store.list(folder):
                 if found := NAME.fullmatch(name):
                     yield int(found[1]), int(found[2]), f"{folder}/{name}"
 
     def _reaching(self, places: Sequence[tuple[int, int, str]], num_found: int) -> list[tuple[int, str]]:
-        """Return the files that continue after `num_found` tokens, the farthest first."""
+        """Return the files that continue after `num_found` tokens, farthest first."""
         reaching = [(end, path) for start, end, path in places if start <= num_found < end]
         return sorted(reaching, reverse=True)

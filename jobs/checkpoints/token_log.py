@@ -59,7 +59,7 @@ class TokenLog(NamedTuple):
         return len(self.rewinds), len(self.token_ids)
 
     def until(self, num_tokens: int) -> TokenLog:
-        """Return the log of the last moment with exactly the first `num_tokens` tokens."""
+        """Return the log when it last had exactly `num_tokens` tokens."""
         if num_tokens >= len(self.token_ids):
             return self
         numbers = (number for number, rewind in enumerate(self.rewinds, 1) if rewind.num_kept <= num_tokens)
@@ -137,7 +137,6 @@ class FoundLogs(NamedTuple):
     entries: list[PackedLog]
 
     def without(self, job_ids: Collection[str]) -> FoundLogs:
-        """Drop the entries of some jobs."""
         return FoundLogs(self.names, [entry for entry in self.entries if entry.job_id not in job_ids])
 
 
@@ -186,7 +185,7 @@ def unpack(data: bytes) -> tuple[list[PackedLog], int]:
 
 
 def _next_entry(data: bytes, files: int, end: int) -> int:
-    """Return the start of the next entry after one whose files span `files` to `end`; earlier if bytes are missing."""
+    """Find the entry after one whose files span `files` to `end`; it is earlier if bytes are missing."""
     if end == len(data) or data.startswith(ENTRY_HEAD, end):
         return end
     sooner = data.find(ENTRY_HEAD, files, end + len(ENTRY_HEAD) - 1)
@@ -204,7 +203,6 @@ class PackedLogs:
     """The packed files of a run's workers. Methods raise `StoreError`."""
 
     def __init__(self, store: Store, fingerprint: str) -> None:
-        """`fingerprint` is the run's, see `RunManifest`."""
         self._store, self._fingerprint = store, fingerprint
         self._files = CheckedFiles(store)
         self._known: dict[str, dict[str, RunningAttempt]] = {}  # by file name; files never change
@@ -222,18 +220,16 @@ class PackedLogs:
         return PackedLog(job_id, attempt, claim, kept, encode_log(log, identity))
 
     def write(self, name: str, entries: Iterable[PackedLog]) -> int:
-        """Write a whole file. Returns its bytes."""
         data = pack(entries)
         self._store.write(f"{WORKER_LOGS_FOLDER}/{name}", data)
         return len(data)
 
     def delete(self, name: str) -> int:
-        """Delete a file, if it exists. Returns 0, the bytes written."""
         self._store.delete(f"{WORKER_LOGS_FOLDER}/{name}")
         return 0
 
     def names(self, worker_ids: Collection[str] | None = None) -> list[str]:
-        """Return the files of some workers, or of all, oldest first for each."""
+        """Return the files of some workers, or of all, oldest first."""
         names = [name for name in self._store.list(WORKER_LOGS_FOLDER) if name.endswith(WORKER_LOG_SUFFIX)]
         return [name for name in names if worker_ids is None or name.rsplit("-", 2)[0] in worker_ids]
 
@@ -261,7 +257,6 @@ class PackedLogs:
         return found
 
     def found(self, worker_ids: Collection[str] | None = None) -> FoundLogs:
-        """Return the files of some workers, or of all, with their entries."""
         names = self.names(worker_ids)
         return FoundLogs(names, [entry for name in names for entry in self.entries(name) or ()])
 
@@ -347,12 +342,12 @@ class WorkerLogs:
         self._entries[job_id, attempt] = entry
 
     def leave(self, job_id: str, attempt: int) -> None:
-        """Move an entry to its own folder, since its job leaves without a result."""
+        """Move an entry to its own folder."""
         if (job_id, attempt) in self._entries:
             self._leaving.append((job_id, attempt))
 
     def forget(self, job_ids: Collection[str]) -> None:
-        """Drop jobs that have a result or own files that are as far."""
+        """Drop jobs with a result or own files."""
         for key in [key for key in self._entries if key[0] in job_ids and key not in self._leaving]:
             del self._entries[key]
 

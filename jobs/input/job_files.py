@@ -78,7 +78,7 @@ def shown_input(path: str) -> str:
 
 
 def odd_kind(mode: int) -> str | None:
-    """Name what an `st_mode` is, None for a file or folder."""
+    """Name an odd `st_mode`; None for a file or folder."""
     return KINDS.get(stat.S_IFMT(mode))
 
 
@@ -117,7 +117,7 @@ def open_input(path: str, name: str | None = None) -> Iterator[BufferedReader]:
 
 
 def _codec(file: BufferedReader) -> str | None:
-    """Detect the compression by the first bytes; None for plain text."""
+    """Detect the compression; None for plain text."""
     return next((codec for magic, codec in CODECS.items() if file.peek(4).startswith(magic)), None)
 
 
@@ -214,7 +214,6 @@ def local_copy(place: str) -> Iterator[tuple[str, str]]:
 
 
 def split(uri: str) -> tuple[str, str]:
-    """Split a URI into its folder's URI and the file's name."""
     place, mark, query = uri.partition("?")
     folder, _, name = place.rpartition("/")
     return f"{folder}{mark}{query}", name
@@ -239,7 +238,7 @@ def _check_object(place: str) -> None:
 
 
 def _identity(place: str) -> str:
-    """Return a text that is equal for all names of a file, through symbolic links and file URIs."""
+    """Return a text that is equal for all names of a file."""
     if _scheme(place) == "file":
         return os.path.realpath(_path_of(place))
     return place if "://" in place or place == STANDARD_INPUT else os.path.realpath(place)

@@ -113,7 +113,7 @@ class JobLine:
 
 
 def choice_seed(seed: int, choice_index: int) -> int:
-    """Return a choice's seed: the first keeps the line's, so it equals a line with one choice."""
+    """Return a choice's seed; the first keeps the line's."""
     if choice_index == 0:
         return seed
     digest = hashlib.sha256(f"choice {choice_index} of {seed}".encode()).digest()
@@ -185,7 +185,7 @@ def _validated(form: type[Form], values: dict[str, Any], prefix: str = "") -> Fo
 
 @functools.cache
 def _nullable(form: type[BaseModel]) -> frozenset[str]:
-    """Return the fields of all forms that are not required in `form`."""
+    """Return the fields that null may omit."""
     required = {name for name, field in form.model_fields.items() if field.is_required()}
     return frozenset({*ShortLine.model_fields, *BatchLine.model_fields} - required)
 
@@ -313,7 +313,7 @@ class ParsedLineCache:
 
 
 def _kind(values: dict[str, Any], fields: dict[str, Any]) -> str:
-    """Return a key of all other values and the names of the own fields; repr, unlike ==, separates 1, 1.0 and true."""
+    """Return a key of all but the own fields' values; repr, unlike ==, separates 1, 1.0 and true."""
     around = [] if fields is values else [(name, value) for name, value in values.items() if name not in _AROUND]
     rest = [(name, None) if name in _OWN else (name, value) for name, value in fields.items()]
     return repr((around, rest))

@@ -75,11 +75,9 @@ class Columns:
         return {name: values[column] for name, column in pairs}, passed_over
 
     def absent(self, names: Collection[str]) -> list[str]:
-        """List the `FIELD=COLUMN` whose column is missing."""
         return [f"{name}={column}" for name, column in self.by_field.items() if column not in names]
 
     def _settled(self) -> set[str]:
-        """Return the fields that are not read by column name alone."""
         settled = set(self.by_field)
         if settled & SHORT_TEXTS:
             return settled | SHORT_TEXTS | BATCH

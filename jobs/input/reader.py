@@ -95,7 +95,6 @@ class JobReader:
             )
 
     def placed(self, reject: Reject) -> Reject:
-        """Return the reject with its file and the line number there."""
         if not self.is_for_many:
             return reject
         before, name = self._files[bisect_left(self._files, (reject.line_number, "")) - 1]
@@ -211,7 +210,6 @@ def _text(line: bytes | None) -> str:
 
 
 def _readable_custom_id(value: object) -> str | None:
-    """Return a rejected line's `custom_id` if it can be shown and written."""
     value = text_id(value)
     if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID:
         return None
@@ -239,7 +237,6 @@ def job_files_in(folder: Store) -> tuple[list[str], dict[str, str]]:
 
 
 def digest_of(folder: Store, path: str) -> str:
-    """Return a file's SHA-256 in hexadecimal. Raises StoreError."""
     digest = hashlib.sha256()
     for piece in folder.pieces(path) or ():
         digest.update(piece)
@@ -290,6 +287,5 @@ def _walk_disk(root: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _look_at(place: str) -> tuple[os.stat_result, list[str] | None]:
-    """Return a place's status, and the names in it if it is a folder."""
     status = os.stat(place)
     return status, os.listdir(place) if stat.S_ISDIR(status.st_mode) else None

@@ -49,7 +49,7 @@ class Rejects(Sequence[Reject]):
 
     @classmethod
     def read(cls, file: BinaryIO) -> Rejects:
-        """Read rejects from JSON lines. Raises ValueError."""
+        """Parse JSON lines. Raises ValueError."""
         return cls(REJECT.validate_python(json.loads(line)) for line in file)  # pydantic parses no lone surrogates
 
     def add(self, reject: Reject) -> None:

@@ -27,13 +27,13 @@ LinePrompt = str | tuple[int, ...]
 
 
 def text_id(value: object) -> object:
-    """Return a whole number as digits, since data sets count their rows; other values unchanged."""
+    """Write a whole number, such as a row's, as text."""
     number = whole(value)
     return str(number) if type(number) is int else value
 
 
 def endpoint(value: object) -> object:
-    """Return the endpoint of a line's `url`, a path or a full address; other values unchanged."""
+    """Return the endpoint of a line's path or address; other values unchanged."""
     found = URL.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return value
@@ -138,12 +138,11 @@ class LineFields(SamplingParams):
 
     @property
     def structure(self) -> Structure | None:
-        """The required structure from either field."""
         return self.structured_outputs if self.response_format is None else self.response_format
 
     @property
     def format_field(self) -> str | None:
-        """The part of `response_format` with the structure; None if it has none."""
+        """Return the part of `response_format` with the structure."""
         if self.response_format is None:
             return None
         return "response_format.json_schema.schema" if self.response_format.kind == "json" else "response_format"
@@ -342,7 +341,7 @@ def taken_apart(
 
 
 def is_of_others(name: str) -> bool:
-    """Return whether other programs use this field, which has no meaning here."""
+    """Return whether other programs use this field."""
     return name in WITHOUT_EFFECT or name in NOT_SUPPORTED or name == "add_special_tokens"
 
 

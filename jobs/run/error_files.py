@@ -34,7 +34,7 @@ class LinePlace(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The line's name in damage reports; it ends with the job's id."""
+        """The name in damage reports; it ends with the job's id."""
         return self.path if self.length is None else f"{self.path}/{self.job_id}"
 
 
@@ -87,7 +87,6 @@ class LineFiles:
         return self._parsed(self.place(job_id), self._data(self.place(job_id)))
 
     def read_all(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
-        """Read the lines of jobs in order."""
         return read_lines(self._data, map(self.place, job_ids), self._parsed)
 
     def _parsed(self, place: LinePlace, data: bytes | None) -> dict[str, Any] | None:

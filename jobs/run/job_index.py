@@ -41,12 +41,10 @@ class JobEntry:
 
     @property
     def name(self) -> str:
-        """The same as `Job.name`."""
         return self.custom_id if self.num_choices == 1 else f"{self.custom_id}[{self.choice_index}]"
 
     @property
     def max_length(self) -> int:
-        """Positions needed for all of `max_tokens`."""
         return self.num_prompt_tokens + self.max_tokens
 
 
@@ -79,7 +77,6 @@ class JobIndex:
         return cls(_columns(table), places)
 
     def some(self, rows: NDArray[np.int64]) -> JobIndex:
-        """Select rows."""
         taken = {name: _taken(column, rows) for name, column in self.columns.items()}
         return JobIndex(taken, self.places[rows])
 
@@ -93,14 +90,12 @@ class JobIndex:
         return JobEntry(**fields, place=int(self.places[row]))
 
     def entries(self) -> Iterator[JobEntry]:
-        """Yield all jobs, a bounded number in memory."""
         for start in range(0, len(self), ROWS_AT_ONCE):
             some = slice(start, start + ROWS_AT_ONCE)
             fields: Any = [*(self.columns[name][some].tolist() for name in ENTRY), self.places[some].tolist()]
             yield from starmap(JobEntry, zip(*fields, strict=True))
 
     def job_ids(self) -> Iterator[str]:
-        """Yield all ids, a bounded number in memory."""
         return self._texts("job_id")
 
     def custom_ids(self) -> Iterator[str]:

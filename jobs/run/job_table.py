@@ -42,12 +42,10 @@ def add(store: Store, table: BinaryIO) -> None:
 
 
 def write_records(target: IO[bytes], records: Iterable[JobRecord], run_id: str) -> int:
-    """Write a table of jobs; return their number."""
     return _write(target, (_part(rows) for rows in _parts(map(_row, records))), run_id)
 
 
 def write_tables(target: IO[bytes], parts: Iterable[pa.Table], run_id: str) -> int:
-    """Write a table from the parts of `read_parts`; return the number of jobs."""
     return _write(target, (part.select(table_schema().names) for part in parts if len(part)), run_id)
 
 
@@ -128,7 +126,6 @@ def lineages(pairs: Iterable[tuple[str, str | None]]) -> list[list[str]]:
 
 
 def newest_with(lineage: list[str], job_ids: Container[str]) -> str | None:
-    """Return a job's newest form among `job_ids`."""
     return next((job_id for job_id in reversed(lineage) if job_id in job_ids), None)
 
 
@@ -163,7 +160,7 @@ def read_records(store: Store, places: NDArray[np.int64], run_id: str | None = N
 
 
 def longest_job(store: Store, run_id: str | None) -> int:
-    """Return the positions of a run's longest job, 0 without jobs. Raises as `read_parts`."""
+    """Return the longest job's positions, 0 without jobs. Raises as `read_parts`."""
     return max(_read_all(store, lambda file: iter([_longest(file, run_id)])), default=0)
 
 
@@ -206,13 +203,13 @@ def _read_all(store: Store, read: Callable[[BinaryIO], Iterator[Value]]) -> Iter
 
 
 def _refuse_if_it_was_there(store: Store, path: str) -> None:
-    """Raise DamagedError if a table is missing although its jobs have results or checkpoints."""
+    """Raise DamagedError for a missing table whose jobs have results or checkpoints."""
     if any(store.list(folder) for folder in ("results", "checkpoints")):
         raise DamagedError(store, path, "it is missing, but its jobs have results or checkpoints")
 
 
 def picked(part: pa.Table, places: NDArray[np.int64]) -> pa.Table:
-    """Return the part's rows at ascending places; places outside are ignored."""
+    """Return the rows at ascending places, ignoring others."""
     first, last = places.searchsorted([0, len(part)])
     return part if last - first == len(part) else part.take(places[first:last])
 

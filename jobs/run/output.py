@@ -60,7 +60,6 @@ def _join(choices: Sequence[tuple[JobRecord, Line]]) -> Line:
 
 
 def _choice(record: JobRecord, body: Line) -> dict[str, Any]:
-    """Return one choice with its own usage and metrics."""
     numbers = {"usage": body["usage"], "metrics": body["metrics"]}
     return dict(body["choices"][0], index=record.job.choice_index, **numbers)
 

@@ -82,12 +82,12 @@ def _message(text: str, reasoning: Reasoning | None) -> dict[str, str]:
 
 
 def tokens_sha256(token_ids: NDArray[np.uint32]) -> str:
-    """The SHA-256, in hexadecimal, of tokens [num_tokens] as a result names it: of 4 bytes each, little-endian."""
+    """Return the SHA-256 in hexadecimal of tokens [num_tokens] as little-endian uint32."""
     return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).hexdigest()
 
 
 def error_line(job: JobRecord | JobEntry, code: str, message: str) -> dict[str, Any]:
-    """The output line of a job that did not finish; `code` is a word such as "cancelled", `message` one sentence."""
+    """Return the output line of a failed job; `code` is one word, `message` one sentence."""
     return _line(job, None, {"code": code, "message": message})
 
 

@@ -110,7 +110,7 @@ def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
 
 
 def plain(text: str) -> str:
-    """Escape lone surrogates, which a table can't hold: an error may name a file that is not UTF-8."""
+    """Escape lone surrogates, which a table can't hold."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -159,7 +159,6 @@ def _line_at(data: bytes, place: LinePlace) -> bytes:
 
 
 def _job_of(text: bytes) -> str:
-    """Return the job's id of an output line. Raises ValueError, RecursionError."""
     return str(json.loads(text).get("id", "")).removeprefix(LINE_ID)
 
 
@@ -186,7 +185,6 @@ class ResultFiles:
         self._looking = Lock()
 
     def write_segment(self, name: str, results: Sequence[SealedResult]) -> None:
-        """Write results to a new segment with a unique name."""
         assert self._fingerprint is not None  # writers know the run
         self._store.write_new(f"{SEGMENTS}/{name}{SUFFIX}", encode_segment(results, self._fingerprint))
 
@@ -208,12 +206,10 @@ class ResultFiles:
         return line
 
     def read_all(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
-        """Read the lines of jobs in order."""
         self._look()
         return read_lines(self.data, map(self.place, job_ids), self._parsed, self.elsewhere)
 
     def place(self, job_id: str) -> LinePlace | None:
-        """Return the known place of a job's line."""
         number, row = divmod(self._places.get(job_id, -1), ROWS)
         index = None if number < 0 else self._segments.get(self._paths[number])
         return None if index is None else index.place(row)
@@ -295,7 +291,6 @@ class ResultFiles:
             places.setdefault(job_id, first + row)
 
     def _numbers(self, column: int) -> dict[str, int]:
-        """Return one column of all known results, by job."""
         indexes = list(self._segments.values())
         pairs = (zip(each.job_ids, each.numbers[column::3], strict=True) for each in indexes)
         return dict(chain.from_iterable(pairs))
@@ -311,7 +306,7 @@ class ResultFiles:
         return SegmentIndex.of(path, rows)
 
     def _whole_of(self, path: str) -> list[Row] | None:
-        """Return a segment's results if some differ from its index; None if all agree."""
+        """Return a segment's intact results; None if all agree with its index."""
         data = self._store.read(path) or b""
         is_as_said = all(is_whole(data, place) for place in self._segments[path].places())
         return None if is_as_said else list(found_lines(data, self._fingerprint))

@@ -71,7 +71,7 @@ class Run(RunJobs):
         return cls(store, manifest)
 
     def made(self) -> Run:
-        """Return the run as in its folder, written there if only planned. Raises as `create_or_open` does."""
+        """Write a planned run and return it. Raises as `create_or_open` does."""
         self.store.write_new(MANIFEST, pretty(self.manifest))
         found = read_model(self.store, MANIFEST, RunManifest)
         return self if found is None else Run(self.store, found)._fit_for(self.manifest)
@@ -112,19 +112,17 @@ class Run(RunJobs):
         return not self.store.exists(REJECTS) and not self.job_ids()
 
     def write_segment(self, name: str, results: Sequence[SealedResult]) -> None:
-        """Write results of finished jobs, all or none, under a unique name."""
+        """Write a new segment of results, all or none."""
         self._results.write_segment(name, results)
 
     def write_error(self, job_id: str, line: dict[str, Any]) -> None:
-        """Write the output line of a failed or cancelled job."""
         self._errors.write(job_id, line)
 
     def write_errors(self, lines: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """Write the output lines of many failed or cancelled jobs."""
         self._errors.write_all(lines)
 
     def ended(self) -> tuple[set[str], set[str]]:
-        """Return the ids with a result, and those with only an error: a late result replaces an error."""
+        """Return the ids with a result, and those with only an error."""
         finished, failed = self.ended_sizes()
         return set(finished), failed
 
@@ -140,7 +138,6 @@ class Run(RunJobs):
         return self._errors.read(job_id)
 
     def errors(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """Yield the output lines of failed or cancelled jobs, in order."""
         return (line for line in self.error_lines(job_ids) if line is not None)
 
     def error_lines(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
@@ -150,7 +147,7 @@ class Run(RunJobs):
         return self._results.read_all(job_ids)
 
     def output_lines(self) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
-        """Yield every job in input order with its output line, None while it has none."""
+        """Yield every job in input order with its output line, if any."""
         return self._lines({})
 
     def lines_of(self, index: JobIndex) -> Iterator[dict[str, Any] | None]:
@@ -164,7 +161,6 @@ class Run(RunJobs):
         return self._read_places(map(place, index.job_ids()))
 
     def finished_ids(self) -> Container[str]:
-        """Return the ids with a result, without a copy."""
         return self._results.job_ids()
 
     def ended_jobs(self, index: JobIndex) -> tuple[array[int], dict[int, str]]:
@@ -189,7 +185,7 @@ class Run(RunJobs):
         return rows, codes
 
     def joined_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the output lines so far, one per input line in input order; see `jobs.run.output_line`.
+        """Yield the output lines so far; see `jobs.run.output_line`.
 
         A job without a result shows that of the job it superseded.
         """
@@ -208,10 +204,7 @@ class Run(RunJobs):
         return filter(None, read_lines(self._results.data, places, write, self._results.elsewhere))
 
     def _lines(self, extended: Mapping[str, list[str]]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
-        """Yield every job in input order with its output line.
-
-        An `extended` job may have the line of a job that it superseded.
-        """
+        """Yield every job with its line, or that of a job it superseded."""
         records, again = tee(self.records())
         places = self._output_places((record.job_id for record in again), extended)
         return zip(records, self._read_places(places), strict=True)
@@ -281,12 +274,12 @@ class Run(RunJobs):
         return self.store.exists(PROGRESS)
 
     def request_cancel(self, job_id: str | None) -> None:
-        """Ask the driver to cancel one job, or the run for None."""
+        """Request to cancel one job, or the run for None."""
         path = CANCEL_RUN if job_id is None else f"{CANCEL_JOBS}/{job_id}.json"
         self.store.write(path, dump_line({"requested": time.time()}))
 
     def cancel_requests(self) -> tuple[bool, set[str]]:
-        """Return whether the run is to be cancelled, and the ids of jobs to cancel."""
+        """Return whether to cancel the run, and the ids of jobs to cancel."""
         names = self.store.list(CANCEL_JOBS)
         return self.store.exists(CANCEL_RUN), {name.removesuffix(".json") for name in names if name.endswith(".json")}
 
@@ -294,10 +287,7 @@ class Run(RunJobs):
         self.store.delete_folder("cancel")
 
     def write_output(self, check: Callable[[], None] = lambda: None) -> None:
-        """Write `output.jsonl` and `output.parquet` with the results and errors so far, in input order.
-
-        Calls `check` before it replaces anything; an exception keeps the old files.
-        """
+        """Write both output files. Calls `check` before it replaces anything."""
         write_output(self.store, self.joined_lines(), check)
 
     def refuse_other_model(

@@ -76,7 +76,7 @@ class RunJobs:
     """The jobs of a run. Every method raises `StoreError`, and `RunError` for a damaged table."""
 
     def __init__(self, store: Store, manifest: RunManifest | None) -> None:
-        """`manifest` is None if damaged; then only methods that don't need it work."""
+        """`manifest` is None if damaged."""
         self.store = store
         self.manifest = RunManifest.model_construct() if manifest is None else manifest
         self._run_id = None if manifest is None else manifest.run_id
@@ -101,7 +101,6 @@ class RunJobs:
         job_table.add(self.store, table)
 
     def parts(self, *names: str) -> Iterator[pa.Table]:
-        """Read columns of all jobs in table order, part by part."""
         return read_parts(self.store, names, self._run_id)
 
     def records(self) -> Iterator[JobRecord]:
@@ -119,21 +118,19 @@ class RunJobs:
         return list(self.records())
 
     def records_at(self, places: NDArray[np.int64]) -> Iterator[JobRecord]:
-        """Yield the jobs at ascending places of the run's tables."""
         return read_records(self.store, places, self._run_id)
 
     def job_index(self) -> JobIndex:
-        """Return all jobs in input order, each in its newest form, without prompts."""
+        """Index all jobs in their newest forms."""
         from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
 
         return JobIndex.of(self.parts(*COLUMNS))
 
     def job_bodies(self, places: NDArray[np.int64]) -> JobBodies:
-        """Return the jobs at ascending places, to be read one by one."""
         return JobBodies(self.parts(*BODY), places)
 
     def longest_job(self) -> int:
-        """Return the positions of the longest job, 0 without jobs, from metadata."""
+        """Read the longest job's positions from metadata."""
         return longest_job(self.store, self._run_id)
 
     def all_jobs(self) -> dict[str, JobRecord]:
@@ -145,7 +142,7 @@ class RunJobs:
         return {record.job_id: record for record in read_records(self.store, places, self._run_id)}
 
     def job_ids(self) -> list[str]:
-        """Return all ids in input order, each job in its newest form."""
+        """Return all ids in input order, in newest forms."""
         from swiftbatch.jobs.run.job_index import JobIndex
 
         names = ("job_id", "supersedes")
@@ -159,7 +156,7 @@ class RunJobs:
         return pa.chunked_array([chunk for part in parts for chunk in part.column("job_id").chunks], pa.string())
 
     def lineages(self) -> list[list[str]]:
-        """Return each job's ids in input order, from the oldest superseded one to the newest."""
+        """Return each job's ids from its first form to its newest."""
         parts = self.parts("job_id", "supersedes")
         rows = (zip(*(column.to_pylist() for column in part.columns), strict=True) for part in parts)
         return lineages(pair for pairs in rows for pair in pairs)

@@ -77,7 +77,6 @@ class RunManifest(Frozen):
 
     @property
     def stored_model(self) -> str:
-        """The model's name with the commit of a hub model."""
         return self.model if self.model_commit is None else f"{self.model.partition('@')[0]}@{self.model_commit}"
 
     @property
@@ -221,7 +220,7 @@ def read_model(store: Store, path: str, model: type[Model]) -> Model | None:
 
 
 def _refuse_other_version(store: Store, path: str, found: Any, expected: int) -> None:
-    """Raise `RunError`, not `DamagedError`: another swiftbatch can read the file."""
+    """Raise `RunError`, not `DamagedError`: the file is intact for another swiftbatch."""
     if found != expected:
         problem = f"found version {'none' if found is None else shown(found)}, expected version {expected}"
         raise RunError(_unusable(store, path, problem, "use the version of swiftbatch that made it"))

@@ -240,7 +240,7 @@ def _asked(record: JobRecord, revision: int) -> Row:
 
 
 def _as_int64(seed: int | None) -> int | None:
-    """Return a seed that fits the column; a larger one is only in `sampling`."""
+    """Return a seed if it fits the column."""
     return seed if seed is not None and seed < 2**63 else None
 
 
@@ -326,7 +326,6 @@ class Shards:
 
     @classmethod
     def of(cls, run: Run, epoch: int, check: Callable[[], None]) -> Self | None:
-        """Return the writer of a run's shards; None if it has none."""
         settings = shard_settings(run.store)
         return None if settings is None else cls(run, settings, epoch, check)
 

@@ -54,13 +54,12 @@ def render(board: Board) -> str:
 
 
 def _links() -> dashboard.DashboardLink:
-    """Link the other dashboards, keeping the choices."""
     link = dashboard.DashboardLink(TAG).type(DashboardLinkType.DASHBOARDS).tags([TAG])
     return link.include_vars(True).keep_time(True)
 
 
 def _variable(name: str, query: str) -> dashboard.QueryVariable:
-    """Return a choice of several values, initially all, including series without the label."""
+    """Return a choice of several values, initially all."""
     variable = dashboard.QueryVariable(name).query(query).datasource(SOURCE)
     variable.refresh(VariableRefresh.ON_TIME_RANGE_CHANGED).multi(True).include_all(True).all_value(".*")
     return variable.current(VariableOption(selected=True, text="All", value="$__all"))

@@ -65,7 +65,7 @@ TOKENS = f"swiftbatch_run_generation_tokens_total{{{DRIVER}}}"
 
 
 def _per_hour(device: str) -> str:
-    """Return tokens per worker hour; nothing if no worker has this device."""
+    """Return tokens per worker hour."""
     held = f'swiftbatch_worker_seconds_total{{{DRIVER}, device="{device}"}}'
     return f"3600 * sum(rate({TOKENS}[{RATE}])) / (sum(rate({held}[{RATE}])) > 0)"
 
@@ -170,7 +170,6 @@ THROUGHPUT = Board("Throughput", "How fast the run is, and what is left.", THROU
 
 
 def _rate(name: str, labels: str = "", selector: str = DRIVER) -> str:
-    """Return a counter's rate, summed over all labels except `labels`."""
     by = f" by ({labels})" if labels else ""
     return f"sum{by} (rate(swiftbatch_{name}{{{selector}}}[{RATE}]))"
 
@@ -269,7 +268,6 @@ SPECULATION = Board(
 
 
 def _increase(name: str, label: str = "") -> str:
-    """Return a driver counter's increase over the time shown."""
     by = f" by ({label})" if label else ""
     return f"sum{by} (increase(swiftbatch_{name}{{{DRIVER}}}[$__range]))"
 

@@ -33,7 +33,6 @@ class Marks(NamedTuple):
 
     @property
     def last(self) -> float:
-        """The time of the last mark."""
         return self.started + self.columns[len(self.columns) // 4 - 1]
 
     def rows(self) -> Iterator[tuple[float, float, float, float]]:
@@ -57,7 +56,6 @@ class Attempt(NamedTuple):
 
     @property
     def first_token(self) -> float:
-        """The time of its first token, if known."""
         return _first_token(self.start, self.resume, self.marks)
 
 
@@ -94,7 +92,6 @@ def attempts_of(
 
 
 def parsed_history(attempts: Any) -> list[AttemptRecord]:
-    """Parse the attempts of a result line."""
     return [AttemptRecord.model_validate(attempt, strict=False) for attempt in attempts or []]
 
 

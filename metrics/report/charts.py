@@ -105,7 +105,7 @@ def acceptance_by_length(found: Intervals) -> ByLength | None:
 
 
 def ms_per_token_by_length(found: Intervals) -> ByLength | None:
-    """Return milliseconds per token of one job, waits for its neighbours included; None without tokens."""
+    """Return a job's milliseconds per token, waits for its neighbours included; None without tokens."""
     drawn = found.num_tokens > 0
     milliseconds = 1000 * (found.end - found.start)
     return _by_length(found.length[drawn], milliseconds[drawn], found.num_tokens[drawn], 0.0)
@@ -225,7 +225,6 @@ class Bar:
 
     @property
     def is_tiny(self) -> bool:
-        """True if nothing fits inside the bar."""
         return self.width < TINY_PERCENT
 
 

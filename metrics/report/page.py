@@ -171,7 +171,7 @@ def _span(facts: RunFacts, found: Intervals) -> tuple[float, float]:
 
 
 def _gantt_ticks(seconds: float) -> list[tuple[float, str]]:
-    """Return the time axis' ticks in percent, without a label that would stick out at the end."""
+    """Return the time axis' ticks in percent."""
     places = ((100 * moment / max(seconds, 1e-9), label) for moment, label in ticks(seconds, NUM_GANTT_TICKS))
     return [(place, label) for place, label in places if place <= MAX_TICK_PERCENT]
 
@@ -194,7 +194,7 @@ def _row(job: JobFacts, begin: float, store: Store, folder: str | None) -> dict[
 
 
 def _link(store: Store, file: str, folder: str | None) -> str | None:
-    """Return a relative link to a run's file; None if no browser could open it."""
+    """Link a run's file; None if no browser could open it."""
     if folder is None or not store.is_local:
         return None
     path = os.path.relpath(os.path.join(store.uri, file), folder)

@@ -85,7 +85,6 @@ class Tally:
             self._numbers.extend(row)
 
     def stretches(self) -> Intervals:
-        """Return the intervals of all attempts with tokens."""
         start, end, tokens, length, drafts, accepted = np.frombuffer(self._numbers, np.float64).reshape(-1, 6).T
         return Intervals(start, end, tokens, length, drafts, accepted)
 
@@ -149,7 +148,7 @@ class RunFacts:
 
     @property
     def enough_for_thoughts(self) -> int:
-        """Twice the largest limit that cut a thought: the next one to try."""
+        """Twice the largest limit that cut a thought."""
         return 2 * self.tally.most_cut_tokens
 
 
@@ -187,7 +186,7 @@ def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunF
 
 
 def _most_urgent(listed: dict[State, list[JobFacts]]) -> list[JobFacts]:
-    """Choose the jobs to list, in input order: failed ones first, then others without a result."""
+    """Choose the jobs to list: failed ones first, then others without a result."""
     jobs = sorted(chain.from_iterable(listed.values()), key=lambda job: (URGENCY.get(job.state, 1), job.number))
     return sorted(jobs[:MAX_JOBS], key=lambda job: job.number)
 
@@ -216,7 +215,7 @@ def _checkpoints(run: Run, finished: Container[str]) -> dict[str, Logged]:
 
 
 def _with_running(history: list[AttemptRecord], running: AttemptRecord) -> list[AttemptRecord]:
-    """Add the running attempt to the history, or only its timeline if the history has its start."""
+    """Add the running attempt, or only its timeline if the history has its start."""
     known = {record.number: record for record in history}
     own = known.get(running.number)
     known[running.number] = running if own is None else own.model_copy(update={"timeline": running.timeline})
@@ -234,13 +233,13 @@ def _may_close_loops(job: JobFacts) -> bool:
 
 
 def _closes_loops(job: Job) -> bool:
-    """Return whether a job closes a looping thought, so that only a lack of room leaves it open."""
+    """Return whether the job closes a looping thought."""
     loops = job.sampling.repetition_detection
     return loops is not None and loops.action == "close"
 
 
 def _prompt(job: Job) -> str:
-    """Return the start of a job's prompt; token ids stay numbers, since there is no tokenizer here."""
+    """Return a prompt's start; there is no tokenizer for token ids."""
     if job.prompt_ids is not None:
         return excerpt(f"tokens {' '.join(map(str, job.prompt_ids[:EXCERPT_CHARACTERS]))}")
     return excerpt(job.prompt or "\n".join(message.content for message in job.messages or ()))
@@ -271,12 +270,10 @@ class _Reader:
         return [replace(job, is_cut_thought=False) if job.number in other else job for job in jobs]
 
     def with_prompts(self, jobs: Sequence[JobFacts]) -> tuple[JobFacts, ...]:
-        """Add the start of each prompt."""
         prompts = {number: _prompt(record.job) for number, record in self._records([job.number for job in jobs])}
         return tuple(replace(job, prompt=prompts[job.number]) for job in jobs)
 
     def _records(self, numbers: Sequence[int]) -> Iterator[tuple[int, JobRecord]]:
-        """Yield job records with their numbers."""
         by_place = sorted(numbers, key=lambda number: self._index.places[number - 1])
         places = self._index.places[np.array(by_place, np.int64) - 1]
         return zip(by_place, self._run.records_at(places), strict=True)

@@ -68,7 +68,6 @@ class ChaosOptions:
 
 
 def write_jobs(path: Path, options: ChaosOptions) -> list[str]:
-    """Write the job file of both runs; return the `custom_id`s."""
     jobs = list(_jobs(options))
     path.write_text("".join(json.dumps(job) + "\n" for job in jobs), encoding="utf-8")
     return [job["custom_id"] for job in jobs]

@@ -80,7 +80,6 @@ class DisturbedDriver:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Send SIGKILL, if it still runs."""
         self._process.kill()
         self._process.wait()
 
@@ -229,7 +228,7 @@ class DisturbedRun:
         raise ChaosError(f"processes {first.pid} and {second.pid} both hold {self._run_uri}: expected one to stop")
 
     def _wait(self, seconds: float) -> None:
-        """Sleep, ending troubles that become due."""
+        """Sleep, ending due troubles."""
         last = time.monotonic() + seconds
         while time.monotonic() < last:
             self._troubles.tend()

@@ -58,7 +58,7 @@ class RunOutput:
         self.num_lines = Counter(line["custom_id"] for line in self._lines)
 
     def told(self, custom_id: str) -> dict[str, Any] | None:
-        """Return a job's text, finish reason, SHA-256 and usage; None if unfinished."""
+        """Return what a job's output says of it; None if unfinished."""
         body = self._bodies.get(custom_id)
         return None if body is None else body["choices"][0] | {"usage": body["usage"]}
 
@@ -66,11 +66,9 @@ class RunOutput:
         return sum(body["usage"]["completion_tokens"] for body in self._bodies.values())
 
     def num_recomputed_tokens(self) -> int:
-        """Sum the tokens generated again, over all attempts."""
         return sum(body["metrics"]["num_recomputed_tokens"] for body in self._bodies.values())
 
     def resumes(self) -> dict[str, int]:
-        """Count the resumed attempts by kind."""
         attempts = [attempt for body in self._bodies.values() for attempt in body["metrics"]["attempts"]]
         return dict(Counter(attempt["resume"]["kind"] for attempt in attempts if attempt["resume"]))
 

@@ -258,6 +258,6 @@ class NodeFaults:
         return seconds
 
     def _choose(self) -> Node | None:
-        """Choose a node without a fault, also a starting one; None if there is none."""
+        """Choose a node without a fault, if any."""
         fine = [node for node in self._cluster.raylets if node not in self._troubled]
         return self._random.choice(fine) if fine else None

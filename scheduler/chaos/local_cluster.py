@@ -88,7 +88,6 @@ class NamespaceHosts:
         _ip("-n", self._switch, "link", "set", str(host.cable), "up")
 
     def close(self) -> None:
-        """Remove all existing namespaces and their cables."""
         for name in reversed(self._names):
             with contextlib.suppress(ChaosError):
                 _ip("netns", "delete", name)
@@ -149,18 +148,17 @@ class Node:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """SIGKILL the raylet and the node's processes except workers, which notice later."""
+        """SIGKILL the node's processes except workers, which notice later."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal all processes of the node at once, workers too, as if the machine hung or lost power."""
+        """Signal all processes at once, workers too, as if the machine hung."""
         for _ in range(2):  # the second pass catches processes that were just starting
             signal_sessions({self.process.pid}, number)
 
     def stop(self) -> None:
-        """Stop the node, by force after a while."""
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_SECONDS)
@@ -189,7 +187,6 @@ class LocalCluster:
         self.head.wait_until_up()
 
     def add_raylet(self) -> Node:
-        """Start one more raylet, which joins by itself."""
         node = self._start(self._hosts.add(), f"--address={self.address}", f"--num-cpus={self._num_cpus}")
         self.raylets.append(node)
         return node
@@ -209,7 +206,6 @@ class LocalCluster:
         node.kill()
 
     def replace_ended(self) -> None:
-        """Replace every node that has ended."""
         for node in [node for node in self.raylets if node.process.poll() is not None]:
             self.kill_raylet(node)
             self.add_raylet()

@@ -63,7 +63,7 @@ class ClusterWatch:
             raise ClusterLostError(f"the head of the Ray cluster has not answered for {silence:.0f} s")
 
     def draining(self) -> dict[str, float]:
-        """Return the seconds until each leaving node goes, by node id."""
+        """Return the seconds left to leaving nodes."""
         now = time.time()
         return {node_id: deadline - now for node_id, deadline in self._draining.items()}
 

@@ -99,7 +99,7 @@ class EmbeddedRay:
             services.resolve_ip_for_localhost = resolve
 
     def keep_logs(self) -> Path:
-        """Keep the folder after a failure, because Ray's logs explain it."""
+        """Keep the folder, because Ray's logs explain a failure."""
         self._keeps_folder = True
         return self.folder
 
@@ -147,7 +147,6 @@ def signal_sessions(sessions: set[int], number: signal.Signals) -> None:
 
 
 def _remove_old(place: Path) -> None:
-    """Remove old folders of killed processes or failed Rays."""
     for folder in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # it belongs to another user, or is in use
             if time.time() - folder.stat().st_mtime > KEPT_SECONDS and not _is_in_use(folder):

@@ -45,7 +45,7 @@ class WorkerLostError(RuntimeError):
 
 
 def create_actor(worker_id: str, spec: WorkerSpec, code: Code, *, num_cpus: int, num_gpus: int) -> Any:
-    """Start a worker's process on the cluster and return its handle at once."""
+    """Start a worker's process and return its handle at once."""
     options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
     # Ray must not restart it: a restarted actor has neither session nor jobs.
     actor = _actor_class().options(max_restarts=0, **options)
@@ -83,7 +83,6 @@ def answer(call: Any) -> WorkerInfo | WorkReport:
 
 
 def kill(actor: Any) -> None:
-    """Kill a worker's process, if it still runs."""
     import ray
 
     ray.kill(actor)

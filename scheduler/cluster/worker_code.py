@@ -120,6 +120,5 @@ def write_output_to(path: Path) -> None:
 
 
 def _place_of_package() -> Path | None:
-    """Locate the package without importing it; None if there is none."""
     spec = importlib.util.find_spec(PACKAGE)
     return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent

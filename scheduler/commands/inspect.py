@@ -86,7 +86,6 @@ def _running(found: Inspection) -> list[tuple[str, str]]:
 
 
 def _cache(found: Inspection) -> str:
-    """Return the bytes per position, and for old positions behind a window."""
     words = f"{found.bytes_per_position:,} bytes per position in bfloat16"
     if found.num_whole_positions is not None:
         words += f"; on a CPU {found.bytes_per_old_position:,} behind the newest {found.num_whole_positions:,}"

@@ -31,7 +31,6 @@ stderr.
 
 
 def kinds() -> list[type[Event]]:
-    """Return all events in code order."""
     found = [value for module in (events, job_events) for value in vars(module).values() if inspect.isclass(value)]
     return list(dict.fromkeys(kind for kind in found if issubclass(kind, Event) and kind is not Event))
 

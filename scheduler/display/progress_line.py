@@ -46,7 +46,7 @@ def safety(progress: Progress) -> list[str]:
 
 
 def checkpoint_age(progress: Progress) -> float | None:
-    """Return the seconds since the oldest last checkpoint of all busy workers; None if none is busy.
+    """Return the oldest last checkpoint's age over busy workers.
 
     Across machines it depends on their clocks.
     """
@@ -56,7 +56,6 @@ def checkpoint_age(progress: Progress) -> float | None:
 
 
 def worker_line(worker: WorkerStatus, running: dict[str, int]) -> str:
-    """Describe a worker and its jobs with their tokens from `running`."""
     jobs = ", ".join(_job_with_tokens(custom_id, running.get(custom_id)) for custom_id in worker.jobs) or "no job"
     metrics = f", metrics at {worker.metrics_address}" if worker.metrics_address else ""
     speed = f"; {worker.tokens_per_second:,.1f} tokens/s" if worker.jobs else ""

@@ -76,7 +76,6 @@ class Receiver:
 
     @property
     def target(self) -> str:
-        """The path and query of requests."""
         return (self.url.path or "/") + (f"?{self.url.query}" if self.url.query else "")
 
     def __str__(self) -> str:
@@ -133,7 +132,7 @@ class WebhookMessage:
 
     @property
     def id(self) -> str:
-        """An id that stays the same when any driver repeats the message."""
+        """An id that stays the same when the message is repeated."""
         identity = json.dumps([self.kind, self.data], sort_keys=True)
         return f"msg_{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
 
@@ -327,13 +326,12 @@ class WebhookSender:
         post(self._receiver, message, max(0.1, min(TRY_SECONDS, left)))
 
     def _is_over(self, message: WebhookMessage, state: RetryCallState) -> bool:
-        """Return whether to give up on a message."""
         if self._is_ending.is_set():
             return message is not self._last or time.monotonic() >= self._end_by
         return (state.seconds_since_start or 0.0) >= MESSAGE_SECONDS
 
     def _sleep(self, seconds: float) -> None:
-        """Wait between attempts, in short pauses near the end."""
+        """Wait, in short pauses near the end."""
         if self._is_ending.is_set():
             time.sleep(min(seconds, max(0.0, self._end_by - time.monotonic())))
         else:
@@ -371,7 +369,7 @@ class PostingDisplay:
         self._tell_failure()
 
     def post_error(self) -> None:
-        """Post that the run had to stop, without the reason."""
+        """Post that the run had to stop."""
         newest = self._newest
         jobs, num_tokens = ({}, 0) if newest is None else (newest.jobs, newest.num_generated_tokens)
         self._post_end("interrupted", jobs, num_tokens, None, STOPPED)

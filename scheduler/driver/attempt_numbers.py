@@ -51,7 +51,7 @@ class Attempts:
 
     @classmethod
     def read(cls, store: Store, epoch: int) -> Self:
-        """Continue the counts of earlier drivers. Raises StoreError."""
+        """Continue earlier drivers' counts. Raises StoreError."""
         found = _read_counts(store)
         return cls(store, epoch, dict(found.attempts), dict(found.strikes))
 
@@ -60,13 +60,13 @@ class Attempts:
         return self._counts.keys()
 
     def note_found(self, job_id: str, numbers: Collection[int]) -> None:
-        """Record the attempts that left files, which may exceed the counted ones."""
+        """Record the attempts that left files."""
         newest = max(numbers, default=0)
         self._newest[job_id] = self._base(newest)
         self._counts[job_id] = max(len(numbers), self.count(job_id))
 
     def begin(self, job_id: str) -> tuple[int, int]:
-        """Begin a job's next attempt; return its number and the job's attempts including it."""
+        """Begin a job's next attempt; return its number and the count of attempts."""
         number, _ = self.number(job_id)
         return number, self.note_begun(job_id)
 
@@ -76,13 +76,13 @@ class Attempts:
         return number, self.count(job_id) + 1
 
     def note_begun(self, job_id: str) -> int:
-        """Count a reserved attempt; return the job's attempts including it."""
+        """Count a reserved attempt; return the count."""
         self._counts[job_id] = num_attempts = self.count(job_id) + 1
         self._has_changed = True
         return num_attempts
 
     def give_back(self, job_id: str) -> None:
-        """Take back the newest attempt, which its worker will never begin."""
+        """Take back an attempt that never begins."""
         self._newest[job_id] -= 1
 
     def newest(self, job_id: str) -> int:
@@ -90,11 +90,10 @@ class Attempts:
         return self._newest.get(job_id, self._base(0))
 
     def count(self, job_id: str) -> int:
-        """Return a job's attempts over all drivers."""
         return self._counts.get(job_id, 0)
 
     def strikes(self, job_id: str) -> Strikes | None:
-        """Return a job's losses without progress over all drivers."""
+        """Return a job's losses without progress."""
         return self._strikes.get(job_id)
 
     def note_strikes(self, job_id: str, strikes: Strikes | None) -> None:
@@ -124,17 +123,16 @@ class Attempts:
         self._pool.submit(_write_counts, self._store, self._epoch, self._content()).result()
 
     def stop(self) -> None:
-        """Stop writing."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _content(self) -> AttemptCounts:
         return AttemptCounts.model_construct(attempts=self._counts.copy(), strikes=self._strikes.copy())
 
     def _base(self, newest: int) -> int:
-        """Return the number before this driver's first attempt at a job, whose newest one on disk is `newest`.
+        """Return the number before this driver's first attempt at a job.
 
-        If that is of no earlier epoch, files were copied or `drivers/` was deleted. Later drivers find at least this
-        base and add more, so bases stay unique.
+        If `newest` is of no earlier epoch, files were copied or `drivers/` was deleted; a later driver adds more, so
+        bases stay unique.
         """
         epoch_there = newest // NUMBERS_PER_EPOCH
         epoch = self._epoch if epoch_there < self._epoch else epoch_there + self._epoch
@@ -142,9 +140,9 @@ class Attempts:
 
 
 def forget_strikes(store: Store, epoch: int, job_ids: Collection[str]) -> None:
-    """Reset the strikes of retried jobs, before other drivers of this epoch start. Raises StoreError.
+    """Reset the strikes of retried jobs. Raises StoreError.
 
-    The driver that gave a job up may have been killed before it did so.
+    The driver that gave them up may have been killed before it did so.
     """
     found = _read_counts(store)
     if forgotten := found.strikes.keys() & job_ids:

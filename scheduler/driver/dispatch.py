@@ -34,21 +34,19 @@ class WorkerCapacity:
     """
 
     def __init__(self, num_slots: int | None, fleet: Fleet, most_positions: int | None = None) -> None:
-        """The user's limits; None leaves them to the worker."""
+        """None leaves a limit to the worker."""
         self._num_slots, self._most_positions = num_slots, most_positions
         self._fleet = fleet
 
     def most_anywhere(self) -> int:
-        """Return the most jobs of any worker at a time, at least 1; before any start, the user's wish."""
+        """Return the most jobs of any worker; before any start, the user's wish."""
         started = [self.most_jobs(worker) for worker in self._fleet.workers if worker.info]
         return max(1, max(started, default=self._num_slots or MOST_SLOTS))
 
     def is_full(self, worker: Worker, num_held: int) -> bool:
-        """Return whether a worker with `num_held` jobs takes no more."""
         return 0 < num_held >= self.most_jobs(worker)
 
     def most_jobs(self, worker: Worker) -> int:
-        """Return a worker's most jobs at a time, at least 1."""
         of_gpu = worker.info.num_slots if worker.info else None  # chosen at its start
         wanted = MOST_SLOTS if self._num_slots is None and of_gpu is None else self._num_slots
         return min(bound for bound in (wanted, of_gpu, worker.num_fitting) if bound is not None)
@@ -97,7 +95,6 @@ class WorkerCapacity:
 
 
 def _at_their_ends(held: Sequence[Growth], job: Growth, beside: int, page: int) -> int:
-    """Return the positions of all jobs at their ends."""
     num_jobs = len(held) + 1
     return job.end + sum(each.end for each in held) + num_jobs * (beside + ROOM_BEHIND + page - 1)
 
@@ -145,7 +142,7 @@ class Dispatcher:
             self._order_move(now)
 
     def _order_relief(self) -> None:
-        """Let the worker with the last-ending job return others, if the run then ends much sooner."""
+        """Let the last-ending worker return jobs, if the run then ends much sooner."""
         if self._last is not None and not self._last.worker.orders.released:
             for job_id in self._balance.too_many(self._last):
                 self._last.worker.ask_back(job_id)
@@ -199,11 +196,11 @@ class Dispatcher:
         return dealt
 
     def _turn_of(self, worker: Worker) -> int:
-        """Return a sort key for the next job. With a plan each worker is filled before the next one."""
+        """Return a sort key; with a plan each worker is filled before the next one."""
         return self._queue.of(worker.id).num_left if self._plan is None else 0
 
     def _is_spared(self, worker: Worker) -> bool:
-        """Return whether a worker should get nothing beside the last-ending job."""
+        """Return whether the last-ending job should get no neighbour."""
         last = self._last
         if last is None or last.worker is not worker or not self._queue.num_waiting:
             return False
@@ -262,11 +259,9 @@ class Dispatcher:
             self._fleet.work(worker, orders, slice_seconds(len(self._fleet.workers)), has_backlog=bool(own.reserve))
 
     def _reserved(self, job: QueuedJob) -> Assignment:
-        """Reserve the next attempt at a job; it counts when the worker begins it."""
         return self._numbered(job, *self._attempts.number(job.job_id))
 
     def _assignment(self, job: QueuedJob, worker: Worker) -> Assignment:
-        """Begin the next attempt at a job."""
         number, num_attempts = self._attempts.begin(job.job_id)
         self._context.display.note(JobStarted(job.name, worker.id, num_attempts, job.num_generated_tokens))
         return self._numbered(job, number, num_attempts)
@@ -285,7 +280,7 @@ class Dispatcher:
 
 
 def _num_left_to_move(job: QueuedJob) -> int:
-    """Return a job's remaining tokens, 0 if too few for a move to pay."""
+    """Return a job's tokens to come, 0 if a move would not pay."""
     num_done = job.num_generated_tokens
     num_left = job.entry.max_tokens - num_done
     return num_left if num_left >= MIN_SHARE_LEFT * (job.entry.num_prompt_tokens + num_done) else 0

@@ -55,7 +55,7 @@ class Driver:
         self.reached_limit: str | None = None  # why the run is unfinished, for people
 
     def request_stop(self) -> None:
-        """Ask the loop to end soon with all checkpoints written; safe in a signal handler."""
+        """Ask the loop to end soon; safe in a signal handler."""
         self._is_stopping = True
 
     def run(self) -> RunState:
@@ -97,7 +97,7 @@ class Driver:
         return state
 
     def _is_to_stop(self) -> bool:
-        """Return whether a user, who takes precedence, or a limit ends the run."""
+        """Return whether a user or a limit ends the run."""
         if not self._is_stopping:
             self.reached_limit = self._context.limits.reached(self._context.spent)
         return self._is_stopping or self.reached_limit is not None

@@ -63,12 +63,11 @@ def current_progress(run: Run) -> Progress:
 
 
 def with_counts(run: Run, progress: Progress) -> Progress:
-    """Return a heartbeat with jobs counted from the folder."""
     return progress.model_copy(update={"jobs": count_jobs(run)})
 
 
 def stopped(progress: Progress, state: RunState, jobs: dict[str, int]) -> Progress:
-    """Return a dead driver's heartbeat with the run's present state and jobs."""
+    """Return a dead driver's heartbeat with present state and jobs."""
     kept = {name: getattr(progress, name) for name in KEPT}
     return Progress(state=state, jobs=jobs, **kept, **AT_REST)
 

@@ -29,7 +29,6 @@ class LengthStatistics:
         self.num_ended = 0
 
     def note(self, num_prompt_tokens: int, num_tokens: int, max_tokens: int) -> None:
-        """Count a job that ended by itself or at its limit."""
         self._num_ended[_class(num_prompt_tokens), _share(num_tokens, max_tokens)] += 1
         self.num_ended += 1
 
@@ -84,7 +83,7 @@ class RunningLengths:
         return np.array(self._num_jobs, np.float64)
 
     def num_unexpected(self, unexpected: NDArray[np.float64]) -> int:
-        """Return the sum over jobs of `unexpected` shares, in tokens."""
+        """Sum the jobs' `unexpected` shares, in tokens."""
         return int((np.array(self._limits, np.float64) * unexpected).sum() / NUM_SHARES)
 
 
@@ -103,7 +102,6 @@ class Forecast:
         self._unexpected = np.maximum(0.0, behind - mean_left)
 
     def final_tokens(self, num_prompt_tokens: int, num_tokens: int, max_tokens: int) -> int:
-        """Return the expected final tokens of a job."""
         left = self._mean_left[_class(num_prompt_tokens)][_share(num_tokens, max_tokens)] * max_tokens / NUM_SHARES
         num_final_tokens = num_tokens + round(left)
         return num_final_tokens if num_final_tokens < max_tokens else max_tokens
@@ -113,9 +111,9 @@ class Forecast:
         return living.num_unexpected(self._unexpected)
 
     def of_new(self, num_prompt_tokens: Counts, max_tokens: Counts) -> NDArray[np.int64]:
-        """Return the expected final tokens of new jobs, their limits if no such prompts were seen.
+        """Return new jobs' expected tokens, their limits if no such prompts were seen.
 
-        So jobs of unknown kinds begin early and soon become known.
+        So unknown kinds begin early and soon become known.
         """
         return np.maximum(1, np.rint(self._at_start[_classes(num_prompt_tokens)] * max_tokens)).astype(np.int64)
 

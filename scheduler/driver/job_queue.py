@@ -94,7 +94,6 @@ class JobQueue:
         self._touch(job)
 
     def add_ended(self, state: str, num_generated_tokens: int, num_jobs: int = 1) -> None:
-        """Count jobs that ended under an earlier driver, with their total tokens."""
         self._num_ended[state] += num_jobs
         self.num_generated_tokens += num_generated_tokens
 
@@ -131,15 +130,15 @@ class JobQueue:
         return job
 
     def of(self, worker_id: str) -> WorkerJobs:
-        """Return a worker's jobs; only the queue changes them."""
+        """Return a worker's jobs, read-only."""
         return self._workers[worker_id]
 
     def growths(self, worker_id: str) -> list[Growth]:
-        """Return the present and expected final positions of a worker's running jobs, the first to end first."""
+        """Return the growth of a worker's jobs, first to end first."""
         return self._expected.outlook(worker_id, self._workers[worker_id].running.values()).growths
 
     def mean_length(self, worker_id: str) -> float:
-        """Return the mean expected final tokens of a worker's running jobs, 0.0 without any."""
+        """Return the expected final tokens of a worker's jobs on average."""
         return self._expected.outlook(worker_id, self._workers[worker_id].running.values()).mean_length
 
     def forecast(self) -> Forecast:
@@ -189,24 +188,23 @@ class JobQueue:
         return job.num_strikes < self._max_attempts
 
     def release(self, job_id: str) -> None:
-        """Requeue a job that its worker released or had in reserve, without a strike or delay."""
+        """Requeue a released or reserved job without a strike."""
         if job := self._running.get(job_id) or self._reserved.get(job_id):
             self._put_back(job, 0.0)
 
     def stop_running(self) -> None:
-        """Requeue all jobs of workers without strikes, because all workers are gone."""
+        """Requeue all jobs of workers without strikes."""
         for job_id in [*self._running, *self._reserved]:
             self.release(job_id)
 
     def find(self, job_id: str) -> QueuedJob | None:
-        """Return an unfinished job, else None."""
         if (job := self._touched.get(job_id)) is None:
             self.jobs([job_id])
             job = self._touched.get(job_id)
         return job
 
     def jobs(self, job_ids: Iterable[str]) -> list[QueuedJob]:
-        """Return the unfinished ones of some jobs, much faster than `find` for each."""
+        """Return the unfinished jobs among these."""
         wanted = set(job_ids)
         for job in self._untouched.take_all(wanted.difference(self._touched)):
             self._touch(job)
@@ -216,16 +214,13 @@ class JobQueue:
         return [*self._touched, *self._untouched.job_ids()]
 
     def places(self) -> NDArray[np.int64]:
-        """Return the rows of all unfinished jobs in the run's tables, ascending."""
         touched = [job.entry.place for job in self._touched.values()]
         return np.sort(np.concatenate([np.array(touched, np.int64), self._untouched.places()]))
 
     def running(self) -> list[QueuedJob]:
-        """Return the running jobs in the order they were taken."""
         return list(self._running.values())
 
     def handed_out(self) -> set[str]:
-        """Return the ids of all jobs of workers, reserves included."""
         return {*self._running, *self._reserved}
 
     @property
@@ -234,31 +229,26 @@ class JobQueue:
 
     @property
     def num_to_run(self) -> int:
-        """The number of waiting and running jobs."""
         return self.num_unfinished - self._num_unsealed
 
     @property
     def num_waiting(self) -> int:
-        """The number of jobs without a worker."""
         return self.num_unfinished - len(self._running) - len(self._reserved)
 
     @property
     def num_in_backlog(self) -> int:
-        """The number of jobs in reserves."""
         return len(self._reserved)
 
     @property
     def num_tokens_left(self) -> int:
-        """The tokens to come if every job reaches its max_tokens."""
+        """The most tokens to come."""
         return self._num_tokens_left + self._untouched.num_tokens_left
 
     @property
     def num_expected_left(self) -> int:
-        """The tokens to come as forecast."""
         return max(0, self._num_tokens_left - self._expected.num_unexpected()) + self._untouched.num_expected_left
 
     def expected_lefts(self) -> NDArray[np.int64]:
-        """Return the expected tokens to come of each job that has not ended."""
         forecast = self._expected.forecast()
         touched = [job.num_expected(forecast) for job in self._touched.values() if not job.has_ended]
         return np.concatenate([np.array(touched, np.int64), self._untouched.expected_lengths()])
@@ -296,14 +286,12 @@ class JobQueue:
         self._expected.begun(job)
 
     def _touch(self, job: QueuedJob) -> None:
-        """Start tracking a waiting job."""
         self._touched[job.job_id] = job
         self._num_tokens_left += job.num_left
         self.most_tokens = max(self.most_tokens, job.entry.max_tokens)
         self._waiting.put(job)
 
     def _leave(self, job: QueuedJob) -> None:
-        """Remove a job from its worker's running ones."""
         self._workers[job.worker_id].running.pop(job.job_id, None)
         self._expected.changed(job.worker_id)
 

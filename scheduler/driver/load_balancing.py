@@ -28,7 +28,7 @@ class EndPlan:
     per_token: NDArray[np.float64]
 
     def most_jobs(self, num_left: int) -> int:
-        """Return the most jobs among which one with `num_left` tokens ends in time, at least 1."""
+        """Return the most jobs beside which `num_left` tokens end in time."""
         return max(1, int(np.searchsorted(self.per_token, PLAN_SLACK * self.seconds / max(1, num_left), "right")))
 
 
@@ -142,7 +142,6 @@ class LoadBalancer:
         return surplus
 
     def _lefts(self, worker: Worker) -> list[int]:
-        """Return the expected tokens to come of a worker's jobs, ascending."""
         return [job.left for job in self._queue.growths(worker.id)]
 
     def _seconds_of(self, lefts: list[int]) -> float:
@@ -167,6 +166,6 @@ def _seconds_of_first(lefts: list[int], per_token: NDArray[np.float64]) -> float
 
 
 def _worker_seconds(lefts: NDArray[np.int64], per_token: NDArray[np.float64], seconds: float) -> float:
-    """Return the worker seconds of jobs that each share a worker with as many others as `seconds` allow."""
+    """Return worker seconds if each job has as many neighbours as `seconds` allow."""
     num_jobs = np.clip(np.searchsorted(per_token, seconds / lefts, "right"), 1, len(per_token))
     return float((lefts * per_token[num_jobs - 1] / num_jobs).sum())

@@ -79,7 +79,6 @@ def _clear_finished(run: Run) -> None:
 
 
 def with_results(run: Run, job_ids: Collection[str]) -> set[str]:
-    """Return which of the jobs have a result."""
     asked = list(job_ids)
     lines = run.result_lines(asked) if asked else ()
     return {job_id for job_id, line in zip(asked, lines, strict=True) if line is not None}

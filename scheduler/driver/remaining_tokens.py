@@ -21,7 +21,6 @@ class WorkerOutlook(NamedTuple):
     mean_length: float  # tokens at the end
 
     def beside(self, growth: Growth, num_prompt_tokens: int) -> WorkerOutlook:
-        """Add one job."""
         growths, num_jobs = [*self.growths], len(self.growths)
         insort(growths, growth, key=_left)
         return WorkerOutlook(growths, (num_jobs * self.mean_length + growth.end - num_prompt_tokens) / (num_jobs + 1))
@@ -58,11 +57,10 @@ class RemainingTokens:
         return found
 
     def num_unexpected(self) -> int:
-        """Return the tokens that workers' jobs may draw beyond expectation."""
         return self.forecast().num_unexpected(self._living)
 
     def order_anew(self, untouched: UntouchedJobs) -> None:
-        """Sort the jobs that no worker had by expected length, once enough others ended."""
+        """Sort the untouched jobs by expected length, once enough others ended."""
         num_ended = self._lengths.num_ended
         if num_ended >= self._next_order:
             self._next_order = max(int(1.5 * num_ended), num_ended + untouched.num_left // NUM_ORDERS)
@@ -73,17 +71,14 @@ class RemainingTokens:
             self._outlooks[job.worker_id] = outlook.beside(job.growth(self._known), job.entry.num_prompt_tokens)
 
     def moved(self, job: QueuedJob) -> None:
-        """Update a job after its tokens changed."""
         self._num_moves += 1
         if job.lives_at is not None:
             self.count(job, is_there=True)
 
     def ended(self, job: QueuedJob) -> None:
-        """Record a job's final length."""
         self._lengths.note(job.entry.num_prompt_tokens, job.num_generated_tokens, job.entry.max_tokens)
 
     def changed(self, worker_id: str) -> None:
-        """Drop what is known of a worker whose jobs or tokens changed."""
         self._outlooks.pop(worker_id, None)
 
     def count(self, job: QueuedJob, *, is_there: bool) -> None:

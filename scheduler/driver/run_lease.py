@@ -72,7 +72,7 @@ class LeaseEpoch:
         raise RunTakenError(f"the run at {run.store.shown_uri} is wanted by several commands at once; try again")
 
     def through(self, run: Run) -> LeaseEpoch:
-        """Return the same hold through another store."""
+        """Return this hold through another store."""
         return LeaseEpoch(run, self.number, self.claim)
 
     def check(self) -> None:
@@ -97,7 +97,6 @@ class LeaseEpoch:
 
 
 def claims(run: Run) -> list[DriverClaim]:
-    """Return the claims of all drivers, oldest first."""
     found = (_read_claim(run, number) for number in range(1, _newest(run) + 1))
     return [claim for claim in found if claim is not None]
 
@@ -115,7 +114,7 @@ def refuse_if_taken(run: Run, may_take_over: bool = False) -> None:
 
 
 def has_begun(run: Run) -> bool:
-    """Return whether the newest driver has a heartbeat, from when on it takes cancel requests."""
+    """Return whether the newest driver has a heartbeat, and so takes requests."""
     progress = run.progress()
     return progress is not None and progress.epoch >= _newest(run)
 
@@ -233,7 +232,6 @@ class RunLease:
                 self.end("interrupted")
 
     def go_on_through(self, run: Run) -> None:
-        """Switch to another store object."""
         self.epoch = self.epoch.through(run)
 
     def is_due(self, now: float, news_seconds: float = 0.0) -> bool:
@@ -276,7 +274,6 @@ class RunLease:
         self._newest = newest
 
     def stop_beating(self) -> None:
-        """Leave the heartbeat to the driver's loop."""
         self._ended.set()
         self._thread.join()
 

@@ -14,7 +14,7 @@ HOUR = 3600.0
 
 
 def steady_seconds() -> float:
-    """Return seconds on a clock that nobody sets and that, on Linux, counts through sleep."""
+    """Return seconds on a clock that nobody sets and that counts through sleep on Linux."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
@@ -26,7 +26,6 @@ class Deadline:
     steady_moment: float | None = None  # in `steady_seconds`, for a duration
 
     def seconds_left(self) -> float:
-        """Return the seconds left, negative afterwards."""
         return self.moment - time.time() if self.steady_moment is None else self.steady_moment - steady_seconds()
 
     def has_passed(self) -> bool:
@@ -42,10 +41,7 @@ class Spending:
 
     @classmethod
     def so_far(cls, last: Progress | None, num_generated_tokens: int) -> Spending:
-        """Read the last heartbeat and add tokens generated after it.
-
-        `num_generated_tokens` is the jobs' present sum; a killed driver did not report the last ones.
-        """
+        """Add tokens generated after the last heartbeat, which a killed driver did not report."""
         if last is None:
             return cls(num_generated_tokens)
         num_untold = max(0, num_generated_tokens - last.num_generated_tokens)

@@ -45,7 +45,7 @@ class ShardWriter:
             self._writing = self._pool.submit(self._catch_up, False)
 
     def finish(self, is_end: bool) -> None:
-        """Write the remaining shards: at the end of the run all lines, else only full shards."""
+        """Write the remaining shards, at the end also the last incomplete one."""
         if self._settings is not None:
             self._told()
             self._writing = self._pool.submit(self._catch_up, is_end)
@@ -69,6 +69,6 @@ class ShardWriter:
 
 
 def finish_shards(run: Run, epoch: LeaseEpoch, is_end: bool) -> list[WrittenShard]:
-    """Write the remaining shards of a run without active workers, as `ShardWriter.finish`."""
+    """Write the remaining shards of a run without workers."""
     shards = Shards.of(run, epoch.number, epoch.check)
     return [] if shards is None else shards.catch_up(is_end)[0]

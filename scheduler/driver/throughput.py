@@ -13,7 +13,6 @@ RATE_SECONDS = 20.0  # the speed covers this time
 
 
 def monotonic() -> float:
-    """Return the default clock of drivers."""
     return time.monotonic()
 
 
@@ -24,13 +23,11 @@ class Speed:
         self._samples: deque[tuple[float, int]] = deque([(now, 0)])
 
     def add(self, num_tokens: int, now: float) -> None:
-        """Count tokens generated since the last call."""
         self._samples.append((now, self._samples[-1][1] + num_tokens))
         while len(self._samples) > 2 and self._samples[1][0] < now - RATE_SECONDS:
             self._samples.popleft()
 
     def tokens_per_second(self, now: float) -> float:
-        """Return the speed, 0.0 before anything was counted."""
         first, last = self._samples[0], self._samples[-1]
         return (last[1] - first[1]) / max(now - first[0], 1e-3)
 

@@ -76,7 +76,7 @@ class QueuedJob:
 
     @property
     def has_progressed(self) -> bool:
-        """Return whether the job gained enough tokens since its last loss."""
+        """Return whether the job gained enough since its last loss."""
         needed = max(1, int(PROGRESS_SHARE * self.entry.max_tokens))
         return self.num_generated_tokens >= self.num_tokens_at_last_loss + needed
 
@@ -90,32 +90,27 @@ class QueuedJob:
         self.runs_alone = num_strikes >= max(1, min(2, max_attempts - 1))
 
     def num_final_tokens(self, forecast: Forecast) -> int:
-        """Return the expected final tokens."""
         return forecast.final_tokens(self.entry.num_prompt_tokens, self.num_generated_tokens, self.entry.max_tokens)
 
     def num_expected(self, forecast: Forecast) -> int:
-        """Return the expected tokens to come."""
         return self.num_final_tokens(forecast) - self.num_generated_tokens
 
     def growth(self, forecast: Forecast) -> Growth:
-        """Return its positions now and at the expected end."""
         num_prompt_tokens = self.entry.num_prompt_tokens
         now, end = num_prompt_tokens + self.num_generated_tokens, num_prompt_tokens + self.num_final_tokens(forecast)
         return Growth(now, end, self.prompt.num_tokens)
 
     @property
     def length_class(self) -> int:
-        """A class of jobs of about this length."""
         return length_class(self.length)
 
     def may_precede(self, first: QueuedJob) -> bool:
-        """Return whether the job may precede `first`, the next in order, because of its prompt."""
+        """Return whether the job's prompt may put it before `first`."""
         is_as_long = self.length >= LEAST_LENGTH * first.length
         return is_as_long and self.priority == first.priority
 
 
 def length_class(length: int) -> int:
-    """Return a length's class, higher for longer ones."""
     return int(CLASSES_PER_DOUBLING * math.log2(length))
 
 
@@ -149,7 +144,6 @@ class UntouchedJobs:
         return cls(JobIndex.of([]), none.astype(np.int64), none, none)
 
     def expect(self, forecast: Forecast) -> None:
-        """Reorder the remaining jobs by expected length."""
         columns = self._index.columns
         self._put_in_order(forecast.of_new(columns["num_prompt_tokens"], columns["max_tokens"]))
 
@@ -202,7 +196,6 @@ class UntouchedJobs:
         return job if is_there else None
 
     def take(self, ticket: int) -> None:
-        """Remove a ticket's job."""
         self._take(ticket + len(self._index))
 
     def _take(self, row: int) -> None:
@@ -222,17 +215,15 @@ class UntouchedJobs:
         return jobs
 
     def expected_lengths(self) -> NDArray[np.int64]:
-        """Return the expected tokens of the remaining jobs."""
         is_left = ~self._is_out
         lefts: NDArray[np.int64] = self._lengths[is_left] - self._index.columns["num_prompt_tokens"][is_left]
         return lefts
 
     def job_ids(self) -> Iterator[str]:
-        """Yield the remaining ids in input order."""
         return (job_id for row, job_id in enumerate(self._index.job_ids()) if not self._is_out[row])
 
     def places(self) -> NDArray[np.int64]:
-        """Return the remaining jobs' rows in the run's tables."""
+        """Return the remaining rows in the run's tables."""
         return self._index.places[~self._is_out]
 
     def _passed(self, order: NDArray[np.int32], start: int, is_passed: Callable[[int], bool]) -> int:
@@ -370,7 +361,7 @@ class WaitingJobs:
 
 
 def _head(heap: Heap) -> QueuedJob | None:
-    """Return a heap's first valid job, dropping outdated entries before it."""
+    """Drop outdated entries and return a heap's first job."""
     while heap and heap[0][0] is not heap[0][1].turn:
         heappop(heap)
     return heap[0][1] if heap else None

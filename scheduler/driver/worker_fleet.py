@@ -35,7 +35,6 @@ PATIENCE_FACTOR = 10  # more patience while a worker reads prompts or checkpoint
 
 
 def worker_patience(worker_timeout: float | None, store_retry_seconds: float) -> float:
-    """Return the seconds without a report until a worker is replaced."""
     return max(WORKER_TIMEOUT, store_retry_seconds + STORE_SLACK_SECONDS) if worker_timeout is None else worker_timeout
 
 
@@ -62,14 +61,13 @@ class Worker:
         return "draining" if self.drain_reason else "ready" if self.info else "starting"
 
     def cancel(self, job_ids: Iterable[str]) -> None:
-        """Order it to drop jobs."""
         self.orders = replace(self.orders, cancelled=(*self.orders.cancelled, *job_ids))
 
     def ask_back(self, job_id: str) -> None:
         self.orders = replace(self.orders, released=(*self.orders.released, job_id))
 
     def recall(self, job_ids: Iterable[str]) -> None:
-        """Order it to return reserved jobs that it has not begun."""
+        """Order it to return reserved jobs."""
         self.orders = replace(self.orders, recalled=(*self.orders.recalled, *job_ids))
 
 
@@ -98,7 +96,7 @@ Event = Started | Reported | Lost
 
 
 def slice_seconds(num_workers: int) -> float:
-    """Return the seconds between a worker's reports, longer for many workers, so that the driver keeps up."""
+    """Return the time between reports, longer for many workers, which the driver must keep up with."""
     return max(SLICE_SECONDS, SECONDS_PER_WORKER * num_workers)
 
 
@@ -161,11 +159,10 @@ class Fleet:
             self._num_starting += 1
 
     def num_sharing(self, node_id: str) -> int:
-        """Return the workers that share a node's memory, including all starting ones."""
+        """Count the workers that share a node's memory, and all starting ones."""
         return self._num_on_nodes[node_id] + self._num_starting
 
     def num_gpus_per_worker(self) -> int:
-        """Return 1 if each worker has its own GPU, else 0."""
         return self._cluster.num_gpus_per_worker(self._spec.config.device)
 
     def leaving(self) -> list[tuple[Worker, float]]:
@@ -182,20 +179,20 @@ class Fleet:
         return [(worker, draining[info.node_id]) for worker, info in staying if info.node_id in draining]
 
     def begin_drain(self, worker: Worker, reason: str, seconds: float) -> None:
-        """Stop giving a worker jobs, and drain it within `seconds`; `reason` is a label for metrics."""
+        """Stop giving a worker jobs and drain it; `reason` is a label for metrics."""
         if worker.drain_reason is None:
             worker.drain_reason, worker.drain_by = reason, time.monotonic() + seconds
             self._num_draining += 1
 
     def work(self, worker: Worker, orders: Orders, seconds: float, *, has_backlog: bool = False) -> None:
-        """Send orders to an idle worker; with a reserve it may begin jobs at any time."""
+        """Send orders to an idle worker."""
         is_longer = orders.assignments or has_backlog or orders.released
         self._await(
             worker, worker.actor.work.remote(orders, seconds), self._timeout * (PATIENCE_FACTOR if is_longer else 1)
         )
 
     def drain(self, worker: Worker) -> None:
-        """Let an idle worker write checkpoints and return its jobs in its drain time."""
+        """Let an idle worker write checkpoints and return its jobs."""
         seconds = max(0.0, worker.drain_by - time.monotonic())
         self._await(worker, worker.actor.drain.remote(seconds), seconds + self._timeout)
 
@@ -220,7 +217,7 @@ class Fleet:
             self._num_on_nodes[worker.info.node_id] -= 1
 
     def stop(self) -> None:
-        """Kill all workers; a resume recomputes what they had not written."""
+        """Kill all workers; a resume recomputes unwritten tokens."""
         for worker in list(self.workers):
             self.retire(worker)
 
@@ -271,10 +268,10 @@ class Fleet:
         return Lost(worker, error.reason, message)
 
     def _blames_the_start(self, worker: Worker, reason: str) -> bool:
-        """Return whether a loss counts as a failed start; a few of these end the run.
+        """Return whether a loss counts as a failed start.
 
-        Lost nodes do not count. A node takes all its workers along, and Ray may not know why they died: of workers
-        started together, only the first counts.
+        A lost node does not. Ray may not know that a node took its workers along, so of workers started together only
+        the first counts.
         """
         if reason in (ray_actors.NODE_LOST, ray_actors.NODE_DRAINED):
             return False

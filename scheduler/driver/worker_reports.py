@@ -60,13 +60,12 @@ class AttemptSettlement:
             self._give_up(job_id, "attempts_failed", text)
 
     def begin(self, worker: Worker, job_id: str) -> None:
-        """Record that a worker began a reserved job."""
         if job := self._queue.begin(job_id):
             num_attempts = self._attempts.note_begun(job_id)
             self._display.note(JobStarted(job.name, worker.id, num_attempts, job.num_generated_tokens))
 
     def take_back(self, job_id: str) -> None:
-        """Requeue a reserved job that its worker says it has not begun."""
+        """Requeue a reserved job that has not begun."""
         if self._still_to_do(job_id):
             self._attempts.give_back(job_id)
             self._queue.release(job_id)
@@ -82,9 +81,9 @@ class AttemptSettlement:
                     self.begin(worker, job_id)
 
     def lose_backlog(self, worker: Worker, *, is_unblamed: bool) -> None:
-        """Requeue the reserved jobs of a lost worker, since it is unknown whether they began.
+        """Requeue the reserved jobs of a lost worker.
 
-        None gets a strike, but none may be reserved again: a job that kills its worker at once would never be found.
+        They get no strike, but are never reserved again: one that kills its worker at once would not be found.
         """
         for job in list(self._queue.of(worker.id).reserve.values()):
             if self._still_to_do(job.job_id):
@@ -92,7 +91,7 @@ class AttemptSettlement:
                 self._queue.release(job.job_id)
 
     def refuse(self, job_id: str, code: str, message: str) -> None:
-        """Give a job up at once, because every attempt would fail; `code` and `message` as in `error_line`."""
+        """Give a job up at once, because every attempt would fail."""
         if self._still_to_do(job_id):
             self._give_up(job_id, code, f"given up: {message}")
 
@@ -121,14 +120,13 @@ class AttemptSettlement:
         worker.cancel(cancelled)
 
     def finish(self, job_id: str, num_generated_tokens: int) -> None:
-        """Count a job with a result."""
         if job := self._queue.find(job_id):
             self._queue.finish(job_id, num_generated_tokens)
             self._attempts.finish(job_id)
             self._display.note(JobFinished(job.name, num_generated_tokens))
 
     def take_results(self, job_ids: Iterable[str]) -> None:
-        """Count the jobs that have a result, whoever wrote it."""
+        """Count jobs that have a result."""
         asked = list(job_ids)
         for job_id, line in zip(asked, self._run.result_lines(asked) if asked else (), strict=True):
             if line is not None:
@@ -138,7 +136,7 @@ class AttemptSettlement:
         return with_results(self._run, job_ids)
 
     def _still_to_do(self, job_id: str) -> QueuedJob | None:
-        """Return an unfinished job, after cancelling it if requested."""
+        """Return an unfinished job, or cancel it if requested."""
         if job_id in self._cancelling:
             self._cancel({job_id})
         return self._queue.find(job_id)
@@ -203,17 +201,16 @@ class ReportIntake:
             self._take_in_loss(lost.worker, lost.reason, lost.message)
 
     def stop(self) -> None:
-        """Stop; whoever resumes the run moves the remaining logs."""
+        """Stop; a resume moves the remaining logs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _taken(self, under_way: list[tuple[Future[Result], Lost]]) -> list[tuple[Result, Lost]]:
-        """Remove and return the finished futures of a list."""
         done = [(future, lost) for future, lost in under_way if future.done()]
         under_way[:] = [(future, lost) for future, lost in under_way if not future.done()]
         return [(future.result(), lost) for future, lost in done]
 
     def tokens_at_risk(self) -> dict[str, int]:
-        """Return the tokens of running and lost jobs by name, which checkpoints may lack."""
+        """Return the tokens of running and lost jobs by name."""
         lost = [job for job_id in self._lost_ids if (job := self._queue.find(job_id))]
         self._lost_ids = {job.job_id for job in lost}
         return {job.name: job.num_generated_tokens for job in (*self._queue.running(), *lost)}
@@ -286,7 +283,7 @@ class ReportIntake:
         self._settlement.lose_backlog(worker, is_unblamed=is_unblamed)
 
     def _left_by(self, worker: Worker) -> list[QueuedJob]:
-        """Return the unfinished jobs of a lost worker; its reserve may have results, too."""
+        """Return a lost worker's unfinished jobs."""
         own = self._queue.of(worker.id)
         left = [*sorted(own.running), *sorted(own.unsealed)]
         self._settlement.take_results([*left, *own.reserve])

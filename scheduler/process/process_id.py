@@ -24,7 +24,7 @@ def _own_key(pid: int) -> ProcessKey | None:
 
 
 def own_key() -> ProcessKey | None:
-    """Return the key that identifies this process; None if the system does not say."""
+    """Return this process's key; None if the system does not say."""
     return _own_key(os.getpid())
 
 
@@ -47,7 +47,7 @@ def is_gone(host: str, pid: int, key: ProcessKey | None) -> bool:
 
 
 def _start(pid: int) -> int:
-    """Return a process's start in clock ticks since boot. Raises FileNotFoundError if it ended."""
+    """Return a process's start in clock ticks. Raises FileNotFoundError if it ended."""
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     if fields[STATE_FIELD] in ENDED_STATES:
         raise FileNotFoundError(pid)

@@ -55,7 +55,7 @@ def interrupt_on_signals() -> None:
 
 
 def end_on_signals() -> None:
-    """Let signals end the process silently, once nothing needs cleanup."""
+    """Let signals end the process silently."""
     for number in ending_signals():
         signal.signal(number, signal.SIG_DFL)
 
@@ -128,7 +128,7 @@ def call_interruptibly(call: Callable[[], None], ended: threading.Event) -> None
 
 
 def _hear_again() -> None:
-    """Restore Python's handlers in the system, because compiled code changes them silently."""
+    """Restore Python's handlers, which compiled code may change."""
     _restore({number: signal.getsignal(number) for number in ending_signals()})
 
 

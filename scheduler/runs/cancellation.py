@@ -70,7 +70,6 @@ def _is_asked(run: Run, job_ids: Sequence[str | None]) -> bool:
 
 
 def _unfinished(run: Run, chosen: Sequence[JobEntry] | None) -> list[JobEntry]:
-    """Return the unfinished jobs among the chosen ones, or among all for None."""
     finished, failed = run.ended()
     entries = run.job_index().entries() if chosen is None else chosen
     return [entry for entry in entries if entry.job_id not in finished and entry.job_id not in failed]

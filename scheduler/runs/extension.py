@@ -70,7 +70,6 @@ def prune(run: Run, *, logs: bool, state: bool) -> str:
 
 
 def _size(store: Store, job_id: str) -> int:
-    """Return the bytes of a job's checkpoints."""
     folders = [f"{CHECKPOINTS}/{job_id}/{attempt}" for attempt in store.list(f"{CHECKPOINTS}/{job_id}")]
     return sum(size or 0 for folder in folders for size in store.sizes(folder).values())
 
@@ -213,5 +212,5 @@ def _longer(record: JobRecord, max_tokens: int, files: ModelFiles, bound: int | 
 
 
 def _history(line: Line) -> Sequence[AttemptRecord]:
-    """Return the attempts behind a result, at least one; the longer job continues them."""
+    """Return the attempts behind a result, at least one."""
     return parsed_history(line["response"]["body"]["metrics"].get("attempts")) or [AttemptRecord(attempt=1, number=1)]

@@ -154,7 +154,7 @@ def _most_positions(manifest: RunManifest, settings: Settings, cluster: Cluster)
 
 
 def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:
-    """Return a warning if the workers' GPUs lack kernels for the model, else None."""
+    """Return a warning if the GPUs lack kernels for the model."""
     if not num_gpus_per_worker:
         return None
     path = path_on("cuda", read_config(model, model_folder(model, CONFIG_FILES)))
@@ -186,6 +186,6 @@ def _told_how_to_go_on(run: Run) -> Iterator[None]:
 
 
 def _log_folder(run: Run, cluster: Cluster) -> str | None:
-    """Return the run folder's logs for local workers; elsewhere the folder may not exist."""
+    """Return the run folder's logs if workers are local."""
     folder = local_path(run.store.uri)
     return f"{folder}/logs" if folder is not None and cluster.is_embedded else None

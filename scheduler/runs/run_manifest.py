@@ -59,13 +59,12 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
 
 
 def computation_of(manifest: RunManifest, settings: Settings) -> Computation:
-    """Return the run's computation with the engine and folders of these settings."""
+    """Return the run's computation with these settings' engine and folders."""
     computation = Computation(**{field.name: getattr(manifest, field.name) for field in fields(Computation)})
     return replace(computation, **{name: settings.said[name] for name in ("engine", *FOLDERS) if name in settings.said})
 
 
 def with_absolute_folders(computation: Computation) -> Computation:
-    """Make folders absolute, because workers run elsewhere."""
     folders = {name: folder for name in FOLDERS if (folder := getattr(computation, name))}
     return replace(computation, **{name: os.path.abspath(folder) for name, folder in folders.items()})
 
@@ -176,7 +175,6 @@ def _new_manifest(settings: Settings) -> RunManifest:
 
 
 def _place(model: str) -> str:
-    """Make a model folder absolute, because workers run elsewhere; keep other names."""
     return os.path.abspath(model) if model != "embedded" and Path(model).is_dir() else model
 
 

@@ -40,5 +40,4 @@ class Settings:
 
     @property
     def start_retries(self) -> Retries:
-        """The store's retries before anything runs."""
         return Retries(min(START_RETRY_SECONDS, self.checkpoints.store_retry_seconds))

@@ -28,7 +28,7 @@ TAKEN_BACK = "\n[a loop was taken back, this is in its place:]\n"
 
 
 def patient(run: Run) -> Run:
-    """Return the run with the retries of a driver, to be watched for hours."""
+    """Return the run with a driver's retries."""
     return Run(Store(run.store.uri, Retries(CheckpointSettings.store_retry_seconds)), run.manifest)
 
 
@@ -51,7 +51,7 @@ def watch(run: Run, display: Display) -> Progress:
 
 
 def silent_driver(run: Run) -> DriverSilent | None:
-    """Return an event if the driver is silent, stopped or cut off; else None."""
+    """Return an event if the driver is silent."""
     progress = run.progress()
     if progress is None or liveness(run, progress) != "silent":
         return None
@@ -59,7 +59,7 @@ def silent_driver(run: Run) -> DriverSilent | None:
 
 
 def _is_awaited(run: Run, display: Display) -> bool:
-    """Return whether the run still waits for its first driver, some seconds after `submit`."""
+    """Return whether the run waits for its first driver."""
     if run.has_had_a_driver() or not count_jobs(run)["pending"]:
         return False
     display.note(DriverAwaited(run.store.shown_uri))
@@ -104,7 +104,6 @@ def _newest_log(run: Run, checkpoints: CheckpointStore, packed: PackedLogs, job:
 
 
 def _num_common(shown: str, text: str) -> int:
-    """Count the equal first characters."""
     differing = (i for i, (one, other) in enumerate(zip(shown, text, strict=False)) if one != other)
     return len(shown) if text.startswith(shown) else next(differing, len(text))
 

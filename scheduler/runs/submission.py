@@ -212,7 +212,6 @@ def _refuse_unfit_sampling(line: JobLine, limit: int, codec: TextCodec, vocab_si
 
 
 def _without_effect(line: JobLine, codec: TextCodec) -> set[str]:
-    """Return the names of a line's fields without effect."""
     found = {*line.without_effect, *codec.without_effect(line.prompts, line.sampling["stop"])}
     if line.sampling["stop_in_reasoning"] and (codec.markers is None or not line.sampling["stop"]):
         found.add("stop_in_reasoning")

@@ -133,7 +133,7 @@ class Keyring:
         self._keys = _read(path)
 
     def find(self, secret: str) -> ApiKey | None:
-        """Find the key of a secret in constant time."""
+        """Find a secret's key in constant time."""
         return self.find_digest(digest_of(secret))
 
     def find_digest(self, digest: str) -> ApiKey | None:
@@ -145,7 +145,7 @@ class Keyring:
         return found
 
     def rights(self, name: str) -> Rights:
-        """Return the rights of a name; unlimited if its keys are gone, since its batches were accepted before."""
+        """Return a name's rights, unlimited if its keys are gone."""
         return next((key.rights for key in self._newest() if key.name == name), Rights())
 
     def _newest(self) -> tuple[ApiKey, ...]:

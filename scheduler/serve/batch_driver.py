@@ -101,7 +101,6 @@ class DriverProcess:
         return self._process.returncode == BAD_INPUT
 
     def ask_to_end(self) -> None:
-        """Ask the driver to write checkpoints and end."""
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -114,7 +113,6 @@ class DriverProcess:
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """Close the log, after the driver's end."""
         for handler in self._log.handlers:
             handler.close()
 

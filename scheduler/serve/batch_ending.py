@@ -106,7 +106,6 @@ def _lines(batch: Batch, run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _errors(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a line's error, or those of its failed choices."""
     if line["error"] is not None:
         return [line["error"]]
     return [choice["error"] for choice in line["response"]["body"].get("failed_choices", ())]

@@ -126,7 +126,6 @@ def usage_so_far(batch: Batch) -> Usage | None:
 
 
 def usage_of_ended(batch: Batch) -> Usage | None:
-    """Return an ended batch's total usage; None if it never ran or has not ended."""
     ended = batch.ended
     if ended is None or ended.in_progress is None:
         return None
@@ -155,14 +154,12 @@ class Course:
         self.usage = self.usage_now(time.time())
 
     def usage_now(self, now: float) -> Usage:
-        """Return the usage so far; `now` in seconds since the epoch."""
         before = self.usage or Usage(0, now, now)
         if self.driver is None or self.stage == "waiting":
             return before
         return Usage(max(before.num_tokens, self.driver.num_total_tokens), before.begun, max(before.ended, now))
 
     def is_due(self) -> bool:
-        """Return whether the batch waits for a driver without a delay."""
         return self.stage == "waiting" and time.monotonic() >= self.not_before
 
 
@@ -183,12 +180,10 @@ class Standings:
             self._ended[owner] = _of_a_day(usages)
 
     def add_ended(self, batch: Batch) -> None:
-        """Add a batch if it has ended."""
         if (usage := usage_of_ended(batch)) is not None:
             self._ended[batch.owner] = _of_a_day([*self._ended[batch.owner], usage])
 
     def forget(self) -> None:
-        """Forget computed standings, because something changed."""
         self._known.clear()
 
     def of(self, owner: str | None, courses: Iterable[Course]) -> Standing:

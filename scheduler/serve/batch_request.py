@@ -83,7 +83,7 @@ class NewBatch(Strict):
 
     @property
     def seconds(self) -> int:
-        """The batch's time limit in seconds. Raises RefusedError."""
+        """The time limit. Raises RefusedError."""
         return window_seconds(self.completion_window)
 
     @field_validator("metadata", mode="before")

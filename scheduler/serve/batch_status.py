@@ -43,7 +43,7 @@ class Status:
     progress: Progress | None = None
 
     def shown(self, hidden: Callable[[str], str]) -> Status:
-        """Apply `hidden` to problems of the whole batch; those of lines name no paths."""
+        """Hide paths in problems of the whole batch."""
         if all(each.line is not None for each in self.problems):
             return self
         problems = [each.model_copy(update={"message": hidden(each.message)}) for each in self.problems]
@@ -71,7 +71,7 @@ class Watcher:
         return self._said()
 
     def remembered(self) -> Status | None:
-        """Return the status if nothing must be read; a cancellation or an end shows at once."""
+        """Return the status if nothing must be read."""
         return self._said() if self._is_fresh() else None
 
     def _is_fresh(self) -> bool:
@@ -142,7 +142,7 @@ def ended_status(batch: Batch) -> Status:
 
 
 def unread_status(batch: Batch, problem: str) -> Status:
-    """Return what is known of a batch with an unusable run."""
+    """Return the status of a batch with an unusable run."""
     state: State = "in_progress" if batch.cancellation is None else "cancelling"
     return Status(state, problems=(LineProblem(code=DAMAGED, message=problem),))
 
@@ -189,7 +189,7 @@ def partial_texts(run: Run, running: Container[str], last_tokens: int | None = N
 
 
 def names_of(store: Store) -> tuple[JobEntry, ...]:
-    """Return the jobs of a run with all its lines. Raises RunError, StoreError."""
+    """Return a run's jobs. Raises RunError, StoreError."""
     return _names(store.uri, tuple(paths(store)))
 
 

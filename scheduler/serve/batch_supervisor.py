@@ -63,12 +63,11 @@ class BatchSupervisor:
         self._thread.join()
 
     def take(self, batch: Batch) -> None:
-        """Add a new batch."""
         self._courses[batch.id] = Course(batch, stage="waiting")
         self._news.set()
 
     def look_again(self) -> None:
-        """Look at all batches soon, as after a cancellation."""
+        """Look at all batches soon."""
         self._news.set()
 
     def course(self, batch_id: str) -> Course | None:

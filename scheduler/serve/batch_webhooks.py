@@ -102,7 +102,7 @@ class WebhookHosts:
         return cls(reaches)
 
     def allowed(self, host: str) -> frozenset[Reach]:
-        """Return the allowed kinds of addresses of a host, empty if it is not allowed."""
+        """Return the allowed kinds of a host's addresses."""
         name = host.lower()
         parents = [f"*.{name.split('.', number)[-1]}" for number in range(1, name.count(".") + 1)]
         return next((self.reaches[each] for each in [name, *parents] if each in self.reaches), frozenset())
@@ -141,7 +141,7 @@ class Receivers:
         return self._of_server
 
     def post(self, receiver: Receiver, target: Target, message: WebhookMessage, seconds: float) -> None:
-        """Deliver a message, checking the address if a batch named it. Raises PostError."""
+        """Deliver a message. Raises PostError."""
         allowed = self._hosts.allowed(receiver.host)
         post(receiver, message, seconds, partial(dial, allowed) if target == "batch" else None)
 
@@ -180,13 +180,12 @@ class PendingMessages:
         self._store = store
 
     def all(self) -> dict[str, tuple[Target, ...]]:
-        """Return the targets of pending messages by batch id."""
         names = [name.removesuffix(SUFFIX) for name in self._store.list(WEBHOOKS)]
         found = {name: self._read(name) for name in names if is_batch_id(name)}
         return {name: outstanding.targets for name, outstanding in found.items() if outstanding is not None}
 
     def keep(self, batch_id: str, targets: tuple[Target, ...]) -> None:
-        """Save the targets still to notify; delete the file if there are none."""
+        """Save or delete the targets still to notify."""
         if targets:
             self._store.write(_path(batch_id), pretty(PendingMessage(targets=targets)))
         else:
@@ -226,7 +225,7 @@ class ReceiverQueue:
         return bool(self.items) and not self.is_busy and time.monotonic() >= self.not_before
 
     def succeed(self) -> None:
-        """Remove the first message, which was taken or given up."""
+        """Remove the first message."""
         self.items.popleft()
         self.num_failures, self.not_before = 0, 0.0
 

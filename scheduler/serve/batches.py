@@ -62,7 +62,7 @@ class Batch:
         return self.record.owner
 
     def has_expired(self) -> bool:
-        """Return whether its time limit has passed, regardless of clock changes."""
+        """Return whether its time limit has passed."""
         return self._deadline.has_passed()
 
     @property
@@ -151,7 +151,6 @@ class Batches:
         return self._catalogue.page(owner, after, limit, order)
 
     def all(self) -> list[Batch]:
-        """Return all batches, oldest first."""
         return self._catalogue.all()
 
     def unfinished(self) -> list[Batch]:

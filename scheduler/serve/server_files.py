@@ -113,7 +113,6 @@ class StoredFiles:
             raise RefusedError(f"{record.id} is damaged: {problem}", 410, code="damaged_file")
 
     def uri(self, file_id: str) -> str:
-        """Return the content's URI for another process."""
         return joined(self._store.uri, f"{FILES}/{file_id}/{CONTENT}")
 
     def delete(self, record: FileRecord) -> None:

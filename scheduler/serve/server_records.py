@@ -177,26 +177,22 @@ class Catalogue(Generic[Record]):
         return len(self._keys)
 
     def add(self, record: Record) -> None:
-        """Add or replace a record."""
         with self._lock:
             if record.id not in self._by_id:
                 bisect.insort(self._keys, _key(record))
             self._by_id[record.id] = record
 
     def remove(self, record_id: str) -> None:
-        """Remove a record, if present."""
         with self._lock:
             record = self._by_id.pop(record_id, None)
             if record is not None:
                 del self._keys[bisect.bisect_left(self._keys, _key(record))]
 
     def get(self, record_id: str, owner: str | None) -> Record | None:
-        """Return the owner's record, if any."""
         record = self._by_id.get(record_id)
         return record if record is not None and record.owner == owner else None
 
     def all(self) -> list[Record]:
-        """Return all records, oldest first."""
         with self._lock:
             return [self._by_id[record_id] for _, record_id in self._keys]
 

@@ -72,7 +72,7 @@ class Service:
         self.hooks.tell(batch)
 
     def _rights(self, owner: str | None) -> Rights:
-        """Return an owner's rights; without keys there are no limits."""
+        """Return an owner's rights, unlimited without keys."""
         return Rights() if self.keyring is None or owner is None else self.keyring.rights(owner)
 
     def _check_number(self, owner: str | None) -> None:
@@ -90,18 +90,16 @@ class Service:
             return unread_status(batch, str(error)).shown(self.places.hidden)
 
     def remembered_status(self, batch: Batch) -> Status | None:
-        """Return a batch's status if nothing must be read."""
         status = self._watcher(batch).remembered()
         return None if status is None else status.shown(self.places.hidden)
 
     def _watcher(self, batch: Batch) -> Watcher:
-        """Return a batch's watcher, cached until the batch ends."""
         if batch.ended is not None:
             return self._watchers.pop(batch.id, None) or Watcher(batch)
         return self._watchers.get(batch.id) or self._watchers.setdefault(batch.id, Watcher(batch))
 
     def problem(self, batch: Batch, status: Status) -> str:
-        """Return why a whole batch is stuck or failed; empty if nothing is known."""
+        """Return why a whole batch is stuck or failed."""
         course = self.keeper.course(batch.id)
         known = [each.message for each in status.problems if each.line is None]
         return known[0] if known else "" if course is None else self.places.hidden(course.problem)

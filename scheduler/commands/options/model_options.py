@@ -45,7 +45,6 @@ def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
 
 
 def _or_all_cores(_context: click.Context, _parameter: click.Parameter, value: int | None) -> int:
-    """Return the number of threads, by default one per usable core."""
     return value or len(os.sched_getaffinity(0))
 
 

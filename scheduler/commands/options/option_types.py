@@ -58,7 +58,6 @@ class GroupedCommand(click.Command):
 
 
 def options_of(group: str) -> Callable[..., Callable[[Command], Command]]:
-    """Make options under a heading."""
     return functools.partial(click.option, cls=GroupedOption, group=group)
 
 
@@ -140,7 +139,6 @@ def parse_deadline(text: str, now: float) -> Deadline:
 
 
 def _duration(text: str) -> float | None:
-    """Return a duration's seconds; None for another text."""
     if not text or (found := DURATION.fullmatch(text)) is None:
         return None
     amounts = dict(zip(UNITS.values(), found.groups(), strict=True))

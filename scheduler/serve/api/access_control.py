@@ -42,7 +42,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_of_loopback(headers: Headers) -> bool:
-    """Return whether the request names a loopback host; a foreign page that resolves here names its own."""
+    """Return whether the request names a loopback host."""
     return is_loopback(_hostname(f"//{headers.get('host', '')}"))
 
 
@@ -106,7 +106,7 @@ class AccessControl:
 
 
 def _is_form_of_page(path: str, headers: Headers) -> bool:
-    """Return whether this may be the page's own form, whose origin browsers hide; its token proves it."""
+    """Return whether this may be the page's form, whose origin browsers hide."""
     return is_of_page(path) and headers.get("origin") == "null" and "sec-fetch-site" not in headers
 
 

@@ -122,7 +122,6 @@ def asked_part(headers: Headers, size: int, tag: str) -> range | None:
 
 
 async def _closed(pieces: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
-    """Yield the pieces, and close their source even if the client leaves."""
     with closing(pieces):
         async for piece in iterate_in_threadpool(pieces):
             yield piece

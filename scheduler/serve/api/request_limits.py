@@ -131,7 +131,6 @@ def _limited(receive: Receive, most: int, said: int) -> Receive:
 
 
 def _said_length(scope: Scope) -> int:
-    """Return the stated length, 0 without one."""
     said = dict(scope["headers"]).get(b"content-length", b"0")
     return int(said) if said.isdigit() else 0
 

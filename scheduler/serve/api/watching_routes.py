@@ -92,7 +92,7 @@ def report_response(service: Service, batch: Batch) -> HTMLResponse:
 
 @router.get("/events")
 async def events(service: Served, owner: Owner, batch_id: str) -> StreamingResponse:
-    """Stream the driver's kept and new events as server-sent events; `batch` ends the stream."""
+    """Stream kept and new events; `batch` ends the stream."""
     batch = service.batches.get(batch_id, owner)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(_events(service, batch), media_type="text/event-stream", headers=headers)
@@ -118,7 +118,7 @@ async def _events(service: Service, batch: Batch) -> AsyncIterator[str]:
 
 
 def _last_progress(batch: Batch) -> Progress | None:
-    """Return the last progress of an ended batch; None if its run is unusable."""
+    """Return an ended batch's last progress; None if unusable."""
     with suppress(RunError):
         return Run.open(batch.store.uri).progress() if is_submitted(batch.store) else None
     return None

@@ -83,7 +83,6 @@ def run_problems(run: Run) -> list[Problem]:
 
 
 def file_problems(pieces: Iterator[bytes]) -> list[Problem]:
-    """Return the first problems in an ended batch's error file."""
     return [_problem(json.loads(line)) for line in islice(_lines(pieces), NUM_PROBLEMS)]
 
 
@@ -319,6 +318,5 @@ def _problems(service: Service, batch: Batch, run: Run | None) -> tuple[Problem,
 
 
 def _texts(run: Run, running: Mapping[str, int]) -> tuple[Mapping[str, Any], ...]:
-    """Return the text ends of the longest running jobs."""
     longest = sorted(running, key=lambda name: -running[name])[:NUM_TEXTS]
     return tuple(partial_texts(run, longest, LAST_TOKENS)) if longest else ()

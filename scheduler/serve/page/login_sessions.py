@@ -55,13 +55,13 @@ class Sessions:
         return session_id
 
     def owner(self, cookies: Mapping[str, str], keyring: Keyring) -> str | None:
-        """Return the name of a session's key; None without a login or a valid key."""
+        """Return the session's key name; None without a valid one."""
         digest = self.key_digest(cookies.get(COOKIE, ""))
         key = None if digest is None else keyring.find_digest(digest)
         return None if key is None else key.name
 
     def key_digest(self, session_id: str) -> str | None:
-        """Return the hash of a session's key; None without a login, or after its end."""
+        """Return the hash of a session's key; None without a login."""
         session = self._sessions.get(_hash(session_id))
         return session.key_digest if session is not None and session.ends > time.monotonic() else None
 
@@ -70,7 +70,7 @@ class Sessions:
             self._sessions.pop(_hash(session_id), None)
 
     def form_token(self, session_id: str) -> str:
-        """Return the token in a session's forms, which other sites can't forge; works before a login, too."""
+        """Return the token of a session's forms, also before a login."""
         return hmac.new(self._secret, session_id.encode(), hashlib.sha256).hexdigest()
 
     def is_form_token(self, session_id: str, token: str) -> bool:

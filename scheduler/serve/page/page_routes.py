@@ -75,7 +75,6 @@ def report(service: Served, visitor: KnownVisitor, batch_id: str) -> Response:
 
 @router.api_route("/batches/{batch_id}/{delivery}.jsonl", methods=["GET", "HEAD"])
 def delivered(request: Request, service: Served, visitor: KnownVisitor, batch_id: str, delivery: Delivery) -> Response:
-    """Return a batch's result file as a download."""
     batch = service.batches.get(batch_id, visitor.name)
     response = file_routes.content(request, service, visitor.name, delivered_file_id(batch.id, delivery))
     response.headers["Content-Disposition"] = f'attachment; filename="{batch.id}_{delivery}.jsonl"'

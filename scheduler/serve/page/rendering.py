@@ -37,12 +37,11 @@ def ago(moment: float) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text on one line with control characters and direction marks escaped."""
+    """Escape control characters and direction marks."""
     return printable(text)
 
 
 def short(text: str) -> str:
-    """Return `plain` text, cut to a maximum length."""
     return plain(text if len(text) <= LONGEST_NAME else f"{text[:LONGEST_NAME]}…")
 
 
