@@ -1,6 +1,6 @@
-"""`python -m bench`: runs a benchmark module, which has `Options` and `run` and yields records.
+"""`python -m bench`: runs a benchmark module, which has `Options` and `run`.
 
-Options are the fields of `Options`: `num_tokens` is `--tokens`, `json_path` is `--json`, tuples are comma-separated.
+The field `num_tokens` is `--tokens`, `json_path` is `--json`, tuples are comma-separated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m bench agreement`: how often the target draws with a partial cache what it draws with all keys."""
+"""How often the target draws with a partial cache what it draws with all keys."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(options: Options) -> Iterator[Record]:
 
 
 class _Comparison:
-    """Plain decoding after a text; before each token every cache draws its own."""
+    """Plain decoding; before each token every cache draws its own."""
 
     def __init__(
         self, target: TargetModel, options: Options, full: FullKVCache, text: list[int], temperature: float

@@ -1,4 +1,4 @@
-"""`python -m bench auto`: what `auto` loses against the best single engine, over a grid."""
+"""What `auto` loses against the best single engine, over a grid."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROUND_TOKENS = 50  # least tokens of a turn, because machines change speed
 
 
 class Options(BenchOptions):
-    """The grid: all combinations of the tuples; `auto` and plain decoding always run."""
+    """The grid; `auto` and plain decoding always run."""
 
     text: Path
     engines: Names = tuple(name for name in ENGINES if name not in (Computation.engine, BASELINE))
@@ -89,9 +89,9 @@ def run(options: Options) -> Iterator[Record]:
 
 
 def shown(records: list[Record], options: Options) -> list[Record]:
-    """Return each cell's worst repetition, and the worst ratios in words.
+    """Return each cell's worst repetition.
 
-    Plain decoding compared with itself shows the precision of ratios.
+    Plain decoding compared with itself shows the noise.
     """
     cells: dict[tuple[object, ...], Record] = {}
     for each in records:
@@ -119,7 +119,7 @@ class _Cell:
 
 
 class _Grid:
-    """One cache per sequence of the largest batch; engines take turns on them."""
+    """One cache per sequence, on which engines take turns."""
 
     def __init__(self, target: TargetModel, options: Options, text: list[int]) -> None:
         self._target, self._options, self._text = target, options, text
@@ -158,7 +158,7 @@ class _Grid:
         return _figures(cell, {name: num_tokens[name] / seconds[name] for name in contestants}, has_same_tokens)
 
     def _go_on(self, contestant: Contestant, sequences: list[Sequence]) -> float:
-        """Start the next jobs after the same text, keeping what the drafter learned; return the seconds."""
+        """Start the next jobs with what the drafter learned; return the seconds."""
         started = seconds_now()
         for sequence in contestant.sequences:
             contestant.engine.stop(sequence)

@@ -1,4 +1,4 @@
-"""Runs a batch with `swiftbatch submit` in processes of its own and measures its results."""
+"""Runs a batch with `swiftbatch submit` and measures it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BatchOptions(JSONOptions):
 
 
 def write_lines(path: Path, lengths: Iterable[int]) -> None:
-    """Write reproducible jobs of these lengths, each with its own prompt and seed."""
+    """Write reproducible jobs of these lengths."""
     draw, words = random.Random(11), WORDS.split()
     with path.open("w", encoding="utf-8") as file:
         for index, length in enumerate(lengths):
@@ -57,7 +57,7 @@ def write_lines(path: Path, lengths: Iterable[int]) -> None:
 
 @contextmanager
 def jobs_file_of(lengths: Iterable[int]) -> Iterator[Path]:
-    """Yield a job file in a temporary folder, where its runs are made too."""
+    """Yield a job file in a temporary folder."""
     with TemporaryDirectory(prefix="swiftbatch-batch-") as folder:
         write_lines(Path(folder) / "jobs.jsonl", lengths)
         yield Path(folder) / "jobs.jsonl"
@@ -85,7 +85,7 @@ class StartedRun:
         return cls(folder, process)
 
     def figures(self) -> Record:
-        """Wait for the end and measure. Raises BatchError; an interruption stops the run first."""
+        """Wait for the end and measure. Raises BatchError."""
         try:
             told = self.process.communicate()[1]
         except KeyboardInterrupt:
@@ -105,10 +105,7 @@ class StartedRun:
 
 
 def figures_of(run: Run) -> Record:
-    """Measure an ended run from the workers' first jobs to the end of all, without their start.
-
-    If they began at different times, the mean counts.
-    """
+    """Measure an ended run without the start of its workers."""
     num_tokens, attempts, digests = 0, list[Attempt](), dict[str, str]()
     for record, line in run.output_lines():
         if line is None or line["error"] is not None:

@@ -1,4 +1,4 @@
-"""`python -m bench checkpoints`: the cost of writing state, and its gain on a resume."""
+"""The cost of writing state, and its gain on a resume."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Turn:
 
 
 def make_run(folder: Path, model: str, prompt: str, max_tokens: int) -> None:
-    """Make a run with one job, sampled at temperature 1 with min-p 0.1."""
+    """Make a run with one job at temperature 1 and min-p 0.1."""
     files = locate_model(model)
     manifest = RunManifest(
         run_id="bench",
@@ -124,7 +124,7 @@ class BenchWorker:
         self.num_tokens = progress.num_generated_tokens
 
     def _resume(self) -> ResumeRecord:
-        """Return the resume record, which gets its seconds at the first new token."""
+        """Return the resume record, complete after the first new token."""
         record = self._checkpoints.history(JOB_ID)[-1].resume
         assert record is not None
         return record

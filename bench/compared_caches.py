@@ -1,10 +1,7 @@
 """The partial caches of the papers' tables; users' engines have the summarised one.
 
-Importance (TokenSwift 3.3): pinned first positions, then others in falling importance; new positions overwrite the
-least important, and the cache is rebuilt when all are overwritten.
-
-TriForce (4.1, table 1) compares other choices: chunks by the newest query's attention to their mean keys; the newest
-positions (StreamingLLM); those with the most attention so far, evicted for good (H2O).
+By importance (TokenSwift 3.3), by chunks (TriForce 4.1), the newest positions (StreamingLLM), those with most attention
+so far (H2O).
 """
 
 from __future__ import annotations
@@ -42,9 +39,9 @@ class ImportanceKVCache(SparseCache):
         is_static: bool = False,
         period: int | None = None,
     ) -> None:
-        """Choose by importance at the prompt's end or a full budget, and again every `period` positions.
+        """Choose at the prompt's end or a full budget, then every `period` positions.
 
-        A static cache never includes the output. Without a period it is rebuilt when all chosen positions are
+        A static cache never includes the output. Without a period, it is rebuilt when all chosen positions are
         overwritten.
         """
         self._budget = max(budget, NUM_PINNED + 1)
@@ -70,9 +67,8 @@ class ImportanceKVCache(SparseCache):
         self._num_sequence_entries = min(self._num_fed, self._budget)
 
     def _choose(self, full: FullKVCache, length: int, queries: Queries) -> tuple[torch.Tensor, int]:
-        """Return positions `[num_layers, num_kv_heads, budget - NUM_PINNED]` below `length` in falling importance.
-
-        Also returns how many positions were considered.
+        """Return positions `[num_layers, num_kv_heads, budget - NUM_PINNED]` in falling importance, and how many were
+        considered.
         """
         importances = [
             importance(self._keys(full, layer, slice(NUM_PINNED, length)), query)
@@ -153,9 +149,9 @@ class StreamingKVCache(ImportanceKVCache):
 
 
 class HeavyHitterKVCache(ImportanceKVCache):
-    """The newest positions, and as many with the largest attention sums (Zhang et al. 2023).
+    """The newest positions and as many with the largest attention sums (Zhang et al. 2023).
 
-    Sums include every 64th query; at each, every head evicts positions for good.
+    Sums include every 64th query; evictions are final.
     """
 
     def __init__(
@@ -177,7 +173,7 @@ class HeavyHitterKVCache(ImportanceKVCache):
         return self._held.gather(-1, best), length
 
     def _observe(self, full: FullKVCache, length: int, queries: torch.Tensor) -> None:
-        """Add the positions up to `length` and a query's attention, then evict down to the budget."""
+        """Add the positions up to `length`, then evict down to the budget."""
         new = torch.arange(length - self._period, length, device=self.shape.device)
         new = new.expand(self.shape.num_layers, self.shape.num_kv_heads, -1)
         held = torch.cat([self._held, new], dim=-1)
@@ -196,10 +192,9 @@ MOST_BITS = 16
 
 
 class QuantizedKVCache(SparseCache):
-    """All positions in `num_bits`, as in a fully quantized cache (KIVI, Liu et al. 2024).
+    """All positions in `num_bits` (KIVI, Liu et al. 2024).
 
-    Keys are rounded per channel over a group of positions, values per position over all channels, between their
-    extremes. Measures the rounding only: entries keep the model's dtype.
+    Keys are rounded per channel over a group of positions, values per position; entries keep the model's dtype.
     """
 
     def __init__(

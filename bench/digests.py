@@ -1,11 +1,9 @@
 """Digests of the product's output, to compare before and after a change that must alter no token.
 
-`python -m bench.digests --model embedded cli --out before.json`, then `--check before.json` on the changed state.
+`python -m bench.digests --model embedded cli --out before.json`, then `--check before.json`.
 
-A token cell is the SHA-256 of a job's choices: token ids, text, end, log-probabilities. Jobs pass through a job file, a
-run folder and a worker's session. Engines must agree in any batch and after any kills, so each kind of job has one
-digest; `main` reports others. A `drafts` cell hashes an engine's proposals under a clock that advances at each reading,
-which separates drafters with equal tokens.
+A token cell is the SHA-256 of a job's choices. Engines must agree in any batch and after any kills. A `drafts` cell
+hashes an engine's proposals, under a clock that advances at each reading.
 """
 
 from __future__ import annotations
@@ -133,7 +131,7 @@ def sha(value: object) -> str:
 
 
 class Bench:
-    """A model, and a folder with a run of all kinds of jobs, copied for every cell."""
+    """A model, and a run of all kinds of jobs, copied for every cell."""
 
     def __init__(self, model: str, folder: Path) -> None:
         self.model, self.folder, self._numbers = model, folder, itertools.count()
@@ -169,7 +167,7 @@ class Bench:
         return self._cells(run, f"{engine}/{num_slots}/undisturbed")
 
     def killed(self, engine: str, num_slots: int) -> Cells:
-        """Run one job at a time, or all, in four workers in turn, the first three killed."""
+        """Run the jobs in four workers in turn, the first three killed."""
         run, lost = self.run(), []
         ids = [record.job_id for record in self.records]
         for together in [ids] if num_slots > 1 else [[job_id] for job_id in ids]:
@@ -193,7 +191,7 @@ class Bench:
         return Orders(tuple(given[:num_slots]), tuple(given[num_slots:]), num_slots=num_slots)
 
     def _work(self, worker: WorkerSession, orders: Orders, most: float) -> None:
-        """Work until all jobs ended, or running ones have `most` tokens on average."""
+        """Work until the jobs ended or have `most` tokens on average."""
         left, seconds = len(orders.assignments + orders.reserve), 0.5 if most == math.inf else 1e-5  # of one step
         while left:
             report = worker.work(orders, seconds)
@@ -209,7 +207,7 @@ class Bench:
         return {f"{kind}/{place}": sha([_without(each, "metrics") for each in found[kind]]) for kind in self._kinds}
 
     def drafts(self, engine: str, num_jobs: int) -> Cells:
-        """Return an engine's proposals for jobs together, under a clock that advances at each reading."""
+        """Return an engine's proposals, under a clock that advances at each reading."""
         ticks, clock = itertools.count(), time.perf_counter
         time.perf_counter = lambda: 1e-4 * next(ticks)
         try:
@@ -234,7 +232,7 @@ def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def drafts_of(target: TargetModel, engine: str, sequences: list[Sequence], parts: Path | None = None) -> list[Any]:
-    """Run sequences together; return the rows verified and the tokens committed by each step."""
+    """Run sequences together; return the rows verified and tokens committed per step."""
     drafter = create_drafter(engine, target, lambda: COSTS, parts)
     runner, steps = Engine(target, drafter), []
     for sequence in sequences:
@@ -250,7 +248,7 @@ def drafts_of(target: TargetModel, engine: str, sequences: list[Sequence], parts
 
 
 def save_predictor(model: str, folder: Path) -> None:
-    """Write an untrained MTP layer that starts as the model's last one, whose drafts are sometimes right."""
+    """Write an untrained MTP layer, a copy of the model's last one."""
     import torch
 
     files = locate_model(model)
@@ -281,7 +279,7 @@ def cells_of(model: str, engine: str, is_quick: bool) -> Cells:
 
 
 def interpreted(engine: str, folder: Path, is_quick: bool) -> Cells:
-    """Run GPU forwards and draws in Triton's interpreter with a random one-layer model."""
+    """Run GPU forwards and draws in Triton's interpreter."""
     import torch
 
     from tests.tiny_model import write_tiny_model
@@ -345,7 +343,7 @@ def digests(models: list[str], is_quick: bool) -> Cells:
 
 
 def disagreements(cells: Cells) -> list[str]:
-    """Return the token cells that differ from others of their model and kind."""
+    """Return the token cells that disagree."""
     first: dict[tuple[str, str, str], str] = {}
     found = []
     for cell, value in cells.items():

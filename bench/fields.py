@@ -1,7 +1,4 @@
-"""`python -m bench fields`: the cost of each field of a job line on one stream.
-
-Each field has a value that acts on every token.
-"""
+"""The cost of each field of a job line on one stream."""
 
 from __future__ import annotations
 
@@ -131,10 +128,7 @@ def _rules(codec: TextCodec, params: SamplingParams) -> tuple[Rule, ...]:
 
 
 def _compete(contestants: list[Contestant], options: Options) -> list[list[float]]:
-    """Return seconds per token [num_contestants][num_rounds], with turns in changing order.
-
-    Raises BenchError if a text ends early.
-    """
+    """Return seconds per token [num_contestants][num_rounds]. Raises BenchError if a text ends early."""
     seconds: list[list[float]] = [[] for _ in contestants]
     for number in range(options.num_rounds):
         num_tokens = options.num_tokens * (number + 1) // options.num_rounds

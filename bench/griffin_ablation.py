@@ -1,4 +1,4 @@
-"""`python -m bench ablation griffin`: trains and compares the rows of the GRIFFIN paper's tables."""
+"""Trains and compares the rows of the GRIFFIN paper's tables."""
 
 from __future__ import annotations
 
@@ -193,11 +193,7 @@ GRIFFIN_TABLES: dict[str, GriffinTable] = {
 
 
 def predicted_speedup(plain_ms: float, verify_ms: float, num_levels: float, level_ms: float, tau: float) -> float:
-    """Return equation 14's speedup, t / (t + d x tbar) x tau, with `verify_ms` as the denominator's t.
-
-    `plain_ms` is a plain forward, `level_ms` a draft forward, of which a step has `num_levels`; `tau` is the tokens per
-    step.
-    """
+    """Return equation 14's speedup, t / (t + d x tbar) x tau, with `verify_ms` as the denominator's t."""
     return plain_ms / (verify_ms + num_levels * level_ms) * tau
 
 
@@ -213,10 +209,9 @@ class Training:
 
 
 def figures_of(pairs: list[tuple[Contestant, Contestant]]) -> Record:
-    """Compare generations of one sequence each with plain decoding after the same prompts.
+    """Compare generations with plain decoding after the same prompts.
 
-    Counts and times start after the first step. In equation 14 tau is `tokens_per_step`, d `levels_per_step`, tbar
-    `level_ms` (drafting time per level) and t `plain_verify_ms`; `predicted` treats a tree as one row.
+    In equation 14 tau is `tokens_per_step`, d `levels_per_step`, tbar `level_ms` and t `plain_verify_ms`.
     """
     generations = [generation for generation, _ in pairs]
     total, plain = _Total.of(generations), _Total.of([plain for _, plain in pairs])
@@ -374,7 +369,7 @@ def _accuracies(training: Training) -> Iterator[Record]:
 
 
 def _prompts(options: Options, files: ModelFiles) -> list[Prompt]:
-    """Take prompts from all over the text. Raises BenchError if it is too short."""
+    """Take prompts from all over the text. Raises BenchError."""
     if options.text is None:
         raise BenchError(f"table {options.table}: its arms go on from a text; name one with --text FILE")
     check_length(files, options.prefill, options.num_tokens)
@@ -415,7 +410,7 @@ def shown(records: list[Record], options: Options) -> Iterator[Record]:
 
 
 def _order(table: GriffinTable, arms: list[Record], trained: list[Record]) -> Iterator[Record]:
-    """Yield means and ranges over seeds, and whether rows are in the paper's order."""
+    """Yield means and ranges over seeds, and their order."""
     taus = {
         (t, row): [each["tokens_per_step"] for each in arms if (each["temperature"], each["row"]) == (t, row)]
         for t, row in product(TEMPERATURES, table.rows)

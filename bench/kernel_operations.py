@@ -64,14 +64,14 @@ class Roof:
         self.flops_per_second = self._multiply(element)
 
     def bytes_per_second(self, num_bytes: int) -> float:
-        """Measure reading so many bytes repeatedly on all threads; few bytes stay in a cache."""
+        """Measure reading so many bytes repeatedly on all threads."""
         size = min(max(1 << (num_bytes - 1).bit_length(), SMALLEST), LARGEST)
         if size not in self._bytes_per_second:
             self._bytes_per_second[size] = self._read(size)
         return self._bytes_per_second[size]
 
     def seconds(self, num_bytes: int, num_flops: int, num_bytes_between: int) -> float:
-        """Return the least time for these bytes and operations, with `num_bytes_between` two uses."""
+        """Return the least time for these bytes and operations."""
         return max(num_bytes / self.bytes_per_second(num_bytes_between), num_flops / self.flops_per_second)
 
     def _read(self, size: int) -> float:
@@ -120,7 +120,7 @@ PACKINGS = (
 
 @dataclass(frozen=True)
 class Operation:
-    """A call over rows; `num_bytes_between` are read between two readings of the same bytes."""
+    """A call over rows; `num_bytes_between` are read between two uses."""
 
     name: str
     num_rows: int
@@ -185,10 +185,7 @@ class Matrix:
 def matrix_operations(
     sizes: DecoderSizes, team: Team, row_counts: tuple[int, ...], of: str = ""
 ) -> Iterator[Operation]:
-    """Yield each matrix of a layer and the head, read repeatedly, from a cache if it fits.
-
-    Each in the model's dtype, then in possible packings; names begin with `of`.
-    """
+    """Yield each matrix of a layer and the head, in the model's dtype and packed."""
     for name, (depth, columns) in matrix_shapes(sizes).items():
         times = 1 if name == "head" else sizes.num_layers
         matrices = {"": Matrix.plain(team, sizes.dtype, depth, columns)}
@@ -229,7 +226,7 @@ def forward_operation(
 
 
 def sampling_operations(vocab: int, row_counts: tuple[int, ...]) -> Iterator[Operation]:
-    """Yield a draw, a walk accepting a whole chain, and candidates; limits count reading only."""
+    """Yield a draw, a walk accepting a chain, and candidates."""
     logits = 4 * torch.randn(row_counts[-1], vocab, generator=torch.Generator().manual_seed(0))
     num_bytes = logits[0].nbytes
 

@@ -1,4 +1,4 @@
-"""`python -m bench kernels`: times the compiled kernels, operation by operation."""
+"""Times the compiled kernels, operation by operation."""
 
 from __future__ import annotations
 
@@ -123,10 +123,7 @@ def _full_cache(target: TargetModel, options: Options) -> FullKVCache:
 
 
 def _measured(operation: Operation, num_rounds: int, roof: Roof) -> Record:
-    """Return medians of rounds, ours and torch's in turn, so that disturbances hit both.
-
-    `allowed_ms` is the machine's limit for these bytes and products.
-    """
+    """Return medians of rounds, ours and torch's in turn, and the machine's limit."""
     calls = [call for call in (operation.call, operation.in_torch) if call is not None]
     first = [min(_seconds(call, 1) for _ in range(2)) for call in calls]
     num_calls = [max(1, round(LEAST_SECONDS / seconds)) for seconds in first]

@@ -1,4 +1,4 @@
-"""`python -m bench long`: a long generation, compared on the way with plain decoding at the same positions."""
+"""A long generation, compared on the way with plain decoding at the same positions."""
 
 from __future__ import annotations
 
@@ -108,10 +108,7 @@ def by_ngrams_alone(path: tuple[int, ...], sources: Sources) -> list[bool]:
 def metered_drafter(
     engine: str, target: TargetModel, costs: Costs, parts_folder: Path | None, options: TokenSwiftOptions | None = None
 ) -> tuple[Drafter, ReuseTally | None]:
-    """Make an engine's drafter and the tally of its n-grams, None without any. Raises ModelError.
-
-    `options` may replace the engine's TokenSwift options.
-    """
+    """Make an engine's drafter and the tally of its n-grams, if any. Raises ModelError."""
     if engine not in METERED:
         return create_bench_drafter(engine, target, costs, parts_folder), None
     tally = ReuseTally()
@@ -125,10 +122,7 @@ class ReuseTally:
 
 
 class Options(TextOptions):
-    """Options; `num_tokens` after `prefill` tokens, with a record every `every` tokens.
-
-    Every `plain_every` tokens, plain decoding generates `NUM_PLAIN_TOKENS`, which count neither as output nor in time.
-    """
+    """Options; plain decoding's `NUM_PLAIN_TOKENS` every `plain_every` tokens do not count."""
 
     engine: str = Computation.engine
     draft_model: Path | None = None
@@ -179,7 +173,7 @@ def shown(records: list[Record], options: Options) -> list[Record]:
 
 
 def generated(options: Options, target: TargetModel, drafter: Drafter, reuse: ReuseTally | None) -> Iterator[Record]:
-    """Yield figures at every stop of a generation; `reuse` tallies the drafter's n-grams. Raises BenchError."""
+    """Yield figures at every stop. Raises BenchError."""
     generation = LongGeneration(options, target, drafter, reuse)
     sequence, plain = generation.sequence, PlainWindows(target, NUM_PLAIN_TOKENS)
     plain_stops, record_stops = set(options.plain_stops()), set(options.record_stops())
@@ -204,7 +198,7 @@ def generated(options: Options, target: TargetModel, drafter: Drafter, reuse: Re
 
 
 class LongGeneration:
-    """A prompt in the cache and its generation; marks are taken in pauses, which do not count."""
+    """A generation; marks are taken in pauses, which do not count."""
 
     def __init__(self, options: Options, target: TargetModel, drafter: Drafter, reuse: ReuseTally | None) -> None:
         """`reuse` tallies the drafter's n-grams, if any."""
@@ -220,7 +214,7 @@ class LongGeneration:
         self._seconds = time.perf_counter() - started
 
     def run_to(self, num_tokens: int) -> Record:
-        """Generate at least `num_tokens` tokens in all; return the counts since the first."""
+        """Generate `num_tokens` tokens; return the counts."""
         started = time.perf_counter()
         while self.sequence.num_generated_tokens < num_tokens:
             for _, verification in self._engine.step():  # tokens are on the host then, so clocks are right on a GPU
@@ -241,7 +235,7 @@ class LongGeneration:
 
 
 def _between(first: Record, last: Record, plain: PlainWindows) -> Record:
-    """Return figures between two marks; `alpha` is the paper's equation 4, None without drafts."""
+    """Return figures between two marks; `alpha` is the paper's equation 4."""
     names = ("num_tokens", "seconds", "num_steps", "num_accepted", "draft_depth", "num_rounds")
     num_tokens, seconds, num_steps, accepted, depth, rounds = (last[name] - first[name] for name in names)
     plain_seconds = plain.seconds(first["num_tokens"], last["num_tokens"])
@@ -267,14 +261,14 @@ def per_step(first: dict[str, float], last: dict[str, float], num_steps: int) ->
 
 
 class PlainWindows:
-    """Plain decoding of `size` tokens at some stops; the generation's cache and sequence stay unchanged."""
+    """Plain decoding of `size` tokens at some stops, without a change of the generation."""
 
     def __init__(self, target: TargetModel, size: int) -> None:
         self._size, self._engine = size, BenchEngine(target, AutoregressiveDrafter())
         self._measured: list[tuple[int, float, np.ndarray]] = []  # position, ms per token, tokens
 
     def measure(self, sequence: Sequence, cache: FullKVCache) -> None:
-        """Decode plainly from the sequence's end, unless it ended or was measured here."""
+        """Decode plainly from the sequence's end."""
         num_tokens = sequence.num_generated_tokens
         size = min(self._size, sequence.num_remaining_tokens)
         if size == 0 or (self._measured and self._measured[-1][0] == num_tokens):

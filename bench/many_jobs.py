@@ -1,7 +1,6 @@
-"""Computes docs/gpu.md's table of few and many jobs: tokens a second by the worker's own plans.
+"""Computes docs/gpu.md's table of few and many jobs, without a GPU.
 
-`python -m bench many-jobs` prints it without a GPU. Memory, rows, slots and draft nodes are planned as in a worker.
-Step times are a model: measured on an H100 with 64 rows, otherwise computed.
+It plans as a worker does. Step times are a model: measured on an H100 with 64 rows, otherwise computed.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ MEASURED_HOST, PROMISED_HOST = HostTime(4e-4, 1.2e-4), HostTime(3e-4, 1e-5)
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU's speed; the A100's is scaled from the H100's by memory bandwidth."""
+    """A GPU's speed; the A100's is scaled by memory bandwidth."""
 
     name: str
     capability: int
@@ -139,7 +138,7 @@ NOTHING = np.zeros(NODE_CHOICES[-1])
 
 
 def way_before(gpu: GPU, run: JobMix) -> Way:
-    """Return the plan without pages: slots of the longest job, at most 32, and 64 rows."""
+    """Return the plan without pages: at most 32 slots of the longest job."""
     plan = plan_memory(SIZES, gpu.memory(NUM_ROWS), max(run.lengths))
     return Way(NUM_ROWS, plan.num_slots, None, NOTHING, MEASURED_HOST)
 
@@ -157,7 +156,7 @@ def way_now(gpu: GPU, run: JobMix, acceptance: np.ndarray, host: HostTime) -> Wa
 
 @dataclass
 class Simulation:
-    """A worker that only counts; jobs begin as the driver begins them, and the youngest is evicted."""
+    """A worker that only counts, with the driver's rules."""
 
     gpu: GPU
     run: JobMix
@@ -168,7 +167,7 @@ class Simulation:
     num_tokens: float = 0.0
 
     def speeds(self) -> tuple[float, float]:
-        """Run all jobs; return tokens a second while some wait, and over all."""
+        """Return tokens a second while some jobs wait, and over all."""
         self.waiting = [Growth(0, length) for length in self.run.lengths]
         costs, memory = self.gpu.costs(self.way.num_rows), self.gpu.memory(self.way.num_rows)
         full = 0.0
@@ -190,7 +189,7 @@ class Simulation:
             self.running.append(self.waiting.pop(0))
 
     def _advance(self, costs: StepCosts, memory: GPUMemory) -> None:
-        """Advance some steps with one plan, at most to the next job's end."""
+        """Advance some steps with one plan."""
         way, number = self.way, len(self.running)
         lengths, tokens = np.array([job.now for job in self.running]), np.tile(way.tokens, (number, 1))
         overhead = way.host.seconds(number) + self.gpu.per_job * (number - 1)

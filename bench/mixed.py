@@ -1,6 +1,6 @@
-"""`python -m bench mixed`: few long jobs among many short ones, on a worker with little cache memory.
+"""Few long jobs among many short ones, with little cache memory.
 
-Compared with slots of the longest job's length, and with vLLM in the same memory.
+Compared with slots of the longest job's length, and with vLLM.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(options: Options) -> Iterator[Record]:
 
 
 def _slots_of(options: Options, memory: float, longest: int) -> int:
-    """Return the slots of the longest job that fit, at least 1. Raises BatchError."""
+    """Return the slots of the longest job that fit. Raises BatchError."""
     config = read_config(options.model, model_folder(options.model, CONFIG_FILES))
     num_bytes = bytes_per_position(config, options.dtype)
     if num_bytes is None:

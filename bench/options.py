@@ -41,7 +41,7 @@ class JSONOptions(Frozen):
 
 
 class GPUOptions(BenchOptions):
-    """Options of `bench gpu`: steps and engines at each length that fits, or everything."""
+    """Options of `bench gpu`."""
 
     device: Device = "cuda"
     draft_model: Path | None = None

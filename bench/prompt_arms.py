@@ -1,4 +1,4 @@
-"""Prompts that are read once, and generations from them beside plain decoding: the arms of tables."""
+"""Generations from prompts that are read once, beside plain decoding: the arms of tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swiftbatch.worker.sampling.verification import Verification
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of `share` of the prefill length, each from another part of the text."""
+    """Prompts of `share` of the prefill length."""
 
     kind: Literal["books", "needle"] = "books"
     num_sequences: int = 1
@@ -53,7 +53,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """A prompt, and a cache of all but its last token, which the first step adds."""
+    """A prompt, and a cache of all but its last token."""
 
     prompt: Prompt
     cache: FullKVCache
@@ -82,7 +82,7 @@ def read_prompt(target: TargetModel, prompt: Prompt, num_tokens: int) -> ReadPro
 
 
 def _with_needle(text_ids: list[int], needle_ids: list[int]) -> Prompt:
-    """Insert the needle into a text of the same length, which ends with the needle's beginning."""
+    """Insert the needle into the text, and end with its beginning."""
     cue, rest = needle_ids[: len(needle_ids) // NEEDLE_CUE], needle_ids[len(needle_ids) // NEEDLE_CUE :]
     before = len(text_ids) // NEEDLE_DEPTH
     end = len(text_ids) - len(needle_ids) - len(cue)
@@ -102,10 +102,7 @@ class Moment:
 
 
 class TimedEngine(BenchEngine):
-    """An engine that times its steps after the first, which builds the draft's cache.
-
-    The papers' times also begin after it.
-    """
+    """An engine that times its steps after the first, as the papers do."""
 
     def __init__(self, target: TargetModel, drafter: Drafter) -> None:
         super().__init__(target, drafter)
@@ -133,10 +130,10 @@ class TimedEngine(BenchEngine):
 
 
 def figures_of(generation: Contestant, plain: Contestant, expected_ids: list[int]) -> Record:
-    """Compare a generation with plain decoding after the same prompts; rates are None without drafts.
+    """Compare a generation with plain decoding; rates are None without drafts.
 
-    `acceptance` is by the full verification, `middle_acceptance` by the target with a partial cache, `needle_share` by
-    plain decoding of the needle.
+    `acceptance` is by the full verification, `middle_acceptance` with a partial cache, `needle_share` by plain
+    decoding.
     """
     counters, steps, (first, last) = (
         generation.engine.counters,
@@ -204,7 +201,7 @@ class PromptArms:
     _known: dict[float, list[np.ndarray]] = field(default_factory=dict)  # each sequence's first tokens by temperature
 
     def run(self, drafter: Drafter, temperature: float) -> tuple[Contestant, Contestant]:
-        """Generate with an arm's drafter and plainly, in turns. Raises BenchError if they differ."""
+        """Generate with a drafter and plainly, in turns. Raises BenchError if they differ."""
         plain = self._start(AutoregressiveDrafter(), temperature, self.num_plain_tokens)
         generation = self._start(drafter, temperature, self.num_tokens)
         for turn in range(1, NUM_TURNS + 1):

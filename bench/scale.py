@@ -1,6 +1,6 @@
-"""`python -m bench scale`: a driver's cost with many jobs and stub workers.
+"""A driver's cost with many jobs and stub workers.
 
-As a module it is one stage in its own process: `python -m bench.scale STAGE OPTIONS`.
+As a module it is one stage: `python -m bench.scale STAGE OPTIONS`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def write_jobs(path: Path, num_jobs: int) -> None:
 
 
 def _measured_apart(name: str, options_file: Path) -> Record:
-    """Run a stage in its own process, so that none finds another's caches. Raises ScaleError."""
+    """Run a stage in its own process. Raises ScaleError."""
     command = module_command("bench.scale", name, str(options_file))
     process = subprocess.run(command, env=environment_of_code(), capture_output=True, text=True, check=False)
     if process.returncode != 0:
@@ -149,7 +149,6 @@ def submit(options: Options) -> dict[str, float]:
 
 
 def drive(options: Options) -> dict[str, float]:
-    """Drive jobs with stub workers; `busy` is the driver's share of a core."""
     clock = SimulatedClock()
     store = SlowStore(str(_folder(options) / RUN), clock, options.store_ms / 1000)
     run, beats = Run(store, Run.open(store.uri).manifest), BeatTimes(clock)
@@ -174,7 +173,7 @@ def drive(options: Options) -> dict[str, float]:
 
 
 class SlowStore(Store):
-    """A folder whose requests are counted and delay their thread by a simulated time."""
+    """A folder with simulated delays."""
 
     def __init__(self, uri: str, clock: SimulatedClock, seconds: float) -> None:
         super().__init__(uri)

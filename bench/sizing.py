@@ -1,7 +1,4 @@
-"""Computes docs/gpu.md's tables of slots per GPU.
-
-`python -m bench sizing --markdown` prints them without a GPU.
-"""
+"""Computes docs/gpu.md's tables of slots per GPU, without a GPU."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ def gpu_memory(num_multiprocessors: int, free_bytes: int, sizes: ModelSizes = MO
 
 
 def sizing_table() -> list[Record]:
-    """Return GB per model in bfloat16, and the slots of each length on each GPU."""
+    """Return GB per model in bfloat16, and slots."""
     return [dict(zip(HEADERS, cells, strict=True)) for cells in _rows()]
 
 
@@ -85,10 +82,7 @@ def _rows() -> Iterator[list[str]]:
 
 
 def packed_table() -> list[Record]:
-    """Return GB of weights in each form, and the slots of each length.
-
-    Also with keys and values in 8 bits, which latent vectors lack.
-    """
+    """Return GB of weights in each form, and slots, also with 8-bit keys and values."""
     slots = [f"slots of {length:,}{words}" for words in ("", ", keys in fp8") for length in SLOT_LENGTHS]
     headers = ("weights of", "form", "GB", "GPU", *slots)
     return [dict(zip(headers, cells, strict=True)) for cells in _packed_rows()]
@@ -104,10 +98,7 @@ def _packed_rows() -> Iterator[list[str]]:
 
 
 def window_table() -> list[Record]:
-    """Return GB per job if window layers forget, and slots of an H100.
-
-    Also as if they forgot nothing.
-    """
+    """Return GB per job and slots if window layers forget, and if not."""
     headers = ("model with windows", "positions", "a job", "all held", "slots", "slots, all held")
     return [dict(zip(headers, cells, strict=True)) for cells in _window_rows()]
 
@@ -128,7 +119,7 @@ def _slots(sizes: ModelSizes, gpu: GPUMemory, length: int, drafts: DraftMemory =
 
 
 def packed_models() -> Iterator[tuple[str, str, ModelSizes]]:
-    """Yield each model with packed products; embedding, head, norms and biases stay bfloat16."""
+    """Yield each model with packed products; the rest stays bfloat16."""
     for model, sizes in DENSE.items():
         number = num_in_products(sizes)
         yield model, "bfloat16", sizes

@@ -1,7 +1,4 @@
-"""Stub workers on a simulated clock, so that a driver with a thousand of them fits one core.
-
-The driver is real, with queue, attempts and heartbeat; Ray and workers' writes are omitted.
-"""
+"""Stub workers on a simulated clock, so that a driver with a thousand of them fits one core."""
 
 from __future__ import annotations
 
@@ -128,7 +125,7 @@ class StubWorker:
         return self.calls.after(end - now, report)
 
     def _run(self, now: float, deadline: float, *, goes_on: bool) -> tuple[float, list[StubJob]]:
-        """Simulate jobs until the slice ends; return its end and the ended jobs."""
+        """Simulate jobs until the slice ends."""
         ended = list[StubJob]()
         self._refill(now)
         most_jobs = len(self._jobs)
@@ -167,7 +164,7 @@ class StubWorker:
 
 
 class StubCalls:
-    """`Calls` of the fleet to stub workers; `at_turn` is called whenever one is due."""
+    """Calls to stub workers; `at_turn` is called when one is due."""
 
     def __init__(self, clock: SimulatedClock) -> None:
         self.clock = clock

@@ -1,4 +1,4 @@
-"""`python -m bench all`: runs the benchmarks of docs/speed.md and makes one page of tables."""
+"""Runs the benchmarks of docs/speed.md and makes one page of tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of benchmarks: plain dicts, written as JSON lines and printed as tables."""
+"""Records of benchmarks, as JSON lines and as tables."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ Record = dict[str, Any]
 
 
 def tables(records: Iterable[Record], *, is_markdown: bool = False) -> str:
-    """Return a table per run of records with the same fields; `words` alone become lines.
-
-    Omits digests and lists.
-    """
+    """Return a table per run of records with the same fields, without digests and lists."""
     parts = []
     for names, alike in itertools.groupby(map(flat, records), key=tuple):
         shown = [name for name in names if not name.endswith("sha256")]
@@ -67,10 +64,7 @@ def only(records: Iterable[Record], names: Iterable[str]) -> list[Record]:
 
 
 def pivot(records: Iterable[Record], rows: Iterable[str], column: str, values: Iterable[str]) -> list[Record]:
-    """Return a row per place in `rows`, with `values` per value of `column` side by side.
-
-    Missing values are None.
-    """
+    """Return a row per place in `rows`, with `values` per value of `column`; missing ones are None."""
     given, names, kept = [flat(record) for record in records], tuple(rows), tuple(values)
     headers = {f"{each[column]} {value}".strip(): None for each in given for value in kept}
     if len(kept) == 1:

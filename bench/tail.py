@@ -1,7 +1,4 @@
-"""`python -m bench tail`: how much later a run with very different job lengths ends than its work allows.
-
-All workers do all jobs at once, each alone; that time over their number is the bound.
-"""
+"""How much later a run with very different job lengths ends than its work allows."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def run(options: Options) -> Iterator[Record]:
 
 
 def _alone(jobs: Path, options: Options) -> Record:
-    """Run all jobs on one worker, as many times at once as there are workers."""
+    """Run all jobs on one worker, as often at once as there are workers."""
     runs = [StartedRun.of(jobs, f"alone-{number}", options, 1) for number in range(options.num_workers)]
     try:
         found = [run.figures() for run in runs]

@@ -1,7 +1,7 @@
-"""`python -m bench ablation tokenswift`: the TokenSwift paper's ablations, one long generation per arm.
+"""The TokenSwift paper's ablations, one long generation per arm.
 
-All arms start from the paper's setting (table 10 for LLaMA3.1-8b, section 4.3): 4,096 prompt tokens, T = 1, min-p 0.1,
-penalty 1.2 over 1,024 tokens, digits 1,3,3,3, k = 20.
+All start from table 10's setting for LLaMA3.1-8b: 4,096 prompt tokens, T = 1, min-p 0.1, penalty 1.2 over 1,024 tokens,
+digits 1,3,3,3, k = 20.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`python -m bench ablation triforce`: the TriForce paper's tables; all arms continue prompts read once.
-
-An arm's drafter is TriForce with changes, or the paper's naive policy (5.1).
-"""
+"""The TriForce paper's tables; all arms continue prompts read once."""
 
 from __future__ import annotations
 
@@ -270,7 +267,7 @@ def shown(records: list[Record], options: Options) -> Iterator[Record]:
 
 
 def _slots_wanted(options: Options, files: ModelFiles, table: PromptTable) -> SlotsWanted | None:
-    """Return the slots for all prompts; None if caches are in a folder."""
+    """Return the slots for all prompts; None for a folder of caches."""
     if options.kv_offload is not None:
         return None
     num_tokens = max(options.num_tokens, len(encode(files, NEEDLE)))
@@ -279,7 +276,7 @@ def _slots_wanted(options: Options, files: ModelFiles, table: PromptTable) -> Sl
 
 
 def _read(options: Options, target: TargetModel, prompts: list[Prompt]) -> PromptArms:
-    """Read the prompts in memory and move them to the arms' place; generate a needle to its end."""
+    """Read the prompts and move them to the arms' place."""
     num_expected = len(prompts[0].expected_ids)
     num_tokens = num_expected or options.num_tokens
     num_plain = num_expected or num_plain_tokens(options.num_tokens, options.prefill)

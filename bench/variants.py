@@ -1,4 +1,4 @@
-"""The compared engines: users' ones, the papers', and ones with a part left out."""
+"""The compared engines: users', the papers', and reduced ones."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ ACCEPTED_BY_RANK = (0.386, 0.076, 0.023, 0.013, 0.006, 0.005, 0.003, 0.002)
 
 
 class StaticTokenRecyclingDrafter(BudgetedDrafter):
-    """A static tree filled breadth-first from the matrix; candidates are ranked with the noise.
+    """A static tree filled from the matrix; candidates are ranked with the noise.
 
-    Without `costs` it is the paper's tree of 80 nodes with the root.
+    Without `costs` it has the paper's 80 nodes.
     """
 
     needs_top_k = True
@@ -88,9 +88,9 @@ class StaticTokenRecyclingDrafter(BudgetedDrafter):
 
 @lru_cache
 def static_tree(max_nodes: int, max_depth: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the best shape of at most `max_nodes` nodes: (parent, depth, rank among the parent's candidates).
+    """Return the best shape of `max_nodes` nodes: (parent, depth, rank among the parent's candidates).
 
-    A node's worth is the product of acceptances by rank along its path, so smaller shapes are parts of larger ones.
+    A node's worth is the product of acceptances along its path.
     """
     num_nodes, num_layers = min(max_nodes, MAX_NODES), min(max_depth, MAX_LAYERS - 1)
     queue: list[tuple[float, tuple[int, ...]]] = [(-ACCEPTED_BY_RANK[0], (0,))] if num_layers > 0 else []

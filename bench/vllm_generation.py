@@ -1,4 +1,4 @@
-"""Generates a job file's texts with vLLM and writes figures; only needs vLLM's Python."""
+"""Generates a job file's texts with vLLM, whose Python runs this."""
 
 from __future__ import annotations
 

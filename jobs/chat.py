@@ -1,4 +1,4 @@
-"""The content of a chat job: messages and options of the chat template."""
+"""Messages and template options of chat jobs."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def checked_kwargs(value: object) -> dict[str, Scalar]:
 
 
 def _is_writable(*values: object) -> bool:
-    """Return whether the values fit JSON and UTF-8: no NaN, infinity or lone surrogate."""
+    """Return whether the values fit JSON and UTF-8."""
     try:
         json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class UserError(RuntimeError):
-    """An error that tells the user in one line what was wrong, where, what was expected and what to do next."""
+    """An error for the user: one line with what was wrong, where, what was expected and what to do."""
 
 
 class ModelError(UserError):

@@ -16,15 +16,14 @@ SAFE = re.compile(r"[A-Za-z0-9_-]+")  # the characters of ids
 class Identity(Strict):
     """A job and the run settings that decide its tokens.
 
-    `job_id` hashes prompt, sampling, seed and model. Runs with the same `fingerprint` (see `RunManifest`) draw the same
-    tokens for a job. It excludes hardware, so a job may continue elsewhere.
+    Runs with the same `fingerprint` (see `RunManifest`) draw the same tokens for a job, on any hardware.
     """
 
     job_id: str
     fingerprint: str
 
     def difference(self, found: Identity) -> str | None:
-        """Return why a file owned by `found` is not this job's; None if it is."""
+        """Return why `found` is not this owner; None if it is."""
         if found.job_id != self.job_id:
             return f"found a file of job {_printable(found.job_id)}, expected one of job {self.job_id}"
         if found.fingerprint != self.fingerprint:
@@ -38,7 +37,7 @@ class Identity(Strict):
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> tuple[Self, int]:
-        """Read a packed identity from the front of `data`. Returns it and its bytes. Raises ValueError."""
+        """Read an identity from the front of `data`; return it and its bytes. Raises ValueError."""
         try:
             (length,) = LENGTH.unpack_from(data)
             text = bytes(data[LENGTH.size : LENGTH.size + length])
@@ -55,7 +54,7 @@ def _printable(text: str) -> str:
 
 
 class DamagedFileError(ValueError):
-    """A torn, corrupt or foreign file; the text says what was found and expected."""
+    """A torn, corrupt or foreign file."""
 
 
 def refuse_other(found: Identity, expected: Identity) -> None:
@@ -64,7 +63,7 @@ def refuse_other(found: Identity, expected: Identity) -> None:
 
 
 def take_identity(payload: bytes | memoryview, expected: Identity) -> int:
-    """Check the identity in front of a payload and return its bytes. Raises `DamagedFileError`."""
+    """Check a payload's identity; return its bytes. Raises `DamagedFileError`."""
     try:
         found, size = Identity.unpack(payload)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A job: one prompt, its sampling, and the id of its results and checkpoints."""
+"""A job: one prompt, its sampling, and its id."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ Messages = Annotated[tuple[Message, ...], BeforeValidator(list_of("a list of mes
 
 
 class Job(Strict):
-    """One complete generation job with exactly one of `prompt`, `prompt_ids` and `messages`.
+    """One generation job with one of `prompt`, `prompt_ids` and `messages`.
 
-    `template` is None if the line sets no template options. Choices of one line are jobs with the same `custom_id` and
-    different `choice_index`.
+    Choices of one line are jobs with the same `custom_id` and different `choice_index`.
     """
 
     custom_id: CustomId
@@ -73,10 +72,7 @@ class Job(Strict):
         return self.custom_id if self.num_choices == 1 else f"{self.custom_id}[{self.choice_index}]"
 
     def job_id(self, model_fingerprint: str) -> str:
-        """Return a file name that depends on custom_id, model, prompt and sampling alone: slug, '-', 16 hex digits.
-
-        The slug of one of several choices ends with its index.
-        """
+        """Return a file name of custom_id, model, prompt and sampling: slug, '-', 16 hex digits."""
         messages = None if self.messages is None else [message.as_sent() for message in self.messages]
         identity = [self.custom_id, model_fingerprint, self.prompt, messages, self.sampling.identity()]
         # jobs without these later fields keep their earlier id
@@ -106,10 +102,9 @@ def unpacked(data: bytes) -> list[int]:
 class JobRecord:
     """A job of a run with its tokenized prompt.
 
-    `line_number` counts from 1 over all files submitted together; the lower one breaks ties between jobs of one length.
-    Output order is that of the job tables. `supersedes` is the id of the shorter job it continues. `prompt_keys` come
-    from `jobs/shared_prompts.py`. `prompt_token_ids` (`packed`) and `last_marker` are kept because a later rendering
-    may differ.
+    `line_number` counts from 1 over all files submitted together; the lower one breaks ties. `supersedes` is the
+    shorter job it continues. `prompt_token_ids` (`packed`) and `last_marker` are kept because a later rendering may
+    differ.
     """
 
     job_id: str
@@ -131,13 +126,13 @@ class JobRecord:
 
     @property
     def body(self) -> bytes:
-        """The job as one line of JSON, `last_marker` and `prompt_token_ids`, joined by line ends."""
+        """JSON, `last_marker` and `prompt_token_ids`, joined by line ends."""
         parts = self.job.model_dump_json().encode(), (self.last_marker or "").encode(), self.prompt_token_ids
         return LINE_END.join(parts)
 
     @classmethod
     def of_body(cls, job_id: str, line_number: int, num_prompt_tokens: int, body: bytes) -> Self:
-        """Parse a `body`; fields that a worker does not need keep their defaults."""
+        """Parse a `body`, all that a worker needs."""
         job, marker, token_ids = body.split(LINE_END, 2)
         prompt = {"prompt_token_ids": token_ids, "last_marker": marker.decode() or None}
         return cls(job_id, Job.model_validate_json(job), line_number, num_prompt_tokens, **prompt)  # type: ignore[arg-type]

@@ -62,9 +62,9 @@ class TokenTexts(Protocol):
 def shown_logprobs(
     job: Job, token_ids: NDArray[np.uint32], logprobs: TokenLogprobs, tokenizer: TokenTexts
 ) -> dict[str, Any]:
-    """Return the log-probabilities of all tokens in OpenAI's form.
+    """Return all log-probabilities in OpenAI's form.
 
-    Tokens after the end of the text, as those of a stop text, have offsets as if they were shown.
+    Tokens after the end of the text have offsets as if they were shown.
     """
     if len(logprobs) != len(token_ids):
         raise ValueError(f"found {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
@@ -74,7 +74,7 @@ def shown_logprobs(
 
 
 def _of_completion(token_ids: Sequence[int], logprobs: TokenLogprobs, tokenizer: TokenTexts) -> dict[str, Any]:
-    """Put the drawn token first if it is not among the likeliest; of two equal texts the first stays."""
+    """Put the drawn token first; of two equal texts the first stays."""
     texts = _Texts(tokenizer, "bytes:")
     own = _finite(logprobs.logprobs).tolist()
     tops = []
@@ -114,7 +114,7 @@ def _rows(token_ids: Sequence[int], own: list[float], logprobs: TokenLogprobs) -
 
 
 class _Texts(dict[int, tuple[str, list[int]]]):
-    r"""Text and bytes of each token, made once; bytes that are no UTF-8 are written as `\xe2\x80`."""
+    r"""Text and bytes of each token; bytes that are no UTF-8 become `\xe2\x80`."""
 
     def __init__(self, tokenizer: TokenTexts, mark: str = "") -> None:
         """Put `mark` before bytes that are no UTF-8."""

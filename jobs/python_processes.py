@@ -37,7 +37,7 @@ MANY_OBJECTS = 100_000  # objects allocated between collections; Python's defaul
 def rare_garbage_collection() -> Iterator[None]:
     """Collect cyclic garbage seldom inside the block: a million jobs would spend a tenth of their time on it.
 
-    Blocks of several threads may overlap; the last one to end restores a value from before.
+    Blocks of several threads may overlap.
     """
     before = gc.get_threshold()
     gc.set_threshold(max(before[0], MANY_OBJECTS) if before[0] else 0, *before[1:])

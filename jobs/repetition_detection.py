@@ -1,4 +1,4 @@
-"""`repetition_detection` with vLLM's names and meaning, and what to do at a loop."""
+"""`repetition_detection` with vLLM's names and meaning."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ LoopAction = Literal["stop", "rewind", "close"]
 
 
 class RepetitionDetection(Strict):
-    """Detects a loop: an output that ends with a pattern repeated `min_count` times.
+    """Detects an output that ends with a pattern repeated `min_count` times.
 
-    Patterns have `min_pattern_size` (0 means 1) to `max_pattern_size` tokens; a maximum of 0 turns it off. Raises
-    `pydantic.ValidationError` for values that do not fit together.
-
-    The action "stop" ends the output. "rewind" (not in vLLM) drops the repetitions and draws again with other noise, up
-    to `max_rewinds` times. "close" closes the thought that loops, so that the answer follows; other loops end the
-    output.
+    Patterns have `min_pattern_size` to `max_pattern_size` tokens; a maximum of 0 turns it off. "stop" ends the output,
+    "rewind" (not in vLLM) drops the repetitions and draws again up to `max_rewinds` times, "close" closes a looping
+    thought. Raises `pydantic.ValidationError`.
     """
 
     max_pattern_size: int = Field(default=0, ge=0, le=MAX_PATTERN)
@@ -59,9 +56,9 @@ class RepetitionDetection(Strict):
 
 
 def loop_guard(action: LoopAction | None) -> RepetitionDetection | None:
-    """Return the detection for `--loop-guard`: at least 64 tokens, so no row of dots or refrain counts.
+    """Return the detection for `--loop-guard`: at least 64 tokens, so no row of dots counts.
 
-    A pattern under 16 tokens is found by its multiples. Job ids depend on these numbers.
+    Multiples reveal shorter patterns. Job ids depend on these numbers.
     """
     if action is None:
         return None

@@ -68,7 +68,7 @@ OutputPenalty = Annotated[float, Field(ge=-MAX_OUTPUT_PENALTY, le=MAX_OUTPUT_PEN
 
 
 def bias_pairs(value: object) -> object:
-    """Parse a logit_bias object, whose names are token ids, into pairs; pairs pass unchanged. Raises FieldError."""
+    """Parse a logit_bias object into pairs; pairs pass unchanged. Raises FieldError."""
     if isinstance(value, tuple):
         return value
     if not isinstance(value, Mapping):
@@ -102,19 +102,17 @@ def _bias(name: object, bias: object) -> float:
 class SamplingParams(Strict):
     """The parameters that decide how a job's tokens are drawn. Raises `pydantic.ValidationError`.
 
-    `max_tokens` and `penalty_window` count tokens; `temperature` 0 is greedy; `top_k`, `min_p` and `eta` are off at 0,
-    `top_p` and `repetition_penalty` at 1. The penalty covers the last `penalty_window` tokens, prompt included.
+    `temperature` 0 is greedy; `top_k`, `min_p` and `eta` are off at 0, `top_p` and `repetition_penalty` at 1. The
+    repetition penalty covers the last `penalty_window` tokens, prompt included.
 
-    The others follow vLLM, in this order: mask the last token of each of `bad_words` (with and without a space in
-    front) behind the others; mask end tokens and `stop_token_ids` for the first `min_tokens`, also with `ignore_eos`
-    (stop strings only count after those); add `logit_bias`; apply the repetition penalty; subtract `frequency_penalty`
-    times the token's output count and, if that is not 0, `presence_penalty`; then temperature, top-k, top-p, min-p,
-    eta.
+    Order and meaning are vLLM's: mask `bad_words` (the last token after the others, with and without a space in front),
+    and end tokens and `stop_token_ids` up to `min_tokens`, also with `ignore_eos`; add `logit_bias`; penalize
+    repetitions; subtract `frequency_penalty` x output count and `presence_penalty`; then temperature, top-k, top-p,
+    min-p, eta.
 
-    `repetition_detection` ends a looping output after `min_tokens`. `logprobs` is the number of likeliest tokens to
-    report; None reports nothing. `thinking_token_budget` closes a thought of that length; a structure begins after it.
-    `thinking_end` "close" (not in vLLM) closes a thought where the text would end. Stop strings match only in the
-    answer, unless `stop_in_reasoning`.
+    `logprobs` is the number of likeliest tokens to report. After `thinking_token_budget` tokens a thought is closed.
+    `thinking_end` "close" (not in vLLM) closes a thought where the text would end. Stop strings match in the answer, or
+    with `stop_in_reasoning` also in thoughts.
     """
 
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
@@ -213,7 +211,7 @@ class SamplingParams(Strict):
         return of_checked(type(self), {**self.__dict__, "max_tokens": max_tokens, "seed": seed})
 
     def identity(self) -> dict[str, Any]:
-        """Return the parameters as JSON for a job's id, without later fields at their defaults."""
+        """Return JSON for a job's id, without later fields at their defaults."""
         later = _later_defaults()
         said = {name: value for name, value in self.__dict__.items() if name not in later or value != later[name]}
         if not said.keys() & WRITTEN_OTHERWISE:
@@ -228,6 +226,6 @@ def _later_defaults() -> dict[str, Any]:
 
 
 def derive_seed(run_seed: int, custom_id: str) -> int:
-    """Derive a job's seed (0 .. 2**63-1) from the run's seed and `custom_id`."""
+    """Derive a job's seed, 0 .. 2**63-1."""
     digest = hashlib.sha256(f"{run_seed}:{custom_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

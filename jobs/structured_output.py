@@ -37,23 +37,23 @@ OTHER_OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class Structure(Strict):
-    """A required structure; `text` is a JSON schema or choices as JSON, a regular expression, a grammar, or "".
+    """A required structure; `text` is a JSON schema, choices as JSON, a regular expression, a grammar, or "".
 
-    A schema keeps its order, since properties come in that order.
+    A schema keeps its order.
     """
 
     kind: Kind
     text: str = Field(default="", max_length=MAX_SCHEMA)
 
     def as_said(self) -> dict[str, Any]:
-        """Return the object for a line; a schema stays text to keep its order."""
+        """Return the object for a line, a schema as text."""
         if self.kind == "json_object":
             return {self.kind: True}
         return {self.kind: json.loads(self.text) if self.kind == "choice" else self.text}
 
 
 def structure_of(value: object) -> Structure | None:
-    """Parse `structured_outputs`; None if it asks for nothing. A `Structure` passes unchanged. Raises FieldError."""
+    """Parse `structured_outputs`; None if it asks for nothing. Raises FieldError."""
     if value is None or isinstance(value, Structure):
         return value
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The counters of workers, driver and server, each with its metric's name, kind and meaning."""
+"""The counters of workers, driver and server, with their metrics."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class EngineCounters:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per verification: 1 + accepted / drafts; 1.0 before the first draft."""
+        """Tokens per verification: 1 + accepted / drafts."""
         return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
 
     def count_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
@@ -183,10 +183,7 @@ class EngineCounters:
             self.kv_cache_pages_ratio = num_used / num_pages
 
     def count_resume(self, kind: str, num_tokens_recovered: int, num_tokens_recomputed: int) -> None:
-        """Count one resume: `kv` loaded the cache, `replay` runs the recovered tokens again.
-
-        Recomputed tokens were in no checkpoint and are drawn again.
-        """
+        """Count a resume: `kv` loaded the cache, `replay` runs recovered tokens again."""
         self.num_resumes[kind] += 1
         self.num_tokens_recovered += num_tokens_recovered
         self.num_tokens_recomputed += num_tokens_recomputed
@@ -221,7 +218,7 @@ TOTALS = tuple(metric for metric in WORKER_METRICS if metric.kind != "gauge")  #
 
 
 def _sum(one: Any, other: Any) -> Any:
-    """Add numbers, lists of equal length, histograms of equal bounds, or dicts of these by key."""
+    """Add numbers, lists, histograms, or dicts of these."""
     if isinstance(one, dict):
         return {**one, **other, **{key: _sum(one[key], other[key]) for key in one.keys() & other.keys()}}
     if isinstance(one, list):
@@ -294,11 +291,7 @@ class DriverCounters:
         self.by_worker[worker_id] = counters
 
     def totals(self, names: Collection[str] | None = None) -> EngineCounters:
-        """Sum the counts of the driver and all workers, lost ones included.
-
-        Frequent callers pass `names`, since there may be a thousand workers. Counts after a killed worker's last report
-        are missing.
-        """
+        """Sum the counts of the driver and all workers, lost ones included."""
         sums = EngineCounters(num_store_retries=self.num_store_retries, jobs_finished=Counter(self.jobs_finished))
         for counters in list(self.by_worker.values()):
             sums.add(counters, names)

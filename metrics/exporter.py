@@ -47,7 +47,7 @@ FAMILIES: Mapping[str, Callable[..., Any]] = {
 
 
 class Labels(NamedTuple):
-    """The labels of every metric; there are none per job, because results have a job's figures."""
+    """The labels of every metric; results have the figures of single jobs."""
 
     model_name: str
     drafter: str
@@ -147,7 +147,7 @@ class MetricsError(UserError):
 
 
 class _Server(ThreadingWSGIServer):
-    """An HTTP server with bounded connections, so that idle clients can't use up a worker's files."""
+    """An HTTP server with bounded connections."""
 
     request_queue_size = 64  # pending connections; a refused scrape would retry only after a second
 
@@ -188,10 +188,9 @@ class _SilentHandler(WSGIRequestHandler):
 def serve(
     registry: CollectorRegistry, port: int, pages: Mapping[str, Page] | None = None, host: str = EVERYWHERE
 ) -> tuple[str, Callable[[], None]]:
-    """Serve a registry's metrics and JSON `pages` by path over HTTP; port 0 takes any free one.
+    """Serve metrics and JSON `pages` over HTTP; port 0 takes any free one.
 
-    Returns the address `http://HOST:PORT/metrics` and a function that stops it. Raises MetricsError if the port is
-    taken or the address is not this machine's.
+    Returns the address `http://HOST:PORT/metrics` and a function that stops it. Raises MetricsError.
     """
     app = _app(make_wsgi_app(registry), pages or {}, lambda: own_address)
     try:
@@ -243,6 +242,6 @@ DISCOVERY_PATH = "/sd"
 
 
 def discovery_document(addresses: Iterable[str], run: str) -> str:
-    """Return the `http_sd_configs` document of Prometheus: one group of `addresses`, labelled with the run."""
+    """Return Prometheus' `http_sd_configs` document, labelled with the run."""
     targets = [urlsplit(address).netloc for address in addresses]
     return json.dumps([{"targets": targets, "labels": {"run": run}}])

@@ -1,4 +1,4 @@
-"""Dataclass fields that declare a metric's name, kind and meaning where it is counted."""
+"""Dataclass fields that declare metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Value = float | Summary | Histogram
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric; `read` returns its value, one per value of `label` if it has one, or nothing at present.
+    """One metric; `read` returns its value, or one per value of `label`.
 
     `label_values` exist from the start as 0, so that the first count is an increase.
     """
@@ -62,9 +62,9 @@ def exported(
     of: Callable[[Any], Any] | None = None,
     start: Any = None,
 ) -> Any:
-    """Declare a metric as a dataclass field; with `by`, one count per label value.
+    """Declare a metric as a field; with `by`, one count per label value.
 
-    `of` reads a value that is not the field's own; `start` makes the initial value.
+    `of` reads another value; `start` makes the initial one.
     """
 
     def metric(field_name: str) -> Metric:

@@ -1,4 +1,4 @@
-"""The command line, the driver loop and all use of Ray. No other room imports this one."""
+"""The command line, the driver loop and all use of Ray; no other room imports it."""
 
 import os
 

@@ -11,7 +11,7 @@ from swiftbatch.scheduler.process.streams import Lines
 
 
 def main() -> None:
-    """Run the command; a signal at any moment prints one line and exits with 130."""
+    """Run the command; a signal prints one line and exits with 130."""
     try:
         interrupt_on_signals()
         _open_closed_streams()
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open `os.devnull` for closed streams (`>&-`), so that no other file gets their numbers."""
+    """Open `os.devnull` for closed streams, whose numbers other files would get."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -47,7 +47,7 @@ def _tell_interrupted() -> None:
 
 
 def _end_interrupted() -> None:
-    """Exit directly, since Python would wait for the interrupted work and might change the exit code."""
+    """Exit directly, because Python would wait for interrupted work."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

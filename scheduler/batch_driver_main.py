@@ -1,4 +1,4 @@
-"""The command `swiftbatch` as a server's child: killed with the server, with its own exit code for a bad input file."""
+"""The command `swiftbatch` as a server's child, with an exit code for a bad input file."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF
 
 
 class OneLineErrors(click.Group):
-    """Prints a user's mistake as one line on stderr, with exit code 2 and no traceback."""
+    """Prints a user's mistake as one line, with exit code 2."""
 
     def main(self, *args: Any, **extra: Any) -> NoReturn:
         _prepare_streams()
@@ -81,7 +81,7 @@ for command in (*OF_RUNS, inspect, quantize, doctor, train, bench, chaos):
 
 
 def _prepare_streams() -> None:
-    """Point closed streams at devnull: otherwise the next opened file would get their number."""
+    """Point closed streams at devnull, because other files would get their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115

@@ -1,7 +1,6 @@
-"""`python -m bench gpu --everything`: all GPU checks and measurements in stages, within minutes.
+"""`python -m bench gpu --everything`: all GPU checks in stages.
 
-Each stage is a process with a time limit, so a hang or an invalid memory access only costs that stage. The next process
-imports meanwhile. As a module this is such a process.
+Each stage is a process with a time limit, so that a hang costs only that stage. As a module this is such a process.
 """
 
 from __future__ import annotations
@@ -97,9 +96,9 @@ STAGES = (  # most valuable first
 
 
 def run_everything(output: Path, minutes: float, stages: Sequence[GPUStage] = STAGES) -> Iterator[Record]:
-    """Run the stages missing in the folder. Exits with 1 if any failed. Raises BenchError without a GPU.
+    """Run the missing stages.
 
-    Raises ModelError if another process uses the folder.
+    Exits with 1 if any failed. Raises BenchError without a GPU, ModelError if the folder is in use.
     """
     is_gpu, deadline = torch.cuda.is_available(), time.monotonic() + 60 * minutes
     if not is_gpu and os.environ.get("TRITON_INTERPRET") != "1":

@@ -1,4 +1,4 @@
-"""The command `python -m bench gpu`, which can report a missing GPU without Triton."""
+"""The command `python -m bench gpu`, importable without Triton."""
 
 from __future__ import annotations
 

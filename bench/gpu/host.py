@@ -1,7 +1,6 @@
-"""The host stage: what the host adds to steps, beside a device that takes no time.
+"""The host stage: the host's share of steps, beside a device that takes no time.
 
-Graphs launch nothing and tokens come from a list, so it works without a GPU. It measures the device's wait between a
-step's tokens and the next forward, and the host's other work.
+Graphs launch nothing and tokens come from a list, so it needs no GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ FORWARD, DRAW = CudaDecoder.forward.__name__, "draw"
 
 @dataclass
 class IdleDevice:
-    """A `Capture` with empty graphs that records when forwards and draws are launched."""
+    """A `Capture` with empty graphs that records launches."""
 
     launched: dict[str, list[float]] = field(default_factory=lambda: {FORWARD: [], DRAW: []})
 
@@ -52,7 +51,7 @@ class IdleDevice:
         return Repeated(lambda: times.append(time.thread_time()))
 
     def take(self) -> tuple[float, float]:
-        """Return when the first forward and the last draw since the last call were launched."""
+        """Return when the first forward and the last draw were launched."""
         found = self.launched[FORWARD][0], self.launched[DRAW][-1]
         for times in self.launched.values():
             times.clear()
@@ -77,7 +76,7 @@ def _steps(parts: Parts, num_jobs: int, num_steps: int) -> Finding:
 
 
 def _times(parts: Parts, engine: str, num_jobs: int, num_steps: int) -> Row:
-    """Return median times of steps: the device's wait for its next forward, and other host work."""
+    """Return the device's wait for its next forward, and other host work."""
     device, num_all = IdleDevice(), num_steps + NUM_WARM_STEPS
     running, drawn = _begun(parts.target(num_jobs, LENGTH + TOKENS_A_STEP * num_all, device), engine, num_jobs, num_all)
     waits, besides, before = list[float](), list[float](), 0.0
@@ -112,7 +111,7 @@ def _begun(target: ArenaTarget, engine: str, num_jobs: int, num_steps: int) -> t
 
 
 class DrawnTokens:
-    """Tokens for a device's draws, few different ones, so that some drafts are accepted."""
+    """Tokens for a device's draws, so few that some drafts are accepted."""
 
     def __init__(self, out: torch.Tensor) -> None:
         """`out` holds the results of a draw."""

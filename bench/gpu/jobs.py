@@ -1,7 +1,4 @@
-"""Job stages: steps of few and many jobs, with models in published shapes and all ways to draft.
-
-Texts and caches are random; all engines must give the same tokens.
-"""
+"""Job stages: steps of few and many jobs with all ways to draft, on random texts and caches."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ NUM_WARM_STEPS = 4
 
 @dataclass(frozen=True)
 class Decoded:
-    """The tokens of some sequences, and time and number of the steps after the warm-up."""
+    """The tokens of some sequences, and the steps after the warm-up."""
 
     token_ids: list[list[int]]
     seconds: float
@@ -61,7 +58,7 @@ def random_ids(vocab_size: int, length: int, seed: int) -> list[int]:
 
 
 def sequences_of(target: TargetModel, prompts: Many[list[int]], num_tokens: int) -> list[Sequence]:
-    """Make one sequence per prompt with its own seed; the first is greedy."""
+    """Make one sequence per prompt; the first is greedy."""
     made = []
     for number, prompt in enumerate(prompts):
         params = SamplingParams(
@@ -99,7 +96,7 @@ def decoded(
 
 
 def jobs(trial: Trial) -> Iterator[Try]:
-    """Yield all numbers of jobs over one copy of the weights; most jobs use wider forwards, too."""
+    """Yield all numbers of jobs; most jobs use wider forwards, too."""
     parts = trial.deep_parts()
     for num_jobs in trial.sizes.job_counts:
         yield f"{num_jobs} at a time", functools.partial(_steps, trial, parts, num_jobs, ENGINES)
@@ -109,7 +106,7 @@ def jobs(trial: Trial) -> Iterator[Try]:
 
 
 def families(trial: Trial) -> Iterator[Try]:
-    """Yield each family with all numbers of jobs over one copy of its weights."""
+    """Yield each family with all numbers of jobs."""
     for family in trial.sizes.families:
         parts = trial.family_parts(family)
         for num_jobs in trial.sizes.family_counts:
@@ -165,7 +162,7 @@ def _agree(some: list[int], others: list[int]) -> bool:
 
 
 def target_of(parts: Parts, num_slots: int, longest: int) -> ArenaTarget:
-    """Make the model over its own arena, with two pools for layers with a window."""
+    """Make the model over its own arena."""
     arena = _arena(parts, num_slots, longest)
     fill(arena)
     forwards = CudaForwards(parts.weights, arena, frozenset(), parts.num_splits, parts.kernels, parts.capture)
@@ -183,7 +180,7 @@ def _arena(parts: Parts, num_slots: int, longest: int) -> KVArena:
 
 
 def fill(arena: KVArena) -> None:
-    """Fill all pages with the same noise and zero all states, so that texts match anywhere."""
+    """Fill all pages with the same noise and zero all states."""
     for pool in (arena, arena.windowed):
         if pool is None:
             continue

@@ -1,7 +1,6 @@
-"""The restart stage: a worker is killed under load, and another continues its job.
+"""The restart stage: a worker is killed, and another continues its job.
 
-Without Ray: each worker is a process with a session. As a module this is such a process; it prints its numbers of
-tokens and finally a digest.
+As a module this is a worker, without Ray.
 """
 
 from __future__ import annotations

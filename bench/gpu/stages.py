@@ -1,4 +1,4 @@
-"""The stages of `bench gpu --everything` except jobs: doctor, tests, draws, copies, speed, memory."""
+"""The stages of `bench gpu --everything` except jobs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def untried(why: str) -> Finding:
 
 
 def _checks(parts: Parts, *names: str) -> Iterator[Try]:
-    """Yield the named checks of `doctor`; a failed one does not stop the others."""
+    """Yield the named checks of `doctor`; a failure stops none."""
     for check in CHECKS:
         if check.name in names:
             yield check.name, functools.partial(check.run, parts)
@@ -143,7 +143,6 @@ tests = _of_tests("test_gpu", "kv/test_every_cache", "kv/test_host_copies")
 
 
 def ray_run(trial: Trial) -> Iterator[Try]:
-    """Compare a run over Ray with a killed worker to an undisturbed one."""
     yield "chaos", functools.partial(_chaos, trial)
 
 
@@ -165,7 +164,7 @@ def _chaos(trial: Trial) -> Finding:
 
 
 def _ran(command: list[str], folder: Path) -> Finding:
-    """Run a command; its output goes to the log, its last words into the finding."""
+    """Run a command; its last words go into the finding."""
     environment = environment_of_code() | {"TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0")}
     lines = []
     with subprocess.Popen(
@@ -231,7 +230,7 @@ def _drawn(drawing: Any, sequences: list[Sequence], logits: torch.Tensor) -> lis
 
 
 def _seconds(drawing: CudaBatchSampler, sequences: list[Sequence], logits: torch.Tensor, trial: Trial) -> float:
-    """Return the seconds of one draw of all rows until the tokens are on the host."""
+    """Time one draw of all rows, up to tokens on the host."""
     samplers, trees = [drawing.sampler(sequence) for sequence in sequences], [DraftTree()] * len(sequences)
     rows = list(logits[: len(sequences)])
     started = time.perf_counter()
@@ -286,7 +285,7 @@ def _row(name: str, num_bytes: int, seconds: float) -> Row:
 
 
 def _checkpoint(trial: Trial, parts: Parts) -> Finding:
-    """Time steps alone and while a thread copies the same cache to the host."""
+    """Time steps alone and beside a thread that copies their cache."""
     length = trial.sizes.checkpoint_length
     target = parts.target(1, length + NUM_STEPS)
     target.arena.buffer.normal_(generator=parts.generator(5))
@@ -334,7 +333,7 @@ def offloaded_target(parts: Parts, num_slots: int, longest: int) -> ArenaTarget:
 
 
 def _offloaded_steps(trial: Trial, parts: Parts) -> Finding:
-    """Compare a step with layers from the host to the time of the bytes alone."""
+    """Compare a step with layers from the host to the copy alone."""
     length = trial.sizes.checkpoint_length
     started = time.perf_counter()
     target = offloaded_target(parts, 1, length + NUM_STEPS)
@@ -458,7 +457,7 @@ def _taken(device: torch.device) -> dict[str, float]:
 
 
 def engines(trial: Trial) -> Iterator[Try]:
-    """Measure steps, prompts, a resume and every engine; on a CPU only plain decoding."""
+    """Measure steps, prompts, a resume and all engines."""
     yield "bench gpu", functools.partial(_benched, trial)
 
 

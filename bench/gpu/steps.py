@@ -1,7 +1,4 @@
-"""`python -m bench gpu`: a GPU's speed and memory with a model.
-
-A step's record has the GPU's busy time, the host's share, and the memory bound.
-"""
+"""`python -m bench gpu`: a GPU's speed and memory with a model."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ NUM_CACHES = 2  # an engine has a job's and the warm-up's; a resume also has two
 
 
 def measured(parts: Parts, options: Options) -> Iterator[Record]:
-    """Yield all figures; each part has the memory to itself. Raises BenchError without room."""
+    """Yield all figures. Raises BenchError without room."""
     meter = MemoryMeter(parts.device)
     if parts.loaded is None:
         raise BenchError(f"model {options.model}: the kernels do not know this kind, expected one of docs/kernels.md")
@@ -66,7 +63,7 @@ def measured(parts: Parts, options: Options) -> Iterator[Record]:
 
 
 def _fitting(parts: Parts, options: Options) -> dict[int, list[int]]:
-    """Return the lengths that fit for each number of slots. Raises BenchError if two caches don't fit."""
+    """Return the lengths that fit per number of slots. Raises BenchError."""
     sizes = read_sizes(parts.files, options.dtype)
     assert sizes is not None
     kernels = parts.kernels
@@ -121,7 +118,7 @@ class Stopwatch:
 def step_records(
     parts: Parts, fitting: dict[int, list[int]], row_counts: Sequence[int], bandwidth: float
 ) -> Iterator[Record]:
-    """Yield step records at each of the `fitting` lengths; `bandwidth` in bytes a second."""
+    """Yield step records; `bandwidth` is in bytes a second."""
     for num_slots, lengths in fitting.items():
         if not lengths:
             continue
@@ -168,7 +165,7 @@ def _step(
 
 
 def step_bytes(parts: Parts, length: int, num_slots: int) -> int:
-    """Count the bytes that a step reads: all weights of products, and every slot's keys and values."""
+    """Count the bytes that a step reads."""
     return parts.weights.product_bytes + num_slots * length * parts.cache_shape().bytes_per_position()
 
 
@@ -183,7 +180,7 @@ def _groups(caches: list[FullKVCache], length: int, num_rows: int, vocab_size: i
 
 
 def read_records(parts: Parts, starts: Sequence[int], num_tokens: int) -> Iterator[Record]:
-    """Time reading known tokens after caches of these lengths, as of a prompt or a replay."""
+    """Time reading known tokens after caches of these lengths."""
     longest = max(starts) + num_tokens
     target = parts.target(1, longest)
     target.arena.buffer.normal_(generator=parts.generator(6))
@@ -202,7 +199,7 @@ def read_records(parts: Parts, starts: Sequence[int], num_tokens: int) -> Iterat
 
 
 def resume_record(parts: Parts, length: int) -> Record:
-    """Time copying a slot's keys and values to the host in pieces, and into another slot."""
+    """Time copying a slot's keys and values to the host and into another slot."""
     target = parts.target(2, length)
     target.arena.buffer.normal_(generator=parts.generator(7))
     cache, resumed = (target.new_cache(length) for _ in range(2))
@@ -228,7 +225,7 @@ def resume_record(parts: Parts, length: int) -> Record:
 
 
 def _same_bits(ours: FullKVCache, theirs: FullKVCache, length: int) -> bool:
-    """Compare all bits layer by layer, since a full copy would not fit."""
+    """Compare all bits layer by layer, in little memory."""
     whole = torch.int16 if ours.shape.row_dtype.itemsize == 2 else torch.int32
     return all(
         torch.equal(a.view(whole), b.view(whole))
@@ -259,7 +256,7 @@ class MemoryMeter:
         self._reset()
 
     def note(self, stage: str) -> Record:
-        """Return the peak since the last stage; on a GPU with its own overhead."""
+        """Return the peak since the last stage."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             reserved = torch.cuda.memory_reserved(self._device)

@@ -1,7 +1,6 @@
 """What stages share: a device, models in published shapes with random weights, and sizes.
 
-`families.jsonl` has configs with one layer of each kind, and the published number of layers. The first model is written
-once for all stages; others only exist on the device. `deepened` repeats layers.
+`families.jsonl` has configs with one layer of each kind; `deepened` repeats layers.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ PACKED: dict[str, tuple[Code, int, float, re.Pattern[str]]] = {  # code, group, 
 
 @dataclass(frozen=True)
 class Family:
-    """A model's config with one layer of each kind, and the published number of layers."""
+    """A model's config with one layer of each kind."""
 
     name: str
     config: dict[str, Any]
@@ -84,7 +83,7 @@ class Family:
 
 
 def _packed(form: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> PackedMatrix:
-    """Make a packed matrix, or all experts' if there is a leading dimension."""
+    """Make a packed matrix, or all experts'."""
     code, most, scale, _ = PACKED[form]
     columns, depth = math.prod(shape[:-1]), shape[-1]
     random: dict[str, Any] = {"generator": generator, "device": generator.device}
@@ -98,7 +97,7 @@ def _packed(form: str, shape: tuple[int, ...], dtype: torch.dtype, generator: to
 
 
 def shapes_of(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of a model's published tensors; transformers merges experts into one."""
+    """Yield names and shapes of published tensors; transformers merges experts."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     experts = read_decoder_config(config).experts
@@ -285,10 +284,7 @@ def streams_of(device: torch.device) -> Streams:
 
 
 def deepened(weights: StackedWeights | None, num_layers: int, num_first: int = 0) -> StackedWeights | None:
-    """Repeat the layers in separate memory, so that a GPU's cache can't help.
-
-    The first `num_first` are not repeated; rotations stay shared.
-    """
+    """Repeat the layers, except the first `num_first`, in separate memory, so that a GPU's cache can't help."""
     if weights is None:
         return None
     repeated = itertools.cycle(weights.layers[num_first:])
@@ -298,7 +294,7 @@ def deepened(weights: StackedWeights | None, num_layers: int, num_first: int = 0
 
 
 def here(scratch: Path) -> Trial:
-    """Return a trial of this machine's GPU, or a small one in Triton's interpreter if requested."""
+    """Return a trial of this machine's GPU, or a small one in Triton's interpreter."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return Trial(torch.device("cpu"), scratch, SMALL_SIZES)
     return Trial(torch.device("cuda"), scratch)

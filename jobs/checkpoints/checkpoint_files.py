@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint, and readers that report and skip damaged or foreign files."""
+"""The JSON files of a checkpoint; readers skip and report damaged or foreign ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OwnedFile(Strict):
 
 
 class SegmentEntry(Strict):
-    """A KV segment of positions `[start, end)`; `file` is relative to the job's folder, `size` in bytes."""
+    """A KV segment of positions `[start, end)`; `size` is in bytes."""
 
     file: str = Field(pattern=r"^[0-9]{4,}/kv-[0-9]+-[0-9]+\.arrow$")
     start: int = Field(ge=0)
@@ -77,10 +77,7 @@ class LayerStatesEntry(Strict):
 
 
 class StateManifest(OwnedFile):
-    """`manifest.json`: gapless segments from position 0, and the newest drafter and layer states.
-
-    They hold the tokens after `num_rewinds` rewinds. Only models with layer states have `states`.
-    """
+    """`manifest.json`: segments from position 0 and newest states, after `num_rewinds` rewinds."""
 
     num_rewinds: int = Field(default=0, ge=0)
     segments: tuple[SegmentEntry, ...] = ()
@@ -104,8 +101,7 @@ class StateManifest(OwnedFile):
 class ResumeRecord(Strict):
     """How an attempt resumed.
 
-    `num_recomputed_tokens` were generated again, `num_loaded_positions` came from KV segments; `resumed` is in seconds
-    since the epoch.
+    `num_recomputed_tokens` were generated again, `num_loaded_positions` came from segments.
     """
 
     kind: Literal["kv", "replay"]
@@ -126,9 +122,9 @@ class AttemptStart(Strict):
 
 
 class AttemptRecord(Strict):
-    """One attempt of a job; `worker_id`, `claimed` and `numerics` are empty if its start is damaged.
+    """One attempt of a job; `attempt` counts from 1, `number` is its folder's.
 
-    `attempt` counts from 1; `number` is that of its folder.
+    The other fields are empty if damaged.
     """
 
     attempt: int
@@ -225,9 +221,9 @@ class CheckedFiles:
     def read_verified(
         self, path: str, known: Known, identity: Identity, whose: Decode[Identity | None], decode: Decode[Content]
     ) -> Content | None:
-        """Check and decode a file of the manifest; None if it can't be used.
+        """Check and decode a file of the manifest; None if unusable.
 
-        `whose` reads the identity first, since another job's file would only fail its checksum.
+        `whose` reads the identity first, because another job's file would only fail its checksum.
         """
         size, sha256 = known
 
@@ -262,10 +258,7 @@ class CheckedFiles:
 def read_attempt(
     store: Store, files: CheckedFiles, folder: str, numbers: Sequence[int], index: int, identity: Identity
 ) -> AttemptRecord:
-    """Read one of a job's attempts from its `folder`; `numbers` are those of all attempts.
-
-    `files` reports missing and damaged files.
-    """
+    """Read one of a job's attempts; `numbers` are those of all."""
 
     def read(name: str, model: type[FileModel], is_due: bool) -> dict[str, Any] | None:
         path = f"{folder}/{name}"

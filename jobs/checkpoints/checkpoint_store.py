@@ -1,20 +1,17 @@
 """Checkpoints of running jobs: a token log, which is the truth, and a state, which saves work.
 
-Each attempt that has written something has its own folder, and a job ends with none:
-
-checkpoints/<job_id>/<attempt>/claim.json            who took the job, when, on which numerics; written first
-                               tokens.bin            all tokens generated so far, and the rewinds, replaced as a whole
-                               logprobs-<start>-<end>-<num_rewinds>.bin    of some tokens, for jobs that ask for them;
-                                                     written before the token log that has these
-                               kv-<start>-<end>.arrow        keys and values of some positions, never changed
+checkpoints/<job_id>/<attempt>/claim.json            worker, time and numerics; written first
+                               tokens.bin            all tokens so far and the rewinds
+                               logprobs-<start>-<end>-<num_rewinds>.bin    written before the token log
+                               kv-<start>-<end>.arrow        keys and values, never changed
                                drafter-<num_positions>.arrow
-                               states-<num_positions>.arrow  of layers that have one in place of keys and values
-                               manifest.json         names segments (of earlier attempts too) and drafter state with
-                                                     their checksums, written last
-                               resume.json           how the attempt began, where it was not the first
-                               timeline.json         when it had how many tokens, for reports
+                               states-<num_positions>.arrow  layer states in place of keys and values
+                               manifest.json         segments, also of earlier attempts, and states with
+                                                     checksums, written last
+                               resume.json           how it began, unless it was the first
+                               timeline.json         its tokens over time, for reports
 
-Each file says whose it is. One of another job, or of a run that computes otherwise, is skipped as a damaged one is.
+Each file names its owner; damaged and foreign files are skipped. An ended job has no folder.
 """
 
 from __future__ import annotations
@@ -88,9 +85,9 @@ _EMPTY = TokenLog(np.zeros(0, dtype=np.uint32))
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Methods raise `StoreError`; a damaged or foreign file is skipped with one warning.
+    """The checkpoints of one run. Methods raise `StoreError`; bad files are skipped with one warning.
 
-    An attempt writes only below its own number, so a worker wrongly thought dead can't harm its successor's files.
+    An attempt only writes below its own number, so a worker wrongly thought dead can't harm its successor.
     """
 
     def __init__(self, store: Store, fingerprint: str) -> None:
@@ -154,17 +151,14 @@ class CheckpointStore:
     def write_with_logprobs(
         self, job_id: str, attempt: int, log: TokenLog, logprobs: TokenLogprobs, written: WrittenSpans
     ) -> int:
-        """Write the log-probabilities not yet `written`, then the tokens. Returns bytes written.
-
-        `logprobs` are of all tokens.
-        """
+        """Write the log-probabilities not yet `written`, then the tokens. Returns bytes written."""
         num_bytes = self._logprobs.write(_folder(job_id, attempt), written, log, logprobs, self._identity(job_id))
         num_bytes += self.write_tokens(job_id, attempt, *log)
         self._logprobs.drop_replaced(_folder(job_id, attempt), written)
         return num_bytes
 
     def read_log_with_logprobs(self, job_id: str, num_top: int) -> tuple[TokenLog, TokenLogprobs]:
-        """Return the furthest log up to the last token with log-probabilities, and these with `num_top` others each."""
+        """Return the furthest log up to the last token with log-probabilities, and these."""
         attempts = self.attempts(job_id)
         folders = [_folder(job_id, attempt) for attempt in reversed(attempts)]
         furthest, its_logprobs = _EMPTY, TokenLogprobs.empty(0, num_top)
@@ -178,7 +172,7 @@ class CheckpointStore:
         return furthest, its_logprobs
 
     def _logs(self, job_id: str, attempts: Sequence[int]) -> list[TokenLog]:
-        """Return the logs of all attempts, the furthest first, and an empty one at the end."""
+        """Return all attempts' logs, the furthest first, then an empty one."""
         logs, decode = [_EMPTY], partial(decode_log, identity=self._identity(job_id))
         for attempt in attempts:
             path = _path(job_id, attempt, "tokens.bin")
@@ -193,7 +187,7 @@ class CheckpointStore:
         return any(name.endswith(".arrow") for name in self._store.list(_folder(job_id, attempt)))
 
     def write_segment(self, job_id: str, attempt: int, segment: Segment) -> SegmentEntry:
-        """Write a segment's file and return its manifest entry. Raises `TypeError` for unfit arrays."""
+        """Write a segment; return its manifest entry. Raises `TypeError` for unfit arrays."""
         data = encode_segment(segment, self._identity(job_id))
         name = segment_name(segment.start, segment.end)
         self._store.write(_path(job_id, attempt, name), data)

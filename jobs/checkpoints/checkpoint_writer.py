@@ -36,19 +36,19 @@ WriteFile = Callable[[CheckpointStore], int]  # writes one file and returns its 
 
 
 class KVSource(Protocol):
-    """The cache of a running sequence; committed positions never change, so any thread may read them."""
+    """A running sequence's cache; any thread may read committed positions."""
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
-        """Return keys and values of committed positions as in `Segment`; may be a view."""
+        """Return committed positions as in `Segment`; may be a view."""
         ...
 
 
 @dataclass
 class PendingCheckpoint:
-    """One job's newest token log, timeline and state that are not written yet.
+    """One job's newest log, timeline and state that are not written yet.
 
-    A state is written as further segments, layer states, the drafter's file and a manifest; before further segments a
-    manifest is written. A newer state replaces a half-written one and continues its segments.
+    A state is written as segments, layer states, drafter and manifest. A newer state replaces a half-written one and
+    continues its segments.
     """
 
     job_id: str
@@ -106,7 +106,7 @@ class PendingCheckpoint:
         return self.layer_states is not None and self.layer_states.num_positions <= self.num_written_positions
 
     def rewind(self, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Drop the state from `num_positions` on; the log is written first, then a manifest."""
+        """Drop the state from `num_positions` on; the log is written before the manifest."""
         self.log, self.logprobs, self.num_rewinds = log, logprobs, len(log.rewinds)
         self.written.rewind(len(log.token_ids))
         self.segments = [entry for entry in self.segments if entry.end <= num_positions]
@@ -153,7 +153,7 @@ class PendingCheckpoint:
         return lambda checkpoints: checkpoints.write_timeline(self.job_id, self.attempt, timeline)
 
     def take_state(self, max_positions: int) -> WriteFile:
-        """Return a function that writes the state's next file; needs `has_state`, and must run before the next call."""
+        """Return a function that writes the state's next file; run it before the next call."""
         if self.is_manifest_due and (self._is_behind or not (self._may_write_states or self.drafter_state)):
             return self._write_manifest
         if self._may_write_states:
@@ -218,10 +218,9 @@ def _up_to(states: Positioned | None, num_positions: int) -> Positioned | None:
 
 
 class CheckpointWriter:
-    """One background thread that writes the checkpoints of a worker's running jobs.
+    """One background thread that writes the checkpoints of a worker's jobs.
 
-    `put_*` return at once. If the storage is slower than the engine, the newest data replaces what is pending: one log
-    and one drafter state per job, and one encoded file.
+    `put_*` return at once. If the storage is slow, the newest data replaces what is pending.
     """
 
     def __init__(
@@ -231,7 +230,7 @@ class CheckpointWriter:
         on_written: Callable[[FileKind, int, float], None],
         logs: WorkerLogs | None = None,
     ) -> None:
-        """Write segments of at most `segment_positions` positions; without `logs` each job has its own token log.
+        """Write segments of at most `segment_positions`; without `logs` nothing is packed.
 
         The thread calls `on_written(kind, num_bytes, seconds)` after each file.
         """
@@ -260,10 +259,10 @@ class CheckpointWriter:
         start: AttemptStart | None = None,
         is_begun: bool = False,
     ) -> None:
-        """Begin a job after the valid `segments` of its resume; without `source` it has no state.
+        """Begin a job after the `segments` of its resume; without `source` it has no state.
 
-        The first `num_logprobs` tokens have log-probabilities in files of earlier attempts. `start` is written before
-        the first file unless the attempt `is_begun`.
+        `num_logprobs` tokens have log-probabilities in earlier attempts' files. `start` is written first unless the
+        attempt `is_begun`.
         """
         with self._changed:
             if job_id in self._jobs:
@@ -284,10 +283,9 @@ class CheckpointWriter:
         logprobs: TokenLogprobs | None = None,
         is_alone: bool = False,
     ) -> None:
-        """Queue `output_ids` [num_tokens], all tokens so far, as the job's token log; copies them.
+        """Queue `output_ids` [num_tokens], all tokens so far, as the job's log; copies them.
 
-        `is_alone` gives the log a file of its own from now on, because the job moves elsewhere. `logprobs` of all
-        tokens are not copied and must not change.
+        `is_alone` keeps the log unpacked, because the job moves. `logprobs` are not copied and must not change.
         """
         log = TokenLog(np.array(output_ids, dtype=np.uint32), rewinds)
         with self._changed:
@@ -297,9 +295,9 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def rewind(self, job_id: str, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Queue a log with one more rewind and drop the state from `num_positions` on.
+        """Queue a log with one more rewind; drop the state from `num_positions` on.
 
-        After it returns, nothing reads those positions of the job's source.
+        Afterwards nothing reads those positions of the source.
         """
         with self._changed:
             job = self._opened(job_id)
@@ -317,10 +315,10 @@ class CheckpointWriter:
     def put_state(
         self, job_id: str, token_ids: NDArray[np.integer], drafter: State, layers: LayerStates | None = None
     ) -> None:
-        """Queue the state of a sequence whose cache holds `token_ids` [num_positions], prompt included.
+        """Queue the state of a cache that holds `token_ids` [num_positions].
 
-        Takes ownership of the arrays of `drafter` ({} for none) and `layers`; copies `token_ids`. Without `layers` the
-        earlier ones stay. A cache that ends before the job's segments, as during a replay, is ignored.
+        Takes ownership of `drafter` and `layers`; without `layers` the earlier ones stay. A cache that ends before the
+        job's segments is ignored.
         """
         copied = np.array(token_ids, dtype=np.uint32)
         with self._changed:
@@ -337,7 +335,7 @@ class CheckpointWriter:
             return self._opened(job_id).num_positions
 
     def num_written_positions(self, job_id: str, limit: int) -> int:
-        """Return the positions in segments up to `limit`, which need no source any more."""
+        """Return the positions in segments up to `limit`, which need no source."""
         with self._changed:
             return self._opened(job_id).num_written_up_to(limit)
 
@@ -348,8 +346,7 @@ class CheckpointWriter:
     def close(self, job_id: str, has_ended: bool = True) -> bool:
         """Drop a job's pending files after the current write; return whether the attempt has own files.
 
-        Releases the source. With `has_ended` the job's entry in the worker's file stays until `forget`; otherwise it
-        moves in the background to the job's own folder.
+        With `has_ended` its packed log stays until `forget`; otherwise it moves to the job's folder.
         """
         with self._changed:
             closed = self._jobs.pop(job_id, None)
@@ -375,7 +372,7 @@ class CheckpointWriter:
             return self._failure is None and self._is_idle()
 
     def wait_for_logs(self, job_ids: Collection[str]) -> None:
-        """Wait without limit until the jobs' newest logs are in files of their own."""
+        """Wait until the jobs' newest logs are in files of their own."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or not self._has_logs_of(job_ids))
 
@@ -423,7 +420,7 @@ class CheckpointWriter:
                 self._changed.notify_all()
 
     def _next_file(self) -> tuple[FileKind, WriteFile] | None:
-        """Wait for the next file, token logs first and states last; None at the end."""
+        """Wait for the next file, logs first and states last; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or not self._is_idle())
             if self._is_over():
@@ -433,7 +430,7 @@ class CheckpointWriter:
             return file
 
     def _most_urgent(self) -> tuple[str, tuple[FileKind, WriteFile]]:
-        """Return the next job to write ("" for packed logs) and its file; needs one pending."""
+        """Return the next job ("" for packed logs) and its file."""
         jobs = self._jobs.values()
         if self._logs is not None and (packed := [job for job in jobs if job.may_be_packed]):
             for each in packed:

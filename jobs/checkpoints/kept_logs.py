@@ -61,7 +61,7 @@ class KeptLogs:
         return decode_log(data, self._identity(job_id))
 
     def read_logprobs(self, job_id: str, log: TokenLog) -> TokenLogprobs:
-        """Read the log-probabilities of all tokens of a log. Raises `DamagedFileError`, also if some are missing."""
+        """Read all log-probabilities of a log. Raises `DamagedFileError`."""
         data = self._store.read(_path(job_id, LOGPROBS))
         if data is None:
             raise DamagedFileError("found no log-probabilities")
@@ -101,10 +101,9 @@ def inherit(
     log: TokenLog,
     logprobs: TokenLogprobs | None = None,
 ) -> None:
-    """Write the start of `identity`'s job: the kept state of `earlier_id`, its attempts and `log`.
+    """Write the start of `identity`'s job: kept state of `earlier_id`, attempts and `log`.
 
-    The next attempt resumes from it as after a loss. The files are rewritten, since each names its owner. Call it
-    before the run knows the job; it may be repeated.
+    Call it before the run knows the job; it may be repeated.
     """
     _State(CheckpointStore(store, identity.fingerprint), identity.job_id, earlier_id).take()
     for record in attempts:
@@ -147,7 +146,7 @@ class _State:
                 self._checkpoints.write_manifest(self._job_id, attempt, manifest.model_copy(update=own))
 
     def _taken(self, segments: Sequence[SegmentEntry]) -> Iterator[SegmentEntry]:
-        """Yield the segments before the first unreadable one, since later ones can't be loaded."""
+        """Yield the segments before the first unreadable one."""
         for entry in segments:
             if entry.file not in self._segments:
                 self._segments[entry.file] = self._segment(entry)

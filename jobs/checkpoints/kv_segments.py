@@ -1,7 +1,6 @@
-"""State files: Arrow IPC record batches of one row with a column per array, and KV segments as Arrow tensors.
+"""State files (Arrow record batches of one row) and KV segments (Arrow tensors).
 
-The owner is in the schema's metadata, or the second tensor. A segment's tensors are first position, owner, tokens, keys
-and values; they load without a copy.
+A segment's tensors are first position, owner, tokens, keys and values; they load without a copy.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PLAIN_KINDS = "biufc"  # bool, integers, floats, complex: nothing needs pickle
 
 @dataclass(frozen=True)
 class LayerStates:
-    """States of layers after the first `num_positions` positions, in place of keys and values."""
+    """States of layers after `num_positions` positions, in place of keys and values."""
 
     num_positions: int
     arrays: State  # never changed
@@ -35,7 +34,7 @@ class LayerStates:
 
 
 def encode_state(state: State, identity: Identity) -> memoryview:
-    """Encode a job's state. Raises `TypeError` for a dtype that is no plain number."""
+    """Encode a job's state. Raises `TypeError` for odd dtypes."""
     import pyarrow as pa
 
     columns = [(_field(name, array), _column(array)) for name, array in state.items()]
@@ -81,7 +80,7 @@ def _field(name: str, array: NDArray[Any]) -> Any:
 
 
 def _column(array: NDArray[Any]) -> Any:
-    """Return one value with the array's bytes, copied only if out of order."""
+    """Return a value with the array's bytes, copied only if out of order."""
     import pyarrow as pa
 
     values = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
@@ -123,10 +122,7 @@ class Segment:
 
 
 def encode_segment(segment: Segment, identity: Identity) -> memoryview:
-    """Encode a segment in one buffer of its final size, copying `kv` once.
-
-    Raises `TypeError` for wrong dtypes or shapes.
-    """
+    """Encode a segment, copying `kv` once. Raises `TypeError` for wrong dtypes or shapes."""
     import pyarrow as pa
 
     _check(segment)

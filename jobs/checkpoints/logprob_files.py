@@ -1,8 +1,7 @@
-"""The log-probabilities of running jobs, in files that are written before their token log.
+"""Log-probabilities of running jobs, written before their token log.
 
-A file has a header with checksums, its owner, token ids, their log-probabilities, and ids and log-probabilities of the
-likeliest tokens; 4 bytes a number, little-endian. They follow from the job and the tokens before each place, so a file
-that matches both is valid after any rewind and in any attempt.
+A file has header, owner, token ids, their log-probabilities, and the likeliest tokens; 4 bytes a number, little-endian.
+It is valid for any attempt with the same tokens up to its end.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class LogprobSpan(NamedTuple):
     logprobs: TokenLogprobs
 
     def num_agreeing(self, token_ids: TokenIds) -> int:
-        """Count the span's first tokens that an output has in place; 0 if the tokens before them differ."""
+        """Count the span's first tokens that an output has in place."""
         if self.start > len(token_ids) or self.digest_before != _digest(token_ids[: self.start]):
             return 0
         theirs = token_ids[self.start : self.start + len(self.token_ids)]
@@ -48,7 +47,7 @@ class LogprobSpan(NamedTuple):
 
 
 def encode_span(token_ids: TokenIds, logprobs: TokenLogprobs, identity: Identity, start: int = 0) -> bytes:
-    """Encode tokens and log-probabilities from `start` on; the arguments hold all tokens of the output."""
+    """Encode log-probabilities from `start` on; the arguments hold all tokens."""
     part = logprobs.part(start, len(token_ids))
     arrays = (token_ids[start:], part.logprobs, part.top_ids, part.top_logprobs)
     types = ("<u4", "<f4", "<i4", "<f4")
@@ -73,7 +72,7 @@ def decode_span(data: bytes, identity: Identity) -> LogprobSpan:
 
 
 def _checked(data: bytes, identity: Identity) -> tuple[int, int, int, bytes, memoryview]:
-    """Return first token, counts, digest and the numbers of a valid file of the job."""
+    """Return first token, counts, digest and numbers of a valid file."""
     if len(data) < HEADER.size + CHECKSUM.size:
         raise DamagedFileError(f"found {len(data)} bytes, expected a header of {HEADER.size + CHECKSUM.size}")
     magic, start, num_tokens, num_top, before = HEADER.unpack_from(data)
@@ -87,10 +86,10 @@ def _checked(data: bytes, identity: Identity) -> tuple[int, int, int, bytes, mem
 
 @dataclass
 class WrittenSpans:
-    """The files of an attempt with log-probabilities, and the tokens of each.
+    """An attempt's files of log-probabilities and their tokens.
 
-    A new file absorbs those no larger than itself, so files stay few and each number is written a few times only.
-    Absorbed files are deleted after the new token log, because the older log needs them.
+    A new file absorbs smaller ones, so files stay few. These are deleted after the new log, because the older log needs
+    them.
     """
 
     num_before: int = 0  # tokens covered by files of earlier attempts
@@ -129,7 +128,7 @@ def _digest(token_ids: TokenIds) -> bytes:
 
 
 class LogprobFiles:
-    """The log-probability files of one run; `folders` are those of a job's attempts. Methods raise `StoreError`."""
+    """The log-probability files of one run. Methods raise `StoreError`."""
 
     def __init__(self, store: Store, files: CheckedFiles) -> None:
         self._store = store
@@ -138,7 +137,7 @@ class LogprobFiles:
     def write(
         self, folder: str, written: WrittenSpans, log: TokenLog, logprobs: TokenLogprobs, identity: Identity
     ) -> int:
-        """Write the log-probabilities not yet `written`; `logprobs` are of all tokens. Returns bytes written."""
+        """Write the log-probabilities not yet `written`. Returns bytes written."""
         num_tokens = len(log.token_ids)
         if num_tokens <= written.end:
             return 0
@@ -155,7 +154,7 @@ class LogprobFiles:
             written.replaced.pop()
 
     def read(self, folders: Sequence[str], token_ids: TokenIds, num_top: int, identity: Identity) -> TokenLogprobs:
-        """Read the log-probabilities of an output's first tokens, up to the first gap."""
+        """Read an output's log-probabilities up to the first gap."""
         decode = partial(decode_span, identity=identity)
         places = sorted(self._places(folders), key=lambda place: place[:2])
         spans: dict[str, LogprobSpan | None] = {}

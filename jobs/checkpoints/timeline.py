@@ -1,4 +1,4 @@
-"""The timeline of an attempt for reports: its token counts at some moments."""
+"""An attempt's token counts over time, for reports."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ MIN_STRIDE_SECONDS = 1.0
 
 
 class Timeline(Strict):
-    """Columns [num_marks], one per mark.
+    """Columns [num_marks], from the first verified step on.
 
-    The first mark is the attempt's first verified step, so reading does not count in the pace. `num_tokens` includes
-    recovered tokens; the other counts are this attempt's.
+    `num_tokens` includes recovered tokens; the other counts are this attempt's.
     """
 
     started: Moment  # time of the first mark
@@ -37,10 +36,9 @@ class Timeline(Strict):
 
 
 class TimelineRecorder:
-    """Records at most `MAX_MARKS` marks of a running attempt.
+    """Records at most `MAX_MARKS` marks.
 
-    When they are full, every second one is dropped and the interval doubles: neighbours are at most a thirtieth of the
-    attempt, or `MIN_STRIDE_SECONDS`, apart.
+    When they are full, every second one is dropped and the interval doubles.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A job's token log as bytes, and the packed file of all logs of a worker."""
+"""A job's token log as bytes, and a worker's packed file of logs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TokenLog(NamedTuple):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """An ordering key that grows with progress, also when a rewind removes tokens."""
+        """An ordering key that grows with progress, also at a rewind."""
         return len(self.rewinds), len(self.token_ids)
 
     def until(self, num_tokens: int) -> TokenLog:
@@ -67,7 +67,7 @@ class TokenLog(NamedTuple):
 
 
 def encode_log(log: TokenLog, identity: Identity) -> bytes:
-    """Encode a job's log. Raises `TypeError` for token ids of another dtype or shape."""
+    """Encode a job's log. Raises `TypeError` for unfit token ids."""
     token_ids, rewinds = log
     if token_ids.dtype != np.uint32 or token_ids.ndim != 1:
         raise TypeError(f"found token ids of {token_ids.dtype} {token_ids.shape}, expected uint32 [num_tokens]")
@@ -116,7 +116,7 @@ NUM_WRITERS = 16  # files written at a time when unpacking
 
 
 class PackedLog(NamedTuple):
-    """The files of one attempt as bytes; an empty timeline if it has none yet."""
+    """The files of one attempt as bytes; the timeline may be empty."""
 
     job_id: str
     attempt: int
@@ -126,7 +126,7 @@ class PackedLog(NamedTuple):
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Files by name; the log is last, so its presence proves the others."""
+        """Files by name, the log last, to prove the others."""
         return {"claim.json": self.claim, "timeline.json": self.timeline, "tokens.bin": self.log}
 
 
@@ -164,7 +164,7 @@ def pack(entries: Iterable[PackedLog]) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[list[PackedLog], int]:
-    """Return the readable entries of a file, and the number of torn or damaged bytes."""
+    """Return a file's readable entries, and its number of damaged bytes."""
     entries, num_lost, start = [], 0, 0
     while start < len(data):
         behind = data.find(b"\n", start) + 1
@@ -185,7 +185,7 @@ def unpack(data: bytes) -> tuple[list[PackedLog], int]:
 
 
 def _next_entry(data: bytes, files: int, end: int) -> int:
-    """Find the entry after one whose files span `files` to `end`; it is earlier if bytes are missing."""
+    """Find the entry after one with files from `files` to `end`, or earlier if bytes are missing."""
     if end == len(data) or data.startswith(ENTRY_HEAD, end):
         return end
     sooner = data.find(ENTRY_HEAD, files, end + len(ENTRY_HEAD) - 1)
@@ -234,7 +234,7 @@ class PackedLogs:
         return [name for name in names if worker_ids is None or name.rsplit("-", 2)[0] in worker_ids]
 
     def read(self, worker_ids: Collection[str] | None = None) -> dict[str, RunningAttempt]:
-        """Return the attempts in the files of some workers, or of all, by job; the furthest of each."""
+        """Return the furthest attempts in the files of some workers, or of all, by job."""
         for _ in range(NUM_LISTINGS):
             read = {name: self._known.get(name) or self._attempts(name) for name in self.names(worker_ids)}
             self._known = {name: attempts for name, attempts in read.items() if attempts is not None}
@@ -263,8 +263,7 @@ class PackedLogs:
     def put_in_place(self, found: FoundLogs) -> None:
         """Write entries as the attempts' own files, then delete the packed ones.
 
-        It may be repeated after an interruption. A worker wrongly thought dead does no harm: its attempts are already
-        superseded, so its later files are not needed.
+        It may be repeated. A worker wrongly thought dead does no harm, because its attempts are superseded.
         """
         by_attempt: dict[tuple[str, int], list[PackedLog]] = {}
         for entry in found.entries:
@@ -274,7 +273,7 @@ class PackedLogs:
             list(pool.map(self.delete, found.names))
 
     def place(self, entry: PackedLog) -> int:
-        """Write an entry as its attempt's own files unless these are as far. Returns bytes written."""
+        """Write an entry as own files unless these are as far. Returns bytes written."""
         log = self._files.decoded(_place(entry), entry.log, partial(self._decoded, entry))
         folder = f"{CHECKPOINTS}/{entry.job_id}/{entry.attempt:04d}"
         if log is None:
@@ -316,7 +315,7 @@ def _place(entry: PackedLog) -> str:
 
 
 class WorkerLogs:
-    """One worker's packed file: its newest logs, until each is in its job's folder or no longer needed.
+    """One worker's packed file of logs.
 
     The functions from `take` and `take_rest` run one at a time, everything else under one lock.
     """
@@ -330,11 +329,11 @@ class WorkerLogs:
 
     @property
     def has_rest(self) -> bool:
-        """Return whether an entry must move to its own folder, or the file is no longer needed."""
+        """Return whether an entry must move, or the file is no longer needed."""
         return bool(self._leaving or (self._written is not None and not self._entries))
 
     def put(self, job_id: str, attempt: int, start: AttemptStart, log: TokenLog, timeline: Timeline | None) -> None:
-        """Put a log into the next file, replacing its attempt's older one; without a timeline keep the older one."""
+        """Put a log into the next file; without a timeline keep the older one."""
         older = self._entries.get((job_id, attempt))
         entry = self._packed.entry(job_id, attempt, start, log, timeline)
         if timeline is None and older is not None:
@@ -352,7 +351,7 @@ class WorkerLogs:
             del self._entries[key]
 
     def take(self) -> Callable[[], int]:
-        """Return a function that writes a new file, deletes the previous one and returns the bytes written."""
+        """Return a function that replaces the file and returns the bytes written."""
         before, entries = self._written, list(self._entries.values())
         self._written = name = f"{self._name}-{next(self._numbers):06d}{WORKER_LOG_SUFFIX}"
 

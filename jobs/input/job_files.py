@@ -1,4 +1,4 @@
-"""Finds job files by path, URI or pattern, and opens them: plain, gzip, zstd, pipe or standard input."""
+"""Finds job files by path, URI or pattern, and opens them."""
 
 from __future__ import annotations
 
@@ -84,10 +84,9 @@ def odd_kind(mode: int) -> str | None:
 
 @contextmanager
 def open_input(path: str, name: str | None = None) -> Iterator[BufferedReader]:
-    """Open the uncompressed bytes of a job file or pipe; `-` is standard input. Errors call it `name`.
+    """Open the uncompressed bytes of a job file or pipe; `-` is standard input.
 
-    Raises InputFileError, also while reading: if it is absent, a folder, a socket or an (endless) device, or if
-    compressed data is damaged or cut off.
+    Raises InputFileError, also while reading: for absent, endless or damaged files.
     """
     codec = None
     try:
@@ -134,7 +133,7 @@ def _open(path: str) -> Iterator[BufferedReader]:
 
 
 def other_kind(head: bytes) -> str | None:
-    """Describe a file that is no job file by its first bytes, and what was expected; None for a job file."""
+    """Describe a file that is no job file by its first bytes; None for a job file."""
     if encoding := _wide_encoding(head):
         return f"found {encoding[:6]} text; {UTF_8.format(encoding)}"
     if head[TAR_SIGN] == b"ustar":
@@ -148,10 +147,9 @@ def other_kind(head: bytes) -> str | None:
 
 
 def is_array(line: bytes | None, head: bytes, is_only: bool) -> bool:
-    """Return whether a file is one JSON array of objects; `is_only` means that no other line has text.
+    """Return whether a file is one JSON array; `is_only` means that no other line has text.
 
-    An array before other lines, or a torn one, is a bad line. `line` is None if it is too long; then `head`, the file's
-    first bytes, decides.
+    `line` is None if too long; then `head`, the first bytes, decides.
     """
     if line is None or is_only:
         return is_only and ARRAY.match(line or head) is not None
@@ -183,9 +181,9 @@ MAX_PROBLEM = 300  # characters; some libraries write long errors
 
 
 def found_files(said: Sequence[str]) -> list[str]:
-    """Resolve paths, URIs and patterns to files in the given order, a pattern's sorted, each file once.
+    """Resolve paths, URIs and patterns in order, each file once.
 
-    A file whose name looks like a pattern is that file. Raises InputFileError for a pattern without files, StoreError.
+    Raises InputFileError for a pattern without files, StoreError.
     """
     found: dict[str, str] = {}
     for place in said:
@@ -197,10 +195,7 @@ def found_files(said: Sequence[str]) -> list[str]:
 
 @contextmanager
 def local_copy(place: str) -> Iterator[tuple[str, str]]:
-    """Yield the local path of a job file, or of a copy, and its name for messages.
-
-    Raises InputFileError if absent, StoreError.
-    """
+    """Yield a job file's local path, perhaps of a copy, and its name. Raises InputFileError, StoreError."""
     if "://" not in place:
         yield place, shown_input(place)
         return
@@ -301,7 +296,7 @@ def _scheme(uri: str) -> str:
 
 
 def copy_foreign(uri: str, target: IO[bytes]) -> bool:
-    """Copy a file's bytes to `target`; return False if it is absent. Raises StoreError."""
+    """Copy a file to `target`; return False if absent. Raises StoreError."""
     from pyarrow.fs import FSSpecHandler, PyFileSystem
 
     with _reached(uri) as (filesystem, path):
@@ -323,7 +318,7 @@ def matching_foreign(uri: str) -> list[str]:
 
 @contextmanager
 def _reached(uri: str) -> Iterator[tuple[Any, str]]:
-    """Yield a URI's fsspec filesystem and path; turn any error into StoreError, since each has its own kinds."""
+    """Yield a URI's fsspec filesystem and path. Raises StoreError for any error."""
     try:
         import fsspec
 

@@ -45,7 +45,7 @@ Form = TypeVar("Form", bound=BaseModel)
 
 @dataclass(frozen=True)
 class JobLine:
-    """One line: `prompts` of a completion or `messages` of a chat, with `num_choices` each."""
+    """One line: `prompts` of a completion or `messages` of a chat."""
 
     custom_id: str
     prompts: tuple[LinePrompt, ...]
@@ -70,10 +70,10 @@ class JobLine:
         loop_guard: RepetitionDetection | None = None,
         thinking_end: ThinkingEnd | None = None,
     ) -> list[Job]:
-        """Return the line's jobs: all choices of its first prompt, or of its messages, then those of the next.
+        """Return the line's jobs: all choices of the first prompt, then of the next.
 
-        `max_tokens` has one limit per prompt, or one for the messages. The other arguments are defaults. `thinking_end`
-        skips lines with log-probabilities, since a forced marker has none.
+        `max_tokens` has one limit per prompt. `thinking_end` skips lines with log-probabilities, because a forced
+        marker has none.
         """
         prompts: Sequence[LinePrompt | None] = self.prompts if self.messages is None else [None]
         limited = [each for each in zip(prompts, max_tokens, strict=True) for _ in range(self.num_choices)]
@@ -121,7 +121,7 @@ def choice_seed(seed: int, choice_index: int) -> int:
 
 
 class LineError(ValueError):
-    """A line that describes no job; the text names the field, what was found and what was expected."""
+    """A line that describes no job."""
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def parse_object(text: str) -> dict[str, Any]:
 def parse_json(text: str) -> Any:
     """Parse JSON without duplicate names. Raises `LineError`.
 
-    NaN and Infinity pass here, so that the field's own error can name it.
+    NaN and Infinity pass, so that the field's error can name it.
     """
     try:
         return _DECODER.decode(text) if text[:1] != BYTE_ORDER_MARK else json.loads(text)
@@ -151,7 +151,7 @@ def parse_json(text: str) -> Any:
 
 
 def line_from_object(values: dict[str, Any], run_seed: int) -> JobLine:
-    """Turn a parsed line into a `JobLine`; a missing seed is derived from `run_seed`. Raises `LineError`."""
+    """Turn a parsed line into a `JobLine`. Raises `LineError`."""
     if any(values.get(name) is not None for name in ("method", "url", "body")):
         batch = _validated(BatchLine, values)
         if batch.url == COMPLETIONS:
@@ -164,7 +164,7 @@ def line_from_object(values: dict[str, Any], run_seed: int) -> JobLine:
 
 
 def _request(form: type[Form], values: dict[str, Any], url: JobUrl, prefix: str = "") -> tuple[Form, tuple[str, ...]]:
-    """Return the fields that count and the names of ignored ones. Raises `LineError`."""
+    """Return the fields that count, and ignored names. Raises `LineError`."""
     known, idle, refused = taken_apart(values, form.model_fields, url)
     if refused:
         raise LineError("; ".join(f"field '{prefix}{name}': {problem}" for name, problem in refused))
@@ -172,10 +172,7 @@ def _request(form: type[Form], values: dict[str, Any], url: JobUrl, prefix: str 
 
 
 def _validated(form: type[Form], values: dict[str, Any], prefix: str = "") -> Form:
-    """Validate one object. Raises `LineError`.
-
-    As in OpenAI's API, null means the default; a null for another form's field is ignored.
-    """
+    """Validate one object; null means the default, as in OpenAI's API. Raises `LineError`."""
     nullable = _nullable(form)
     try:
         return form.model_validate({k: v for k, v in values.items() if v is not None or k not in nullable})
@@ -256,7 +253,7 @@ MESSAGES: TypeAdapter[tuple[Message, ...]] = TypeAdapter(Messages, config=Config
 
 @dataclass(frozen=True)
 class ParsedLineCache:
-    """The first good line of each kind, keyed by everything except its own fields."""
+    """The first good line of each kind, keyed by all but its own fields."""
 
     run_seed: int
     _firsts: dict[str, JobLine] = field(default_factory=dict)
@@ -282,7 +279,7 @@ class ParsedLineCache:
         return line
 
     def _own(self, custom_id: object, fields: dict[str, Any], first: JobLine) -> JobLine | None:
-        """Copy `first` with this line's own fields; None if one of them needs a full check."""
+        """Copy `first` with own fields; None if one needs a full check."""
         prompt, messages = fields.get("prompt"), fields.get("messages")
         max_tokens, seed = fields.get("max_tokens", 1), fields.get("seed", 0)
         is_named = isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID and custom_id.isascii()
@@ -313,7 +310,7 @@ class ParsedLineCache:
 
 
 def _kind(values: dict[str, Any], fields: dict[str, Any]) -> str:
-    """Return a key of all but the own fields' values; repr, unlike ==, separates 1, 1.0 and true."""
+    """Return a key of the other fields; repr, unlike ==, separates 1, 1.0 and true."""
     around = [] if fields is values else [(name, value) for name, value in values.items() if name not in _AROUND]
     rest = [(name, None) if name in _OWN else (name, value) for name, value in fields.items()]
     return repr((around, rest))

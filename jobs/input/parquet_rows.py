@@ -27,7 +27,7 @@ class ColumnError(UserError):
 
 @dataclass(frozen=True)
 class Columns:
-    """The column of each renamed field; other fields are read by their own names."""
+    """The columns of renamed fields."""
 
     by_field: Mapping[str, str] = field(default_factory=dict)
 
@@ -47,10 +47,9 @@ class Columns:
         return cls(by_field)
 
     def chosen(self, names: Collection[str]) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-        """Return (field, column) pairs to read from `names`, and the ignored names.
+        """Return (field, column) pairs to read, and ignored names.
 
-        Columns named like a field are also read, but if a text or form of line is mapped, other texts and forms are
-        ignored.
+        If a text or form of line is mapped, other texts and forms are ignored.
         """
         if not self.by_field:
             return [(name, name) for name in names], ()
@@ -60,10 +59,7 @@ class Columns:
         return pairs, tuple(name for name in names if name not in used)
 
     def applied(self, values: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return a line's fields and the ignored names.
-
-        Raises LineError if the column mapped to `custom_id` or a text is missing.
-        """
+        """Return a line's fields and ignored names. Raises LineError if a mapped `custom_id` or text is missing."""
         if not self.by_field:
             return values, ()
         for needed in ({"custom_id"}, SHORT_TEXTS | BATCH):
@@ -99,9 +95,9 @@ Row = tuple[int, dict[str, Any] | LineError, tuple[str, ...]]
 
 
 def parquet_rows(file: IO[bytes], name: str, columns: Columns) -> Iterator[Row]:
-    """Yield the rows of a seekable file in batches; without a column `custom_id` a row is named `FILE:ROW`.
+    """Yield the rows of a seekable file; `FILE:ROW` replaces a missing `custom_id`.
 
-    Raises InputFileError, also while reading: for damaged data, unknown columns, or a missing mapped column.
+    Raises InputFileError, also while reading.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -148,7 +144,7 @@ def _chosen(names: list[str], name: str, columns: Columns) -> tuple[list[tuple[s
 
 
 def _objects(batch: Any) -> Iterator[dict[str, Any] | LineError]:
-    """Yield a batch's rows; a row that Python can't represent becomes a LineError."""
+    """Yield a batch's rows, or LineErrors for those Python can't represent."""
     try:
         yield from batch.to_pylist(maps_as_pydicts="strict")
         return
@@ -195,10 +191,7 @@ def _value(name: str, value: Any, is_short: bool) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Turn whole floats into ints and bytes into text, which tables with gaps and untyped columns hold.
-
-    Also converts decimals and UUIDs of databases.
-    """
+    """Convert whole floats, bytes, decimals and UUIDs, which databases write."""
     if isinstance(value, UUID):
         return str(value)
     if isinstance(value, Decimal):

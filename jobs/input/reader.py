@@ -1,4 +1,4 @@
-"""Reads job files (JSON lines or Parquet) and turns bad lines into rejects."""
+"""Reads job files and turns bad lines into rejects."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ PARQUET_SUFFIX = ".parquet"
 
 @dataclass
 class JobReader:
-    """Reads several files as one: line numbers count from 1 across all files.
+    """Reads several files as one, with line numbers from 1 over all.
 
-    A line without a seed gets one from `run_seed` and `custom_id`; one for another URL than `endpoint` is rejected.
+    Lines without a seed get one from `run_seed`; those for another URL than `endpoint` are rejected.
     """
 
     run_seed: int
@@ -65,10 +65,7 @@ class JobReader:
         self._kinds = ParsedLineCache(self.run_seed)
 
     def lines(self, path: str, name: str) -> Iterator[tuple[int, JobLine]]:
-        """Yield a file's jobs with their line numbers; errors call it `name`.
-
-        Raises `InputFileError`, see `open_input`.
-        """
+        """Yield a file's jobs with line numbers. Raises `InputFileError`."""
         before = self._num_lines
         self._files.append((before, name))
         for line_number, values, passed_over in _rows(path, name, self.columns):
@@ -118,7 +115,7 @@ class JobReader:
         return job
 
     def refuse_endless(self, rejects: Rejects) -> None:
-        """Raise InputFileError if so many lines are bad that the files are hardly job files."""
+        """Raise InputFileError for endless bad lines."""
         most = MAX_REJECTS if self._num_jobs else MAX_FIRST_REJECTS
         if len(rejects) > most:
             first = self.placed(rejects[0])
@@ -129,10 +126,7 @@ class JobReader:
 
 
 def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list[Reject]]:
-    """Read one file's jobs with line numbers (from 1) and its rejects, in file order.
-
-    Raises `InputFileError` if it can't be read to its end or has only blank lines.
-    """
+    """Read one file's jobs with line numbers, and its rejects. Raises `InputFileError`."""
     reader = JobReader(run_seed)
     jobs = list(reader.lines(path, shown_input(path)))
     reader.end()
@@ -140,7 +134,7 @@ def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list
 
 
 def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:
-    """Yield the lines of a file, or the rows of a Parquet file."""
+    """Yield a file's lines or Parquet rows."""
     with open_input(path, name) as file:
         if file.peek(len(MAGIC)).startswith(MAGIC):
             with _seekable(file, path) as whole:
@@ -158,7 +152,7 @@ def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:
 
 
 def _job_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, bytes | None]]:
-    """Yield a file's lines, see `_lines`. Raises `InputFileError` for another kind of file."""
+    """Yield a file's lines. Raises `InputFileError` for another kind of file."""
     head = file.peek(NUM_BYTES)
     if kind := other_kind(head):
         raise InputFileError(f"cannot read the job file {name}: {kind}")
@@ -172,7 +166,7 @@ def _job_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, bytes | N
 
 @contextmanager
 def _seekable(file: BufferedReader, path: str) -> Iterator[IO[bytes]]:
-    """Yield a seekable file with the bytes of `file`, copied unless it is a plain file on disk."""
+    """Yield a seekable file with the same bytes, a copy if necessary."""
     if path != STANDARD_INPUT and os.path.isfile(path) and file.seekable():
         yield file
         return
@@ -182,7 +176,7 @@ def _seekable(file: BufferedReader, path: str) -> Iterator[IO[bytes]]:
 
 
 def _lines(file: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
-    """Yield line numbers and stripped lines that are not blank; None for a line that is too long."""
+    """Yield line numbers and stripped lines; None for a line that is too long."""
     line_number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         line_number += 1
@@ -226,10 +220,9 @@ FolderIdentity = tuple[int, int]  # device and inode
 
 
 def job_files_in(folder: Store) -> tuple[list[str], dict[str, str]]:
-    """List the paths of all job files below a folder, sorted, by their endings.
+    """List all job files below a folder, sorted, by their endings, and what could not be searched.
 
-    Also returns what could not be searched and why: folders, links, special files. Names with a leading '.' are
-    skipped, since they may be half written. Raises StoreError if the folder itself can't be listed.
+    Names with a leading '.' may be half written and are skipped. Raises StoreError.
     """
     folder.list("")
     paths, skipped = _walk_disk(folder.uri) if folder.is_local else (_walk(folder, ""), {})
@@ -244,7 +237,7 @@ def digest_of(folder: Store, path: str) -> str:
 
 
 def job_lines(said: Sequence[str], reader: JobReader) -> Iterator[tuple[int, JobLine]]:
-    """Yield the jobs of files in the order of `found_files`. Raises InputFileError, StoreError."""
+    """Yield the jobs of files in order. Raises InputFileError, StoreError."""
     files = found_files(said)
     reader.is_for_many = len(files) > 1
     for file in files:

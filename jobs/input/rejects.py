@@ -16,10 +16,7 @@ from swiftbatch.jobs.storage.store import new_spool, told_of_room
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A rejected line: its number (from 1), its `custom_id` if readable, and the reason.
-
-    `file` is set if there were several files.
-    """
+    """A rejected line with its number from 1; `file` is set if there are several."""
 
     line_number: int
     custom_id: str | None
@@ -37,7 +34,7 @@ REJECT = TypeAdapter(Reject)
 
 
 class Rejects(Sequence[Reject]):
-    """Rejects in a file, which stays in memory while short. Methods may raise StoreError."""
+    """Rejects in a file, in memory while short. Methods may raise StoreError."""
 
     def __init__(self, some: Iterable[Reject] = ()) -> None:
         self._file = new_spool()

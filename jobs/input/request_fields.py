@@ -1,4 +1,4 @@
-"""The fields of each form of input line: used, ignored and unsupported ones."""
+"""The used, ignored and unsupported fields of each form of line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def endpoint(value: object) -> object:
 
 
 def prompts_of(value: object) -> tuple[LinePrompt, ...]:
-    """Parse a line's prompts: a text, a list of token ids, or a list of either. Raises FieldError."""
+    """Parse a text, a list of token ids, or a list of either. Raises FieldError."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > MAX_PROMPTS:
             raise FieldError("", f"found {len(value)} prompts, expected at most {MAX_PROMPTS}")
@@ -68,7 +68,7 @@ def _prompt(value: object, place: str = "") -> LinePrompt:
 
 
 def logprobs_of(value: object) -> int | bool | None:
-    """Check `logprobs` of any form: a number for completions, a boolean for chats. Raises FieldError."""
+    """Check `logprobs`: a number for completions, a boolean for chats. Raises FieldError."""
     value = whole(value)
     if value is None or isinstance(value, bool):
         return value
@@ -86,7 +86,7 @@ TemplateKwargs = Annotated[dict[str, Scalar], BeforeValidator(checked_kwargs)]
 
 
 class LineFields(SamplingParams):
-    """The fields of every form of line; `model` is ignored, since the run sets it."""
+    """The fields of every form of line; the run sets the model."""
 
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)  # type: ignore[assignment]  # may be omitted
     top_p: float = Field(default=TOP_P, ge=0.0, le=1.0)  # 0, which OpenAI accepts, keeps the likeliest token
@@ -149,7 +149,7 @@ class LineFields(SamplingParams):
 
 
 def asked_logprobs(fields: LineFields, is_chat: bool) -> int | None:
-    """Return the number of likeliest tokens to report; None for no log-probabilities.
+    """Return the number of likeliest tokens to report, if any.
 
     Raises FieldError if a chat uses the form of completions or the reverse.
     """
@@ -323,10 +323,7 @@ PLAIN_SPECIAL_TOKENS = {"/v1/completions": True, "/v1/chat/completions": False}
 def taken_apart(
     values: dict[str, Any], known: Collection[str], url: str
 ) -> tuple[dict[str, Any], tuple[str, ...], list[tuple[str, str]]]:
-    """Split values into the fields of the form `known`, ignored names, and refusals (field, problem).
-
-    Unknown fields stay, so that the form refuses them.
-    """
+    """Return fields of the form `known`, ignored names, and refusals (field, problem)."""
     left, idle, refused = {}, [], []
     for name, value in values.items():
         if name in known or not is_of_others(name):

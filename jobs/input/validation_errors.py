@@ -26,7 +26,7 @@ EXPECTED = {
 
 
 class FieldError(ValueError):
-    """An error in a field, named '' for the whole value: what was found and what was expected."""
+    """An error in a field, named '' for the whole value."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(problem)
@@ -34,7 +34,7 @@ class FieldError(ValueError):
 
 
 def list_of(items: str) -> Callable[[object], tuple[object, ...]]:
-    """Return a converter of lists to tuples; its error expects `items`, such as "a list of texts"."""
+    """Return a converter of lists to tuples; its error expects `items`."""
 
     def as_tuple(value: object) -> tuple[object, ...]:
         if not isinstance(value, list | tuple):
@@ -45,7 +45,7 @@ def list_of(items: str) -> Callable[[object], tuple[object, ...]]:
 
 
 def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
-    """Join the errors of one validation in a line; `prefix`, such as `body.`, precedes field names."""
+    """Join the errors of one validation; `prefix`, such as `body.`, precedes fields."""
     texts: list[str] = []
     for details in error.errors()[:MAX_REASONS]:
         reason, _, known = _reason(details, model, prefix).partition(KNOWN)
@@ -57,7 +57,7 @@ def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
 
 
 def shown(value: object) -> str:
-    """Return a value as short, printable ASCII JSON, with its length if cut."""
+    """Return a value as short, printable ASCII JSON."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The allowed values of dtype, device, kernels and other compute options, without heavy imports."""
+"""The allowed values of compute options, without heavy imports."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Output lines with one file per job, used for errors.
-
-Damaged files count as absent; they are kept and reported.
-"""
+"""Output lines with one file per job; damaged ones count as absent."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ BYTES_AHEAD = 2**24  # bytes read ahead; files count as equally long
 
 
 class LinePlace(NamedTuple):
-    """The place of a job's line: a file of its own, or part of a segment."""
+    """The place of a job's line: a file, or part of a segment."""
 
     job_id: str
     path: str
@@ -43,7 +40,7 @@ Found = TypeVar("Found")
 
 
 class LineFiles:
-    """The lines in one folder of a run, by job id; `damaged` collects unusable files and why.
+    """The lines in one folder of a run; `damaged` collects unusable files.
 
     `fingerprint` is the run's, None if unknown.
     """
@@ -99,7 +96,7 @@ class LineFiles:
         self._store.delete(self.path(job_id))
 
     def set_damaged_aside(self, job_ids: Iterable[str]) -> list[tuple[str, str, str]]:
-        """Move damaged lines of these jobs away; returns old path, problem and new path."""
+        """Move damaged lines away; return old path, problem and new path."""
         names, moved = set(self._store.list(self._folder)), []
         for job_id in job_ids:
             path = self.path(job_id)
@@ -120,7 +117,7 @@ class LineFiles:
 def parsed_line(
     place: LinePlace, data: bytes | None, damaged: dict[str, str], fingerprint: str | None
 ) -> dict[str, Any] | None:
-    """Parse the line read at a place; None if absent, damaged or foreign: `damaged` gets the reason."""
+    """Parse a line; None if absent, damaged or foreign, with the reason in `damaged`."""
     if data is None:
         return None
     try:
@@ -135,7 +132,7 @@ def parsed_line(
 def written_line(
     place: LinePlace, data: bytes | None, damaged: dict[str, str], fingerprint: str | None
 ) -> bytes | None:
-    """Return the bytes of `parsed_line`; most results are already in this form and are copied."""
+    """Return the bytes of `parsed_line`, mostly copied."""
     try:
         text = unsealed(data) if data else None
     except ValueError:
@@ -152,9 +149,9 @@ def read_lines(
     line_of_data: Callable[[LinePlace, bytes | None], Found | None],
     elsewhere: Callable[[LinePlace], Iterable[LinePlace]] = lambda place: (),
 ) -> Iterator[Found | None]:
-    """Yield `line_of_data` for many places in order, None for None, with bounded read-ahead.
+    """Yield `line_of_data` for places in order, with bounded read-ahead.
 
-    If a line is damaged, the first whole one from `elsewhere` replaces it.
+    A whole line from `elsewhere` replaces a damaged one.
     """
 
     def line_of(place: LinePlace) -> Found | None:
@@ -176,7 +173,7 @@ def read_lines(
 
 
 def _some(places: Iterator[LinePlace | None]) -> list[LinePlace | None]:
-    """Take the next places, fewer if lines are long or of unknown length."""
+    """Take the next places, fewer if lines are long."""
     some, num_bytes = list[LinePlace | None](), 0
     for place in islice(places, NUM_SHORT_AHEAD):
         some.append(place)

@@ -1,4 +1,4 @@
-"""A run's jobs without prompts, in arrays of about a hundred bytes a job."""
+"""A run's jobs without prompts, a hundred bytes each."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ ENTRY = tuple(name for name in JobEntry.__dataclass_fields__ if name != "place")
 
 
 class JobIndex:
-    """Jobs in input order, one row of `columns` each; `places` are their rows in all tables of the run.
+    """Jobs in input order, a row of `columns` each; `places` are their rows in the run's tables.
 
-    Text columns are Arrow arrays of one chunk, numbers are numpy's.
+    Text columns are Arrow arrays, numbers numpy's.
     """
 
     def __init__(self, columns: dict[str, Any], places: NDArray[np.int64]) -> None:
@@ -66,7 +66,7 @@ class JobIndex:
 
     @classmethod
     def of(cls, parts: Iterable[pa.Table], names: Sequence[str] = COLUMNS) -> Self:
-        """Collect all jobs of parts, each in its newest form; `names` need `job_id` and `supersedes`."""
+        """Collect the newest form of each job; `names` need `job_id` and `supersedes`."""
         import pyarrow as pa
 
         empty = table_schema().empty_table().select(names)
@@ -153,6 +153,6 @@ def _newest(table: pa.Table) -> NDArray[np.int64]:
 
 
 def job_entries(store: Store) -> Iterator[JobEntry]:
-    """Yield a run's jobs in input order, each in its newest form. Raises RunError, StoreError."""
+    """Yield a run's jobs in their newest forms. Raises RunError, StoreError."""
     names = (*ENTRY, "supersedes")
     return JobIndex.of(read_parts(store, names), names).entries()

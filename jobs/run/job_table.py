@@ -34,7 +34,7 @@ def paths(store: Store) -> list[str]:
 
 
 def add(store: Store, table: BinaryIO) -> None:
-    """Add a table of jobs from a file; two writers at once do no harm."""
+    """Add a table of jobs; two writers at once do no harm."""
     if store.exists(FIRST) or not store.write_new_from(FIRST, table):
         number = len(store.list(LATER)) + 2
         table.seek(0)
@@ -105,10 +105,9 @@ def _part(rows: Sequence[Row]) -> pa.Table:
 
 
 def lineages(pairs: Iterable[tuple[str, str | None]]) -> list[list[str]]:
-    """Return each job's ids from its first form to its newest, in input order.
+    """Return each job's ids from its first form to its newest.
 
-    `pairs` are (job, superseded job) in table order. If two commands at once added or extended the same job, the first
-    stays.
+    `pairs` are (job, superseded job) in table order; the first of two equal ones stays.
     """
     found: list[list[str]] = []
     by_job_id: dict[str, list[str]] = {}
@@ -139,15 +138,15 @@ Value = TypeVar("Value")
 
 
 def read_parts(store: Store, names: Sequence[str], run_id: str | None = None) -> Iterator[pa.Table]:
-    """Read the columns `names` of all tables, part by part.
+    """Read columns of all tables in parts.
 
-    Raises StoreError, and RunError for a damaged table or one of another run than `run_id`.
+    Raises StoreError, RunError for a damaged table or one of another run.
     """
     return _read_all(store, lambda file: parts_of(file, names, run_id))
 
 
 def read_records(store: Store, places: NDArray[np.int64], run_id: str | None = None) -> Iterator[JobRecord]:
-    """Read the jobs at ascending places among the rows of all tables. Raises as `read_parts`."""
+    """Read the jobs at ascending places of all tables. Raises as `read_parts`."""
     num_before = 0
 
     def records(file: BinaryIO) -> Iterator[JobRecord]:
@@ -185,7 +184,7 @@ def records_of(part: pa.Table) -> Iterator[JobRecord]:
 
 
 def _read_all(store: Store, read: Callable[[BinaryIO], Iterator[Value]]) -> Iterator[Value]:
-    """Read from each table; turn a ValueError into DamagedError with the table's place."""
+    """Read from each table; a ValueError becomes DamagedError."""
     for path in paths(store):
         with at_hand(store, path) as file:
             if file is None:

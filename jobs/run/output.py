@@ -1,4 +1,4 @@
-"""`output.jsonl` and `output.parquet`: a run's output lines with joined choices, in bounded memory."""
+"""`output.jsonl` and `output.parquet` with joined choices, in bounded memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Line = dict[str, Any]
 
 
 def joined(entries: Iterable[tuple[JobRecord, Line | None]]) -> Iterator[Line]:
-    """Yield the complete lines in order; a line with choices is complete when each has a result or error.
+    """Yield complete lines; with choices, each needs a result or error.
 
-    `entries` are jobs in input order with their own output lines.
+    `entries` are jobs in input order.
     """
     for (_, num_choices), group in groupby(
         entries, key=lambda entry: (entry[0].job.custom_id, entry[0].job.num_choices)
@@ -39,7 +39,7 @@ def joined(entries: Iterable[tuple[JobRecord, Line | None]]) -> Iterator[Line]:
 
 
 def _join(choices: Sequence[tuple[JobRecord, Line]]) -> Line:
-    """Join a line's choices; its body lists those without a result as `failed_choices`."""
+    """Join a line's choices; its body lists `failed_choices`."""
     first = choices[0][0]
     head = {"id": line_id(first.job_id), "custom_id": first.job.custom_id}
     finished = [(record, line["response"]) for record, line in choices if line["error"] is None]
@@ -108,9 +108,9 @@ METRIC_COLUMNS: dict[str, type] = {  # columns of every table, even without resu
 
 
 def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[[], None]) -> None:
-    """Write both files from lines as in `jobs.run.output_line`. Raises `StoreError`.
+    """Write both files. Raises `StoreError`.
 
-    Calls `check` when both are ready, before it replaces anything.
+    Calls `check` before it replaces anything.
     """
     with temporary_file() as jsonl, temporary_file() as table:
         _put_together(jsonl, table, lines)
@@ -121,7 +121,7 @@ def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[
 
 
 def write_table(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> None:
-    """Write only the Parquet file to `target`, whose own errors pass through. Raises `StoreError`."""
+    """Write only the Parquet file. Raises `StoreError`."""
     with _told_of_room():
         table = TemporaryFile()  # noqa: SIM115, what is copied from it may fail in other ways
     with table:
@@ -133,7 +133,7 @@ def write_table(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> None:
 
 @contextmanager
 def temporary_file() -> Iterator[BinaryIO]:
-    """Open a temporary file for output. Raises `StoreError` if the disk is full."""
+    """Open a temporary file. Raises `StoreError` if the disk is full."""
     with _told_of_room(), TemporaryFile() as file:
         yield file
 
@@ -164,7 +164,7 @@ def _write_lines(target: BinaryIO, lines: Iterable[dict[str, Any]]) -> dict[str,
 
 
 def _rows(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per choice, also per failed choice; one row for a failed line."""
+    """Return a row per choice; one for a failed line."""
     if line["error"] is not None:
         return [_failure(line, line["error"])]
     body = line["response"]["body"]
@@ -222,7 +222,7 @@ def _write_table(target: BinaryIO, rows: Iterator[dict[str, Any]], metric_types:
 
 
 def row_groups(rows: Iterable[dict[str, Any]], max_rows: int) -> Iterator[list[dict[str, Any]]]:
-    """Group rows into row groups of at most `max_rows`, fewer if rows are long."""
+    """Group rows into at most `max_rows`, fewer if long."""
     group: list[dict[str, Any]] = []
     num_letters = 0
     for row in rows:

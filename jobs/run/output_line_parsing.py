@@ -77,7 +77,7 @@ class _Line(_Part):
         return self
 
     def refuse_other(self, job_id: str, fingerprint: str | None) -> None:
-        """Raise ValueError for a line of another job or run, as far as it names them."""
+        """Raise ValueError for another job's or run's line."""
         said = None if self.response is None else self.response.body.system_fingerprint
         wanted = fingerprint or said or ""
         found_id, found_fingerprint = job_id if self.id is None else self.id.removeprefix(LINE_ID), said or wanted
@@ -98,7 +98,7 @@ def num_completion_tokens(line: dict[str, Any]) -> int:
 
 
 def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
-    """Return a choice's texts as table columns, None if absent; log-probabilities as JSON."""
+    """Return a choice's texts as columns; log-probabilities as JSON."""
     message = choice.get("message") or {"content": choice.get("text")}
     reasoning, logprobs = message.get("reasoning_content"), choice.get("logprobs")
     return {
@@ -115,9 +115,9 @@ def plain(text: str) -> str:
 
 
 def is_plain_result(text: bytes, job_id: str, fingerprint: str | None) -> bool:
-    """Return whether a line with a valid checksum is this job's result exactly as `dump_line` writes it.
+    """Return whether a line is this job's result exactly as `dump_line` writes it.
 
-    False only means that the line must be parsed, which costs far more.
+    False only means that it must be parsed, which costs far more.
     """
     head = _RESULT_HEAD.match(text)
     if head is None or fingerprint is None or not text.endswith(_RESULT_END):
@@ -135,10 +135,7 @@ def _has_no_controls(text: bytes) -> bool:
 
 
 def parse_line(data: bytes, job_id: str, fingerprint: str | None) -> dict[str, Any]:
-    """Parse a job's output line with its checksum. Raises ValueError, also for another job's.
-
-    `fingerprint` is the run's, None if unknown.
-    """
+    """Parse an output line. Raises ValueError, also for another job's."""
     try:
         line: dict[str, Any] = _decoded(data)
         found = _Line.model_validate(line)

@@ -1,8 +1,8 @@
-"""The priorities of lines, by `custom_id`, from the newest submission: lower ones begin first.
+"""The priorities of lines from the newest submission: lower ones begin first.
 
 priorities.json    those that are not 0, if any
 
-They affect no token, so they are not part of a job and may change between runs.
+They affect no token, so they are not part of a job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PRIORITIES = TypeAdapter(dict[str, int])
 
 
 def priorities_of(store: Store) -> dict[str, int]:
-    """Return the priorities that are not 0; none if the file is damaged, since any order is valid."""
+    """Return the priorities that are not 0; none if the file is damaged."""
     try:
         return read_parsed(store, FILE, PRIORITIES.validate_json) or {}
     except RunError:
@@ -27,7 +27,7 @@ def priorities_of(store: Store) -> dict[str, int]:
 
 
 def set_priorities(store: Store, custom_ids: Iterable[str], priorities: Mapping[str, int]) -> None:
-    """Set the priorities of a submission's lines, 0 by default; other lines keep theirs."""
+    """Set the priorities of a submission's lines; other lines keep theirs."""
     before = priorities_of(store)
     if not before and not priorities:
         return

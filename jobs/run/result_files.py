@@ -1,4 +1,4 @@
-"""The results of a run, in segments of many results each: format, search and reading."""
+"""The results of a run, in segments of many."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Number = Annotated[int, Field(ge=0, lt=2**63)]  # an array's integers
 
 
 class SealedResult(NamedTuple):
-    """A job's output line with checksum and newline, and its number of generated tokens."""
+    """A sealed output line and its number of generated tokens."""
 
     job_id: str
     num_tokens: int
@@ -57,7 +57,7 @@ LENGTH, NUM_TOKENS = 1, 2  # columns of a row after the id
 
 @dataclass(frozen=True)
 class SegmentIndex:
-    """A segment's index in little memory: `numbers` has three values per job, its row without the id."""
+    """A segment's index in little memory, three `numbers` per job."""
 
     path: str
     job_ids: list[str]
@@ -97,9 +97,9 @@ def encode_segment(results: Iterable[SealedResult], fingerprint: str) -> bytes:
 
 
 def read_index(read: ReadPart, size: int, fingerprint: str | None) -> Iterable[Row]:
-    """Return the rows of all results of a segment, reading only its end.
+    """Return the rows of all results, reading only a segment's end.
 
-    Raises ValueError if the index is damaged or of another run; `fingerprint` None accepts any.
+    Raises ValueError if the index is damaged or of another run.
     """
     tail_start = max(0, size - TAIL_BYTES)
     tail = read(tail_start, size - tail_start)
@@ -143,7 +143,7 @@ def found_lines(data: bytes, fingerprint: str | None) -> Iterator[Row]:
 
 
 def is_whole(data: bytes, place: LinePlace) -> bool:
-    """Return whether a result in a segment is intact and of the indexed job."""
+    """Return whether a result is intact and of the indexed job."""
     try:
         text = unsealed(_line_at(data, place))
         if text is None:
@@ -170,9 +170,9 @@ NOT_WHOLE = "found content that does not match its checksum, or its index"
 
 
 class ResultFiles:
-    """The results of one run, by job id; thread-safe. `damaged` collects unusable files and why.
+    """The results of one run; thread-safe. `damaged` collects unusable files.
 
-    Segments never change, so each index is read once. `fingerprint` is the run's, None if unknown.
+    Segments never change, so each index is read once.
     """
 
     def __init__(self, store: Store, damaged: dict[str, str], fingerprint: str | None) -> None:
@@ -194,7 +194,7 @@ class ResultFiles:
         return self._numbers(LENGTH)
 
     def job_ids(self) -> Container[str]:
-        """Return the jobs with a result; later finds may be added to it."""
+        """Return a live view of the jobs with a result."""
         self._look()
         return self._places
 
@@ -243,10 +243,7 @@ class ResultFiles:
         return self._numbers(NUM_TOKENS)
 
     def set_damaged_aside(self) -> list[tuple[str, str, str]]:
-        """Move damaged segments away; returns old path, problem and new path.
-
-        Their intact results are written to a new segment.
-        """
+        """Move damaged segments away and keep intact results; return old path, problem and new path."""
         moved = []
         for path, problem in self._broken.items():
             name = path.rpartition("/")[2].removesuffix(SUFFIX)
@@ -321,7 +318,7 @@ class ResultFiles:
 
 
 class _Copies:
-    """Local copies of an object store's segments, whose lines are read in another order."""
+    """Local copies of an object store's segments."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -331,7 +328,7 @@ class _Copies:
         self._writing = Lock()
 
     def part(self, place: LinePlace) -> bytes | None:
-        """Return the bytes at a place of a segment; None if it is gone. Raises `StoreError`."""
+        """Return the bytes at a place; None if gone. Raises `StoreError`."""
         with self._copying[place.path]:
             if place.path not in self._starts:
                 data = self._store.read(place.path)

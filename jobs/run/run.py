@@ -1,4 +1,4 @@
-"""One run folder: manifest, jobs, rejects, results, errors and progress, readable with `ls` and `cat`."""
+"""One run folder, readable with `ls` and `cat`."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ CANCEL_JOBS = "cancel/jobs"
 
 
 class Run(RunJobs):
-    """A run in its folder. Every method raises `StoreError`, and `RunError` for a damaged file."""
+    """A run in its folder. Methods raise `StoreError`, and `RunError` for a damaged file."""
 
     def __init__(self, store: Store, manifest: RunManifest | None) -> None:
-        """`manifest` is None if damaged; then only methods that don't need it work."""
+        """`manifest` is None if damaged."""
         super().__init__(store, manifest)
         self._fingerprint = None if manifest is None else manifest.fingerprint
         self.damaged: dict[str, str] = {}  # unusable files seen so far: path and problem
@@ -49,18 +49,15 @@ class Run(RunJobs):
 
     @classmethod
     def create_or_open(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
-        """Open the run at `uri`, or create it from `manifest`; an existing run keeps its own manifest.
+        """Open the run at `uri`, or create it from `manifest`.
 
-        Raises `RunError` if the existing run has another model or dtype, since results would not fit together.
+        Raises `RunError` if it has another model or dtype.
         """
         return cls.planned(uri, manifest, retries).made()
 
     @classmethod
     def planned(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
-        """Open the run at `uri`, or plan it from `manifest` without writing before `made`.
-
-        Raises `RunError` as `create_or_open` does.
-        """
+        """Open the run, or plan it without writing before `made`. Raises as `create_or_open`."""
         store = Store(uri, retries)
         if store.exists(MANIFEST):
             return cls.open(uri, retries)._fit_for(manifest)
@@ -78,7 +75,7 @@ class Run(RunJobs):
 
     @classmethod
     def open(cls, uri: str, retries: Retries | None = None) -> Run:
-        """Open the run at `uri`. Raises `RunError` if there is none or another version made it."""
+        """Open the run. Raises `RunError` if absent or of another version."""
         store = Store(uri, retries)
         manifest = read_model(store, MANIFEST, RunManifest)
         if manifest is None:
@@ -87,7 +84,7 @@ class Run(RunJobs):
 
     @classmethod
     def without_manifest(cls, uri: str) -> Run:
-        """Open a folder with a damaged manifest, to read jobs, rejects, results and errors."""
+        """Open a folder with a damaged manifest."""
         return cls(Store(uri), None)
 
     def write_rejects(self, rejects: Iterable[Reject]) -> None:
@@ -99,7 +96,7 @@ class Run(RunJobs):
             self.store.write_from(REJECTS, file)
 
     def rejects(self) -> Rejects:
-        """Return the newest submission's rejects in file order; none if the file is damaged, see `damaged`."""
+        """Return the newest submission's rejects; none if damaged."""
         with at_hand(self.store, REJECTS) as file:
             try:
                 return Rejects() if file is None else Rejects.read(file)
@@ -108,7 +105,7 @@ class Run(RunJobs):
                 return Rejects()
 
     def lacks_its_jobs(self) -> bool:
-        """Return whether the only submission ended before it wrote jobs: rejects are written after them."""
+        """Return whether the only submission ended before it wrote jobs."""
         return not self.store.exists(REJECTS) and not self.job_ids()
 
     def write_segment(self, name: str, results: Sequence[SealedResult]) -> None:
@@ -151,7 +148,7 @@ class Run(RunJobs):
         return self._lines({})
 
     def lines_of(self, index: JobIndex) -> Iterator[dict[str, Any] | None]:
-        """Yield the output line of each job of an index, None while it has none."""
+        """Yield the output line of each job, None while it has none."""
         finished = self.finished_ids()
         failed = self._errors.job_ids()
 
@@ -164,10 +161,7 @@ class Run(RunJobs):
         return self._results.job_ids()
 
     def ended_jobs(self, index: JobIndex) -> tuple[array[int], dict[int, str]]:
-        """Return the tokens of finished rows of an index, and the error codes of failed ones by row.
-
-        Unreadable lines are omitted; results in segments are not parsed.
-        """
+        """Return the tokens of finished rows, and the error codes of failed ones."""
         whole = self._results.whole()
         finished, failed = self.ended()
         rows, codes, others = array("q"), dict[int, str](), list[tuple[int, str]]()
@@ -185,10 +179,7 @@ class Run(RunJobs):
         return rows, codes
 
     def joined_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the output lines so far; see `jobs.run.output_line`.
-
-        A job without a result shows that of the job it superseded.
-        """
+        """Yield the output lines so far, also of superseded jobs without a newer one."""
         return joined(self._lines(self.extended()))
 
     def written_lines(self) -> Iterator[bytes]:
@@ -204,7 +195,7 @@ class Run(RunJobs):
         return filter(None, read_lines(self._results.data, places, write, self._results.elsewhere))
 
     def _lines(self, extended: Mapping[str, list[str]]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
-        """Yield every job with its line, or that of a job it superseded."""
+        """Yield every job with its line, or a superseded job's."""
         records, again = tee(self.records())
         places = self._output_places((record.job_id for record in again), extended)
         return zip(records, self._read_places(places), strict=True)
@@ -232,11 +223,11 @@ class Run(RunJobs):
         return "" if place is None else place.path
 
     def set_damaged_aside(self, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:
-        """Move damaged results and errors of these jobs away; returns old path, problem and new path."""
+        """Move damaged results and errors away; return old path, problem and new path."""
         return [*self._results.set_damaged_aside(), *self._errors.set_damaged_aside(job_ids)]
 
     def delete_leftovers(self) -> None:
-        """Delete half-written files of killed writers; only the run's holder may call it."""
+        """Delete half-written files; only the holder may."""
         for folder in (
             "",
             job_table.LATER,
@@ -262,7 +253,7 @@ class Run(RunJobs):
         self.store.write(PROGRESS, pretty(progress))
 
     def progress(self) -> Progress | None:
-        """Return the newest heartbeat; None before the first, or if damaged, see `damaged`."""
+        """Return the newest heartbeat, if usable."""
         self.damaged.pop(PROGRESS, None)
         try:
             return read_model(self.store, PROGRESS, Progress)
@@ -297,9 +288,9 @@ class Run(RunJobs):
         files: Mapping[str, str],
         commit: str | None,
     ) -> None:
-        """Raise `RunError` if the model changed since the run was made, since its tokens would differ.
+        """Raise `RunError` if the model changed, because its tokens would differ.
 
-        `files` are the SHA-256s found, at a `commit` of the hub.
+        `files` are the SHA-256s found.
         """
         shown, known = f"model {self.manifest.stored_model}", self.manifest.model_files
         differing = [name for name in known if known[name] != files.get(name)]

@@ -1,4 +1,4 @@
-"""The jobs of a run in its tables: added, and read in input order, by place or by column."""
+"""The jobs of a run in its tables."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ BODY = ("job", "last_marker", "prompt_token_ids")
 
 
 class JobBodies:
-    """The bodies of a driver's jobs in a local file, so that each is one short read."""
+    """The bodies of a driver's jobs in a local file."""
 
     def __init__(self, parts: Iterator[pa.Table], places: NDArray[np.int64]) -> None:
-        """`parts` are all of the run with the columns `BODY`; `places` are ascending. Raises StoreError."""
+        """`places` are ascending. Raises StoreError."""
         import numpy as np
 
         self._places = places
@@ -73,7 +73,7 @@ def _write(file: BinaryIO, part: pa.Table) -> NDArray[np.int64]:
 
 
 class RunJobs:
-    """The jobs of a run. Every method raises `StoreError`, and `RunError` for a damaged table."""
+    """The jobs of a run. Methods raise `StoreError`, and `RunError` for a damaged table."""
 
     def __init__(self, store: Store, manifest: RunManifest | None) -> None:
         """`manifest` is None if damaged."""
@@ -104,7 +104,7 @@ class RunJobs:
         return read_parts(self.store, names, self._run_id)
 
     def records(self) -> Iterator[JobRecord]:
-        """Yield all jobs in input order, each in its newest form, with one part in memory."""
+        """Yield all jobs in their newest forms, with one part in memory."""
         import numpy as np
 
         places = self.job_index().places

@@ -1,4 +1,4 @@
-"""The JSON files of a run (run.json, progress, claims), its format number, and strict readers."""
+"""The JSON files of a run, its format number, and strict readers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RunState = Literal["running", "finished", "cancelled", "interrupted"]
 
 
 class ProcessKey(Frozen):
-    """Identifies a process beyond its number; `start_ticks` is its start since the system's boot."""
+    """Identifies a process; `start_ticks` count from the system's boot."""
 
     boot_id: str
     pid_namespace: str
@@ -40,9 +40,9 @@ class ProcessKey(Frozen):
 
 
 class RunManifest(Frozen):
-    """All settings of a run that decide its bytes; `created` is in seconds since the epoch.
+    """All settings of a run that decide its bytes.
 
-    `version` covers the whole folder: raise it with any change of a file's format. Other versions are refused.
+    `version` covers the whole folder: raise it with any change of a format.
     """
 
     version: Literal[2] = 2
@@ -90,10 +90,9 @@ class RunManifest(Frozen):
 
 
 class WorkerStatus(Frozen):
-    """One worker and its jobs, named as in `Progress.running`; `numerics` identifies its bits.
+    """One worker and its jobs, named as in `Progress.running`.
 
-    `last_checkpoint` is the time of its last write, or of its work's start, in seconds since the epoch; None without a
-    job.
+    `last_checkpoint` is its last write or its work's start, in seconds since the epoch; None without a job.
     """
 
     id: str
@@ -108,16 +107,15 @@ class WorkerStatus(Frozen):
 
 
 class Progress(Frozen):
-    """The driver's heartbeat; times in seconds since the epoch, `jobs` counts by state (pending, running, ...).
+    """The driver's heartbeat; times in seconds since the epoch, `jobs` counts by state.
 
-    `running` maps each job's name (`custom_id`, or `custom_id[1]` for a second choice) to its tokens; a driver's last
-    heartbeat lists the jobs left without a whole checkpoint. `epoch` numbers the driver's claim. `max_tokens` limits
-    the running jobs, `num_tokens_left` all unfinished ones.
+    `running` maps jobs (`custom_id[1]` is a second choice) to tokens; in the last heartbeat, jobs left without a whole
+    checkpoint. `epoch` numbers the driver's claim. `max_tokens` limits the running jobs, `num_tokens_left` all
+    unfinished ones.
 
-    `num_total_tokens` (all attempts, also lost ones) and `worker_seconds` (while workers were held) cover all drivers;
-    `reached_limit` is the stop limit of the last one. The other counts cover this driver: `num_preemptions` by reason,
-    `num_resumes` by kind, `num_tokens_by_draft` (none, tree, chain), `num_read_tokens` of prompts and replays,
-    `num_copied_tokens` that needed no reading.
+    `num_total_tokens` (all attempts) and `worker_seconds` cover all drivers; `reached_limit` stopped the last one.
+    Other counts are this driver's: `num_preemptions` by reason, `num_resumes` by kind, `num_tokens_by_draft` (none,
+    tree, chain), `num_read_tokens` of prompts and replays, `num_copied_tokens` that needed no reading.
     """
 
     state: RunState
@@ -149,7 +147,7 @@ class Progress(Frozen):
 
 
 class DriverClaim(Frozen):
-    """A driver's claim on the run; the newest claim holds it. `started` is in seconds since the epoch."""
+    """A driver's claim on the run; the newest one holds it."""
 
     host: str
     pid: int
@@ -202,10 +200,7 @@ def read_object(store: Store, path: str) -> dict[str, Any] | None:
 
 
 def read_model(store: Store, path: str, model: type[Model]) -> Model | None:
-    """Read a model from a JSON file; None if absent.
-
-    Raises `DamagedError`, or another `RunError` for another version.
-    """
+    """Read a model from a JSON file; None if absent. Raises `DamagedError`, `RunError` for another version."""
 
     def parse(data: bytes) -> Model:
         values = _parse_object(data)

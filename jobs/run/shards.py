@@ -1,4 +1,4 @@
-"""The shards of a run: settings, plans, and files of rows (Parquet or JSON lines) written while it runs."""
+"""The shards of a run: settings, plans and files of rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ShardFormat = Literal["parquet", "jsonl"]
 
 
 class ShardSettings(Frozen):
-    """Shard settings: the format is fixed for a run, the number of rows applies to later shards."""
+    """The format is fixed for a run; the number of rows applies to later shards."""
 
     format: ShardFormat
     rows_per_shard: int = Field(default=1000, ge=1, le=MAX_ROWS)
@@ -48,12 +48,12 @@ class ShardSettings(Frozen):
 
 
 def shard_settings(store: Store) -> ShardSettings | None:
-    """Return the run's shard settings; None if it writes none. Raises RunError for a damaged file."""
+    """Return the run's shard settings, if any. Raises RunError."""
     return read_model(store, SETTINGS_FILE, ShardSettings)
 
 
 def ask_for_shards(store: Store, settings: ShardSettings) -> None:
-    """Make the run write shards from now on; only its holder may call it. Raises RunError for another format."""
+    """Make the held run write shards. Raises RunError for another format."""
     before = shard_settings(store)
     if before is not None and before.format != settings.format:
         raise RunError(
@@ -72,16 +72,16 @@ MAX_SHARD_BYTES = 256 * 2**20
 
 
 class Failure(Frozen):
-    """Why a job failed; plans keep it, because a retried job loses its error."""
+    """Why a job failed, kept because a retry deletes its error."""
 
     code: str
     message: str
 
 
 class PlannedLine(Frozen):
-    """An ended input line: its jobs, one per choice, and their failures.
+    """An ended input line with its jobs and their failures.
 
-    `revision` starts at 0 and grows each time the line ends again after `extend` or `resume --retry-failed`.
+    `revision` grows each time the line ends again.
     """
 
     custom_id: str
@@ -133,9 +133,9 @@ class SizedLine(NamedTuple):
 def packed(
     lines: Iterable[SizedLine], max_rows: int, takes_all: bool, max_bytes: int = MAX_SHARD_BYTES
 ) -> tuple[list[list[PlannedLine]], int]:
-    """Return the lines of each full shard in order, and the number of rows left over.
+    """Return the lines of each full shard, and the number of leftover rows.
 
-    A line is never split; one larger than a shard gets its own. `takes_all` leaves nothing over.
+    A line is never split. `takes_all` leaves nothing over.
     """
     full: list[list[PlannedLine]] = []
     shard: list[PlannedLine] = []
@@ -311,7 +311,7 @@ class Shards:
     """The writer of a run's shards, for the driver that holds it."""
 
     def __init__(self, run: Run, settings: ShardSettings, epoch: int, check: Callable[[], None]) -> None:
-        """`check` raises if the driver of `epoch` no longer holds the run. Raises RunError, StoreError."""
+        """`check` raises if `epoch` no longer holds the run. Raises RunError, StoreError."""
         self._run, self._settings, self._check = run, settings, check
         self._records = run.all_jobs()
         self._lines: dict[str, list[list[str]]] = defaultdict(list)  # by custom_id: the lineage of each choice's job
@@ -330,10 +330,9 @@ class Shards:
         return None if settings is None else cls(run, settings, epoch, check)
 
     def catch_up(self, is_end: bool, max_bytes: int = MAX_SHARD_BYTES) -> tuple[list[WrittenShard], int]:
-        """Write missing planned shards, then full new ones; also return the number of rows left over.
+        """Write missing planned shards, then full new ones; also return the leftover rows.
 
-        With `is_end` failed lines are included and the last shard may be smaller. Raises StoreError, RunError, and what
-        `check` raises.
+        `is_end` includes failed lines and a smaller last shard. Raises StoreError, RunError, and as `check`.
         """
         written = [shard for number in list(self._missing) if (shard := self._completed(number)) is not None]
         full, num_waiting = packed(self._due(is_end), self._settings.rows_per_shard, is_end, max_bytes)
@@ -364,7 +363,7 @@ class Shards:
         }
 
     def _planned(self, custom_id: str, jobs: Sequence[str], failures: dict[str, Failure]) -> PlannedLine | None:
-        """Return the line as it ended now; None if a shard has it so."""
+        """Return the line as it ended now; None if unchanged."""
         before = self._newest.get(custom_id)
         own = {job_id: failures[job_id] for job_id in jobs if job_id in failures}
         revision = 0 if before is None else before.revision + 1
@@ -372,13 +371,13 @@ class Shards:
         return None if before is not None and before.key == line.key else line
 
     def _completed(self, number: int) -> WrittenShard | None:
-        """Write a planned shard; None while one of its results is damaged, whose job runs again."""
+        """Write a planned shard; None while one of its results is damaged."""
         plan = self._missing[number]
         with temporary_file() as file:
             return self._published(number, file) if self._fill(file, plan.lines) == plan.lines else None
 
     def _added(self, lines: Sequence[PlannedLine]) -> WrittenShard | None:
-        """Plan and write a shard of the readable lines; None if there are none."""
+        """Plan and write a shard of the readable lines, if any."""
         with temporary_file() as file:
             if not (readable := self._fill(file, lines)):
                 return None

@@ -1,4 +1,4 @@
-"""Writes the dashboards' JSON files: `python -m swiftbatch.metrics.grafana.build`; a test detects stale ones."""
+"""Writes the dashboards' JSON files: `python -m swiftbatch.metrics.grafana.build`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attempts of a job in a report, and the intervals between their marks."""
+"""The attempts of a job, and the intervals between their marks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Outcome = Literal["finished", "released", "lost", "cancelled", "running"]
 
 
 class Marks(NamedTuple):
-    """A timeline as four consecutive columns in one array, since a million jobs have several each."""
+    """A timeline as four columns in one array, to save memory."""
 
     started: float
     is_released: bool
@@ -43,7 +43,7 @@ class Marks(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """One attempt at a job; times in seconds since the epoch, `driver` counts from 1."""
+    """One attempt; times in seconds since the epoch, `driver` counts from 1."""
 
     number: int
     worker_id: str
@@ -64,7 +64,7 @@ def attempts_of(
 ) -> tuple[Attempt, ...]:
     """Return attempts with readable claims, oldest first.
 
-    `last` is the newest one's outcome, `last_end` its end or 0 if unknown; `driver_starts` is sorted.
+    `last` and `last_end` are the newest one's outcome and end, 0 if unknown.
     """
     known = [record for record in history if record.claimed > 0]
     attempts = []
@@ -108,10 +108,7 @@ State = Literal["finished", "failed", "cancelled", "running", "pending"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """One job; `number` counts from 1, `error` is (code, message).
-
-    `prompt` and `excerpt` of the answer are empty for a job that is only counted.
-    """
+    """One job; `number` counts from 1, `error` is (code, message)."""
 
     number: int
     name: str
@@ -139,10 +136,7 @@ Row = tuple[float, float, float, float, float, float]
 
 @dataclass(frozen=True)
 class Intervals:
-    """Columns [num_stretches]:
-
-    `start` and `end` in seconds since the epoch, `length` of prompt and text at the middle.
-    """
+    """Columns [num_stretches]: times in seconds since the epoch, `length` at the middle."""
 
     start: NDArray[np.float64]
     end: NDArray[np.float64]
@@ -153,7 +147,7 @@ class Intervals:
 
 
 def job_pace(job: JobFacts) -> tuple[float | None, float | None]:
-    """Return a job's mean acceptance length and milliseconds per token over all attempts, or None."""
+    """Return a job's mean acceptance length and milliseconds per token."""
     seconds, num_tokens, num_drafts, num_accepted = 0.0, 0.0, 0.0, 0.0
     for start, end, tokens, _, drafts, accepted in rows_of(job):
         seconds, num_tokens = seconds + end - start, num_tokens + tokens

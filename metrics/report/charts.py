@@ -1,4 +1,4 @@
-"""The charts of a report: tokens per second, cost by length, and jobs over workers."""
+"""The charts of a report."""
 
 from __future__ import annotations
 
@@ -56,10 +56,7 @@ MAX_LOSSES = 300  # more ticks would merge into a wall
 
 @dataclass(frozen=True)
 class Throughput:
-    """Tokens per second [num_bins] between `edges` [num_bins + 1], in seconds since the run's first attempt.
-
-    Recomputed tokens count, recovered ones do not: it is the machines' work.
-    """
+    """Tokens per second [num_bins] between `edges` [num_bins + 1]; recomputed tokens count."""
 
     edges: Column
     tokens_per_second: Column
@@ -67,9 +64,9 @@ class Throughput:
 
 @dataclass(frozen=True)
 class ByLength:
-    """A mean [num_bins] by length of prompt and text in tokens.
+    """A mean [num_bins] by length in tokens.
 
-    `low` and `high` bound the middle 80 % of a bin's intervals, NaN if there are too few.
+    `low` and `high` bound the middle 80 % of a bin's intervals, NaN for too few.
     """
 
     length: Column
@@ -79,7 +76,7 @@ class ByLength:
 
 
 def throughput(found: Intervals, begin: float, end: float) -> Throughput:
-    """Return the run's speed between two times; an interval's tokens are spread evenly over it."""
+    """Return the run's speed, an interval's tokens spread evenly over it."""
     num_bins = int(np.clip((end - begin) / MIN_BIN_SECONDS, 1, MAX_TIME_BINS))
     edges = np.linspace(begin, max(end, begin + MIN_BIN_SECONDS), num_bins + 1)
     seconds = np.maximum(found.end - found.start, 1e-9)
@@ -90,7 +87,7 @@ def throughput(found: Intervals, begin: float, end: float) -> Throughput:
 
 
 def _drawn_by(moments: Column, starts: Column, rates: Column) -> Column:
-    """Return tokens drawn up to each moment if all intervals began at their starts and never ended."""
+    """Return tokens drawn up to each moment if all intervals never ended."""
     firsts = np.searchsorted(moments, starts)  # the first moment after each start
     rate, before = (
         np.bincount(firsts, weights, len(moments) + 1)[: len(moments)].cumsum() for weights in (rates, rates * starts)
@@ -105,14 +102,14 @@ def acceptance_by_length(found: Intervals) -> ByLength | None:
 
 
 def ms_per_token_by_length(found: Intervals) -> ByLength | None:
-    """Return a job's milliseconds per token, waits for its neighbours included; None without tokens."""
+    """Return a job's milliseconds per token, waits included; None without tokens."""
     drawn = found.num_tokens > 0
     milliseconds = 1000 * (found.end - found.start)
     return _by_length(found.length[drawn], milliseconds[drawn], found.num_tokens[drawn], 0.0)
 
 
 def _by_length(length: Column, amount: Column, weight: Column, offset: float) -> ByLength | None:
-    """Return `offset` + amount / weight per length bin: sums for the mean, single intervals for the band."""
+    """Return `offset` + amount / weight per bin: sums for the mean, intervals for the band."""
     if len(length) == 0:
         return None
     num_bins = int(np.clip(len(length) / INTERVALS_PER_BIN, 1, MAX_LENGTH_BINS))
@@ -146,7 +143,7 @@ def throughput_chart(curve: Throughput, losses: Sequence[float]) -> Markup:
 
 
 def length_chart(curve: ByLength, title: str, from_zero: bool) -> Markup:
-    """Draw a mean by length over the band of the middle 80 %."""
+    """Draw a mean over the band of the middle 80 %."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": title}):
         figure, axes = _axes(NARROW)
         axes.fill_between(curve.length, curve.low, curve.high, where=~np.isnan(curve.low), color=SHADE, linewidth=0)
@@ -211,7 +208,7 @@ ENDS = {
 
 @dataclass(frozen=True)
 class Bar:
-    """One attempt; `left` and `width` are percentages of the run's time, `wait` of the bar until its first token."""
+    """One attempt; `left` and `width` are percentages of the run's time, `wait` of the bar."""
 
     left: float
     width: float
@@ -238,14 +235,14 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class Gantt:
-    """All workers in order of arrival; `num_left_out` attempts were too short to show."""
+    """All workers in order of arrival; `num_left_out` attempts are too short."""
 
     rows: tuple[WorkerRow, ...]
     num_left_out: int
 
 
 def gantt(facts: RunFacts, begin: float, end: float) -> Gantt:
-    """Return a run's attempts between two times in seconds since the epoch, the longest ones if too many."""
+    """Return the longest attempts between two times."""
     longest = facts.tally.longest
     workers: dict[tuple[int, str], list[tuple[Attempt, Bar]]] = {}
     for entry in sorted(longest, key=lambda entry: (entry.attempt.start, entry.job_number)):
@@ -285,7 +282,7 @@ def _bar(entry: LongAttempt, begin: float, end: float) -> Bar:
 
 
 def _lanes(bars: list[tuple[Attempt, Bar]]) -> tuple[tuple[Bar, ...], ...]:
-    """Put each bar into the first free lane; `bars` are sorted by start."""
+    """Put each bar, sorted by start, into the first free lane."""
     lanes: list[list[Bar]] = []
     ends: list[float] = []
     for attempt, bar in bars:

@@ -29,7 +29,7 @@ from swiftbatch.metrics.report.run_facts import RunFacts
 
 @dataclass(frozen=True)
 class Figure:
-    """A named value with a detail; `link` leads to a part of the page, `tone` is a CSS class."""
+    """A named value; `link` leads to a part of the page, `tone` is a CSS class."""
 
     name: str
     value: str
@@ -84,7 +84,7 @@ def _acceptance(facts: RunFacts, found: Intervals) -> Figure:
 
 
 def _shares_of_drafts(facts: RunFacts) -> list[str]:
-    """Return the shares of tokens by chains, trees and plain steps in last attempts; none if no job reports them."""
+    """Return the shares of tokens by chains, trees and plain steps."""
     words = ("chains", "trees", "plain steps")  # in the order of `DRAFTS`
     counts = facts.tally.num_tokens_by_draft.values()
     return [f"{count / sum(counts):.0%} by {word}" for word, count in zip(words, counts, strict=True) if count]
@@ -119,10 +119,7 @@ PATH_CHARACTERS = b"/"  # left unquoted in a link
 
 
 def render(facts: RunFacts, store: Store, folder: str | None) -> str:
-    """Render the page as HTML; links to a local run are relative to `folder`, where the page will be.
-
-    `folder` None omits links.
-    """
+    """Render the page as HTML; links are relative to `folder`, None omits them."""
     found = facts.tally.stretches()
     begin, end = _span(facts, found)
     rows = [_row(job, begin, store, folder) for job in facts.jobs]
@@ -162,7 +159,7 @@ def _charts(facts: RunFacts, found: Intervals, begin: float, end: float) -> dict
 
 
 def _span(facts: RunFacts, found: Intervals) -> tuple[float, float]:
-    """Return the first attempt's start and the last one's end, in seconds since the epoch."""
+    """Return the first start and the last end, in seconds since the epoch."""
     tally = facts.tally
     if not tally.starts:
         return facts.progress.started, facts.progress.started

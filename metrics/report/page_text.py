@@ -27,7 +27,7 @@ STEPS = (
 
 
 def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
-    """Return at most `most` + 1 round times with labels such as 0:00 and 1:30."""
+    """Return at most `most` + 1 round times with labels."""
     step = next((step for step in STEPS if seconds / step <= most), STEPS[-1])
     return [(float(moment), clock(moment)) for moment in range(0, int(seconds) + 1, step)]
 

@@ -1,4 +1,4 @@
-"""The facts of a run for its report: jobs, attempts and totals from its folder."""
+"""The facts of a run for its report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MIN_INTERVALS = 2  # per attempt, however many jobs there are
 
 
 class LongAttempt(NamedTuple):
-    """An attempt that may get a bar on the page, and its job."""
+    """An attempt that may get a bar, and its job."""
 
     seconds: float
     order: int  # unique and greatest for the first, so that comparison stops here
@@ -49,7 +49,7 @@ class LongAttempt(NamedTuple):
 
 
 class Tally:
-    """Running sums over jobs, times of attempts, their intervals, and the longest attempts."""
+    """Running sums over jobs and attempts, and the longest attempts."""
 
     def __init__(self, num_jobs: int) -> None:
         """Many jobs (`num_jobs`) get few intervals per attempt."""
@@ -133,10 +133,7 @@ OUTCOMES: dict[State, Outcome] = {  # outcome of a job's newest attempt
 
 @dataclass(frozen=True)
 class RunFacts:
-    """All facts of a report; `place` is the run's folder without credentials.
-
-    `jobs` are the listed ones in input order; `tally` covers all.
-    """
+    """All facts of a report; `jobs` are the listed ones, `tally` covers all."""
 
     place: str
     manifest: RunManifest
@@ -153,10 +150,7 @@ class RunFacts:
 
 
 def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunFacts:
-    """Read a run; `drivers` are its holders, oldest first. Raises RunError, StoreError.
-
-    Keeps only listed jobs, and the tally of the others.
-    """
+    """Read a run; `drivers` are its holders, oldest first. Raises RunError, StoreError."""
     index = run.job_index().without("prompt_keys")
     reader = _Reader(run, progress, sorted(claim.started for claim in drivers), index)
     tally, doubtful = Tally(len(index)), list[JobFacts]()
@@ -186,7 +180,7 @@ def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunF
 
 
 def _most_urgent(listed: dict[State, list[JobFacts]]) -> list[JobFacts]:
-    """Choose the jobs to list: failed ones first, then others without a result."""
+    """Choose the jobs to list: failed, then unfinished ones first."""
     jobs = sorted(chain.from_iterable(listed.values()), key=lambda job: (URGENCY.get(job.state, 1), job.number))
     return sorted(jobs[:MAX_JOBS], key=lambda job: job.number)
 
@@ -215,7 +209,7 @@ def _checkpoints(run: Run, finished: Container[str]) -> dict[str, Logged]:
 
 
 def _with_running(history: list[AttemptRecord], running: AttemptRecord) -> list[AttemptRecord]:
-    """Add the running attempt, or only its timeline if the history has its start."""
+    """Add the running attempt, or its timeline if the start is known."""
     known = {record.number: record for record in history}
     own = known.get(running.number)
     known[running.number] = running if own is None else own.model_copy(update={"timeline": running.timeline})
@@ -223,7 +217,7 @@ def _with_running(history: list[AttemptRecord], running: AttemptRecord) -> list[
 
 
 def _may_be_cut(message: dict[str, Any], finish_reason: str) -> bool:
-    """Return whether a chat may have run out of room inside its thought."""
+    """Return whether a chat may have run out of room in its thought."""
     is_thought_alone = bool(message.get("reasoning_content")) and not message["content"]
     return is_thought_alone and finish_reason in ("length", "repetition")
 
@@ -264,7 +258,7 @@ class _Reader:
                 yield self._unfinished(number, entry, line, *logged.get(entry.job_id, ([], 0)))
 
     def with_known_cuts(self, jobs: Sequence[JobFacts]) -> list[JobFacts]:
-        """Clear `is_cut_thought` of jobs whose loop ended the thought, which only their records tell."""
+        """Clear `is_cut_thought` of jobs whose loop ended the thought."""
         records = self._records([job.number for job in jobs if _may_close_loops(job)])
         other = {number for number, record in records if not _closes_loops(record.job)}
         return [replace(job, is_cut_thought=False) if job.number in other else job for job in jobs]

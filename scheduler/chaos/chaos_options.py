@@ -1,4 +1,4 @@
-"""The options of a chaos run, and the job file and commands made from them."""
+"""The options of a chaos run, its job file and commands."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The run that is killed repeatedly and always continues.
-
-Each driver is a `swiftbatch submit` or `resume` process, as a user would start it.
-"""
+"""The run that is killed repeatedly; drivers are `swiftbatch` processes, as users start them."""
 
 from __future__ import annotations
 
@@ -84,7 +81,7 @@ class DisturbedDriver:
         self._process.wait()
 
     def expect(self, *codes: int) -> None:
-        """Wait for its end. Raises ChaosError with its last line at another exit code."""
+        """Wait for its end. Raises ChaosError at another exit code."""
         code = self._process.wait()
         if code not in codes:
             lines = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -115,7 +112,7 @@ class Commands(Protocol):
 
 
 class DisturbedRun:
-    """Executes a plan of kills on a run that `submit` starts and `resume` continues."""
+    """Executes a plan of kills on a run."""
 
     def __init__(
         self,
@@ -139,10 +136,7 @@ class DisturbedRun:
         self._show = show
 
     def run(self, plan: Sequence[PlannedKill]) -> list[Kill]:
-        """Run to the end; return the kills done, fewer if the run ends early.
-
-        Raises ChaosError when a driver gives up.
-        """
+        """Run to the end; return the kills done. Raises ChaosError when a driver gives up."""
         self._started = time.monotonic()
         self._driver = self._commands.submit(self._run_uri)
         try:
@@ -155,7 +149,7 @@ class DisturbedRun:
         return kills
 
     def _carry_out(self, planned: PlannedKill) -> Kill | None:
-        """Wait until a kill is due and do it; None if the run ended first."""
+        """Do a kill when it is due; None if the run ended first."""
         while self._is_running():
             progress = self._progress()
             if progress is not None and progress.num_generated_tokens >= planned.num_tokens:
@@ -169,7 +163,7 @@ class DisturbedRun:
         return None
 
     def _is_running(self) -> bool:
-        """Return whether the run continues; restart a driver that troubles made give up."""
+        """Return whether the run continues; restart a driver that gave up."""
         self._troubles.tend()
         if self._driver.has_given_up and self._troubles.may_end_a_driver():
             self._show("the driver gave up; resuming")
@@ -198,7 +192,7 @@ class DisturbedRun:
         return f"process {pid}"
 
     def _rival_driver(self, _workers: Sequence[object]) -> str:
-        """Stop the driver until it counts as silent, then wake it soon after another takes the run over."""
+        """Stop the driver, and wake it after another takes the run over."""
         first = self._driver
         first.signal(signal.SIGSTOP)
         run = self._open()
@@ -217,7 +211,7 @@ class DisturbedRun:
         return f"process {first.pid}, then {second.pid}"
 
     def _one_of(self, first: DisturbedDriver, second: DisturbedDriver) -> DisturbedDriver:
-        """Wait until one of two drivers leaves the run to the other, and return that one. Raises ChaosError."""
+        """Wait until one of two drivers leaves; return the other. Raises ChaosError."""
         last = time.monotonic() + NOTICES_SECONDS
         while time.monotonic() < last:
             for loser, holder in ((first, second), (second, first)):

@@ -74,7 +74,7 @@ class RunOutput:
 
 
 def compare(custom_ids: Sequence[str], undisturbed: RunOutput, disturbed: RunOutput) -> tuple[JobComparison, ...]:
-    """Compare job by job; a job with no output or two is not identical."""
+    """Compare job by job; each needs exactly one output."""
     return tuple(_compare_job(custom_id, undisturbed, disturbed) for custom_id in custom_ids)
 
 
@@ -107,7 +107,7 @@ class ChaosReport(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def is_identical(self) -> bool:
-        """True if every job has exactly one output, equal to the undisturbed one."""
+        """True if every job has one output, equal to the undisturbed one."""
         return all(job.is_identical for job in self.jobs)
 
     @computed_field  # type: ignore[prop-decorator]
@@ -128,7 +128,7 @@ class ChaosReport(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def max_recomputed_tokens(self) -> int:
-        """The tokens that may be lost: one checkpoint interval of the whole run per kill."""
+        """The tokens that may be lost: a checkpoint interval per kill."""
         return len(self.kills) * self.tokens_per_checkpoint
 
     @computed_field  # type: ignore[prop-decorator]
@@ -175,7 +175,7 @@ class ChaosSetup:
 
 
 def run_chaos(options: ChaosOptions, show: Show) -> ChaosReport:
-    """Run the jobs twice and compare. Raises ChaosError if a run does not finish."""
+    """Run the jobs twice and compare. Raises ChaosError."""
     if Store(options.run_uri).list(""):
         raise ChaosError(f"{options.run_uri} is not empty: expected a new folder; name another one with --run")
     random = Random(options.seed)
@@ -201,7 +201,7 @@ def run_chaos(options: ChaosOptions, show: Show) -> ChaosReport:
 
 
 class Experiment:
-    """Both runs on one cluster; `folder` has the job file and the drivers' output."""
+    """Both runs on one cluster."""
 
     def __init__(self, options: ChaosOptions, arena: ChaosSetup, folder: Path, show: Show) -> None:
         self._options = options
@@ -264,10 +264,7 @@ def _folder(run_uri: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _open_arena(options: ChaosOptions, random: Random, show: Show) -> Iterator[ChaosSetup]:
-    """Connect to the user's cluster, or start one for the context.
-
-    Raises ChaosError if it does not start.
-    """
+    """Connect to the user's cluster, or start one. Raises ChaosError."""
     if options.address is not None:
         if options.num_nodes is not None:
             raise ChaosError("--nodes starts a cluster of its own: leave it or --address out")

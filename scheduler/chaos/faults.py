@@ -1,4 +1,4 @@
-"""The faults of a chaos run: kills of workers, drivers and nodes, and nodes that hang or lose the network."""
+"""The faults of a chaos run: kills, hangs and lost networks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PlannedKill:
 
 
 def plan_kills(num_kills: int, kinds: Sequence[Kind], num_tokens: int, random: Random) -> list[PlannedKill]:
-    """Plan one kill per equal stretch of a run, each kind equally often, in random order."""
+    """Plan one kill per equal stretch, all kinds equally often."""
     drawn = [kinds[index % len(kinds)] for index in range(num_kills)]
     random.shuffle(drawn)
     stretch = num_tokens * (1 - QUIET_END) / max(1, num_kills)
@@ -58,7 +58,7 @@ def local_ways(cluster: LocalCluster, random: Random) -> Mapping[Kind, Way]:
 
 
 def remote_ways(address: str, random: Random) -> Mapping[Kind, Way]:
-    """Return the faults for the user's cluster, whose nodes are not ours to kill."""
+    """Return the faults for the user's cluster, whose nodes we must not kill."""
 
     def hit_worker(number: signal.Signals, workers: Sequence[WorkerStatus]) -> str | None:
         worker = random.choice(workers)
@@ -101,7 +101,7 @@ class LocalVictims:
 
 
 def signal_worker(pid: int, number: signal.Signals) -> bool:
-    """Signal a Ray worker on this machine; return False if the process is no longer one."""
+    """Signal a Ray worker here; return False if it is none."""
     try:
         if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
             return False
@@ -134,7 +134,7 @@ AFTERWARDS_SECONDS = 60.0  # a driver may still give up within this time
 
 
 class NoNodeFaults:
-    """The faults of a cluster whose nodes have no networks of their own: none."""
+    """No faults, for nodes without networks of their own."""
 
     def tend(self) -> None:
         pass
@@ -147,7 +147,7 @@ class NoNodeFaults:
 
 
 class NodeFaults:
-    """The current faults of a cluster of namespaces, and the next driver's host: with the head or apart."""
+    """The current faults of a cluster of namespaces, and the next driver's host."""
 
     def __init__(
         self,
@@ -181,11 +181,11 @@ class NodeFaults:
         self._cluster.replace_ended()
 
     def may_end_a_driver(self) -> bool:
-        """Return whether the head was recently unreachable, so that a driver may stop."""
+        """Return whether the head was recently unreachable."""
         return self._clock() < self._is_head_troubled_until + AFTERWARDS_SECONDS
 
     def driver_prefix(self) -> tuple[str, ...]:
-        """Return the command prefix of the next driver's host, another one than the last if possible."""
+        """Return the command prefix of the next driver's host, preferably another one."""
         head_host = self._cluster.head_host
         host = self._driver_hosts[0] if self._driver_hosts[0] not in self._troubled else head_host
         self._driver_hosts.remove(host)
@@ -211,7 +211,7 @@ class NodeFaults:
         return f"{node.host.address} for {seconds:.0f} s"
 
     def _drain(self, _workers: Sequence[WorkerStatus]) -> str | None:
-        """Announce a node's end and kill it later; it may be cut off until then."""
+        """Announce a node's end and kill it later."""
         node = self._choose()
         if node is None:
             return None
@@ -233,7 +233,7 @@ class NodeFaults:
         return f"for {seconds:.0f} s"
 
     def _isolate_driver(self, _workers: Sequence[WorkerStatus]) -> str | None:
-        """Cut the driver off for a while; on the head's host, this cuts the head off from all nodes."""
+        """Cut the driver's host off for a while."""
         host = self._driver_hosts[-1]
         if host in self._troubled:
             return None

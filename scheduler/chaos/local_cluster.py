@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, on hosts that can be cut off."""
+"""A Ray cluster of several nodes on this machine."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Node:
 
 
 class LocalCluster:
-    """A head without CPUs, so that no worker runs there, and raylets with `num_cpus`, each on its own host."""
+    """A head without CPUs or workers, and raylets with `num_cpus`."""
 
     def __init__(self, folder: Path, num_cpus: int, hosts: Hosts) -> None:
         self._folder = folder
@@ -182,7 +182,7 @@ class LocalCluster:
         self.raylets: list[Node] = []
 
     def start_head(self) -> None:
-        """Start or restart the head and wait for it: a raylet that comes earlier never joins."""
+        """Start the head and wait: a raylet that comes earlier never joins."""
         self.head = self._start(self.head_host, "--head", f"--port={self._port}", "--num-cpus=0", *HEAD_OPTIONS)
         self.head.wait_until_up()
 
@@ -192,7 +192,7 @@ class LocalCluster:
         return node
 
     def wait_for(self, node: Node) -> None:
-        """Wait until a raylet is up, replacing it if it ends. Raises ChaosError."""
+        """Wait until a raylet is up. Raises ChaosError."""
         for _ in range(NUM_STARTS - 1):
             try:
                 return node.wait_until_up()
@@ -253,7 +253,7 @@ class LocalCluster:
 
 @contextlib.contextmanager
 def local_cluster(num_cpus: int, num_raylets: int = NUM_RAYLETS, hosts: Hosts | None = None) -> Iterator[LocalCluster]:
-    """Yield a running local cluster and end it with the context. Raises ChaosError if it does not start."""
+    """Yield a running local cluster. Raises ChaosError."""
     # not in TMPDIR: Ray's sockets below it may have paths of at most 107 characters
     with tempfile.TemporaryDirectory(prefix="sb-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         cluster = LocalCluster(Path(folder), num_cpus, hosts or OneHost())
@@ -267,7 +267,7 @@ def local_cluster(num_cpus: int, num_raylets: int = NUM_RAYLETS, hosts: Hosts | 
 
 
 def cluster_environment(num_failed_checks: int) -> dict[str, str]:
-    """Return a cluster's environment; a node is dead after so many failed health checks."""
+    """Return a cluster's environment."""
     environment = {name: value for name, value in environment_of_code().items() if name != "RAY_ADDRESS"}
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}

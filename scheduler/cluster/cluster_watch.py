@@ -1,4 +1,4 @@
-"""Watches a Ray cluster's head: whether it answers, and which nodes will leave."""
+"""Watches a Ray cluster's head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LONGEST_TICK = 2.0
 
 
 class AwakeClock:
-    """A clock of others' silence that skips times when this process was stopped; read it several times a second."""
+    """A clock of others' silence that skips times when this process was stopped."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -32,11 +32,11 @@ SILENT_SECONDS = 30.0  # a head with a database restarts within this time
 
 
 class ClusterLostError(RuntimeError):
-    """The Ray cluster is gone; the text is one line for the user."""
+    """The Ray cluster is gone."""
 
 
 class ClusterWatch:
-    """The state of the cluster. `check` and `draining` return at once with the thread's newest answers."""
+    """The state of the cluster, from the thread's newest answers."""
 
     def __init__(self, head: Any, own_node_id: Any) -> None:
         """`head` is Ray's `GcsClient`."""
@@ -51,7 +51,7 @@ class ClusterWatch:
         threading.Thread(target=self._watch, name="cluster-watch", daemon=True).start()
 
     def check(self) -> None:
-        """Raise ClusterLostError if the cluster is gone; call it several times a second to notice silence."""
+        """Raise ClusterLostError if the cluster is gone; call it several times a second."""
         if self._problem is not None:
             raise ClusterLostError(self._problem)
         now = self._clock.now()

@@ -1,7 +1,7 @@
 """The folder and processes of an embedded Ray, both removed with the run.
 
-They are in sessions of their own, so that Ctrl-C, a closed terminal or a group signal reaches only the driver: workers
-must live to write checkpoints. If the driver dies, the kernel ends them.
+They are in sessions of their own, because workers must write checkpoints after Ctrl-C. If the driver dies, the kernel
+ends them.
 """
 
 from __future__ import annotations
@@ -58,10 +58,8 @@ class EmbeddedRay:
     def apart(self, job: JobConfig | None = None) -> Iterator[None]:
         """Start Ray's processes in sessions of their own, and skip needless ones.
 
-        Skipped are the autoscaler's monitor, the log monitor and, without pages, the dashboard's server; with `job`
-        also the node's agents, which Ray would wait for.
-
-        A node at LOOPBACK listens only there, but `ray.init` would replace that address by the network's.
+        With `job` the node's agents are skipped, too. A node at LOOPBACK listens only there, but `ray.init` would
+        replace that address.
         """
         from ray._private import node, parameter, services
 
@@ -122,10 +120,7 @@ class EmbeddedRay:
 
 
 def _without_agents(command: list[str], job: JobConfig) -> list[str]:
-    """Remove the agents from a raylet's command; other commands stay unchanged.
-
-    One agent serves the dashboard, one prepares a job's runtime environment, as with `uv run`. Raylets insist on both.
-    """
+    """Remove the agents from a raylet's command; raylets insist on some command."""
     import ray
 
     agents = ["dashboard_agent"] if job.runtime_env else ["dashboard_agent", "runtime_env_agent"]

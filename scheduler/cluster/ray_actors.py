@@ -1,4 +1,4 @@
-"""Calls to workers through Ray, and the last log lines of a worker that died while starting."""
+"""Calls to workers through Ray, and a dead worker's last log lines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOST_NODE = "its node has died"  # Ray's wording; if it changes, the reason is j
 
 
 class WorkerLostError(RuntimeError):
-    """A lost worker; `reason` is a label for metrics, the text one line for the user."""
+    """A lost worker; `reason` is a label for metrics."""
 
     def __init__(self, reason: str, message: str) -> None:
         self.reason = reason
@@ -54,7 +54,7 @@ def create_actor(worker_id: str, spec: WorkerSpec, code: Code, *, num_cpus: int,
 
 @functools.cache
 def _actor_class() -> Any:
-    """Return the actor class, sent to the head once: sending it again could hang with the head."""
+    """Return the actor class, sent once: sending it again could hang."""
     import ray
 
     ray.cloudpickle.register_pickle_by_value(worker_code)
@@ -121,7 +121,7 @@ def _explain_cause(cause: Exception) -> tuple[str, str]:
 
 
 def last_words(log_folder: str | None, worker_id: str) -> str:
-    """Return the last log lines since the process began, to append to a message; "" if there are none."""
+    """Return the last log lines since the process began."""
     if log_folder is None:
         return ""
     try:

@@ -43,11 +43,11 @@ class Cluster:
     watch: ClusterWatch | None  # None if this version of Ray can't be asked
 
     def num_cpus_per_worker(self) -> int:
-        """Return 0 for an embedded Ray, which may run more workers than cores; else 1, to make autoscalers act."""
+        """Return 0 for an embedded Ray; else 1, which makes autoscalers act."""
         return 0 if self.is_embedded else 1
 
     def num_gpus_per_worker(self, device: str) -> int:
-        """Return 1 if each worker gets a GPU; with `auto` the cluster decides."""
+        """Return 1 if each worker gets a GPU."""
         return 1 if device == "cuda" or (device == "auto" and self.num_gpus > 0) else 0
 
 
@@ -55,8 +55,8 @@ class Cluster:
 def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
     """Start an embedded Ray (`address` None) or join a cluster; leave it at the end.
 
-    Raises ClusterError, and KeyboardInterrupt at a signal while Ray starts. Inside, only the caller writes to the
-    terminal. After a ClusterLostError the process exits with 2, after an interruption of Ray with 130.
+    Raises ClusterError, and KeyboardInterrupt at a signal. Inside, only the caller writes to the terminal. After a
+    ClusterLostError the process exits with 2, after an interruption of Ray with 130.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # errors of workers that nobody waits for
@@ -127,9 +127,9 @@ def _init(address: str | None, num_workers: int, embedded: EmbeddedRay | None, l
 
 
 def _job_on_its_own_path() -> JobConfig:
-    """Return a job whose workers do not import from the driver's current folder, which Ray adds by default.
+    """Return a job whose workers do not import from the driver's current folder.
 
-    This uses a private part of Ray. Without it `bootstrap` still removes the folder, but only after Ray's own imports.
+    It uses a private part of Ray; without it `bootstrap` removes the folder after Ray's imports.
     """
     from ray.job_config import JobConfig
 
@@ -169,7 +169,7 @@ def _join(address: str | None) -> None:
 
 
 def _open_watch() -> ClusterWatch | None:
-    """Open a watch with private parts of Ray, None if they are missing; then there are no drain notices."""
+    """Open a watch with private parts of Ray; None without them."""
     import ray
 
     context = ray.get_runtime_context()
@@ -184,7 +184,7 @@ def _open_watch() -> ClusterWatch | None:
 
 
 def _leave(embedded: EmbeddedRay | None, _type: object, error: BaseException | None, _traceback: object) -> None:
-    """Leave the cluster, without a shutdown call if it is lost: that would hang or crash."""
+    """Leave the cluster; if it is lost, a shutdown call would hang."""
     import ray
 
     if isinstance(error, ClusterLostError):
@@ -202,16 +202,13 @@ def _leave(embedded: EmbeddedRay | None, _type: object, error: BaseException | N
 
 
 def _end_without_ray(code: int) -> None:
-    """End the process with `code` without waiting for Ray or showing its output."""
+    """End the process without Ray's waits and output."""
     _silence_ray()
     atexit.register(_end_process, code)  # it runs before Ray's own
 
 
 def _silence_ray() -> None:
-    """Make stderr Python's own, because Ray's threads still write to its descriptor.
-
-    Python threads of Ray fail once it is gone; hide these errors too.
-    """
+    """Make stderr Python's own, because Ray's threads write to its descriptor."""
     threading.excepthook = lambda _failed: None
     sys.stderr.flush()
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
@@ -237,10 +234,7 @@ def _refuse_unreachable(address: str) -> None:
 
 
 def _protect() -> None:
-    """Set a secret for our own Ray: its ports are open to other users, and a caller can run code.
-
-    Ray reads it once per process.
-    """
+    """Set a secret for our own Ray, whose callers can run code."""
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 

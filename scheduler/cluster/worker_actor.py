@@ -1,4 +1,4 @@
-"""The Ray actor of a worker: starts its session, passes calls on, and drains at SIGTERM and SIGINT."""
+"""The Ray actor of a worker; it drains at SIGTERM and SIGINT."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A started worker's place and resources; `node_id` is Ray's, the last six come from the session."""
+    """A started worker's place and resources; `node_id` is Ray's."""
 
     host: str
     pid: int

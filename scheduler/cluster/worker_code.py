@@ -1,6 +1,6 @@
-"""A worker's process before it imports our code: finds the driver's package and checks it.
+"""A worker's process before it imports our code: finds and checks the driver's package.
 
-Ray sends this module's source, since its name may mean other code there. It only imports the standard library.
+Ray sends this module's source, so it only imports the standard library.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ STARTING = "worker process {} starts"  # marks the start in the log
 
 
 class OtherCodeError(RuntimeError):
-    """A worker's code differs from the driver's; the text is one line for the user."""
+    """A worker's code differs from the driver's."""
 
 
 @dataclass(frozen=True)
 class Code:
     """The driver's code: its package's folder and digest.
 
-    With `is_sent` Ray sends the package, otherwise it is in the same folder. `added` are the driver's current folder
-    and its script's, which Ray prepends to workers' paths.
+    `added` are folders that Ray prepends to workers' paths.
     """
 
     folder: str
@@ -43,16 +42,16 @@ class Code:
 
 
 class WorkerProcess:
-    """The Ray actor that loads the driver's code and then acts as `WorkerActor`."""
+    """The Ray actor that loads the driver's code."""
 
     def __init__(self, worker_id: str, code: Code, log_folder: str | None, spec: bytes) -> None:
-        """`spec` is a pickled `WorkerSpec`, whose class may only be importable after `start`."""
+        """`spec` is a pickled `WorkerSpec`, importable after `start`."""
         self._worker_id, self._code, self._log_folder, self._spec = worker_id, code, log_folder, spec
 
     def start(self) -> Any:
-        """Load the model. Raises OtherCodeError, ImportError, and what `WorkerActor.start` raises.
+        """Load the model. Raises OtherCodeError, ImportError, and as `WorkerActor.start`.
 
-        Not in `__init__`, where Ray would wrap the error.
+        `__init__` would wrap the error.
         """
         if self._log_folder is not None:
             write_output_to(Path(self._log_folder) / f"{self._worker_id}.log")
@@ -78,9 +77,9 @@ def own_code(is_sent: bool) -> Code:
 
 
 def use_code_of_driver(code: Code) -> None:
-    """Import the package from the driver's folder or the sent copy, whatever the current folder holds.
+    """Import the package from the driver's folder or the sent copy.
 
-    Raises OtherCodeError, before any code runs, if it finds another one.
+    Raises OtherCodeError before any code of another one runs.
     """
     sys.path[:] = [place for place in sys.path if place and os.path.abspath(place) not in code.added]
     if not code.is_sent and _place_of_package() != Path(code.folder):
@@ -110,7 +109,7 @@ def digest_of(package: Path) -> str:
 
 
 def write_output_to(path: Path) -> None:
-    """Redirect stdout, stderr and crash stacks to a file, because Ray's log folder is hard to find."""
+    """Redirect output and crash stacks to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         os.dup2(file.fileno(), 1)

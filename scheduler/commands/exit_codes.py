@@ -42,7 +42,7 @@ def end(run: Run, outcome: Outcome, num_rejects: int, display: Display) -> None:
 
 
 def tell_of_damage(run: Run) -> None:
-    """List unusable files on stderr, and exit with 1 if there are any."""
+    """List unusable files, and exit with 1 if there are any."""
     from swiftbatch.scheduler.display.progress_line import damage_lines
 
     damage = damage_lines(run)

@@ -1,4 +1,4 @@
-"""The command `nightly`: each new job file of a folder as its own run."""
+"""The command `nightly`: a run per new job file of a folder."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ nightly.params += [option for option in submit.params if option.name not in ("jo
 def _run_file(
     context: click.Context, inbox: str, runs_uri: str, path: str, digest: str, options: dict[str, Any]
 ) -> int:
-    """Run one job file, mark it if finished, and return the exit code."""
+    """Run one job file, mark it if finished; return the exit code."""
     from swiftbatch.jobs.input.job_files import InputFileError, joined
     from swiftbatch.jobs.json_records import dump_line
     from swiftbatch.jobs.run.run_records import RunError
@@ -98,7 +98,7 @@ def _run_file(
 
 
 def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str, str]) -> dict[str, str]:
-    """Return the files not yet run in their present form, with digests; unreadable local files go to `skipped`."""
+    """Return new or changed files with digests; unreadable local files go to `skipped`."""
     from swiftbatch.jobs.input.reader import digest_of
     from swiftbatch.jobs.storage.store import StoreError
 

@@ -26,7 +26,7 @@ NEEDED = ("fastapi", "uvicorn", "multipart")
 
 
 def _make_key(context: click.Context, _parameter: click.Parameter, name: str | None) -> None:
-    """Print a new key's line for the file, and its secret on stderr, which is stored nowhere."""
+    """Print a new key's line, and on stderr its secret, which is not stored."""
     if name is None or context.resilient_parsing:
         return
     from swiftbatch.scheduler.serve.api_keys import KeyLineError, make_key

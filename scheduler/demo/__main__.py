@@ -68,7 +68,7 @@ def prepare(folder: Path) -> Path:
 
 
 def kill_a_worker_midway(process: subprocess.Popen[bytes], num_tokens: int) -> DemoKill | None:
-    """Wait for `num_tokens`, then SIGKILL a busy worker; None if the run ended before."""
+    """Wait for `num_tokens`, then SIGKILL a busy worker, if the run still continues."""
     while process.poll() is None:
         try:
             progress = Run.open(str(FOLDER)).progress()

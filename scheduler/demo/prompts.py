@@ -1,4 +1,4 @@
-"""The demo's prompts: openings of stories and reports in the style of old books."""
+"""The demo's prompts in the style of old books."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output of a run: a live picture on a terminal, otherwise lines or JSON objects."""
+"""A run's output: a live picture, lines or JSON objects."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """Lines for a log file: one every few seconds and one per event; errors on another stream."""
+    """Lines for a log file; errors on another stream."""
 
     def __init__(self, output: Lines, errors: Lines) -> None:
         self._output = output
@@ -76,7 +76,7 @@ class QuietDisplay(PlainDisplay):
 
 
 class JsonDisplay:
-    """One JSON object per line and event; `time` in seconds since the epoch."""
+    """One JSON object per line and event."""
 
     def __init__(self, output: Lines) -> None:
         self._output = output
@@ -95,7 +95,7 @@ class JsonDisplay:
 
 @contextmanager
 def open_display(mode: OutputMode = "auto") -> Iterator[Display]:
-    """Open the display for `mode`; it still takes notes after closing.
+    """Open the display for `mode`.
 
     It keeps the present streams, because Ray's output is redirected later.
     """
@@ -112,7 +112,7 @@ def open_display(mode: OutputMode = "auto") -> Iterator[Display]:
 
 
 class _Pace:
-    """Decides when the next line is due: every few seconds, and when the run stops."""
+    """Decides when the next line is due."""
 
     def __init__(self) -> None:
         self._next_line = 0.0
@@ -169,7 +169,7 @@ def _figures(progress: Progress) -> Table:
 
 
 def _worker_rows(progress: Progress, room: int, is_wide: bool) -> list[RenderableType]:
-    """Return a row per worker and, if all fit, a row per job."""
+    """Return a row per worker and, if all fit, per job."""
     workers = progress.workers
     blocks = [(_worker_row(progress, worker, is_wide), *_jobs(progress, worker)) for worker in workers]
     starting = f"{counted(progress.num_starting_workers, 'worker')} starting" if progress.num_starting_workers else ""
@@ -222,7 +222,7 @@ def _text(text: str) -> Text:
 
 
 class LiveDisplay(AbstractContextManager["LiveDisplay"]):
-    """Draws from the first `update` to the end of its context; errors also go to `errors`."""
+    """Draws from the first `update` on; errors also go to `errors`."""
 
     def __init__(self, stream: TextIO, errors: Lines | None) -> None:
         self._console = Console(file=cast("IO[str]", SteadyStream(stream)), force_terminal=True)

@@ -14,7 +14,7 @@ SUBMIT_AGAIN = "submit the job file again"
 
 
 def summary_line(progress: Progress) -> str:
-    """Return one line: jobs by state, tokens, speed, time left, and what keeps them safe."""
+    """Return one line: jobs, tokens, speed, time left, and what keeps them safe."""
     line = f"{progress.state}; jobs: {job_counts(progress.jobs)}; {progress.num_generated_tokens:,} tokens"
     if progress.num_copied_tokens:
         line += f", {progress.num_read_tokens:,} read and {progress.num_copied_tokens:,} shared"
@@ -27,7 +27,7 @@ def summary_line(progress: Progress) -> str:
 
 
 def speed_of(progress: Progress) -> str:
-    """Return tokens per second and, once there were steps, tokens per step and the share of chains."""
+    """Return tokens per second, tokens per step and the share of chains."""
     length = progress.mean_acceptance_length
     per_step = "" if length is None else f", {length:.2f} tokens/step"
     num_tokens = progress.num_tokens_by_draft
@@ -36,7 +36,7 @@ def speed_of(progress: Progress) -> str:
 
 
 def safety(progress: Progress) -> list[str]:
-    """Return the checkpoints' age and the numbers of preemptions and resumes, if any."""
+    """Return the checkpoints' age, preemptions and resumes."""
     age = checkpoint_age(progress)
     num_preemptions, num_resumes = sum(progress.num_preemptions.values()), sum(progress.num_resumes.values())
     parts = [] if age is None else [f"checkpoint {age:.0f} s ago"]

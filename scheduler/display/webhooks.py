@@ -1,4 +1,4 @@
-"""Webhooks: receivers, signed messages, one delivery attempt, and a run's messages with retries."""
+"""Webhooks: receivers, signed messages, delivery, and a run's messages."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class ReceiverError(UserError):
 
 @dataclass
 class Receiver:
-    """A receiver of messages; `key` signs them, None sends unsigned ones.
+    """A receiver of messages, signed with `key` if it has one.
 
-    `patience` is the total seconds that a command may still wait for it.
+    `patience` is the total seconds to wait for it.
     """
 
     url: SplitResult = field(repr=False)
@@ -63,7 +63,7 @@ class Receiver:
 
     @classmethod
     def parse(cls, url: str, secret: str | None) -> Receiver:
-        """Parse an address and a secret in the form of Standard Webhooks. Raises ReceiverError."""
+        """Parse an address and a secret of Standard Webhooks. Raises ReceiverError."""
         return cls(_address(url), None if secret is None else _key(secret))
 
     @property
@@ -141,7 +141,7 @@ class WebhookMessage:
         return json.dumps({"type": self.kind, "timestamp": moment, "data": self.data}).encode()
 
     def headers(self, body: bytes, key: bytes | None) -> dict[str, str]:
-        """Return the headers of an attempt made now, with a signature if there is a key."""
+        """Return the headers of an attempt made now."""
         timestamp = str(int(time.time()))
         headers = {
             "Content-Type": "application/json",
@@ -173,7 +173,7 @@ class DialledEncryptedConnection(http.client.HTTPSConnection, DialledConnection)
 
 
 class PostError(Exception):
-    """A message that was not taken; the text says why, without the address."""
+    """A message that was not taken; the text omits the address."""
 
 
 class PostRefusedError(PostError):
@@ -181,7 +181,7 @@ class PostRefusedError(PostError):
 
 
 def post(receiver: Receiver, message: WebhookMessage, seconds: float, dial: Dial | None = None) -> None:
-    """Deliver a message within `seconds`, plus slow name resolution. Raises PostError.
+    """Deliver a message within `seconds`. Raises PostError.
 
     `dial` opens the connection if some addresses are forbidden.
     """
@@ -279,7 +279,7 @@ class WebhookSender:
             self._has_news.notify()
 
     def finish(self, message: WebhookMessage, seconds: float) -> None:
-        """Deliver a last message first, then the pending ones, within `seconds`.
+        """Deliver a last message first, then the pending ones.
 
         Time spent in vain reduces the receiver's patience.
         """
@@ -342,7 +342,7 @@ class WebhookSender:
 
 
 class PostingDisplay:
-    """Shows all on another display and posts important events; the first failure is reported."""
+    """Shows all on another display and posts important events."""
 
     def __init__(self, display: Display, receiver: Receiver, with_jobs: bool) -> None:
         self._display = display
@@ -395,7 +395,7 @@ class PostingDisplay:
 
 @contextmanager
 def posting(display: Display, receiver: Receiver, with_jobs: bool) -> Iterator[Display]:
-    """Yield a display that also posts messages; an error that ends the block is posted too."""
+    """Yield a display that also posts messages."""
     posting_display = PostingDisplay(display, receiver, with_jobs)
     try:
         yield posting_display

@@ -32,10 +32,9 @@ class AttemptCounts(Strict):
 
 
 class Attempts:
-    """The attempts at a run's jobs; a background thread does slow writes.
+    """The attempts at a run's jobs; a thread does slow writes.
 
-    The file is at most one heartbeat old: after a kill, an attempt that left no file may go uncounted, but its number
-    is never reused.
+    After a kill, an attempt that left no file may go uncounted, but its number is never reused.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Attempts:
             self._strikes[job_id], self._has_changed = strikes, True
 
     def finish(self, job_id: str) -> None:
-        """Forget a job with a result; a failed one stays, because it may be retried."""
+        """Forget a job with a result; a failed one may be retried."""
         self._newest.pop(job_id, None)
         self._strikes.pop(job_id, None)
         self._has_changed |= self._counts.pop(job_id, None) is not None
@@ -151,7 +150,7 @@ def forget_strikes(store: Store, epoch: int, job_ids: Collection[str]) -> None:
 
 
 def _write_counts(store: Store, epoch: int, content: AttemptCounts) -> None:
-    """Write a driver's file and delete the older ones; without counts delete all."""
+    """Write a driver's file and delete older ones; without counts delete all."""
     if content.attempts:
         store.write(f"{FOLDER}/{epoch:04d}.json", sealed(content.model_dump_json().encode()))
     for name in store.list(FOLDER):

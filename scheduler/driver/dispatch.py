@@ -1,4 +1,4 @@
-"""Gives each worker the jobs that fit its memory, and moves jobs to idle workers near the end."""
+"""Gives each worker jobs that fit its memory, and moves jobs near the end."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ MEMORY_SHARE = 0.8  # share of free memory for caches; drafts and pending checkp
 class WorkerCapacity:
     """Decides whether a worker takes another job.
 
-    It looks a limited time ahead and may be wrong: a worker without memory returns its youngest jobs. It then gets no
-    new ones until a kept job leaves, so returns never outnumber ended jobs.
+    It may be wrong: a worker without memory returns its youngest jobs, and gets no new ones until a kept job leaves.
     """
 
     def __init__(self, num_slots: int | None, fleet: Fleet, most_positions: int | None = None) -> None:
@@ -39,7 +38,7 @@ class WorkerCapacity:
         self._fleet = fleet
 
     def most_anywhere(self) -> int:
-        """Return the most jobs of any worker; before any start, the user's wish."""
+        """Return the most jobs of any worker."""
         started = [self.most_jobs(worker) for worker in self._fleet.workers if worker.info]
         return max(1, max(started, default=self._num_slots or MOST_SLOTS))
 
@@ -52,9 +51,9 @@ class WorkerCapacity:
         return min(bound for bound in (wanted, of_gpu, worker.num_fitting) if bound is not None)
 
     def num_for_backlog(self, held: Sequence[Growth], mean_length: float, seconds: float) -> int:
-        """Return the jobs that a worker begins within `seconds`, one after each job that ends.
+        """Return the jobs that a worker begins within `seconds`.
 
-        Successors are assumed to be `mean_length` tokens long, the running jobs' mean.
+        Each is assumed to follow a job that ends, and to be `mean_length` long.
         """
         seconds_per_token = self._fleet.pace.seconds_per_token(len(held))
         if not held or seconds_per_token == 0.0:
@@ -65,7 +64,7 @@ class WorkerCapacity:
         return min(MAX_BACKLOG, round(sum(ends)))
 
     def has_room(self, worker: Worker, held: list[Growth], job: Growth) -> bool:
-        """Return whether a job fits beside the worker's jobs for a while; alone it always does."""
+        """Return whether a job fits beside the worker's jobs for a while."""
         num_pages = self.num_pages(worker)
         if not held or worker.info is None or num_pages is None:
             return not held or num_pages is None
@@ -79,9 +78,9 @@ class WorkerCapacity:
         return most_pages(jobs, page, worker.info.held_positions) <= num_pages
 
     def num_pages(self, worker: Worker) -> int | None:
-        """Return the worker's share of its machine's memory; starting workers may land there, too.
+        """Return the worker's share of its machine's memory, starting workers included.
 
-        A GPU's pool is its own. None if a GPU is divided into slots.
+        None if a GPU is divided into slots.
         """
         if worker.info is None:
             return 0
@@ -108,7 +107,7 @@ MIN_SHARE_LEFT = 0.25  # share of a job's tokens that must remain to repay a loa
 
 
 class Dispatcher:
-    """Gives idle workers their next slice and new jobs, and drains workers that must end."""
+    """Gives idle workers jobs, and drains workers that must end."""
 
     def __init__(self, context: DriverContext) -> None:
         self._context = context
@@ -148,7 +147,7 @@ class Dispatcher:
                 self._last.worker.ask_back(job_id)
 
     def _order_move(self, now: float) -> None:
-        """Let busy workers pass jobs to an empty one, first those that have not begun."""
+        """Let busy workers pass jobs to an empty one."""
         ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
         num_held = [self._queue.of(worker.id).num_to_run for worker in ready]
         if all(num_held) or any(worker.orders.released or worker.orders.recalled for worker in ready):
@@ -177,9 +176,9 @@ class Dispatcher:
             self._fleet.retire(worker)
 
     def _deal(self, workers: Sequence[Worker], now: float) -> dict[str, list[QueuedJob]]:
-        """Assign jobs one at a time to the worker with the least left, while any takes one.
+        """Assign jobs one at a time to the worker with the least left.
 
-        The worker with the last-ending job gets only what lets that end in time; with a plan, no worker counts as last.
+        The worker with the last-ending job only gets what lets that end in time.
         """
         takers = [(self._turn_of(worker), number) for number, worker in enumerate(workers)]
         heapify(takers)
@@ -219,9 +218,9 @@ class Dispatcher:
         return self._queue.take(worker.id, now, has_room)
 
     def _refill(self, worker: Worker, now: float) -> list[QueuedJob]:
-        """Take jobs for a worker's reserve, as many as it begins before its next orders.
+        """Take jobs for a worker's reserve.
 
-        A job that fits after earlier ones end may wait in it. No worker gets more than its share.
+        A job that fits after earlier ones end may wait in it.
         """
         queue, jobs = self._queue, list[QueuedJob]()
         if not queue.num_waiting or self._is_spared(worker):
@@ -242,10 +241,7 @@ class Dispatcher:
         return jobs
 
     def _begin_slice(self, worker: Worker, dealt: Sequence[QueuedJob], now: float) -> None:
-        """Let a worker continue its jobs and the `dealt` ones.
-
-        A worker without new jobs writes its results at once.
-        """
+        """Let a worker continue its jobs and the `dealt` ones."""
         own, reserve = self._queue.of(worker.id), self._refill(worker, now)
         if own.num_to_run or own.unsealed or worker.orders.cancelled:
             orders = replace(

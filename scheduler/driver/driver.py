@@ -1,6 +1,6 @@
-"""The driver's loop: hand out jobs, take in reports, requeue the jobs of lost and draining workers.
+"""The driver's loop.
 
-The run folder holds everything the driver knows, so another can continue at any moment.
+The run folder holds all it knows, so another driver can continue at any moment.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ class Driver:
         self._is_stopping = True
 
     def run(self) -> RunState:
-        """Run until no job is left, a stop request or a limit; writes the output files.
+        """Run until no job is left, a stop request or a limit; write the output files.
 
-        Raises DriverError, RunTakenError, ClusterLostError, ModelError if a worker can't load the model, and StoreError
-        if the store failed for good.
+        Raises DriverError, RunTakenError, ClusterLostError, ModelError and StoreError.
         """
         state: RunState = "interrupted"
         try:
@@ -141,10 +140,7 @@ class Driver:
                 self._beat("running")
 
     def _refuse_others(self, events: list[Event]) -> None:
-        """Raise DriverError if a worker has another model or code, whose tokens would differ.
-
-        Any worker may be next, so the others return their jobs first.
-        """
+        """Raise DriverError if a worker's model or code differs, after the others returned their jobs."""
         for event in events:
             if isinstance(event, Lost) and event.reason in (OTHER_MODEL, OTHER_CODE):
                 self._drain_all("driver_stopped")
@@ -163,7 +159,7 @@ class Driver:
                 raise DriverError(f"no worker starts, {most} tries: {event.message}")
 
     def _write_output(self) -> RunState:
-        """Write the output files and last shards while holding the run; return its state."""
+        """Write the output files and last shards; return the run's state."""
         state = self._end_state()
         self._fleet.stop()
         with self._hold.beating():
@@ -181,7 +177,7 @@ class Driver:
         return "cancelled" if is_whole_run else "finished"
 
     def _beat(self, state: RunState) -> None:
-        """Show progress and write the heartbeat. Raises RunTakenError if the run was taken."""
+        """Show and write the heartbeat. Raises RunTakenError."""
         self._hold.epoch.check()
         at_risk = self._intake.tokens_at_risk()
         if state != "running":

@@ -49,7 +49,7 @@ def process_liveness(store: Store, host: str, pid: int, key: ProcessKey | None, 
 
 
 def current_progress(run: Run) -> Progress:
-    """Return the newest heartbeat, with jobs counted from the folder if no driver is alive or has counted yet."""
+    """Return the newest heartbeat, with jobs from the folder if no driver counts them."""
     progress = run.progress()
     if progress is None:
         return _without_beat(run)
@@ -73,7 +73,7 @@ def stopped(progress: Progress, state: RunState, jobs: dict[str, int]) -> Progre
 
 
 def _without_beat(run: Run) -> Progress:
-    """Make the progress from the folder alone, for a run without a usable heartbeat."""
+    """Make the progress from the folder alone."""
     created, jobs, was_run = run.manifest.created, count_jobs(run), run.has_had_a_driver()
     lines = run.result_lines(run.ended()[0]) if was_run else ()
     return Progress(

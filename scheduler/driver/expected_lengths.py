@@ -38,10 +38,9 @@ class LengthStatistics:
         self.num_ended += len(shares)
 
     def forecast(self, living: RunningLengths) -> Forecast:
-        """Forecast remaining lengths; `living` are the unfinished jobs.
+        """Forecast lengths by the Kaplan-Meier estimate.
 
-        Uses the Kaplan-Meier estimate, which counts unfinished jobs too: short jobs end first and would make all look
-        short.
+        It counts unfinished jobs too: short jobs end first and would make all look short.
         """
         num_at_risk = (self._num_ended + living.num_jobs)[:, ::-1].cumsum(axis=1)[:, ::-1]
         others_ended, others_at_risk = (each.sum(axis=0) - each for each in (self._num_ended, num_at_risk))
@@ -53,7 +52,7 @@ class LengthStatistics:
 
 
 class RunningLengths:
-    """Counts of unfinished jobs by prompt length and share of `max_tokens`, updated job by job."""
+    """Counts of unfinished jobs by prompt length and share of `max_tokens`."""
 
     def __init__(self) -> None:
         # lists: changing a number in an array takes several times as long
@@ -91,10 +90,7 @@ class Forecast:
     """The expected tokens that jobs still draw."""
 
     def __init__(self, mean_left: NDArray[np.float64], at_start: NDArray[np.float64]) -> None:
-        """`mean_left` [class, share] is the mean share of the limit still to come.
-
-        `at_start` is the same for new jobs, using only neighbouring classes.
-        """
+        """`mean_left` [class, share] is the mean share to come; `at_start` uses neighbouring classes only."""
         self._at_start = at_start / NUM_SHARES
         self._mean_left: list[list[float]] = mean_left.tolist()
         # the mean share up to the limit; a job is anywhere within its own share
@@ -111,10 +107,7 @@ class Forecast:
         return living.num_unexpected(self._unexpected)
 
     def of_new(self, num_prompt_tokens: Counts, max_tokens: Counts) -> NDArray[np.int64]:
-        """Return new jobs' expected tokens, their limits if no such prompts were seen.
-
-        So unknown kinds begin early and soon become known.
-        """
+        """Return new jobs' expected tokens, their limits for unknown kinds, which so begin early."""
         return np.maximum(1, np.rint(self._at_start[_classes(num_prompt_tokens)] * max_tokens)).astype(np.int64)
 
 
@@ -130,7 +123,7 @@ def _with_neighbours(of_classes: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _mean_left(end_now: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean share still to come, from each share's probability of ending."""
+    """Return the mean share to come, from each share's probability of ending."""
     mean_left = np.zeros_like(end_now)
     for share in range(NUM_SHARES - 1, -1, -1):
         end = end_now[..., share]

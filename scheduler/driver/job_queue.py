@@ -1,7 +1,6 @@
-"""Tracks a run's jobs: their workers, losses and failures. No Ray and no files.
+"""Tracks a run's jobs: workers, losses and failures. No Ray and no files.
 
-A worker has running jobs and a reserve, whose jobs stay pending until it begins them. `waiting_jobs.py` decides the
-order.
+A worker's reserve stays pending until it begins. `waiting_jobs.py` decides the order.
 """
 
 from __future__ import annotations
@@ -47,17 +46,16 @@ class WorkerJobs:
 
 
 class JobQueue:
-    """A run's unfinished jobs, by priority and then the longest first, and counts of the others.
+    """A run's unfinished jobs, and counts of the others.
 
-    A job fails after `max_attempts` consecutive losses without progress: one that advances is never given up, one that
-    kills workers at the same token is. After two such losses it runs alone, to spare its neighbours. Totals are kept up
-    to date, so only `unfinished` and `stop_running` take time per job.
+    A job fails after `max_attempts` consecutive losses without progress; after two it runs alone, to spare its
+    neighbours. Only `unfinished` and `stop_running` take time per job.
     """
 
     def __init__(
         self, max_attempts: int, untouched: UntouchedJobs | None = None, lengths: LengthStatistics | None = None
     ) -> None:
-        """`untouched` are jobs that no worker had yet; `lengths` are those of ended jobs."""
+        """`untouched` are jobs that no worker had; `lengths` are of ended jobs."""
         self._max_attempts = max_attempts
         self._untouched = untouched or UntouchedJobs.none()
         self._num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
@@ -81,10 +79,7 @@ class JobQueue:
         prompt: SharedPrompt = NOT_SHARED,
         strikes: Strikes | None = None,
     ) -> None:
-        """Add an unfinished job; `num_generated_tokens` is the most of any earlier attempt.
-
-        Later progress clears the `strikes` from earlier drivers.
-        """
+        """Add an unfinished job; `num_generated_tokens` is any attempt's most."""
         self.num_generated_tokens += num_generated_tokens
         job = QueuedJob(entry, num_generated_tokens, num_generated_tokens, priority, prompt)
         if strikes is not None:
@@ -98,9 +93,9 @@ class JobQueue:
         self.num_generated_tokens += num_generated_tokens
 
     def take(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> QueuedJob | None:
-        """Give a worker the first job that may run beside its own and fits; None if none.
+        """Give a worker the first job that may run beside its own and fits.
 
-        Among equal priorities and similar lengths, a job with a prompt like the worker's comes first.
+        A prompt like the worker's decides between similar jobs.
         """
         forecast = self._expected.forecast()
         job = self._first(worker_id, now, lambda job: has_room(job.growth(forecast)))
@@ -111,7 +106,7 @@ class JobQueue:
         return job
 
     def reserve(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> QueuedJob | None:
-        """Put the job that `take` would return into the worker's reserve; skip jobs that may have to run alone."""
+        """Reserve the job that `take` would return, unless it may have to run alone."""
         forecast = self._expected.forecast()
         job = self._first(worker_id, now, lambda job: not job.is_suspect and has_room(job.growth(forecast)))
         if job is None or job.runs_alone:
@@ -122,7 +117,7 @@ class JobQueue:
         return job
 
     def begin(self, job_id: str) -> QueuedJob | None:
-        """Record that a worker began a reserved job; None if it is no longer reserved."""
+        """Record that a reserved job began; None if it is no longer reserved."""
         if (job := self._reserved.pop(job_id, None)) is None:
             return None
         del self._workers[job.worker_id].reserve[job_id]
@@ -154,7 +149,7 @@ class JobQueue:
                     self._waiting.put(job)
 
     def end(self, job_id: str, num_generated_tokens: int) -> None:
-        """Record a running job's end: its worker has room, but the result is not written yet."""
+        """Record a running job's end, before its result is written."""
         if job := self._running.get(job_id):
             self._set_tokens(job, num_generated_tokens)
             self._expected.ended(job)
@@ -179,7 +174,7 @@ class JobQueue:
             self._num_ended[state] += 1
 
     def lose(self, job_id: str, now: float) -> bool:
-        """Requeue a job whose attempt was lost; return False if it has none left and must be dropped."""
+        """Requeue a lost job; return False if it has no attempt left."""
         job = self.find(job_id)
         assert job is not None, f"job {job_id} has ended"
         job.strike(1 if job.has_progressed else job.num_strikes + 1, self._max_attempts)
@@ -258,7 +253,7 @@ class JobQueue:
         return {"pending": self.num_unfinished - num_running, "running": num_running, **self._num_ended}
 
     def _first(self, worker_id: str, now: float, has_room: Callable[[QueuedJob], bool]) -> QueuedJob | None:
-        """Return the worker's next waiting job; none beside a job that runs alone."""
+        """Return the worker's next waiting job; none beside one that runs alone."""
         own = self._workers[worker_id]
         if any(job.runs_alone for job in own.running.values()):
             return None
@@ -312,7 +307,7 @@ class JobQueue:
         self._expected.count(job, is_there=False)
 
     def _note_left(self, job: QueuedJob, num_left: int) -> None:
-        """Update the totals for a job that now has `num_left` tokens to go."""
+        """Update the totals for a job with `num_left` tokens to go."""
         change = job.num_left - num_left
         self._num_tokens_left += change
         if job.turn is None and change:

@@ -1,4 +1,4 @@
-"""Spreads the work of a run over workers, so that all end at about the same time."""
+"""Spreads a run's work so that all workers end together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAN_SLACK = 1.05  # a plan is a lower bound, and some jobs are always in transi
 
 @dataclass(frozen=True)
 class EndPlan:
-    """The least time in which all jobs could end, and seconds per token with 1, 2, ... jobs on a worker."""
+    """The least time for all jobs, and seconds per token with 1, 2, ... jobs."""
 
     seconds: float
     per_token: NDArray[np.float64]
@@ -48,18 +48,14 @@ class LoadBalancer:
         self._relieved: set[str] = set()  # jobs moved away from a longest one
 
     def has_share(self, num_held: int, num_left: int) -> bool:
-        """Return whether a worker has its share of the jobs or of the tokens.
-
-        The longest jobs go first: without the tokens' share, the first worker would get all of them.
-        """
+        """Return whether a worker has its share of the jobs or of the tokens."""
         is_share_of_jobs = num_held >= math.ceil(self._queue.num_to_run / self._num_workers)
         return is_share_of_jobs or (num_held > 0 and num_left >= self._queue.num_tokens_left / self._num_workers)
 
     def plan(self, most_jobs: int) -> EndPlan | None:
         """Plan the least time for all remaining jobs, long ones beside few others.
 
-        None for one worker, for very many jobs, and if filling all workers ends about as soon, since then no short job
-        waits for a long one.
+        None if filling all workers ends about as soon, for one worker and for very many jobs.
         """
         num_ready = sum(worker.state == "ready" for worker in self._fleet.workers)  # starting workers may never come
         if num_ready < 2 or self._queue.num_unfinished > MAX_PLANNED:
@@ -78,17 +74,14 @@ class LoadBalancer:
         return EndPlan(high, per_token) if unplanned > PLAN_SLACK * high else None
 
     def _seconds_per_token(self, most_jobs: int) -> NDArray[np.float64]:
-        """Return seconds per token with 1, 2, ... jobs, in arbitrary units before any report."""
+        """Return seconds per token with 1, 2, ... jobs."""
         pace, numbers = self._fleet.pace, range(1, most_jobs + 1)
         if pace.seconds_per_token(1) > 0:
             return np.maximum.accumulate([pace.seconds_per_token(number) for number in numbers])
         return 1 - JOB_SHARE + JOB_SHARE * np.array(numbers) / most_jobs
 
     def of_last(self, now: float) -> LastJobs | None:
-        """Return the worker whose longest job ends last, and the others' speed.
-
-        None without other workers or speeds.
-        """
+        """Return the worker whose longest job ends last, if others have speeds."""
         ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
         if len(ready) < 2 or self._is_far_from_end(ready, now):
             return None
@@ -99,10 +92,7 @@ class LoadBalancer:
         return LastJobs(worker, others) if others > 0 and self._fleet.pace.seconds_per_token(1) > 0 else None
 
     def _is_far_from_end(self, ready: list[Worker], now: float) -> bool:
-        """Return whether the longest possible job ends long before all others.
-
-        With a thousand workers, a look at each one's jobs is slow.
-        """
+        """Return whether the longest job ends long before all others, without a slow look at each worker."""
         num_jobs = 1 + max(len(self._queue.of(worker.id).running) for worker in ready)
         longest = self._queue.most_tokens
         seconds = longest * self._fleet.pace.seconds_per_token(num_jobs)
@@ -110,19 +100,16 @@ class LoadBalancer:
         return seconds > 0 and seconds * speed <= self._queue.num_expected_left - num_jobs * longest
 
     def may_have_more(self, last: LastJobs) -> bool:
-        """Return whether the last-ending worker may get one more job.
-
-        It may if its longest job still ends before the others finish everything else.
-        """
+        """Return whether the last-ending worker may get one more job and still end before the others."""
         lefts = self._lefts(last.worker)
         num_jobs = len(lefts) + 1
         seconds = lefts[-1] * self._fleet.pace.seconds_per_token(num_jobs)
         return seconds * last.speed_of_others <= self._queue.num_expected_left - num_jobs * lefts[-1]
 
     def too_many(self, last: LastJobs) -> list[str]:
-        """Return the jobs to hand back so that the longest does not end long after all others.
+        """Return the jobs to hand back so that the longest ends with the others.
 
-        The jobs with the least left stay, as many as time allows; no job is returned twice.
+        The jobs with the least left stay; none is returned twice.
         """
         forecast = self._queue.forecast()
         held = sorted(
@@ -145,7 +132,7 @@ class LoadBalancer:
         return [job.left for job in self._queue.growths(worker.id)]
 
     def _seconds_of(self, lefts: list[int]) -> float:
-        """Return the seconds until jobs with ascending `lefts` have ended on a worker without new ones."""
+        """Return the seconds of jobs with ascending `lefts` on a worker without new ones."""
         pace, seconds, before = self._fleet.pace, 0.0, 0
         for num_ended, left in enumerate(lefts):
             seconds += (left - before) * pace.seconds_per_token(len(lefts) - num_ended)
@@ -154,7 +141,7 @@ class LoadBalancer:
 
 
 def _seconds_of_first(lefts: list[int], per_token: NDArray[np.float64]) -> float:
-    """Return the seconds of a worker that always runs as many of these jobs (longest first) as it can."""
+    """Return the seconds of a worker that always runs as many jobs as it can."""
     running, waiting, seconds, drawn = lefts[: len(per_token)], deque(lefts[len(per_token) :]), 0.0, 0
     heapify(running)  # keys are the tokens drawn per job when they end
     while running:
@@ -166,6 +153,6 @@ def _seconds_of_first(lefts: list[int], per_token: NDArray[np.float64]) -> float
 
 
 def _worker_seconds(lefts: NDArray[np.int64], per_token: NDArray[np.float64], seconds: float) -> float:
-    """Return worker seconds if each job has as many neighbours as `seconds` allow."""
+    """Return worker seconds if each job has all neighbours that `seconds` allow."""
     num_jobs = np.clip(np.searchsorted(per_token, seconds / lefts, "right"), 1, len(per_token))
     return float((lefts * per_token[num_jobs - 1] / num_jobs).sum())

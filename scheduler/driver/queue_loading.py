@@ -28,10 +28,9 @@ SECONDS_OF_A_WRITE = 60  # at most
 
 
 def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) -> JobQueue:
-    """Load the queue of unfinished jobs; `attempts` records those with files or a result.
+    """Load the queue of unfinished jobs.
 
-    A started job has the tokens of its log or of the last heartbeat, whichever is more: an attempt that does not get as
-    far made no progress.
+    A started job has the tokens of its log or of the last heartbeat: less is no progress.
     """
     index = run.job_index()
     lengths = LengthStatistics()
@@ -53,11 +52,9 @@ def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) ->
 
 
 def put_logs_in_place(run: Run, have_all_gone: bool = False) -> None:
-    """Move the logs that earlier workers packed into the jobs' own files.
+    """Move packed logs into the jobs' own files, and delete leftovers.
 
-    Also deletes half-written files (at once if all workers `have_all_gone`, else when old enough) and finished jobs'
-    checkpoints. Call it before `load_queue` while holding the run, and after the last worker has gone. Raises
-    StoreError.
+    Call it before `load_queue`, and after the last worker has gone. Raises StoreError.
     """
     run.store.delete_leftovers(WORKER_LOGS_FOLDER, min_age_seconds=0 if have_all_gone else SECONDS_OF_A_WRITE)
     logs = PackedLogs.of(run)
@@ -67,10 +64,7 @@ def put_logs_in_place(run: Run, have_all_gone: bool = False) -> None:
 
 
 def _clear_finished(run: Run) -> None:
-    """Delete leftover checkpoints of finished jobs.
-
-    Jobs with a kept log may keep their state on purpose, see `--keep-state`.
-    """
+    """Delete checkpoints of finished jobs, except kept ones, see `--keep-state`."""
     found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
     if found and (finished := with_results(run, found - KeptLogs.of(run).sizes().keys())):
         checkpoints = CheckpointStore.of(run)
@@ -87,10 +81,7 @@ def with_results(run: Run, job_ids: Collection[str]) -> set[str]:
 def _ended(
     run: Run, index: JobIndex, lengths: LengthStatistics, attempts: Attempts | None
 ) -> tuple[NDArray[np.bool_], dict[str, tuple[int, int]]]:
-    """Return which jobs lack a readable result or error, and (jobs, tokens) of the others by state.
-
-    Records the lengths of finished ones in `lengths` and removes them from `attempts`.
-    """
+    """Return which jobs have not ended, and (jobs, tokens) of the others by state."""
     finished, error_codes = run.ended_jobs(index)
     rows, tokens = np.asarray(finished, np.int64).reshape(-1, 2).T
     lengths.note_all(index.columns["num_prompt_tokens"][rows], tokens, index.columns["max_tokens"][rows])
@@ -111,7 +102,7 @@ def _priorities(run: Run, index: JobIndex) -> NDArray[np.int64]:
 
 
 def _prompts(index: JobIndex) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return each prompt's group and shared tokens; most jobs have no keys to compare."""
+    """Return each prompt's group and shared tokens."""
     from pyarrow import compute
 
     groups, shared = np.full(len(index), NO_GROUP, np.int32), np.zeros(len(index), np.int32)
@@ -123,7 +114,7 @@ def _prompts(index: JobIndex) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
 
 
 def _started(run: Run, index: JobIndex, attempts: Attempts | None) -> list[tuple[int, int]]:
-    """Return rows and known tokens of the jobs that earlier drivers handed out."""
+    """Return rows and tokens of the jobs that earlier drivers handed out."""
     last_beat, checkpoints = run.progress(), CheckpointStore.of(run)
     reported = {} if last_beat is None else last_beat.running
     with_checkpoint = set(run.store.list("checkpoints"))

@@ -1,4 +1,4 @@
-"""The run's expected tokens to come, and the expected growth of each worker's jobs."""
+"""Expected tokens to come, of the run and of each worker's jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RemainingTokens:
     """Expected job lengths, updated job by job."""
 
     def __init__(self, lengths: LengthStatistics, running: Collection[str]) -> None:
-        """`lengths` are those of ended jobs; `running` is a live view of the running jobs' ids."""
+        """`running` is a live view of the running jobs' ids."""
         self._lengths, self._running = lengths, running
         self._living = RunningLengths()  # jobs of workers, also reserved ones, that have not ended
         self._known: Forecast | None = None

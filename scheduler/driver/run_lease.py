@@ -1,4 +1,4 @@
-"""Decides which driver holds a run: epochs, takeover, and the lease that a command renews."""
+"""Decides which driver holds a run: epochs, takeover and lease."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LeaseEpoch:
 
     @classmethod
     def begin(cls, run: Run, may_take_over: bool = False) -> LeaseEpoch:
-        """Claim the next epoch of a free run, see `refuse_if_taken`; only one of several gets it.
+        """Claim the next epoch of a free run; only one of several gets it.
 
         The run need not exist yet. Raises RunTakenError, StoreError.
         """
@@ -76,7 +76,7 @@ class LeaseEpoch:
         return LeaseEpoch(run, self.number, self.claim)
 
     def check(self) -> None:
-        """Raise RunTakenError if another driver took the run or its folder is gone."""
+        """Raise RunTakenError if the run was taken or is gone."""
         newest = _newest(self.run)
         if newest < self.number:  # a later write would recreate the folder
             raise RunTakenError(
@@ -102,7 +102,7 @@ def claims(run: Run) -> list[DriverClaim]:
 
 
 def refuse_if_taken(run: Run, may_take_over: bool = False) -> None:
-    """Raise RunTakenError if another driver may be at work, or with `may_take_over` only if it surely is."""
+    """Raise RunTakenError if another driver may be at work; with `may_take_over` if it surely is."""
     state, who = _holder(run)
     if state == "gone" or (state == "silent" and may_take_over):
         return
@@ -120,7 +120,7 @@ def has_begun(run: Run) -> bool:
 
 
 def _holder(run: Run) -> tuple[Liveness, str]:
-    """Return the newest driver's liveness and description; a new one has no heartbeat yet."""
+    """Return the newest driver's liveness and description."""
     newest, progress = _newest(run), run.progress()
     if progress is not None and progress.epoch >= newest:
         return liveness(run, progress), _who(progress.driver_host, progress.driver_pid, progress)
@@ -140,10 +140,9 @@ def _who(host: str, pid: int, sign: Progress | DriverClaim) -> str:
 
 
 def _claim(run: Run, number: int, claim: DriverClaim) -> bool:
-    """Write a claim to an epoch; return False if another's exists or may be imminent.
+    """Write a claim to an epoch; return False if another's may exist.
 
-    Object stores have no exclusive write, but reliable listings: of two who bid and then list, at most one sees itself
-    alone.
+    Object stores list reliably: of two who bid and then list, at most one sees itself alone.
     """
     if run.store.is_local:
         return run.store.write_new(_path(number), pretty(claim))
@@ -174,7 +173,7 @@ def _read_claim(run: Run, number: int) -> DriverClaim | None:
 
 
 def _read(run: Run, path: str) -> DriverClaim | None:
-    """Read a claim; None if absent or damaged, though its number still counts."""
+    """Read a claim; None if absent or damaged."""
     try:
         return read_model(run.store, path, DriverClaim)
     except RunError:
@@ -207,7 +206,7 @@ class RunLease:
         forgets_cancel: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Claim the run as `LeaseEpoch.begin`; `forgets_cancel` lets cancelled jobs run again.
+        """Claim the run; `forgets_cancel` lets cancelled jobs run again.
 
         The run need not exist yet. Raises RunTakenError, StoreError.
         """
@@ -235,15 +234,12 @@ class RunLease:
         self.epoch = self.epoch.through(run)
 
     def is_due(self, now: float, news_seconds: float = 0.0) -> bool:
-        """Return whether a heartbeat is due at `now` on the lease's clock.
-
-        `news_seconds` stretches the interval, but within what others wait for.
-        """
+        """Return whether a heartbeat is due; `news_seconds` may stretch the interval."""
         seconds = max(beat_seconds(self.epoch.run.store), min(news_seconds, LONGEST_BEAT_SECONDS))
         return now >= self._last_beat + seconds
 
     def beat(self, **figures: Any) -> Progress:
-        """Write a heartbeat with these fields of `Progress` and return it. Raises StoreError."""
+        """Write and return a heartbeat with these fields. Raises StoreError."""
         claim, run = self.epoch.claim, self.epoch.run
         self._last_beat = self._clock()
         beat = Progress(
@@ -260,10 +256,7 @@ class RunLease:
         return beat
 
     def end(self, state: RunState, num_tokens: int | None = None, reached_limit: str | None = None) -> None:
-        """Write the final heartbeat with the run's state. Raises RunTakenError, StoreError.
-
-        `num_tokens` covers all jobs, if counted.
-        """
+        """Write the final heartbeat. Raises RunTakenError, StoreError."""
         self.stop_beating()
         self.epoch.check()
         run = self.epoch.run

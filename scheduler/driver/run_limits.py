@@ -14,13 +14,13 @@ HOUR = 3600.0
 
 
 def steady_seconds() -> float:
-    """Return seconds on a clock that nobody sets and that counts through sleep on Linux."""
+    """Return seconds on a clock that nobody sets."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """A time in seconds since the epoch; a duration's end ignores clock changes."""
+    """A time since the epoch; a duration's end ignores clock changes."""
 
     moment: float
     steady_moment: float | None = None  # in `steady_seconds`, for a duration
@@ -34,14 +34,14 @@ class Deadline:
 
 @dataclass
 class Spending:
-    """The tokens and worker time used by all drivers and attempts of a run."""
+    """The tokens and worker time of all drivers and attempts."""
 
     num_tokens: int = 0  # lost and regenerated ones included
     worker_seconds: float = 0.0  # while started workers were held
 
     @classmethod
     def so_far(cls, last: Progress | None, num_generated_tokens: int) -> Spending:
-        """Add tokens generated after the last heartbeat, which a killed driver did not report."""
+        """Add tokens generated after the last heartbeat."""
         if last is None:
             return cls(num_generated_tokens)
         num_untold = max(0, num_generated_tokens - last.num_generated_tokens)

@@ -1,7 +1,4 @@
-"""A run's progress for heartbeat, `status` and display, also served as metrics.
-
-Prometheus also discovers the workers' metrics there.
-"""
+"""A run's progress for heartbeat, display and metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ SHOWN = (  # worker counts in a heartbeat
 
 
 class ProgressCounter:
-    """Updates the driver's counters from queue and fleet, and makes heartbeats of them."""
+    """Updates the driver's counters, and makes heartbeats of them."""
 
     def __init__(self, context: DriverContext) -> None:
         self._context = context

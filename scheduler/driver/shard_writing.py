@@ -14,10 +14,7 @@ TOKENS_PER_CHECK = MAX_SHARD_BYTES // 4  # roughly a shard's bytes in tokens; th
 
 
 class ShardWriter:
-    """The shards of a held run, if any were requested.
-
-    Methods raise StoreError, RunError, and RunTakenError once another driver holds the run.
-    """
+    """The shards of a held run, if any. Methods raise StoreError, RunError, RunTakenError."""
 
     def __init__(self, run: Run, epoch: LeaseEpoch, display: Display) -> None:
         self._run = Run(run.store, run.manifest)  # a separate object, since its thread records damaged files
@@ -30,10 +27,7 @@ class ShardWriter:
         self._due_jobs = self._due_tokens = 0  # counts that trigger the next look; the first is immediate
 
     def look(self, num_finished: int, num_tokens: int) -> None:
-        """Start writing if enough jobs may have ended since the last look, and report written shards.
-
-        `num_finished` jobs have results, with `num_tokens` generated so far.
-        """
+        """Start writing if enough jobs may have ended, and report written shards."""
         if self._settings is None or (self._writing is not None and not self._writing.done()):
             return
         if self._writing is not None:
@@ -59,7 +53,7 @@ class ShardWriter:
         return self._shards.catch_up(is_end) if self._shards is not None else ([], 0)
 
     def _told(self) -> int:
-        """Wait for the current write and report it; return the number of leftover rows."""
+        """Wait for the current write; return the leftover rows."""
         if self._writing is None:
             return 0
         (written, num_waiting), self._writing = self._writing.result(), None

@@ -33,7 +33,7 @@ class Speed:
 
 
 class StepPace:
-    """A line fitted to reports: seconds per token of a job over the number of jobs on a worker."""
+    """A line fitted to reports: seconds per token over the number of jobs on a worker."""
 
     def __init__(self) -> None:
         self._weight = self._num_jobs = self._seconds = self._num_jobs_squared = self._product = 0.0
@@ -50,7 +50,7 @@ class StepPace:
         )
 
     def seconds_per_token(self, num_jobs: int) -> float:
-        """Return a job's seconds per token among `num_jobs` on a worker; 0.0 before the first report."""
+        """Return a job's seconds per token among `num_jobs`, 0.0 without reports."""
         if not self._weight:
             return 0.0
         mean_jobs, mean_seconds = self._num_jobs / self._weight, self._seconds / self._weight

@@ -1,4 +1,4 @@
-"""A run's unfinished jobs, and the order in which waiting ones are taken."""
+"""The order in which a run's waiting jobs are taken."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAST_LENGTH = 0.75  # of the longest job's length; shorter ones never go first 
 
 
 class Strikes(NamedTuple):
-    """A job's losses in a row without progress, and its most tokens at the last one."""
+    """A job's losses without progress, and its tokens at the last."""
 
     num: int
     num_tokens: int
@@ -36,7 +36,7 @@ Turn = tuple[int, int, int, int]
 
 @dataclass(eq=False)
 class QueuedJob:
-    """An unfinished job: waiting, in a reserve, running, or ended without a written result."""
+    """An unfinished job, with or without a worker."""
 
     entry: JobEntry
     num_generated_tokens: int = 0  # as last reported
@@ -85,7 +85,7 @@ class QueuedJob:
         return self.turn
 
     def strike(self, num_strikes: int, max_attempts: int) -> None:
-        """Set its strikes; from two on, or before its last attempt, it runs alone."""
+        """Set its strikes; with two, or one attempt left, it runs alone."""
         self.num_strikes = num_strikes
         self.runs_alone = num_strikes >= max(1, min(2, max_attempts - 1))
 
@@ -123,7 +123,7 @@ MAX_ENTRIES = 16 * ROWS_AT_ONCE
 
 
 class UntouchedJobs:
-    """Jobs that no worker had, by priority, then the longest first, equal ones in file order; tickets are negative."""
+    """Jobs that no worker had, by priority, the longest first; tickets are negative."""
 
     def __init__(
         self, index: JobIndex, priorities: NDArray[np.int64], groups: NDArray[np.int32], shared: NDArray[np.int32]
@@ -167,7 +167,7 @@ class UntouchedJobs:
         return self._job_at(self._order, self._first)
 
     def first_fresh(self, begun: Container[int]) -> QueuedJob | None:
-        """Return the first job without a group in `begun`, which may only grow."""
+        """Return the first job without a group in `begun`."""
 
         def is_passed(row: int) -> bool:
             return bool(self._is_out[row]) or int(self._groups[row]) in begun
@@ -243,7 +243,7 @@ class UntouchedJobs:
         return self._known[row]
 
     def _read_ahead(self, start: int) -> None:
-        """Read the next jobs in order, many at once because that is much faster."""
+        """Read many jobs ahead, because that is faster."""
         rows = self._order[start : start + ROWS_AT_ONCE].astype(np.int64)
         rows = rows[~self._is_out[rows]]
         if len(self._entries) > MAX_ENTRIES:  # many were taken out of order
@@ -276,12 +276,10 @@ HasRoom = Callable[[QueuedJob], bool]
 
 
 class WaitingJobs:
-    """Waiting jobs: lowest priority number first, then the longest, equal ones in file order.
+    """Waiting jobs by priority, then the longest first, equal ones in file order.
 
-    Among jobs about as long as the longest, a worker gets one with a prompt like its earlier ones, else one with a new
-    prompt, so that workers share prompts only when necessary. If that job has no room, a shorter one of its priority
-    may go; the long one is tried first again. Heap entries with outdated turns are skipped. Jobs that no worker had are
-    in arrays.
+    Among similar lengths, a worker gets a prompt like its earlier ones, else a new one. If a job has no room, a shorter
+    one may go. Heap entries with outdated turns are skipped.
     """
 
     def __init__(self, untouched: UntouchedJobs) -> None:
@@ -296,7 +294,7 @@ class WaitingJobs:
         self._begun: set[int] = set()
 
     def put(self, job: QueuedJob) -> None:
-        """Queue a job until at least its `not_before`; call again after `runs_alone` changed."""
+        """Queue a job until its `not_before`; call again after `runs_alone` changed."""
         heappush(self._delayed, (job.not_before, job.wait(next(self._tickets)), job))
 
     def drop(self, job: QueuedJob) -> None:
@@ -305,9 +303,9 @@ class WaitingJobs:
         job.turn = None
 
     def first(self, has_neighbours: bool, now: float, groups: Iterable[int], has_room: HasRoom) -> QueuedJob | None:
-        """Return the first job that may run now and has room, else None.
+        """Return the first job that may run and has room.
 
-        With neighbours, jobs that run alone are skipped. `groups` are the worker's prompt groups.
+        With neighbours, jobs that run alone are skipped.
         """
         self._admit(now)
         job = self._first_for(has_neighbours, groups)
@@ -316,7 +314,7 @@ class WaitingJobs:
         return next((other for other in self._shorter(job) if has_room(other)), None)
 
     def _first_for(self, has_neighbours: bool, groups: Iterable[int]) -> QueuedJob | None:
-        """Return the first job, or an equally urgent, similar one that suits the worker better."""
+        """Return the first job, or a similar one that suits the worker better."""
         waiting = [self._sociable] if has_neighbours else [self._sociable, self._loners]
         first = _first([*map(_head, waiting), self._untouched.first()])
         if first is None or first.runs_alone:
@@ -330,7 +328,7 @@ class WaitingJobs:
         return better[0] if better else first
 
     def take(self, job: QueuedJob) -> None:
-        """Take the job that `first` returned; a worker begins it and its prompt group."""
+        """Take the job that `first` returned."""
         self.drop(job)
         if _head(self._by_length[job.length_class]) is None:
             del self._by_length[job.length_class]
@@ -338,7 +336,7 @@ class WaitingJobs:
             self._begun.add(job.prompt.group)
 
     def _shorter(self, job: QueuedJob) -> Iterator[QueuedJob]:
-        """Yield the first job of each shorter class of the same priority, longest class first."""
+        """Yield the first job of each shorter class of the same priority."""
         for length_class in range(job.length_class - 1, -1, -1):
             touched = _head(self._by_length[length_class]) if length_class in self._by_length else None
             untouched = self._untouched.first_of_class(job.priority, length_class)

@@ -1,4 +1,4 @@
-"""The workers of a run: start, wait, replace. The queue knows their jobs."""
+"""The workers of a run: start, wait, replace."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ Event = Started | Reported | Lost
 
 
 def slice_seconds(num_workers: int) -> float:
-    """Return the time between reports, longer for many workers, which the driver must keep up with."""
+    """Return the time between reports, longer for many workers."""
     return max(SLICE_SECONDS, SECONDS_PER_WORKER * num_workers)
 
 
@@ -113,10 +113,9 @@ class Calls(Protocol):
 
 
 class Fleet:
-    """Keeps up to a given number of workers alive, with one call to each.
+    """Keeps a number of workers alive, with one call to each.
 
-    A started worker that does not answer for `timeout` seconds is lost. Events update the sums, so that the driver's
-    loop need not visit all workers.
+    A started worker without an answer for `timeout` seconds is lost.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class Fleet:
         return [(worker, draining[info.node_id]) for worker, info in staying if info.node_id in draining]
 
     def begin_drain(self, worker: Worker, reason: str, seconds: float) -> None:
-        """Stop giving a worker jobs and drain it; `reason` is a label for metrics."""
+        """Drain a worker; `reason` is a label for metrics."""
         if worker.drain_reason is None:
             worker.drain_reason, worker.drain_by = reason, time.monotonic() + seconds
             self._num_draining += 1
@@ -270,8 +269,7 @@ class Fleet:
     def _blames_the_start(self, worker: Worker, reason: str) -> bool:
         """Return whether a loss counts as a failed start.
 
-        A lost node does not. Ray may not know that a node took its workers along, so of workers started together only
-        the first counts.
+        Lost nodes do not count; of workers started together, only the first does.
         """
         if reason in (ray_actors.NODE_LOST, ray_actors.NODE_DRAINED):
             return False

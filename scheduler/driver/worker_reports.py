@@ -1,4 +1,4 @@
-"""Takes in workers' reports and losses, and settles their jobs: files first, then the queue."""
+"""Takes in workers' reports and losses: files first, then the queue."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AttemptSettlement:
         self._cancelling: set[str] = set()  # ids to cancel once no worker has them
 
     def put_back(self, job_id: str, reason: str, message: str) -> None:
-        """Requeue or give up a job whose attempt was lost; `reason` and `message` as in `Lost`."""
+        """Requeue or give up a lost job; `reason` and `message` as in `Lost`."""
         if (job := self._still_to_do(job_id)) is None:
             return
         self._counters.num_preemptions[reason] += 1
@@ -71,7 +71,7 @@ class AttemptSettlement:
             self._queue.release(job_id)
 
     def begin_found(self, worker: Worker) -> None:
-        """Record which reserved jobs of a lost worker began: their attempts left files."""
+        """Record which reserved jobs of a lost worker began."""
         job_ids = list(self._queue.of(worker.id).reserve)
         if not job_ids:
             return
@@ -83,7 +83,7 @@ class AttemptSettlement:
     def lose_backlog(self, worker: Worker, *, is_unblamed: bool) -> None:
         """Requeue the reserved jobs of a lost worker.
 
-        They get no strike, but are never reserved again: one that kills its worker at once would not be found.
+        They are never reserved again, because one may kill its worker at once.
         """
         for job in list(self._queue.of(worker.id).reserve.values()):
             if self._still_to_do(job.job_id):
@@ -96,7 +96,7 @@ class AttemptSettlement:
             self._give_up(job_id, code, f"given up: {message}")
 
     def release(self, job_id: str, reason: str) -> None:
-        """Requeue a job that its worker released without the job's fault; `reason` as in `Lost`."""
+        """Requeue a released job; `reason` as in `Lost`."""
         if (job := self._still_to_do(job_id)) is None:
             return
         self._counters.num_preemptions[reason] += 1
@@ -175,7 +175,7 @@ class ReportIntake:
         self._placing: list[tuple[Future[None], Lost]] = []
 
     def take_in(self, event: Event) -> None:
-        """Handle one event. Raises StoreError if a worker stopped because the store failed."""
+        """Handle one event. Raises StoreError if the store failed."""
         match event:
             case Started(worker, info):
                 self._display.note(WorkerReady(worker.id, info.host, info.pid))
@@ -190,10 +190,7 @@ class ReportIntake:
                     self._take_in_loss(worker, reason, message)
 
     def settle(self) -> None:
-        """Requeue the jobs of lost workers once their logs are in place.
-
-        A thread reads and writes the logs. Raises StoreError.
-        """
+        """Requeue the jobs of lost workers once a thread moved their logs. Raises StoreError."""
         for found, lost in self._taken(self._reading):
             done = self._settlement.with_results({entry.job_id for entry in found.entries})
             self._placing.append((self._pool.submit(self._logs.put_in_place, found.without(done)), lost))
@@ -252,7 +249,7 @@ class ReportIntake:
                 settlement.take_back(job_id)
 
     def _count_fitting(self, worker: Worker, report: WorkReport) -> None:
-        """Record how many jobs a worker kept when memory ran out, until one of them leaves."""
+        """Record how many jobs a worker kept when memory ran out."""
         num_held = len(self._queue.of(worker.id).running)
         if report.of("evicted"):
             worker.num_fitting = num_held
@@ -260,7 +257,7 @@ class ReportIntake:
             worker.num_fitting = None
 
     def _take_leave(self, worker: Worker, reason: str) -> None:
-        """End a drained worker, and requeue jobs that it had not taken in."""
+        """End a drained worker, and requeue its jobs."""
         if worker.drain_reason is None:
             self._display.note(WorkerStopping(worker.id, reason))
         for job in self._left_by(worker):
@@ -270,7 +267,7 @@ class ReportIntake:
         self._fleet.retire(worker)
 
     def _take_in_loss(self, worker: Worker, reason: str, message: str) -> None:
-        """Requeue a lost worker's jobs, without strikes if it was draining or they had ended."""
+        """Requeue a lost worker's jobs, without strikes if it was draining."""
         is_unblamed = worker.drain_reason is not None or reason == "node_drained"
         self._display.note(WorkerLost(worker.id, reason, message))
         self._settlement.begin_found(worker)

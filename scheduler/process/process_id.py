@@ -29,7 +29,7 @@ def own_key() -> ProcessKey | None:
 
 
 def is_gone(host: str, pid: int, key: ProcessKey | None) -> bool:
-    """Return whether a process has surely ended; False if it is not visible here.
+    """Return whether a process has surely ended.
 
     Without a `key`, equal host names count as one host.
     """

@@ -1,7 +1,6 @@
 """Signals that end a command: SIGTERM and SIGHUP act as Ctrl-C.
 
-The first raises KeyboardInterrupt, for one line and exit code 130; a second one ends the process at once. While jobs
-run, `held` turns the first into a request for an orderly end. A server's drivers are killed with it.
+The first raises KeyboardInterrupt, or inside `held` asks for an orderly end; a second one ends the process.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def ending_signals() -> list[signal.Signals]:
 
 
 def interrupt_on_signals() -> None:
-    """Make the first signal raise KeyboardInterrupt in the main thread, and the next one end the process."""
+    """Make the first signal raise KeyboardInterrupt, and the next one end the process."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         _handle(_unless_same(lambda _number, _frame: os._exit(INTERRUPTED)))
@@ -62,7 +61,7 @@ def end_on_signals() -> None:
 
 @contextlib.contextmanager
 def held(ask: Callable[[], None]) -> Iterator[None]:
-    """Call `ask` at the first signal; later ones act as before, as do all after the context."""
+    """Call `ask` at the first signal; later ones act as before."""
     before = {number: signal.getsignal(number) for number in ending_signals()}
 
     def again(number: int, _frame: FrameType | None) -> None:
@@ -82,9 +81,9 @@ def held(ask: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Block signals in all threads started inside the block, for their whole life.
+    """Block signals in all threads started inside the block.
 
-    They outlive calls of `call_interruptibly`, and a signal there could reach that call's handler.
+    A signal there could reach a handler of `call_interruptibly`'s call.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals())
     try:
@@ -96,8 +95,7 @@ def unheard() -> Iterator[None]:
 def call_interruptibly(call: Callable[[], None], ended: threading.Event) -> None:
     """Call in a thread that lives until `ended`; raise its error, or KeyboardInterrupt at a signal.
 
-    For calls that may hang outside Python and set their own handlers: these are removed when seen, and signals wait
-    meanwhile. After an interruption the call continues unnoticed.
+    For calls that may hang outside Python and set handlers of their own. After an interruption the call continues.
     """
     returned, errors = threading.Event(), list[BaseException]()
 

@@ -1,4 +1,4 @@
-"""Streams that may fail, as when a terminal closes, without ending a run."""
+"""Streams that may fail without ending a run."""
 
 from __future__ import annotations
 

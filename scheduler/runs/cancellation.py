@@ -1,4 +1,4 @@
-"""Cancels a run or a job with or without a driver, and expires the jobs of a run."""
+"""Cancels a run or a job, and expires jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_jobs(run: Run, custom_id: str) -> list[JobEntry]:
 
 
 def cancel_jobs(run: Run, custom_id: str | None) -> str:
-    """Cancel one job or all unfinished ones; return a line for the user. Raises RunError, StoreError."""
+    """Cancel one job or all; return a line for the user. Raises RunError, StoreError."""
     chosen = None if custom_id is None else find_jobs(run, custom_id)
     unfinished = _unfinished(run, chosen)
     if not unfinished:
@@ -59,7 +59,7 @@ def _cancel(run: Run, hold: RunLease, chosen: Sequence[JobEntry] | None, *, is_w
 
 
 def _is_asked(run: Run, job_ids: Sequence[str | None]) -> bool:
-    """Ask the driver to cancel jobs, or all for None; return False if it ended before it could react."""
+    """Ask the driver to cancel; return False if it ended before it could."""
     last = time.monotonic() + STALE_SECONDS
     while not has_begun(run) and time.monotonic() < last:
         time.sleep(POLL_SECONDS)  # a new driver forgets earlier requests
@@ -76,7 +76,7 @@ def _unfinished(run: Run, chosen: Sequence[JobEntry] | None) -> list[JobEntry]:
 
 
 def expire_jobs(run: Run) -> None:
-    """Give all unfinished jobs an error. Raises RunTakenError while a driver works, RunError, StoreError."""
+    """Give all unfinished jobs an error. Raises RunTakenError, RunError, StoreError."""
     with RunLease(run, may_take_over=True) as hold:
         unfinished = _unfinished(run, None)
         run.set_damaged_aside([record.job_id for record in unfinished])

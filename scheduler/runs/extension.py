@@ -30,7 +30,7 @@ from swiftbatch.worker.model.model_files import ModelFiles, read_config
 
 @dataclass(frozen=True)
 class Kept:
-    """The bytes of kept token logs and states of ended jobs, by job id."""
+    """The bytes of kept logs and states of ended jobs."""
 
     logs: dict[str, int]
     states: dict[str, int]
@@ -44,7 +44,7 @@ class Kept:
 
 
 def kept_of(run: Run) -> Kept:
-    """Find what is kept, except checkpoints of jobs that may still continue. Raises StoreError."""
+    """Find what is kept of jobs that can't continue. Raises StoreError."""
     found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
     if found:  # failed and cancelled jobs may resume from their checkpoints
         found -= set(run.job_ids()) - run.ended()[0]
@@ -54,7 +54,7 @@ def kept_of(run: Run) -> Kept:
 
 
 def prune(run: Run, *, logs: bool, state: bool) -> str:
-    """Delete kept logs, states or both; return a line for the user. Raises RunTakenError, StoreError."""
+    """Delete what is kept; return a line for the user. Raises RunTakenError, StoreError."""
     before = run.progress()
     with RunLease(run) as hold:
         kept = kept_of(run)
@@ -85,7 +85,7 @@ class NotExtendedError(ValueError):
 
 @dataclass
 class Extension:
-    """The extended jobs in their longer form, their tokens, and (name, reason) of refused ones.
+    """The extended jobs, their tokens, and (name, reason) of refused ones.
 
     `already` are named jobs whose limit is large enough.
     """
@@ -101,8 +101,8 @@ def extend_jobs(
 ) -> Extension:
     """Extend jobs to `max_tokens`: those named, or all that ended at a limit.
 
-    Each becomes a new job that supersedes the shorter one. Checkpoints are written first, then all jobs are added at
-    once, so that a kill leaves either state. Raises StoreError, RunTakenError.
+    Checkpoints are written first, then all jobs at once, so that a kill leaves either state. Raises StoreError,
+    RunTakenError.
     """
     run, found = hold.epoch.run, Extension()
     kept, bound = KeptLogs.of(run), short_length(read_config(files.name, files.path))
@@ -139,7 +139,7 @@ def extend_jobs(
 
 
 def _is_due(record: JobRecord, line: Line | None, max_tokens: int, is_named: bool, has_tokens: bool) -> bool:
-    """Return whether to extend a job. Raises NotExtendedError if its user should hear why not."""
+    """Return whether to extend a job. Raises NotExtendedError for a reason to show."""
     own = record.job.sampling.max_tokens
     if line is None:
         if own < max_tokens:
@@ -191,8 +191,7 @@ def _kept_logprobs(kept: KeptLogs, record: JobRecord, log: TokenLog) -> TokenLog
 def _longer(record: JobRecord, max_tokens: int, files: ModelFiles, bound: int | None) -> JobRecord:
     """Return the job with a larger limit.
 
-    Raises NotExtendedError beyond the model's positions, or beyond `bound`, from which longrope rotates the whole text
-    differently.
+    Raises NotExtendedError beyond the model's positions, or beyond `bound`, where longrope changes all rotations.
     """
     num_positions = record.num_prompt_tokens + max_tokens
     if num_positions > files.max_positions:

@@ -1,9 +1,8 @@
-"""The hold on a folder of runs: one `swiftbatch nightly` and one `swiftbatch serve` at a time.
+"""The hold on a folder of runs: one `nightly` and one `serve` at a time.
 
 nightly.json, serve.json    the holder's heartbeat, deleted when it ends
 
-Two machines' clocks may let holders overlap briefly, which is harmless, since each run has one driver (see
-`run_lease`). The hold also covers the gaps between runs, and names the holder.
+Clocks may let holders overlap briefly, which is harmless: each run has one driver.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ POLL_SECONDS = 2.0
 
 
 class FolderHeldError(RunError):
-    """Another such command works on these runs; the text is one line for the user."""
+    """Another such command works on these runs."""
 
 
 class Holder(BaseModel):
@@ -48,7 +47,7 @@ class Holder(BaseModel):
 
 
 class FolderLease:
-    """A command's hold on a folder of runs, renewed by a thread until `stop`."""
+    """A command's hold on a folder of runs, renewed by a thread."""
 
     def __init__(self, runs: Store, command: str) -> None:
         now = time.time()
@@ -92,10 +91,7 @@ class FolderLease:
 
 @contextlib.contextmanager
 def hold(runs: Store, is_patient: bool, command: str) -> Iterator[FolderLease]:
-    """Hold a folder of runs for a command.
-
-    If another process holds it, wait (`is_patient`) or raise FolderHeldError.
-    """
+    """Hold a folder of runs; if it is taken, wait (`is_patient`) or raise FolderHeldError."""
     is_told = False
     while (holder := _other_holder(runs, command)) is not None:
         if not is_patient:
@@ -124,7 +120,7 @@ def _other_holder(runs: Store, command: str) -> Holder | None:
 
 
 def _read(runs: Store, command: str) -> Holder | None:
-    """Read the heartbeat; None if absent or damaged, because the next one replaces it."""
+    """Read the heartbeat; None if absent or damaged."""
     try:
         return read_model(runs, file_of(command), Holder)
     except RunError:

@@ -36,10 +36,7 @@ FOLDERS = ("draft_model", "kv_offload")
 
 
 def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
-    """Return the run's manifest, checked against the settings, or a new one without fingerprint.
-
-    Raises RunError if settings other than folders differ.
-    """
+    """Return the run's checked manifest, or a new one. Raises RunError if settings differ."""
     try:
         manifest = Run.open(run_uri, settings.start_retries).manifest
     except RunError:  # absent or unreadable: `Run.create_or_open` tells which
@@ -96,9 +93,9 @@ def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
 
 
 def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings: Settings) -> RunManifest:
-    """Add the rows of a GPU's forwards: the requested number, or the fastest for these jobs.
+    """Add a GPU's rows: the requested number, or the fastest.
 
-    A cluster's GPUs are unknown; 80 GB are assumed.
+    A cluster's GPUs are assumed to have 80 GB.
     """
     sizes = None if manifest.device == "cpu" or "num_rows" in settings.said else read_sizes(files, manifest.dtype)
     if sizes is None or not len(jobs):
@@ -117,9 +114,9 @@ def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings
 
 
 def with_markers(manifest: RunManifest, codec: TextCodec) -> RunManifest:
-    """Add the thinking markers, named or found (perhaps none), and whether the template reads the clock.
+    """Add the thinking markers, if any, and whether the template reads the clock.
 
-    Fingerprints do not settle them: another version may know other markers and split texts differently.
+    Another version may know other markers and split texts differently.
     """
     manifest = manifest.model_copy(update={"reads_clock": codec.chat.reads_clock})
     if manifest.thinking_markers is not None:
@@ -128,10 +125,7 @@ def with_markers(manifest: RunManifest, codec: TextCodec) -> RunManifest:
 
 
 def refuse_changed_model(run: Run) -> None:
-    """Raise RunError if the model's local files differ from the run's.
-
-    Missing files are fine: the run may be over, and a cluster's workers check their own.
-    """
+    """Raise RunError if the model's local files differ from the run's. Missing files are fine."""
     with contextlib.suppress(ModelError):
         files = locate_model(run.manifest.stored_model)
         known = {**files.digests.model, **files.digests.text}
@@ -139,7 +133,7 @@ def refuse_changed_model(run: Run) -> None:
 
 
 def refuse_kernels(kernels: CudaKernels, device: str, dtype: str, address: str | None) -> None:
-    """Raise ModelError if the workers would refuse these GPU kernels, as far as known here."""
+    """Raise ModelError if the workers would refuse these GPU kernels."""
     if device == "cpu":
         kernels.refuse_unused("the device is a CPU")
         kernels.refuse_rows("the device is a CPU")

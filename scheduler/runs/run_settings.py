@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of `submit` and `resume`; each resume may change all except `said`."""
+    """The settings of `submit` and `resume`; a resume may change all except `said`."""
 
     said: Mapping[str, Any] = field(default_factory=dict)  # named fields of `Computation`
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)

@@ -1,8 +1,4 @@
-"""Watches a run through its folder: its progress, and a job's text so far.
-
-`status --watch` reads one small file a second (every few seconds on an object store); `tail` reads a job's result or
-token log.
-"""
+"""Watches a run through its folder: its progress, and a job's text so far."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ def patient(run: Run) -> Run:
 def watch(run: Run, display: Display) -> Progress:
     """Show heartbeats until no driver works; return the final progress.
 
-    It waits for a new run's first driver, and for a silent driver on another host, which may return or be replaced.
+    It waits for a first driver, and for a silent one on another host.
     """
     is_awaited, was_silent = _is_awaited(run, display), False
     while (state := liveness(run, progress := run.progress())) != "gone" or (progress is None and is_awaited):
@@ -67,9 +63,9 @@ def _is_awaited(run: Run, display: Display) -> bool:
 
 
 def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iterator[str]:
-    """Yield the text of a job's choice so far; with `follow` until it or its driver ends.
+    """Yield a job's text so far; with `follow` until it ends.
 
-    Raises RunError for an unknown job, ModelError without the run's tokenizer.
+    Raises RunError for an unknown job, ModelError without the tokenizer.
     """
     from swiftbatch.worker.model.model_files import locate_model
     from swiftbatch.worker.text.tokenizer import TextCodec
@@ -95,7 +91,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
 
 
 def _newest_log(run: Run, checkpoints: CheckpointStore, packed: PackedLogs, job: JobEntry) -> TokenLog:
-    """Return a job's newest log: its own, or one in its worker's packed file."""
+    """Return a job's newest log, its own or a packed one."""
     progress = current_progress(run)
     holders = [worker.id for worker in progress.workers if job.name in worker.jobs]
     running = packed.read(holders if progress.state == "running" else None).get(job.job_id)

@@ -1,4 +1,4 @@
-"""Puts job files into a run: reads lines, tokenizes prompts, rejects bad ones, adds the rest."""
+"""Puts job files into a run: reads, tokenizes, rejects, adds."""
 
 from __future__ import annotations
 
@@ -67,10 +67,7 @@ CONSTRAINT_FIELDS = (
 
 @dataclass(frozen=True)
 class LineNotes:
-    """Rejects of lines, and counts of good lines by field without effect.
-
-    `priorities` are by `custom_id`, without zeros.
-    """
+    """Rejects, priorities other than 0, and counts of ignored fields."""
 
     rejects: Rejects = field(default_factory=Rejects)
     priorities: dict[str, int] = field(default_factory=dict)
@@ -89,8 +86,8 @@ def make_records(
 ) -> Iterator[JobRecord]:
     """Yield the jobs of lines, with tokenized prompts.
 
-    Rejects lines that exceed the model's positions or the caches' room, or name unknown tokens. `max_tokens`,
-    `loop_guard` and `thinking_end` are defaults of lines; `max_tokens` None means the rest of the positions.
+    Rejects lines beyond the model's positions or the caches' room, or with unknown tokens. `max_tokens`, `loop_guard`
+    and `thinking_end` are defaults.
     """
     longest = 0  # length known to fit: looking up free memory is the most expensive step
     for line_number, line, encoded in _encoded(lines, codec):
@@ -117,7 +114,7 @@ def make_records(
 
 
 def _encoded(lines: Iterable[tuple[int, JobLine]], codec: TextCodec) -> Iterator[tuple[int, JobLine, list[Encoded]]]:
-    """Yield lines with their encoded prompts or messages, a bounded number at once."""
+    """Yield lines with their encoded prompts, a bounded number at once."""
     _start_tokenizing_threads()
     rest = iter(lines)
     while some := list(_some(rest)):
@@ -153,7 +150,7 @@ def _asked(line: JobLine) -> tuple[str | tuple[int, ...] | Chat, ...]:
 def _prompts(
     line: JobLine, encoded: list[Encoded], max_tokens: int | None, files: ModelFiles
 ) -> list[tuple[EncodedPrompt, int]]:
-    """Return each prompt of a line, or its messages, with its token limit. Raises ValueError."""
+    """Return each prompt of a line with its token limit. Raises ValueError."""
     prompts = []
     for number, found in enumerate(encoded, start=1):
         try:
@@ -186,7 +183,7 @@ def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files:
 
 
 def _refuse_unfit_sampling(line: JobLine, limit: int, codec: TextCodec, vocab_size: int) -> None:
-    """Raise ValueError for fields that only the model or the possible tokens can refute."""
+    """Raise ValueError for fields that only the model can refute."""
     sampling = line.sampling
     if sampling["min_tokens"] > limit:
         raise ValueError(
@@ -238,10 +235,7 @@ class StrictError(UserError):
 
 @dataclass(frozen=True)
 class Submission:
-    """A held run with the files' jobs and rejects.
-
-    `without_effect` counts the good lines per ignored field.
-    """
+    """A held run with the files' jobs and rejects."""
 
     run: Run
     hold: RunLease
@@ -260,13 +254,10 @@ def submission(
     columns: Columns = NO_COLUMNS,
     endpoint: JobUrl | None = None,
 ) -> Iterator[Submission]:
-    """Add the jobs of files (paths, URIs or patterns, see `found_files`) to the run at `run_uri`, creating it if
-    needed.
+    """Add the jobs of files (see `found_files`) to the run at `run_uri`, creating it if needed.
 
-    With an `endpoint`, lines for another one are rejected. The run is held from before the first change until the block
-    ends. Raises InputFileError, KVRoomError (for `--kv-offload`), StrictError, ModelError, RunError (RunTakenError
-    while a driver holds it, see `refuse_if_taken`) and StoreError with one line for the user; then no job of the files
-    is added.
+    The run is held until the block ends. Raises InputFileError, KVRoomError, StrictError, ModelError, RunError
+    (RunTakenError, see `refuse_if_taken`) and StoreError; then no job is added.
     """
     manifest = kept_or_new_manifest(run_uri, settings)
     is_for_gpus = not manifest.model_fingerprint and manifest.device != "cpu"  # otherwise its rows are set
@@ -314,7 +305,7 @@ def _in_order(reader: JobReader, notes: LineNotes, changed: Iterable[Reject] = (
 
 
 def _made(planned: Run, manifest: RunManifest) -> Run:
-    """Create the planned run. Raises RunError if another command made another run there."""
+    """Create the planned run. Raises RunError if another one was made."""
     run = planned.made()
     if run.manifest.run_id != manifest.run_id:
         raise RunError(f"the run at {run.store.shown_uri} was made by another command just now; submit once more")
@@ -338,9 +329,9 @@ def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVR
 
 
 def add_new(run: Run, table: BinaryIO) -> tuple[JobIndex, list[Reject]]:
-    """Add a table's jobs that the run lacks; return its present jobs and the refused lines.
+    """Add a table's new jobs; return its present jobs and refused lines.
 
-    A known `custom_id` with another prompt or sampling is refused, because results would be ambiguous.
+    A known `custom_id` with another prompt or sampling is ambiguous, hence refused.
     """
     found = JobIndex.of(parts_of(table, COLUMNS))
     known = run.job_index()
@@ -378,7 +369,7 @@ def _is_in(texts: pa.Array, others: pa.Array) -> NDArray[np.bool_]:
 
 
 def _changed(run: Run, found: JobIndex, known: JobIndex) -> list[Reject]:
-    """Return rejects for lines whose jobs changed; most lines match by place and are skipped early."""
+    """Return rejects for lines whose jobs changed."""
     from pyarrow import compute
 
     names = found.columns["custom_id"]

@@ -1,7 +1,4 @@
-"""A server's keys, from a file that may change while it serves.
-
-Each line has a key's name, its secret's hash and its rights.
-"""
+"""A server's keys, from a file that may change while it serves."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ Signature = tuple[int, ...]
 
 
 class KeyLineError(UserError):
-    """An unusable key or line; the text shows neither hashes nor possible secrets."""
+    """An unusable key or line; the text shows no secrets."""
 
 
 class Rights(Frozen):
@@ -46,7 +43,7 @@ class Rights(Frozen):
 
 
 class ApiKey(Frozen):
-    """A key; `name` owns the files and batches made with it, `digest` is the secret's SHA-256 in hex."""
+    """A key; `name` owns files and batches, `digest` is the secret's SHA-256."""
 
     name: Annotated[str, Field(pattern=f"^{NAME}$")]
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -58,7 +55,7 @@ def digest_of(secret: str) -> str:
 
 
 def make_key(name: str) -> tuple[str, str]:
-    """Make a random secret and its key's line. Raises KeyLineError for an invalid name."""
+    """Make a random secret and its key's line. Raises KeyLineError."""
     secret = PREFIX + secrets.token_urlsafe(NUM_SECRET_BYTES)
     key = parse_line(f"{name}:sha256:{digest_of(secret)}")
     return secret, f"{key.name}:sha256:{key.digest}"
@@ -98,7 +95,7 @@ class KeyFileError(UserError):
 
 
 def parse_keys(text: str) -> tuple[ApiKey, ...]:
-    """Parse a key file; blank lines and # comments are skipped. Raises KeyFileError.
+    """Parse a key file with blank lines and # comments. Raises KeyFileError.
 
     A name may have several lines with equal rights, to replace its secret.
     """

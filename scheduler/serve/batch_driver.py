@@ -1,7 +1,4 @@
-"""A batch's driver as a child process: `submit` until all lines are in the run, then `resume`.
-
-A bounded part of its output is kept in memory and in the run's logs.
-"""
+"""A batch's driver as a child process: `submit` until all lines are in the run, then `resume`."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ Told = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class DriverOptions:
-    """The server's command-line options for drivers: permanent ones of a run, and those of each start."""
+    """The server's command-line options for drivers."""
 
     of_run: tuple[str, ...] = ()
     of_start: tuple[str, ...] = ()
@@ -48,7 +45,7 @@ class DriverOptions:
 def driver_arguments(batch: Batch, files: StoredFiles, options: DriverOptions) -> list[str]:
     """Return the arguments of `swiftbatch`. Raises StoreError.
 
-    After a kill, `submit` completes the run from the same file; `resume` no longer needs the file.
+    After a kill, `submit` completes the run from the same file.
     """
     run_uri, record = batch.store.uri, batch.record
     deadline = f"{max(0.0, batch.seconds_left):.3f}s"
@@ -60,7 +57,7 @@ def driver_arguments(batch: Batch, files: StoredFiles, options: DriverOptions) -
 
 
 class DriverProcess:
-    """A working driver; create it in a lasting thread, because it dies with that thread."""
+    """A working driver, which dies with the thread that created it."""
 
     def __init__(self, arguments: Sequence[str], run: Store, first_number: int = 0) -> None:
         command = module_command("swiftbatch.scheduler.batch_driver_main", str(os.getpid()), *arguments)
@@ -134,7 +131,7 @@ class DriverProcess:
         return thread
 
     def _take(self, line: str) -> None:
-        """Handle a line with an event; other lines only go to the log."""
+        """Handle a line with an event, and log others."""
         try:
             event = json.loads(line)
             kind = str(event["event"])
@@ -155,7 +152,7 @@ class DriverProcess:
 
 
 def _log_of(run: Store) -> logging.Logger:
-    """Open a log in a local run folder; events of other runs stay in memory."""
+    """Open a log in a local run folder, or in memory."""
     log = logging.Logger("driver", logging.INFO)
     if run.is_local:
         path = Path(run.uri) / "logs" / "driver.log"

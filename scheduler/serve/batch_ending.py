@@ -1,6 +1,6 @@
-"""Ends a batch: gives up remaining jobs if necessary, writes its files, then its outcome.
+"""Ends a batch: writes its files, then its outcome.
 
-It may be repeated after a kill, with the same outcome.
+It may be repeated after a kill.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ GIVE_UP: dict[Reason, Callable[[Run], object]] = {
 
 @dataclass(frozen=True)
 class Delivered:
-    """A batch's two files as in OpenAI's API: lines with a response, and all others.
-
-    A file is None if it would be empty.
-    """
+    """A batch's two files: lines with a response, and all others."""
 
     counts: Counts
     num_generated_tokens: int
@@ -64,7 +61,7 @@ class Delivered:
 
 
 def deliver(batch: Batch, run: Run, files: StoredFiles) -> Delivered:
-    """Write both files under fixed ids, so that it may be repeated. Raises StoreError, RunError. Needs no manifest."""
+    """Write both files under fixed ids. Raises StoreError, RunError."""
     counts = {"output": 0, "errors": 0}
     has_expired, num_tokens = False, 0
     with temporary_file() as output, temporary_file() as errors:
@@ -118,9 +115,9 @@ def _reject_line(batch: Batch, number: int, reject: Reject) -> dict[str, Any]:
 
 
 def end_batch(batches: Batches, files: StoredFiles, batch: Batch, reason: Reason, problem: str) -> None:
-    """End a batch without a driver; `problem` is its last driver's message about unreadable input.
+    """End a batch without a driver; `problem` is its last driver's message.
 
-    Raises RunTakenError if another driver runs it, RunError, StoreError.
+    Raises RunTakenError, RunError, StoreError.
     """
     lines = lines_of(batch.store)
     if lines is None:
@@ -150,9 +147,9 @@ def end_batch(batches: Batches, files: StoredFiles, batch: Batch, reason: Reason
 
 
 def settle(batches: Batches, files: StoredFiles, batch: Batch, driver: DriverProcess | None) -> bool:
-    """End a batch without a driver, if it is due; `driver` is this server's last one for it.
+    """End a batch without a driver, if it is due.
 
-    A damaged run fails, because no driver can continue it. Otherwise raises as `end_batch`.
+    A damaged run fails. Otherwise raises as `end_batch`.
     """
     try:
         reason = _reason_to_end(batch, driver)
@@ -166,7 +163,7 @@ def settle(batches: Batches, files: StoredFiles, batch: Batch, driver: DriverPro
 
 
 def ask_to_cancel(batch: Batch, driver: DriverProcess) -> None:
-    """Let a working driver cancel all jobs, or end it if it has not begun them."""
+    """Let a driver cancel all jobs, or end it if it has not begun."""
     try:
         if driver.has_begun and is_submitted(batch.store):
             cancel_jobs(Run.open(batch.store.uri), None)
@@ -177,7 +174,7 @@ def ask_to_cancel(batch: Batch, driver: DriverProcess) -> None:
 
 
 def _reason_to_end(batch: Batch, driver: DriverProcess | None) -> Reason | None:
-    """Return why a batch without a driver ends now; None while it needs one, even to read its lines."""
+    """Return why a batch without a driver ends now; None while it needs one."""
     read_model(batch.store, MANIFEST, RunManifest)  # raises DamagedError, even before all lines are in the run
     if batch.cancellation is not None:
         return "cancelled"
@@ -206,7 +203,7 @@ def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
 
 
 def _damaged(batch: Batch, files: StoredFiles, error: DamagedError) -> Ended:
-    """Return the end of a failed batch with its existing results; the run stays as it is for repair."""
+    """Return the end of a failed batch; the run stays for repair."""
     message = f"{BATCHES}/{batch.id}/{error.path} is damaged: {error.problem}"
     failed = _at_once("failed", Counts(), LineProblem(code=DAMAGED, message=message))
     try:

@@ -1,7 +1,4 @@
-"""Chooses the next batch by its owner's recent tokens, then priority and age.
-
-Each batch's tokens count as spread evenly over its time.
-"""
+"""Chooses the next batch by its owner's recent tokens, then priority and age."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ BEGUN_TOKENS = 10_000  # least weight of a running batch, so that a new owner ca
 
 @dataclass(frozen=True)
 class Standing:
-    """An owner's usage and limits; `recent_tokens` lose weight with age, None is no limit."""
+    """An owner's usage and limits; None is no limit."""
 
     recent_tokens: float = 0.0
     tokens_of_day: float = 0.0
@@ -36,7 +33,7 @@ class Standing:
     max_running: int | None = None
 
     def hindrance(self, num_running: int) -> str | None:
-        """Explain why no batch of the owner may begin while `num_running` run; None if one may."""
+        """Explain why no batch of the owner may begin; None if one may."""
         if self.max_running is not None and num_running >= self.max_running:
             return f"{num_running} of at most {self.max_running} batches of its key are running"
         if self.max_tokens_per_day is not None and self.tokens_of_day >= self.max_tokens_per_day:
@@ -53,10 +50,7 @@ def next_batch(
     max_running: int,
     standing_of: Callable[[str | None], Standing],
 ) -> Batch | None:
-    """Return the batch to begin, of the owner with the fewest recent tokens, then by priority and age.
-
-    Expired batches need not wait. `standing_of` is only called if there is room.
-    """
+    """Return the batch to begin; expired ones need not wait."""
     expired = [batch for batch in waiting if batch.has_expired()]
     num_expired = sum(batch.has_expired() for batch in running)
     if expired and num_expired < MAX_EXPIRED:
@@ -106,7 +100,7 @@ class Usage:
 
 
 def standing_of(rights: Rights, at_rest: Collection[Usage], running: Collection[Usage], now: float) -> Standing:
-    """Return an owner's standing from its running and other batches; `now` in seconds since the epoch."""
+    """Return an owner's standing; `now` in seconds since the epoch."""
     return Standing(
         recent_tokens=sum(each.decayed(now) for each in at_rest)
         + sum(max(BEGUN_TOKENS, each.decayed(now)) for each in running),
@@ -137,7 +131,7 @@ Stage = Literal["to_settle", "settling", "waiting", "running", "ended"]
 
 @dataclass
 class Course:
-    """The state of a batch in this server; `usage` was read from its folder or at its driver's start."""
+    """The state of a batch in this server."""
 
     batch: Batch
     stage: Stage = "to_settle"

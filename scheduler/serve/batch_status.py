@@ -106,12 +106,12 @@ def lines_of(store: Store) -> BatchLines | None:
 
 
 def is_submitted(store: Store) -> bool:
-    """Return whether all good lines are jobs of the run: rejects are written after them."""
+    """Return whether all good lines are jobs: rejects are written after them."""
     return store.exists(REJECTS) and store.exists(MANIFEST)
 
 
 def running_status(store: Store, lines: BatchLines) -> Status:
-    """Return the status from the run's progress, once its lines are in it. Raises StoreError, RunError."""
+    """Return the status from the run's progress. Raises StoreError, RunError."""
     run = Run.open(store.uri)
     progress = current_progress(run)
     is_over = not any(progress.jobs.get(state) for state in UNFINISHED)
@@ -148,7 +148,7 @@ def unread_status(batch: Batch, problem: str) -> Status:
 
 
 def _counts(jobs: dict[str, int], lines: BatchLines) -> Counts:
-    """Count lines; before the end, lines with choices count by their share of choices."""
+    """Count lines, or before the end shares of their choices."""
     share = lines.num_lines / max(1, lines.num_jobs)
     num_failed = jobs.get("failed", 0) + jobs.get("cancelled", 0)
     return Counts(
@@ -165,9 +165,9 @@ NUM_KNOWN_RUNS = 8  # names are requested repeatedly
 
 
 def partial_texts(run: Run, running: Container[str], last_tokens: int | None = None) -> list[dict[str, Any]]:
-    """Return line, choice, number of tokens, and text or its end, of each job named in `running`.
+    """Return line, choice, number of tokens, and text or its end, of jobs named in `running`.
 
-    Raises ModelError without the run's tokenizer, RunError, StoreError.
+    Raises ModelError, RunError, StoreError.
     """
     checkpoints, packed = CheckpointStore.of(run), PackedLogs.of(run).read()
     texts = []

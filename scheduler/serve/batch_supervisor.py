@@ -1,4 +1,4 @@
-"""The thread that runs batches to their end: it starts drivers, retries and cancels."""
+"""The thread that starts drivers, retries and cancels."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BatchSupervisor:
         check_hold: Callable[[], None],
         fail: Callable[[Exception], None],
     ) -> None:
-        """`check_hold` raises if another server took the runs; `fail` receives the error that ends the thread."""
+        """`check_hold` raises if another server took the runs; `fail` receives the thread's error."""
         self._batches, self._files, self._options = batches, files, options
         self._max_running, self._standings = max_running, standings
         self._check_hold, self._fail = check_hold, fail
@@ -137,7 +137,7 @@ class BatchSupervisor:
             self._settlers.submit(ask_to_cancel, course.batch, course.driver)
 
     def _settle(self, course: Course) -> None:
-        """End a batch without a driver in another thread, if it is due."""
+        """End a batch without a driver, if due, in another thread."""
         if course.stage == "to_settle" and time.monotonic() >= course.not_before:
             course.stage = "settling"
             course.settling = self._settlers.submit(self._settle_now, course)

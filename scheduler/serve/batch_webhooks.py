@@ -1,4 +1,4 @@
-"""Posts a webhook at the end of each batch, with retries, to allowed hosts."""
+"""Posts a webhook at each batch's end to allowed hosts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXPECTED_HOSTS = "expected hosts with commas between them, as hooks.example.com,
 
 
 def reach(address: str) -> Reach:
-    """Classify an IP address; an IPv4 address mapped into IPv6 counts as IPv4."""
+    """Classify an IP address; a mapped IPv4 address counts as IPv4."""
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
@@ -64,7 +64,7 @@ def reach(address: str) -> Reach:
 
 
 def dial(allowed: frozenset[Reach], host: str, port: int, seconds: float) -> socket.socket:
-    """Connect to an allowed address of a host, the same one that was checked. Raises OSError."""
+    """Connect to an allowed address, the same one that was checked. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     fit = [address for address in addresses if reach(address) in allowed]
@@ -83,7 +83,7 @@ class WebhookHostsError(UserError):
 
 @dataclass(frozen=True)
 class WebhookHosts:
-    """Allowed host names with the kinds of their addresses; `*.example.org` allows all names below it."""
+    """Allowed host names with the kinds of their addresses."""
 
     reaches: dict[str, frozenset[Reach]]
 
@@ -109,7 +109,7 @@ class WebhookHosts:
 
 
 class Receivers:
-    """The server's own receiver of all batches' ends, if any, and those that batches name."""
+    """The server's own receiver, and those that batches name."""
 
     def __init__(self, of_server: Receiver | None, hosts: str | None) -> None:
         """`hosts` is `--webhook-hosts`. Raises ReceiverError for a bad secret, WebhookHostsError."""
@@ -133,7 +133,7 @@ class Receivers:
         return of_server if batch.record.webhook is None else (*of_server, "batch")
 
     def of(self, batch: Batch, target: Target) -> Receiver:
-        """Return a target's receiver. Raises ReceiverError if its address is no longer allowed."""
+        """Return a target's receiver. Raises ReceiverError."""
         if target == "batch":
             return self._of_batch(batch.record.webhook or "")
         if self._of_server is None:
@@ -154,7 +154,7 @@ class Receivers:
 
 
 def _may_be_reached(host: str, allowed: frozenset[str]) -> bool:
-    """Return whether a literal address is allowed; a name is checked when posting."""
+    """Return whether a literal address is allowed."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

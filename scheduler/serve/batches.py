@@ -1,4 +1,4 @@
-"""The batches of a server: a run folder each, with its request and outcome."""
+"""The batches of a server, a run folder each."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Batches:
         note_end: Callable[[Batch], None],
         prepare_end: Callable[[Batch], None] = lambda batch: None,
     ) -> None:
-        """Read the batches; `note_end` is called after each later end, `prepare_end` just before it."""
+        """Read the batches; `prepare_end` and `note_end` are called before and after each later end."""
         self._store = store
         self._note_end, self._prepare_end = note_end, prepare_end
         names = [name for name in store.list(BATCHES) if is_batch_id(name)]
@@ -102,10 +102,9 @@ class Batches:
         webhook: str | None = None,
         key: str | None = None,
     ) -> Batch:
-        """Create and store a batch that may take `seconds`.
+        """Create and store a batch that may take `seconds`, or return that of the `key`.
 
-        With the `key` of an existing batch, return that one. Raises RefusedError if it came from another request or is
-        damaged.
+        Raises RefusedError if that came from another request or is damaged.
         """
         now = time.time()
         record = BatchRecord(
@@ -131,7 +130,7 @@ class Batches:
         return batch
 
     def with_key(self, owner: str | None, key: str) -> Batch | None:
-        """Return the batch of an earlier request with this key. Raises RefusedError if it is damaged."""
+        """Return the batch of an earlier request. Raises RefusedError if damaged."""
         batch_id = id_of_key("batch_", owner, key)
         known = self._catalogue.get(batch_id, owner)
         if known is None and (known := self._read(batch_id)) is not None:  # the store had failed after writing it
@@ -175,7 +174,7 @@ class Batches:
         return Store(joined(self._store.uri, f"{BATCHES}/{batch_id}"))
 
     def _read(self, name: str) -> Batch | None:
-        """Read a batch; None without a readable record, since no client knows of it."""
+        """Read a batch; None without a readable record."""
         store = self._folder(name)
         try:
             record = read_record(store, BATCH, BatchRecord)
@@ -199,7 +198,7 @@ def _cancellation(store: Store, record: BatchRecord, ended: Ended | None) -> Can
 
 
 def _ended(store: Store) -> Ended | None:
-    """Read a batch's end; move a damaged one away, to be remade from the run."""
+    """Read a batch's end; move a damaged one away."""
     try:
         return read_record(store, ENDED, Ended)
     except DamagedError as error:

@@ -1,4 +1,4 @@
-"""Client errors in the form of OpenAI's API, and removal of the server's paths from texts."""
+"""Client errors in OpenAI's form, and removal of the server's paths from texts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PathRedactor:
     """Removes a server's paths from texts, also inside JSON and HTML."""
 
     def __init__(self, runs: Store, words: Iterable[str]) -> None:
-        """`words` are the command line's; a path among them is cut to its last name."""
+        """A path among the command line's `words` is cut to its last name."""
         shown = {uri.rstrip("/") for uri in (runs.uri, runs.shown_uri) if "/" in uri}
         names = dict.fromkeys(shown, RUNS) | {f"{uri}/": "" for uri in shown}
         names |= {

@@ -66,10 +66,7 @@ class StoredFiles:
         return record
 
     def add_once(self, source: BinaryIO, filename: str, owner: str | None, key: str) -> FileRecord:
-        """Store a job file, or return that of an earlier request with this key.
-
-        Raises RefusedError if that is another file.
-        """
+        """Store a job file, or return an earlier request's. Raises RefusedError for another file."""
         file_id = id_of_key("file-", owner, key)
         with self._adding:
             known = self._catalogue.get(file_id, owner)
@@ -93,9 +90,9 @@ class StoredFiles:
         return self._catalogue.page(owner, after, limit, order, lambda file: purpose in (None, file.purpose))
 
     def content(self, record: FileRecord, part: range | None = None) -> Generator[bytes, None, None]:
-        """Yield the bytes, or a range of them, in pieces; close the generator.
+        """Yield the bytes or a range in pieces.
 
-        Raises RefusedError if the size is wrong or the file was just deleted.
+        Raises RefusedError if the size is wrong or the file is gone.
         """
         self.check(record)
         places = range(record.num_bytes) if part is None else part
@@ -116,13 +113,13 @@ class StoredFiles:
         return joined(self._store.uri, f"{FILES}/{file_id}/{CONTENT}")
 
     def delete(self, record: FileRecord) -> None:
-        """Delete the record, which removes the file, then its bytes; the next start cleans up after a failure."""
+        """Delete the record, which removes the file, then its bytes."""
         self._store.delete(f"{FILES}/{record.id}/{FILE}")
         self._catalogue.remove(record.id)
         self._store.delete_folder(f"{FILES}/{record.id}")
 
     def _read(self, name: str) -> FileRecord | None:
-        """Read a file's record; None if damaged, or for an incomplete file, which is removed."""
+        """Read a file's record; None if damaged or incomplete."""
         try:
             record = read_record(self._store, f"{FILES}/{name}/{FILE}", FileRecord)
         except RunError as error:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 class ServeOptions:
     """The options of a server.
 
-    Without `api_keys` (a path) everybody at the port has all rights, which `is_open` confirms. Every batch's end is
-    posted to `webhook`; `webhook_hosts` are the hosts that batches may name.
+    Without `api_keys` everybody at the port has all rights, which `is_open` confirms.
     """
 
     host: str = "127.0.0.1"

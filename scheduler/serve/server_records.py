@@ -59,7 +59,7 @@ def new_batch_id() -> str:
 
 
 def id_of_key(kind: Literal["file-", "batch_"], owner: str | None, key: str) -> str:
-    """Return the id for an idempotency key, the same after repeats and restarts."""
+    """Return the id for an idempotency key."""
     return kind + hashlib.sha256(json.dumps([owner, key]).encode()).hexdigest()[: 2 * NUM_BYTES]
 
 
@@ -204,7 +204,7 @@ class Catalogue(Generic[Record]):
         order: Order,
         is_wanted: Callable[[Record], bool] = lambda _: True,
     ) -> tuple[list[Record], bool]:
-        """Return up to `limit` of the owner's records after the id `after`, and whether there are more.
+        """Return up to `limit` records after the id `after`, and whether there are more.
 
         Raises RefusedError for an unknown id.
         """

@@ -36,10 +36,7 @@ class Service:
         check_hold: Callable[[], None],
         fail: Callable[[Exception], None],
     ) -> None:
-        """Read the folder; the last two arguments are the supervisor's.
-
-        Raises StoreError, and KeyFileError, ReceiverError or WebhookHostsError for a bad option.
-        """
+        """Read the folder. Raises StoreError, KeyFileError, ReceiverError, WebhookHostsError."""
         self.places = PathRedactor(runs, (*driver_options.of_run, *driver_options.of_start))
         self.max_file_bytes = options.max_file_bytes
         self.keyring = None if options.api_keys is None else Keyring(options.api_keys, Lines(sys.stderr).write)
@@ -114,10 +111,7 @@ class Service:
         return RefusedError(told, 503, code="not_available")
 
     def create_batch(self, new: NewBatch, owner: str | None, key: str | None = None) -> Batch:
-        """Create and run a batch, or return that of an earlier request with this key.
-
-        Raises RefusedError, StoreError.
-        """
+        """Create and run a batch, or return an earlier request's. Raises RefusedError, StoreError."""
         seconds, input_file_id = new.seconds, new.input_file_id
         self._receivers.check(new.webhook)
         with self._input_lock:
@@ -152,7 +146,7 @@ class Service:
         self.keeper.look_again()
 
     def delete_file(self, record: FileRecord) -> None:
-        """Delete a file. Raises RefusedError for the input of an unfinished batch, StoreError."""
+        """Delete a file. Raises RefusedError for the input of an unfinished batch."""
         with self._input_lock:
             for batch in self.batches.unfinished():
                 if batch.record.input_file_id == record.id:

@@ -1,4 +1,4 @@
-"""The options of commands that run jobs: workers, checkpoints, limits, output, metrics, webhooks."""
+"""The options of commands that run jobs."""
 
 from __future__ import annotations
 

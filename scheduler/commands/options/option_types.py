@@ -28,7 +28,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class GroupedOption(click.Option):
-    """An option under a heading; its help omits the range, which errors state."""
+    """An option under a heading; its help omits the range."""
 
     def __init__(self, *args: Any, group: str, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -94,7 +94,7 @@ MAX_SECONDS = 1_000_000_000  # 31 years
 
 
 class When(click.ParamType[Deadline]):
-    """A time to stop at; durations count from the start of the command."""
+    """A time to stop at, or a duration from now."""
 
     name = "when"
 
@@ -125,10 +125,7 @@ SECONDS, SECONDS_OR_NONE = (Amount("seconds", MAX_SECONDS, min_open=is_open) for
 
 
 def parse_deadline(text: str, now: float) -> Deadline:
-    """Return the time meant; `now` is in seconds since the epoch. Raises ValueError.
-
-    Durations count from `now`; a time of day is the next one; the default zone is local.
-    """
+    """Return the time meant; `now` is in seconds since the epoch. Raises ValueError."""
     try:
         if (seconds := _duration(text.strip())) is not None:
             until = datetime.fromtimestamp(now, UTC) + timedelta(seconds=seconds)
@@ -157,7 +154,7 @@ def _moment(text: str, now: float) -> float:
 
 
 def _shown(local: datetime) -> list[float]:
-    """Return when the local clock shows a time: twice when it is set back, at the jump when skipped."""
+    """Return when the local clock shows a time, twice if it is set back."""
     first, second = sorted(local.replace(fold=fold).timestamp() for fold in (0, 1))
     if datetime.fromtimestamp(first) == local:
         return [first] if first == second else [first, second]

@@ -1,4 +1,4 @@
-"""Checks a request's sender, host name and site before its body is read."""
+"""Checks a request's sender, host and site before its body is read."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def _hostname(address: str) -> str:
 
 
 class AccessControl:
-    """Stores a request's owner in its state, or refuses the request; without keys there are no owners.
+    """Stores a request's owner in its state, or refuses the request.
 
-    `only_loopback` then refuses requests that name another host, as from a page with a rebound name.
+    Without keys, `only_loopback` refuses requests that name another host, as by DNS rebinding.
     """
 
     def __init__(self, app: ASGIApp, keyring: Keyring | None, sessions: Sessions, only_loopback: bool) -> None:

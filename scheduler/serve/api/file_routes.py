@@ -49,7 +49,7 @@ def upload(service: Served, owner: Owner, key: Key, form: Annotated[FormData, De
 
 
 def keep_upload(service: Service, owner: str | None, file: UploadFile, key: str | None = None) -> FileRecord:
-    """Store a job file, or return that of an earlier request with this key. Raises RefusedError, StoreError."""
+    """Store a job file, or return an earlier request's. Raises RefusedError, StoreError."""
     max_bytes = service.max_file_bytes
     if (file.size or 0) > max_bytes:
         raise RefusedError(f"file: expected at most {max_bytes:,} bytes", 413, "file")
@@ -85,9 +85,9 @@ def delete(service: Served, owner: Owner, file_id: str) -> Object:
 
 @router.api_route("/{file_id}/content", methods=["GET", "HEAD"])
 def content(request: Request, service: Served, owner: Owner, file_id: str) -> Response:
-    """Return the bytes of a file, or a range of them, so that downloads can resume.
+    """Return the bytes of a file or a range, so that downloads can resume.
 
-    starlette's own range response needs a local path, but files may be in an object store.
+    starlette's own range response needs a local path.
     """
     record = service.files.get(file_id, owner)
     tag, size, kind = f'"{record.created}-{record.num_bytes}"', record.num_bytes, "application/octet-stream"
@@ -106,10 +106,7 @@ def content(request: Request, service: Served, owner: Owner, file_id: str) -> Re
 
 
 def asked_part(headers: Headers, size: int, tag: str) -> range | None:
-    """Return the requested range, empty if outside the file; None for the whole file.
-
-    Anything unclear, several ranges, and another version than `tag` mean the whole file.
-    """
+    """Return the requested range, empty if outside the file; None for the whole file."""
     found = PART.fullmatch(headers.get("range", "").replace(" ", ""))
     if found is None or headers.get("if-range", tag) != tag:
         return None

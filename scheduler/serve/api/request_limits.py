@@ -1,7 +1,6 @@
-"""Limits of requests and connections: number, size and speed, per key and in all.
+"""Limits of requests and connections, per key and in all.
 
-A body is never read beyond its limit, whatever length it states. Connections are cut if the next request or the reading
-of an answer takes too long. At the server's end, open requests get an answer instead of uvicorn's traceback.
+At the server's end, open requests get an answer instead of uvicorn's traceback.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SLACK_BYTES = 2**16  # of an upload, around the file
 
 
 class ConcurrencyLimit:
-    """Refuses excess requests with status 429; it runs after access control, which finds the owner."""
+    """Refuses excess requests with status 429."""
 
     def __init__(self, app: ASGIApp, upload_paths: Set[str]) -> None:
         self._app = app
@@ -60,7 +59,7 @@ class ConcurrencyLimit:
 
 
 class MinimumRate:
-    """Reads a body's pieces with a deadline per window; the server's own time does not count."""
+    """Reads a body's pieces with a deadline per window."""
 
     def __init__(self) -> None:
         self._waited = 0.0
@@ -68,10 +67,7 @@ class MinimumRate:
         self._is_whole = False
 
     async def next(self, receive: Receive) -> Message:
-        """Return the next message, waiting without limit once the body is complete.
-
-        Raises HTTPException for a slow body.
-        """
+        """Return the next message. Raises HTTPException for a slow body."""
         if self._is_whole:
             return await receive()
         started = time.monotonic()
@@ -99,7 +95,7 @@ def _too_slow() -> HTTPException:
 
 
 class BodyLimit:
-    """Refuses longer bodies with status 413, when read, and slow ones with 408."""
+    """Refuses long bodies with status 413 and slow ones with 408."""
 
     def __init__(self, app: ASGIApp, upload_paths: Set[str], max_file_bytes: int) -> None:
         self._app = app
@@ -188,7 +184,7 @@ class Connection(H11Protocol):
 
 
 class Shutdown:
-    """Answers requests with status 503 when the server ends; a stream that began just stops."""
+    """Answers requests with status 503 when the server ends."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

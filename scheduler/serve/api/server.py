@@ -47,10 +47,9 @@ server_router = APIRouter()  # for operators: health, readiness, metrics, driver
 
 
 class Polls:
-    """Answers frequently repeated requests before FastAPI, which would cost most.
+    """Answers frequent requests before FastAPI, where they would cost most.
 
-    Answers equal the routes' and are as new; anything that needs reading goes to the routes. It runs after access
-    control.
+    Anything that needs reading goes to the routes.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -81,7 +80,7 @@ class Polls:
         return None if status is None else batch_object(batch, status)
 
     def _progress(self, batch: Batch) -> Object | None:
-        """Return a batch's progress; None if it ended, because the routes then read its last heartbeat."""
+        """Return a running batch's progress."""
         status = self._service.remembered_status(batch)
         if status is None or status.ended is not None:
             return None
@@ -226,7 +225,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _refuse_strangers(options: ServeOptions) -> None:
-    """Raise ServeError if the port is open to others without keys and this was not allowed explicitly."""
+    """Raise ServeError if the port is open to others without keys."""
     if options.api_keys is not None and options.is_open:
         raise ServeError("--api-keys and --no-keys: expected at most one of them")
     if options.api_keys is None and not options.is_open and not is_loopback(options.host):

@@ -1,4 +1,4 @@
-"""Routes that OpenAI's API lacks: a batch's progress, partial texts, report and events."""
+"""Routes that OpenAI's API lacks: progress, partial texts, report and events."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ router = APIRouter(prefix="/v1/batches/{batch_id}")
 
 @router.get("/progress")
 def progress(service: Served, owner: Owner, batch_id: str) -> Object:
-    """Return the driver's newest heartbeat, and why the batch is stuck, if it is."""
+    """Return the newest heartbeat, and why the batch is stuck."""
     batch = service.batches.get(batch_id, owner)
     status = service.status(batch)
     return progress_object(service, batch, status, _last_progress(batch) if batch.ended else status.progress)
@@ -79,7 +79,7 @@ def report(service: Served, owner: Owner, batch_id: str) -> HTMLResponse:
 
 
 def report_response(service: Service, batch: Batch) -> HTMLResponse:
-    """Return the report with scripts forbidden, because it quotes foreign texts. Raises RefusedError without a run."""
+    """Return the report with scripts forbidden. Raises RefusedError without a run."""
     if not is_submitted(batch.store):
         raise RefusedError(f"{batch.id} has no report: none of its lines was run yet", 409, "batch_id")
     # importing it here lets the server start sooner, because it draws curves

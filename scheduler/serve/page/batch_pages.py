@@ -34,7 +34,7 @@ NUM_KNOWN_RUNS = 8
 
 @dataclass(frozen=True)
 class JobRow:
-    """One job; `finish_reason` is empty before its end, `problem` if there is none."""
+    """One job; unknown texts are empty."""
 
     name: str
     state: str
@@ -63,7 +63,7 @@ class Problem:
 
 
 def job_page(run: Run, progress: Progress | None, number: int) -> JobPage:
-    """Return a page of jobs in input order, the last one if `number` is too high. Raises RunError, StoreError."""
+    """Return a page of jobs, at most the last one. Raises RunError, StoreError."""
     names = names_of(run.store)
     num_pages = max(1, -(-len(names) // NUM_JOBS))
     number = min(max(1, number), num_pages)
@@ -131,9 +131,9 @@ ENDED: tuple[EndState, ...] = ("completed", "failed", "expired", "cancelled")
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a batch; tokens are those so far and, until its end, the most to come.
+    """The figures of a batch; `most_tokens` are so far and to come.
 
-    Times are in seconds since the epoch. `problem` says why it is stuck or failed.
+    Times are in seconds since the epoch.
     """
 
     id: str
@@ -191,7 +191,7 @@ def figures_of(service: Service, batch: Batch) -> Figures:
 
 
 def name_of(service: Service, batch: Batch) -> str:
-    """Return a batch's name from its metadata or file; empty if the file was deleted."""
+    """Return a batch's name from its metadata or file."""
     if name := (batch.record.metadata or {}).get(NAME_KEY):
         return name
     try:
@@ -224,7 +224,7 @@ NUM_TEXTS, LAST_TOKENS = 12, 120  # running jobs on a page, and last tokens of e
 
 @dataclass(frozen=True)
 class RunView:
-    """The jobs of a batch's run; `unread` says what can't be read now."""
+    """The jobs of a batch's run; `unread` says what can't be read."""
 
     jobs: JobPage | None = None
     problems: tuple[Problem, ...] = ()
@@ -242,7 +242,7 @@ def list_page(
     status: int = 200,
     said: Mapping[str, str] | None = None,
 ) -> Response:
-    """Show the batches after `after`, newest first; `problem` is why the form with `said` was refused."""
+    """Show the batches after `after`; `problem` is why the form with `said` was refused."""
     batches, has_more = service.batches.page(visitor.name, after, NUM_BATCHES, "desc")
     rows = [figures_of(service, batch) for batch in batches]
     own = [batch for batch in service.batches.all() if batch.owner == visitor.name]
@@ -263,7 +263,7 @@ def list_page(
 
 
 def batch_page(service: Service, visitor: Visitor, batch: Batch, number: int) -> Response:
-    """Show one batch with a page of its jobs; the run's errors appear on the page."""
+    """Show one batch; the run's errors appear on the page."""
     figures = figures_of(service, batch)
     values = {
         "batch": figures,

@@ -1,4 +1,4 @@
-"""The page's visitors and sessions: a random id in a cookie, its key, and form tokens."""
+"""The page's visitors, their sessions and form tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Session:
 
 
 class Sessions:
-    """The sessions, only in memory, so that a restart ends all logins; thread-safe."""
+    """The sessions, only in memory; thread-safe."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
@@ -96,7 +96,7 @@ class LoginNeededError(Exception):
 
 @dataclass(frozen=True)
 class Visitor:
-    """A visitor; `session_id` names the browser even before a login, `name` is the key's."""
+    """A visitor; `session_id` names the browser even before a login."""
 
     session_id: str
     name: str | None
@@ -109,7 +109,7 @@ def sessions_of(request: Request) -> Sessions:
 
 
 async def visitor_of(request: Request, owner: Owner) -> Visitor:
-    """Return the visitor; a browser without a session gets one with the response."""
+    """Return the visitor, perhaps with a new session."""
     session_id = request.cookies.get(COOKIE, "")
     if not is_session_id(session_id):
         session_id = request.state.new_session_id = new_session_id()

@@ -47,7 +47,7 @@ def batches(service: Served, visitor: KnownVisitor, after: str | None = None) ->
 
 @router.post("/")
 async def upload(request: Request, service: Served, visitor: KnownVisitor) -> Response:
-    """Make a batch of an uploaded file; the visitor is checked before the body is read."""
+    """Make a batch of a file; the visitor is checked before the body is read."""
     async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES) as form:
         check_form(request, visitor, form)
         return await run_in_threadpool(_take, service, visitor, form)
@@ -82,7 +82,7 @@ def delivered(request: Request, service: Served, visitor: KnownVisitor, batch_id
 
 
 def _take(service: Service, visitor: Visitor, form: FormData) -> Response:
-    """Return a redirect to the new batch, or the form with the reason of a refusal."""
+    """Return a redirect to the new batch, or the form with the refusal."""
     said = {name: str(form.get(name, "")) for name in SAID}
     try:
         batch_id = _new_batch(service, visitor, form.get("file"), said)
@@ -92,7 +92,7 @@ def _take(service: Service, visitor: Visitor, form: FormData) -> Response:
 
 
 def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str, str]) -> str:
-    """Store the file and create the batch; on errors delete the file. Raises RefusedError, StoreError."""
+    """Store the file and create the batch; errors delete the file. Raises RefusedError, StoreError."""
     metadata, priority = _metadata(said["metadata"]), said["priority"].strip() or "0"
     if WHOLE_NUMBER.fullmatch(priority) is None:
         raise RefusedError(f"priority: found {priority[:40]!a}, expected a whole number")
@@ -144,7 +144,7 @@ def login_page(service: Served, visitor: AnyVisitor) -> Response:
 
 @router.post("/login")
 async def login(request: Request, service: Served, visitor: AnyVisitor) -> Response:
-    """Log in with a new session, because somebody else may have planted the old one."""
+    """Log in with a new session, because the old one may be planted."""
     if service.keyring is None:
         return RedirectResponse("/", 303)
     async with request.form(max_files=0, max_fields=MAX_LOGIN_FIELDS, max_part_size=MAX_LOGIN_FIELD_BYTES) as form:

@@ -1,4 +1,4 @@
-"""The route class and paths of pages: strict headers, session cookies and readable errors."""
+"""The route class of pages: strict headers, cookies and readable errors."""
 
 from __future__ import annotations
 
