@@ -1,4 +1,4 @@
-"""Tests, in folders that mirror the rooms of the product; shared parts lie beside those who use them most."""
+"""Tests in folders that mirror the product's rooms."""
 
 from pathlib import Path
 

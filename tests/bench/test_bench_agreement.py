@@ -1,4 +1,4 @@
-"""Agreement of partial caches: counted against plain decoding's own tokens, on a text longer than a chunk."""
+"""Agreement of partial caches, counted against plain decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of `python -m bench`: each has help with an example, records as JSON lines, and one table of them."""
+"""The commands of `python -m bench`: help, records and tables."""
 
 from __future__ import annotations
 

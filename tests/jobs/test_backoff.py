@@ -1,4 +1,4 @@
-"""Pauses double up to their bound, however many failures there are, and at random lie between the least and that."""
+"""Pauses double up to their bound, with random jitter."""
 
 from __future__ import annotations
 

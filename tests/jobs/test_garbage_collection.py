@@ -1,4 +1,4 @@
-"""Garbage is looked for seldom while many jobs are handled, and as before afterwards."""
+"""Garbage collection is rare inside the block and restored afterwards."""
 
 from __future__ import annotations
 

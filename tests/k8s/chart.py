@@ -1,4 +1,4 @@
-"""The Helm chart as helm renders it, with the values of the overlays or with single ones."""
+"""The rendered Helm chart, with overlays' or single values."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ OVERLAYS = ("cpu-demo", "gpu-spot", "s3")
 
 
 def require(program: str) -> None:
-    """Skip the test where there is no such program."""
     if shutil.which(program) is None:
         pytest.skip(f"needs {program}, to render the manifests")
 
 
 def rendered(overlay: str | None = None, *values: str, release: str = "swiftbatch") -> list[dict[str, Any]]:
-    """The chart's objects, with an overlay's values or the chart's own, and single `values` (NAME=VALUE)."""
+    """Render the chart with an overlay's values and `values` (NAME=VALUE)."""
     require("helm")
     command = ["helm", "template", release, str(CHART), "--namespace", "swiftbatch"]
     if overlay is not None:

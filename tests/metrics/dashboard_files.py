@@ -1,4 +1,4 @@
-"""The expressions in the files that Grafana and Prometheus get."""
+"""The expressions in the files for Grafana and Prometheus."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read_board(path: Path) -> dict[str, Any]:
 
 
 def panel_expressions() -> dict[str, str]:
-    """Every query of every panel, by board, panel and query."""
+    """Return every query by board, panel and query."""
     return {
         f"{path.stem}: {panel['title']} ({panel['type']}, {target['refId']})": target["expr"]
         for path in BOARDS
@@ -28,7 +28,7 @@ def panel_expressions() -> dict[str, str]:
 
 
 def variable_queries() -> dict[str, str]:
-    """Return the queries that find the choices of each variable, by board and variable."""
+    """Return the queries of each variable's choices."""
     return {
         f"{path.stem}: {variable['name']}": variable["query"]
         for path in BOARDS
@@ -38,7 +38,7 @@ def variable_queries() -> dict[str, str]:
 
 
 def as_shown(expr: str, run: str) -> str:
-    """An expression with the values that Grafana puts in where a run, and all models and workers, are chosen."""
+    """Fill in what Grafana would, with all models and workers chosen."""
     values = {"__rate_interval": "15s", "__range": "5m", "run": re.escape(run).replace("\\", "\\\\")}
     return re.sub(r"\$(\w+)", lambda match: values.get(match.group(1), ".*"), expr)
 

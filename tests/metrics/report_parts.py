@@ -1,4 +1,4 @@
-"""Runs for tests of reports: real files, without a model, their times and numbers chosen."""
+"""Real run folders for tests of reports, without a model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def record(custom_id: str, prompt: str = "Once", max_tokens: int = 1000) -> JobR
 def timeline(
     started: float, seconds: float, first: int, last: int, is_released: bool = False, num_marks: int = 11
 ) -> Timeline:
-    """Even marks from `first` to `last` tokens; every draft has two accepted tokens, so 3 tokens a step."""
+    """Make even marks from `first` to `last` tokens, with 3 tokens per step."""
     tokens = np.linspace(first, last, num_marks).round().astype(int)
     drafts = (tokens - first) // 3
     return Timeline(
@@ -104,7 +104,7 @@ def page_of(run: Run, progress: Progress = ENDED, folder: str = "/") -> str:
 
 
 def preempted_run(uri: str) -> Run:
-    """Two jobs of 1,000 tokens over 100 s: `lost` was killed on w1 at 400 tokens, `moved` handed back by w2 at 500."""
+    """Make two jobs of 1,000 tokens over 100 s: `lost` was killed on w1 at 400, `moved` returned by w2 at 500."""
     run, lost, moved = new_run(uri), record("lost"), record("moved")
     run.add_jobs([lost, moved])
 

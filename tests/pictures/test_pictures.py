@@ -1,4 +1,4 @@
-"""The pictures of the pages: a screen is drawn as it stands, and what needs a browser says so where there is none."""
+"""The pages' pictures: drawn screens, and messages without a browser."""
 
 from __future__ import annotations
 

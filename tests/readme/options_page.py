@@ -1,4 +1,4 @@
-"""docs/options.md, which has every option's default: `python -m tests.readme.options_page` writes it."""
+"""Writes docs/options.md with every default: `python -m tests.readme.options_page`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shown_default(option: click.Option) -> str:
 
 
 def page() -> str:
-    """Return the page: a table for each command, with the options that have a default in it."""
+    """Return the page, with a table per command."""
     parts = [HEAD]
     for name, command in commands(main):  # type: ignore[arg-type]
         options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]

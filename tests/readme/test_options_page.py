@@ -1,4 +1,4 @@
-"""The page of options says what the commands do."""
+"""The page of options matches the commands."""
 
 from __future__ import annotations
 

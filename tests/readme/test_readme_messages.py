@@ -1,4 +1,4 @@
-"""The messages that are explained are those that the code says."""
+"""The explained messages exist in the code."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from tests.readme.command_lines import ROOT, page, table
 
 MESSAGES = [row[0].strip("`") for row in table(page("docs/messages.md"), "it says")]
-GAP = "\0"  # where an f-string has a value
+GAP = "\0"  # stands for a value in an f-string
 
 
 def _texts(node: ast.AST) -> Iterator[str]:
-    """The texts of a syntax tree; where an f-string has a value, there is a gap."""
+    """Yield a syntax tree's texts; an f-string's values become gaps."""
     for each in ast.walk(node):
         if isinstance(each, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else GAP for part in each.values)  # type: ignore[misc]
@@ -25,7 +25,6 @@ def _texts(node: ast.AST) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """All texts in the code."""
     files = [
         path for room in ("bench", "jobs", "metrics", "scheduler", "worker") for path in (ROOT / room).rglob("*.py")
     ]
@@ -33,7 +32,7 @@ def texts() -> list[str]:
 
 
 def says(message: str, texts: list[str]) -> bool:
-    """Tell whether one text of the code has the message's words, in order; `...` stands for what changes."""
+    """Return whether a text has the message's words in order; `...` matches anything."""
     pattern = ".*".join(re.escape(part) for part in re.split(r"\s*\.\.\.\s*", message))
     return any(re.search(pattern, text, re.DOTALL) for text in texts)
 

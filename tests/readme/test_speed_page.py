@@ -1,4 +1,4 @@
-"""The page about speed: its tables are those of the figures beside it, and what the README quotes stands there."""
+"""The speed page's tables and the README's quotes match the figures."""
 
 from __future__ import annotations
 

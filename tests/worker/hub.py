@@ -1,4 +1,4 @@
-"""A hub on localhost that keeps count of what it sends: as much of the real one's interface as its client asks for."""
+"""A hub on localhost that counts what it sends."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ COMMIT = "0" * 39 + "1"
 
 @dataclass
 class Hub:
-    """Models by their ids, each a folder; `sent` has the bytes of every file that went out."""
+    """Models by id, a folder each; `sent` has each sent file's bytes."""
 
     models: dict[str, Path]
     url: str = ""
-    commit: str = COMMIT  # the newest, which is all that it has
+    commit: str = COMMIT  # its only, newest commit
     faults: list[tuple[int, dict[str, str]]] = field(default_factory=list)  # the next answers: status and headers
     refusals: dict[str, tuple[int, dict[str, str]]] = field(default_factory=dict)  # by model
     sent: dict[str, int] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class _Answers(BaseHTTPRequestHandler):
         model = "/".join(parts[2:4] if is_list else parts[:2])
         places = [parts.index(word) for word in ("revision", "tree", "resolve") if word in parts]
         revision = parts[places[0] + 1] if places else "main"
-        is_harmed = self.hub.faults and model in self.hub.models  # the client asks for other things, too
+        is_harmed = self.hub.faults and model in self.hub.models  # the client also asks for other things
         fault = self.hub.faults.pop(0) if is_harmed else self.hub.refusals.get(model)
         if fault is not None:
             self._send(b"", fault[1], fault[0])

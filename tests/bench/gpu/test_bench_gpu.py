@@ -1,4 +1,4 @@
-"""The benchmark of a GPU: every stage runs, in the interpreter, and its figures are what they say."""
+"""Every stage of the GPU benchmark, in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about GPUs has the table that the plan gives, and its words agree with it."""
+"""The GPU page has the plan's table and agrees with it."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_the_slots_are_those_that_follow_by_hand() -> None:
 
 
 def test_the_slots_beside_packed_weights_are_those_that_follow_by_hand() -> None:
-    """Llama 3.1 70B in int4: 68.5 billion weights of 4.5 bits, and embedding, head and norms in bfloat16.
+    """Llama 3.1 70B in int4: 68.5 billion weights of 4.5 bits; embedding, head and norms in bfloat16.
 
-    A key or a value in 8 bits has a byte for each of its 128 numbers, and 16 for its scale.
+    A key or value in 8 bits has 128 bytes, and 16 for its scale.
     """
     rows = {(row[0], row[1], row[3]): row for row in table(GPU_PAGE, "weights of")}
     assert len(rows) == len(list(packed_models())) * len(GPUS)

@@ -1,4 +1,4 @@
-"""A store in a folder of its own, and the checkpoints in it."""
+"""A store in its own folder, and its checkpoints."""
 
 from __future__ import annotations
 

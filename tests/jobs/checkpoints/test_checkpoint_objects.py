@@ -1,4 +1,4 @@
-"""Checkpoints on an object store: the same files, the same promises."""
+"""Checkpoints on an object store keep the same promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a checkpoint: what a manifest names comes back bit for bit, or is left out by name."""
+"""States named by a manifest are read bit for bit, or skipped by name."""
 
 from __future__ import annotations
 

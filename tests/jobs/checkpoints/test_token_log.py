@@ -1,4 +1,4 @@
-"""A token log gives its tokens back, or says that it is damaged."""
+"""A token log returns its tokens, or is reported as damaged."""
 
 from __future__ import annotations
 

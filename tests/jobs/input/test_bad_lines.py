@@ -1,4 +1,4 @@
-"""The message about a bad line names the field, what was found and what was expected."""
+"""Messages about bad lines: field, found, expected."""
 
 from __future__ import annotations
 

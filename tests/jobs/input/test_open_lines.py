@@ -1,4 +1,4 @@
-"""Lines may leave open, or say in several ways, their limit, prompt, messages and template."""
+"""Open or alternative limits, prompts, messages and templates of lines."""
 
 from __future__ import annotations
 

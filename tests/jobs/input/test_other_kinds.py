@@ -1,4 +1,4 @@
-"""A file of another kind is refused as a whole, in one line that says what it is, what was expected and what to do."""
+"""A file of another kind is refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A line that says the same in another way is the same job, as JSON and as a row of a table."""
+"""Equivalent lines give the same job, as JSON and as Parquet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs are called alike with and without a look at their prompts."""
+"""Job names with and without prompts agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output lines have the form of OpenAI Batch, with usage and metrics."""
+"""Output lines in the form of OpenAI Batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `Run` is one folder that any process can open; its results stay, and its refusals are clear."""
+"""A `Run` is one folder that any process can open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that copied output lines have the bytes of lines that are parsed and written anew, and the same refusals."""
+"""Copied output lines equal parsed and rewritten ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def line_of(record: JobRecord, run: Run, text: str = TEXT, **others: Any) -> dic
 
 
 def make_run(uri: str) -> tuple[Run, list[JobRecord]]:
-    """A run with a line of every kind, one of which waits to be longer, and one without an end."""
+    """Make a run with a line of every kind, one to be extended, one unfinished."""
     run = Run.create_or_open(uri, MANIFEST)
     records = [make_record(name) for name in NAMES]
     records += [make_chat("chat"), make_chat("thought")]

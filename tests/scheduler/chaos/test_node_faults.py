@@ -1,4 +1,4 @@
-"""Troubles of nodes begin at nodes without any, end when they are due, and leave nothing behind."""
+"""Faults hit nodes without one, end in time, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def cut_off_and_fail() -> None:
 
 
 def is_reached(one: Host, other: Host, seconds: float) -> bool:
-    """Ask the other for a port that is closed: it says so, if the question reaches it."""
+    """Return whether a closed port of the other host refuses in time."""
     ask = f"import socket; socket.create_connection(('{other.address}', 1), {seconds})"
     done = subprocess.run([*one.prefix, sys.executable, "-c", ask], capture_output=True, text=True)
     return "ConnectionRefusedError" in done.stderr

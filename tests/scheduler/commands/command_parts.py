@@ -1,4 +1,4 @@
-"""Commands as a user types them, job files, and results that need no worker, for tests of commands."""
+"""Commands, job files, and results without workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def invoke(*args: str) -> Result:
 
 
 def refusal(*args: str) -> str:
-    """The one line on stderr of a command that is refused with exit code 2."""
+    """Return the one stderr line of a refusal with exit code 2."""
     result = invoke(*args)
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
@@ -45,7 +45,7 @@ def finish(run: Run, custom_id: str, text: str) -> None:
 
 
 def pretend_to_run(run: Run, seconds_ago: float = 0.0) -> None:
-    """Leave the beat of a driver on another host, so old."""
+    """Write a heartbeat of a driver on another host, so many seconds old."""
     alive = {
         "state": "running",
         "driver_host": "elsewhere",

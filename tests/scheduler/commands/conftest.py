@@ -1,4 +1,4 @@
-"""A job file, and a run made of it."""
+"""A job file, and its run."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def jobs_file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_model: Path, jobs_file: str) -> Run:
-    """A run with three jobs of which none has run."""
+    """A run with three pending jobs."""
     return submit_file(jobs_file, str(tmp_path / "run"), model=str(tiny_model)).run

@@ -1,4 +1,4 @@
-"""A submitted job file, whose run nobody holds any more."""
+"""A submitted job file with a released run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `cancel`, with a driver and without one."""
+"""The command `cancel`, with and without a driver."""
 
 from __future__ import annotations
 

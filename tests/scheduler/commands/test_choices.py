@@ -1,4 +1,4 @@
-"""Commands on a line with several choices: it is one line to its user, whatever it is inside."""
+"""Commands on a line with choices treat it as one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers in options are written with the digits 0 to 9: those of other scripts are refused by every command."""
+"""Options only take the digits 0 to 9."""
 
 from __future__ import annotations
 

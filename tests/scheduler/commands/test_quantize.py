@@ -1,4 +1,4 @@
-"""The command `quantize`: what it says, and that its model is one to submit with."""
+"""The command `quantize` and its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `results` and what it writes."""
+"""The command `results`."""
 
 from __future__ import annotations
 

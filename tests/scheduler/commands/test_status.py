@@ -1,4 +1,4 @@
-"""The command `status` and what it shows of a run; no command takes one of another version."""
+"""The command `status`; commands refuse other versions' runs."""
 
 from __future__ import annotations
 

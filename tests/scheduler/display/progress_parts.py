@@ -1,4 +1,4 @@
-"""A heartbeat as a driver would write it, for tests of what users see."""
+"""A driver's heartbeat for tests of displays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress that a user sees while a run goes on: lines and objects, without a run."""
+"""Progress as lines and objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses and secrets of webhooks: which are taken, and that neither is ever shown."""
+"""Valid addresses and secrets of webhooks, which are never shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs that wait in arrays, as a driver has them that has just read its run."""
+"""Waiting jobs in arrays, as after loading a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver's heartbeat: what it says of a run, and what is made of one that has stopped."""
+"""The driver's heartbeat, and a stopped driver's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lengths that jobs are expected to have, by what has ended in the run."""
+"""Expected lengths of jobs from ended ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_jobs_that_still_run_do_not_let_others_look_short(num_tokens: int) -> No
     law = fmean(min(num_tokens + rng.expovariate(1 / 3000), now) for _ in range(4000))
     expected = known.forecast(RunningLengths.of(running)).final_tokens(PROMPT, num_tokens, LIMIT)
     true_mean = fmean(length for length in lengths if length > num_tokens)
-    assert law < true_mean < expected <= LIMIT  # nobody has seen what comes behind `now`: up to the limit, for all
+    assert law < true_mean < expected <= LIMIT  # nothing is known beyond `now`, so it expects up to the limit
 
 
 def test_a_job_never_is_expected_to_end_before_now_or_behind_its_limit() -> None:

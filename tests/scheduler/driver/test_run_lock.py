@@ -1,4 +1,4 @@
-"""A command holds a run from before its first change to after its last; whoever is refused has changed nothing."""
+"""A command holds a run from its first change to its last; a refused one changes nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def claims_at_once(uri: str) -> list[LeaseEpoch | str]:
-    """The hold or the refusal of each of many commands that want the same run."""
+    """Return the hold or refusal of many simultaneous commands."""
     barrier = threading.Barrier(NUM_COMMANDS)
 
     def claim(_: int) -> LeaseEpoch | str:
@@ -66,7 +66,7 @@ def test_one_holds_the_run_where_the_server_knows_no_conditions(s3_uri: str, s3_
     s3_proxy.hidden_headers = {"if-none-match", "if-match"}
 
     def delay(method: str, path: str) -> float:
-        """The claims arrive one by one, each when the one before believes that it holds the run."""
+        """Let each claim arrive when the previous one believes it holds the run."""
         return next(num_claims) / 2 if method == "PUT" and "/drivers/0001.json" in path else 0
 
     s3_proxy.delay = delay
@@ -84,7 +84,7 @@ def test_a_bid_for_a_run_that_a_killed_command_left_is_passed_over(s3_uri: str) 
 def test_of_two_submits_to_a_new_run_at_once_one_is_taken_in_whole_and_the_other_changes_nothing(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    TextCodec(locate_model("embedded"))  # the first import of its library is not for two threads at once
+    TextCodec(locate_model("embedded"))  # the library's first import is not thread-safe
     both_ready, both_done = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
     make_records = submission.make_records
 
@@ -117,7 +117,7 @@ def test_jobs_that_two_add_at_once_are_all_there(uri: str) -> None:
     for number in range(20 if uri.startswith("/") else 3):
         run = Run.create_or_open(f"{uri}/{number}", MANIFEST)
         if not uri.startswith("/"):
-            run.add_jobs([make_record("first")])  # an object store does not keep two from writing one file
+            run.add_jobs([make_record("first")])  # an object store lets two write one file
         barrier, names = threading.Barrier(2), ("a", "b")
 
         def add(name: str, place: str = run.store.uri, barrier: threading.Barrier = barrier) -> None:
@@ -173,7 +173,7 @@ def test_a_job_is_cancelled_by_who_holds_the_run_also_while_that_one_starts(
         run, "write_progress", lambda beaten: (at_first_beat.append(run.cancel_requests()), beat(beaten))
     )
     with RunLease(run, forgets_cancel=True):
-        assert at_first_beat[0] == (False, set())  # who sees the beat may ask, and is not forgotten
+        assert at_first_beat[0] == (False, set())  # whoever sees the heartbeat may ask and is heard
         assert cancel_jobs(run, None) == "asked the driver to cancel 2 jobs"
         assert not run.ended()[1]
     assert run.cancel_requests() == (True, set())

@@ -1,4 +1,4 @@
-"""A process is known by more than its number: containers and restarts give the same number to others."""
+"""A process is identified by more than its number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One `swiftbatch nightly` at a time holds a folder of runs; a dead one or an overtaken one is in nobody's way."""
+"""One `swiftbatch nightly` holds a folder of runs; dead or overtaken ones do not block."""
 
 from __future__ import annotations
 

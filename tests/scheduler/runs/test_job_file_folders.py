@@ -1,4 +1,4 @@
-"""The promises of the job files in a folder."""
+"""Folders of job files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `submit` that is killed between any two of its changes to a run has lost nothing, and is in nobody's way."""
+"""A `submit` killed between any two changes loses and blocks nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RANDOM = re.compile(r"[0-9a-f]{8,}")
 
 
 class States:
-    """The contents that a run went through, each kind once: what a kill at that moment would have left."""
+    """The distinct contents of a run over time, each one a possible kill's."""
 
     def __init__(self) -> None:
         self.seen: dict[object, Files] = {}
@@ -43,7 +43,7 @@ class States:
         self.seen.setdefault(frozenset((RANDOM.sub("", path), len(data)) for path, data in files.items()), files)
 
     def watch_disk(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        """Look at the folder before every operation that changes it, and amid the writing of each file."""
+        """Look at the folder before every change and amid each write."""
 
         def watched(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **options: Any) -> Any:
@@ -52,7 +52,7 @@ class States:
                 }
                 self.add(files)
                 for path, data in files.items():
-                    if name == "fsync" and "/." in f"/{path}":  # a file that has yet to get its name
+                    if name == "fsync" and "/." in f"/{path}":  # a file without its name yet
                         self.add({**files, path: b""})
                         self.add({**files, path: data[: len(data) // 2]})
                 return change(*args, **options)
@@ -63,7 +63,7 @@ class States:
             patch.setattr(os, name, watched(name, getattr(os, name)))
 
     def watch_objects(self, files: Files, patch: pytest.MonkeyPatch) -> None:
-        """Follow every change to objects, `files` at first."""
+        """Follow every change to objects, initially `files`."""
         put, delete, delete_folder = ObjectFolder._put, ObjectFolder.delete, ObjectFolder.delete_folder
 
         def noted(objects: ObjectFolder, path: str, data: memoryview) -> None:
@@ -94,7 +94,7 @@ PRIORITIES = {"a": 3, "b": 0, "c": -1}
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs need no workers to finish, and the model is read once."""
+    """Lets jobs finish without workers, and reads the model once."""
 
     def finish(run: Run, hold: RunLease, queue: JobQueue, *_: object) -> tuple[str, None]:
         records = {record.job_id: record for record in run.jobs()}
@@ -112,7 +112,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def remembered(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Call `make` once for arguments that read the same."""
+    """Cache `make` by its arguments' text."""
     made: dict[str, Any] = {}
 
     def once(*arguments: Any) -> Any:
@@ -125,7 +125,7 @@ def remembered(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def submit_killed(path: str, uri: str, patch: pytest.MonkeyPatch) -> None:
-    """Submit a file, as a process that is no more will have done."""
+    """Submit a file as a process that is gone afterwards."""
     key = own_key()
     assert key is not None
     patch.setattr(run_lease, "own_key", lambda: key.model_copy(update={"start_ticks": key.start_ticks - 1}))
@@ -134,9 +134,9 @@ def submit_killed(path: str, uri: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def killed_submits(uri: str, tmp_path: Path) -> Iterator[tuple[Files, str, set[str]]]:
-    """Yield what kills would have left of a command that makes a run, and of another one that adds a job to it.
+    """Yield the possible leftovers of a `submit` that makes a run, and of one that adds a job.
 
-    With each come the file that was submitted, and the jobs that were taken in before.
+    With each come the submitted file, and the jobs added before.
     """
     is_local, files = uri.startswith("/"), Files()
     if is_local:
@@ -161,7 +161,7 @@ def killed_submits(uri: str, tmp_path: Path) -> Iterator[tuple[Files, str, set[s
 def put(files: Files, uri: str) -> None:
     store = Store(uri)
     for path, data in files.items():
-        if store.is_local:  # names that begin with a dot, too
+        if store.is_local:  # including names with a leading dot
             (Path(uri) / path).parent.mkdir(parents=True, exist_ok=True)
             (Path(uri) / path).write_bytes(data)
         else:
@@ -169,7 +169,7 @@ def put(files: Files, uri: str) -> None:
 
 
 def invoke(*args: str, is_no_run: bool = False, lacks_jobs: bool = False) -> None:
-    """The command has to do its work, or to say that there is no run to work on, or none of its jobs to resume."""
+    """Run a command that must work, or report that there is no run or none of its jobs."""
     done = CliRunner().invoke(main, list(args), catch_exceptions=False)
     if lacks_jobs and args[0] == "resume":
         assert done.exit_code == 2
@@ -228,7 +228,7 @@ def test_a_kill_at_every_moment_of_submit_is_in_no_command_s_way(
 
 
 def sweep(place: str, rounds: list[tuple[str, ...]], step: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Check every `step`-th moment for each round; the commands of a round take turns."""
+    """Check every `step`-th moment per round; the commands of a round take turns."""
     uri = str(tmp_path) if place == "disk" else str(request.getfixturevalue("s3_uri"))
     moments = list(killed_submits(f"{uri}/run", tmp_path))
     assert len(moments) >= PLACES[place]

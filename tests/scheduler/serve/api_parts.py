@@ -1,4 +1,4 @@
-"""The whole API in this process, on a folder of runs, without the thread that would start drivers."""
+"""The whole API in this process, without the thread that starts drivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate: who comes in, and as whom, with keys and without any."""
+"""Access control with and without keys."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_tells_of_everybody_is_for_keys_that_say_so(keyed: TestClient, path
         ("[::1]:8080", 200),
         ("evil.example", 403),
         ("localhost.evil.example:8080", 403),
-        ("evil.example:8080@127.0.0.1", 200),  # what a browser sends has no user
+        ("evil.example:8080@127.0.0.1", 200),  # browsers never send a user part
         ("10.0.0.1", 403),
         ("[::", 403),
         ("", 403),

@@ -1,4 +1,4 @@
-"""Servers that are killed again and again, at any moment of a batch, lose nothing: the bytes are those of `submit`."""
+"""Servers killed at any moment lose nothing: the output equals `submit`'s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page: all figures are there, and its forms work without a script."""
+"""The page's figures, and its forms without scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts of running jobs so far: whole characters, wherever the tokens that are shown begin and end."""
+"""Texts of running jobs have whole characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and batches are there once they are whole, listed in order, and no name that a client gives is a path."""
+"""Complete files and batches are listed in order, and no client's name is a path."""
 
 from __future__ import annotations
 

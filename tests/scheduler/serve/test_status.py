@@ -1,4 +1,4 @@
-"""Every state of a batch follows from its folder alone, and its end is the same however often it is begun."""
+"""A batch's status follows from its folder, and its end is repeatable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def status(folder: Folder, batch: Batch) -> Status:
 
 
 def settled(folder: Folder, batch: Batch) -> Status:
-    """The status once the next server has seen to it, which finds the batch at its end."""
+    """Return the status after the next server settled the batch."""
     new = folder.again()
     assert settle(new.batches, new.files, new.batches.get(batch.id, None), None)
     return status(folder, batch)
@@ -165,7 +165,7 @@ def test_a_running_batch_is_read_once_a_second(
 
 
 class Driver:
-    """A stand-in for a driver, of which only what is asked to cancel is there."""
+    """A stand-in for a driver that only records cancellations."""
 
     def __init__(self, has_begun: bool) -> None:
         self.has_begun = has_begun

@@ -1,4 +1,4 @@
-"""A server outlives the times when its storage is away, and what it could not do then is not half done."""
+"""A server survives its storage's outages without half-done work."""
 
 from __future__ import annotations
 

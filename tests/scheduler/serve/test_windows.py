@@ -1,4 +1,4 @@
-"""The completion window of a batch: a whole number with its unit, in the digits 0 to 9."""
+"""The completion window: a whole number with a unit, in ASCII digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`train all` makes a model with all its parts and its card, also where it is killed, and other programs load it."""
+"""`train all` makes a loadable model with all parts and card, also after a kill."""
 
 from __future__ import annotations
 
@@ -39,13 +39,12 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(data: Path, output: Path) -> list[str]:
-    """Train all, and return what is reported."""
     said: list[str] = []
     train_all(data, output, TARGET, said.append, TEXTS, DRAFT, GRIFFIN)
     return said
 
 
-@pytest.mark.slow  # each training has its own tests, its end by a kill too
+@pytest.mark.slow  # each training has its own tests, also of kills
 def test_everything_is_made_in_order_once_and_told_of_in_the_card(
     books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

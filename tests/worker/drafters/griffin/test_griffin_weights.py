@@ -1,4 +1,4 @@
-"""GRIFFIN's weights: what is written is read again, and what does not fit is refused with what to do."""
+"""GRIFFIN's weights round-trip, and unfit ones are refused with advice."""
 
 from __future__ import annotations
 

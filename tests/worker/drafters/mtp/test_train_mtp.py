@@ -1,4 +1,4 @@
-"""`train mtp`: what it learns, how a killed training goes on, and that the engine takes what it writes."""
+"""`train mtp`: learning, resumption, and use by the engine."""
 
 from __future__ import annotations
 

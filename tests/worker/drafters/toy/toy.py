@@ -1,4 +1,4 @@
-"""The smallest engine with a trained part: a table that says which token follows which."""
+"""The smallest engine with a trained part: a table of next tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ def toy(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter
 
 
 class ToyDrafter(Drafter):
-    """Drafts chains by the table alone."""
-
     def __init__(self, followers: list[int]) -> None:
         self._followers = followers
 

@@ -1,4 +1,4 @@
-"""A draft model that has learned nothing."""
+"""An untrained draft model."""
 
 from __future__ import annotations
 

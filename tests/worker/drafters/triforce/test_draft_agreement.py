@@ -1,4 +1,4 @@
-"""Agreement of a draft model with its target: from which tokens, with which noise, and how good the shipped one is."""
+"""Agreement of a draft model with its target, and of the shipped one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention is compared with each row alone and with float64; a row that sees its neighbours is found out."""
+"""Attention is checked against single rows and float64."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def broken(spoil: Any) -> Any:
 
     def attended(attention: TritonAttention, *args: Any, pages: PageTable | None) -> None:
         attend(attention, *args, pages=pages)
-        spoil(*args[-2:])  # the table, and what was mixed
+        spoil(*args[-2:])  # the table, and the mixed values
 
     return attended
 

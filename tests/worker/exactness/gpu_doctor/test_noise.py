@@ -1,4 +1,4 @@
-"""Noise is compared word by word, and number by number."""
+"""Noise is compared word by word and number by number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products are tried place by place; the kernel that stands it is taken, and none is a failure."""
+"""Products are tried by place; a passing kernel is chosen, none is a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engine `griffin` on a GPU's forwards: plain decoding's tokens, torch's trees, and slots that come back."""
+"""Engine `griffin` on GPU forwards: tokens, trees, freed slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with keys and values in 8 bits on a GPU: the same tokens whatever drafts, wherever the caches lie."""
+"""8-bit keys and values on a GPU: equal tokens with any drafts and places."""
 
 from __future__ import annotations
 

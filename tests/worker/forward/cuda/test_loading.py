@@ -1,4 +1,4 @@
-"""Models that come onto a GPU with kernels of ours."""
+"""Loading models onto a GPU for our kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose forwards have 128 or 256 rows: plain decoding's tokens, in one forward and one draw for all jobs."""
+"""Forwards of 128 or 256 rows: plain decoding's tokens, one forward and draw per step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def job(number: int, vocab_size: int, penalty: float = 0.7) -> Sequence:
 
 
 def tokens(target: TargetModel, engine_name: str, numbers: range) -> dict[int, list[int]]:
-    """The tokens of jobs that run together."""
     engine = Engine(target, create_bench_drafter(engine_name, target, lambda: wide_rows(target)))
     jobs = {number: job(number, target.vocab_size) for number in numbers}
     for each in jobs.values():
@@ -76,7 +75,7 @@ def test_more_jobs_than_a_narrow_run_takes_have_plain_decoding_s_tokens(files: M
 
 
 def noted_replays(target: TargetModel) -> list[str]:
-    """The names of graphs as they are replayed from now on."""
+    """Record the names of replayed graphs."""
     replayed: list[str] = []
     graphs = {"forward": target.forwards._graph, "draw": target.forwards._batch_sampler._graphs._plain}  # type: ignore[attr-defined]
     for name, graph in graphs.items():

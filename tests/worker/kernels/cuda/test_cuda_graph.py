@@ -1,4 +1,4 @@
-"""Work that is captured: what a graph needs stays as long as the graph does, and no longer."""
+"""Captured work keeps its buffers exactly as long as its graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows copied out of the arena are the rows that indexing finds."""
+"""Rows gathered from the arena equal indexing."""
 
 from __future__ import annotations
 

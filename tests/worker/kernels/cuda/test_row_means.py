@@ -1,4 +1,4 @@
-"""Means of chunks are those that torch finds, wherever they go."""
+"""Means of chunks equal torch's, wherever they go."""
 
 from __future__ import annotations
 
