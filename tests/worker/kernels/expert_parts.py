@@ -1,4 +1,4 @@
-"""Random experts for the kernels' tests: every way of choosing, of gates, and of what all rows meet."""
+"""Random experts: every choice, gate and shared part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Normal = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The experts of a layer, and the columns of what all rows meet beside them."""
+    """The experts of a layer, and the columns of the shared part."""
 
     routing: Routing = field(default_factory=lambda: Routing(8, 2, Score.SOFTMAX))
     intermediate: int = 48
@@ -31,7 +31,7 @@ class ExpertShape:
 
 
 def random_experts(shape: ExpertShape, hidden: int, normal: Normal) -> ExpertWeights:
-    """Weights of a layer, from `normal`, which makes numbers of the model's dtype."""
+    """Make a layer's weights; `normal` makes numbers of the model's dtype."""
     count = shape.routing.num_experts
 
     def linear(columns: int, depth: int) -> Linear:

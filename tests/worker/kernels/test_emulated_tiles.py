@@ -1,4 +1,4 @@
-"""The code for AMX, with tiles in software: what it adds up is right, and each row's bits are its own."""
+"""The AMX code with emulated tiles: right sums, exact rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A choice of a GPU's kernels that would not run is refused in a line, never passed over."""
+"""GPU kernels that can't run are refused in one line."""
 
 from __future__ import annotations
 

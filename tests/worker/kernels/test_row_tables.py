@@ -1,4 +1,4 @@
-"""Calls that would read or write beyond a buffer raise ValueError, and never crash."""
+"""Calls beyond a buffer raise ValueError and never crash."""
 
 from __future__ import annotations
 

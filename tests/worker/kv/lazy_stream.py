@@ -1,4 +1,4 @@
-"""Streams that do all they are given as late as they may: who forgets to wait reads what was there before."""
+"""Streams that work as late as possible, so that a missing wait reads old data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class LazyEvent:
 
 
 def _nothing() -> None:
-    """Work that is done and holds on to nothing."""
+    """Completed work without references."""
 
 
 class LazyStream:
-    """Computes, and copies, when an event behind that is waited for, and not before."""
+    """A stream that works only when a later event is awaited."""
 
     def __init__(self) -> None:
         self._queued: list[Callable[[], object]] = []
@@ -31,7 +31,6 @@ class LazyStream:
 
     @property
     def num_waiting(self) -> int:
-        """The number of calls that it was given and has not done."""
         return len(self._queued) - self._num_done
 
     def submit(self, work: Callable[[], object]) -> None:

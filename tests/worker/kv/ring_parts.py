@@ -1,4 +1,4 @@
-"""Forwards over a layer ring without a model: a layer sees what it finds and writes random rows, when it must."""
+"""Forwards over a layer ring without a model: layers check and write random rows late."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_SLOTS = 2
 
 
 class EagerLane(LazyStream):
-    """Copies at once, as far as it need not wait: who forgets that it must overwrites what is still read."""
+    """Copies as early as possible, so that a missing wait overwrites data in use."""
 
     def submit(self, work: Callable[[], object]) -> None:
         work()
@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Rows of a forward in one slot, and what they are to find in each layer before them."""
+    """A forward's rows in one slot, and the expected rows before them."""
 
     visit: Visit
     first_entry: int
@@ -41,7 +41,7 @@ class Written(NamedTuple):
 
 
 class RingForwards:
-    """A computation as late as it may be, with lanes of the kinds that are asked for."""
+    """A computation as late as possible, with given lanes."""
 
     def __init__(self, num_layers: int, coming: LazyStream, going: LazyStream) -> None:
         self.shape = shape(num_layers)
@@ -51,11 +51,10 @@ class RingForwards:
         self.num_wrong = 0
 
     def pair(self) -> Pair:
-        """A new sequence."""
         return Pair(self.arena.new_cache(LENGTH), FullKVCache(self.shape, LENGTH))
 
     def forward(self, runs: list[tuple[Pair, int, int]]) -> None:
-        """Queue a forward of each pair's rows: from which entry on, and how many."""
+        """Queue a forward of each pair's rows: first entry and number."""
         ring, written = self.arena.ring, [self._written(*run) for run in runs]
         ring.begin([each.visit for each in written])
         for layer in range(self.shape.num_layers):
@@ -64,11 +63,10 @@ class RingForwards:
             ring.leave(layer)
 
     def finish(self) -> None:
-        """Wait for all that was queued to compute."""
         self.computation.record_event().synchronize()
 
     def step(self, pairs: list[Pair], sizes: list[int], paths: list[list[int]]) -> None:
-        """Trees whose accepted paths are committed."""
+        """Run trees and commit their accepted paths."""
         self.forward([(pair, pair.ours.length, size) for pair, size in zip(pairs, sizes, strict=True)])
         for pair, path in zip(pairs, paths, strict=True):
             for cache in pair:

@@ -1,4 +1,4 @@
-"""One buffer for all caches of a worker: a job has a slot, no other is touched, and it comes back."""
+"""One buffer for all caches: a job has one slot and returns it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The input of a chat template: parts where it goes over them, names and variables where it reads them."""
+"""The input of chat templates: parts, names, variables."""
 
 from __future__ import annotations
 

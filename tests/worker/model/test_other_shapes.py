@@ -1,4 +1,4 @@
-"""Weights of other shapes than their config says: one line about them, whichever part of a layer they are."""
+"""Weights of other shapes than the config's get one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNFIT = "its config.json and its weights do not belong together"
 
 
 def published(name: str, folder: Path) -> dict[str, Any]:
-    """Write a model with weights that fit its config, which is given back."""
+    """Write a model with fitting weights; return its config."""
     config = WITH_LATENTS[name] if name in WITH_LATENTS else PUBLISHED[name]
     if name in WITH_LATENTS:
         write_experts(config, folder)

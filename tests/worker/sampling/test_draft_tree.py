@@ -1,4 +1,4 @@
-"""Draft trees and the rows they become."""
+"""Draft trees and their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same log-probabilities to the bit: engines, batches and resumes against plain decoding; and transformers' own."""
+"""Equal log-probabilities in engines, batches and resumes; and transformers' own."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ def outcome(sequence: Sequence) -> Outcome:
 
 
 def digest(found: Outcome) -> str:
-    """SHA-256 of tokens and log-probabilities."""
     tokens, kept = found
     arrays = (np.array(tokens, np.uint32), kept.logprobs, kept.top_ids, kept.top_logprobs)
     assert {len(array) for array in arrays} == {len(tokens)}
@@ -69,7 +68,7 @@ def digest(found: Outcome) -> str:
 
 
 class Plain:
-    """Plain decoding of each prompt alone, undisturbed."""
+    """Plain decoding of each prompt alone."""
 
     def __init__(self, target: TargetModel, codec: TextCodec) -> None:
         self.target, self._codec = target, codec
@@ -88,7 +87,7 @@ class Plain:
         return self._outcomes[mode]
 
     def interrupted(self, mode: LogprobsMode, nums_tokens: tuple[int, ...]) -> list[Sequence]:
-        """Fresh sequences that recovered so many tokens each."""
+        """Make sequences that recovered so many tokens."""
         sequences = self.sequences()
         for sequence, (tokens, kept), num_tokens in zip(sequences, self.outcomes(mode), nums_tokens, strict=True):
             sequence.extend(tokens[:num_tokens])
@@ -175,7 +174,7 @@ def their_model(embedded_files: ModelFiles) -> Any:
 
 
 def their_law(logits: torch.Tensor, tokens: list[int], mode: LogprobsMode) -> torch.Tensor:
-    """Log-probabilities `[vocab]` behind some output tokens, written down from the definition."""
+    """Return log-probabilities `[vocab]` after some tokens, by definition."""
     if mode == RAW:
         return torch.log_softmax(logits, dim=-1)
     scores = logits.clone()

@@ -1,4 +1,4 @@
-"""Processors agree with those of transformers; greedy and windows behave as documented."""
+"""Processors equal transformers'; greedy and windows are as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose keys and values are kept in 8 bits: the same tokens by every engine, and after every resume."""
+"""8-bit keys and values: equal tokens in every engine and resume."""
 
 from __future__ import annotations
 

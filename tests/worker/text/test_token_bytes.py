@@ -1,4 +1,4 @@
-"""The bytes of tokens: what all of them stand for together is the text, and nothing of a token is lost."""
+"""The bytes of tokens together are the text."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def run(steps: Steps, states: StateBuffers, first: int) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "first"),
     [
-        ("delta net", 4 * BLOCK),  # its steps begin at the end of the ring, and go on at its beginning
+        ("delta net", 4 * BLOCK),  # its steps wrap around the ring
         ("Mamba-2", 0),
         pytest.param("delta net", 0, marks=pytest.mark.slow),
         pytest.param("Mamba-2", 4 * BLOCK, marks=pytest.mark.slow),

@@ -1,4 +1,4 @@
-"""The pages that growing caches take, now and at most until their jobs end."""
+"""Pages of growing caches, now and at most."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HELD = HeldPositions(150, 0.25)
 
 
 def peak(jobs: list[Growth], held: HeldPositions | None) -> int:
-    """The same by stepping through time."""
+    """Compute the peak by stepping through time."""
 
     def of(job: Growth, time: int) -> int:
         return held.of(job.now + time, job.num_shared) if held else job.now + time

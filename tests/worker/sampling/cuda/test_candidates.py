@@ -1,4 +1,4 @@
-"""Candidates on the device are those of the kernels in C and of torch."""
+"""Candidates on the device equal C's and torch's."""
 
 from __future__ import annotations
 
