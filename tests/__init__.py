@@ -1,5 +1,3 @@
-"""Tests in folders that mirror the product's rooms."""
-
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]  # of the repository

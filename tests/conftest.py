@@ -1,4 +1,4 @@
-"""Models and helpers shared by all tests: the embedded model and tiny random ones."""
+"""Models and helpers shared by all tests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NUM_THREADS = 1 if name else min(2, len(os.sched_getaffinity(0)))  # more thread
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage while modules are imported or later, because they stay to the end."""
+    """Collect no garbage while modules are imported or later, because modules stay to the end."""
     gc.disable()
     result = yield
     gc.freeze()
@@ -70,7 +70,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def leave_out_all_but_a_sample(items: list[pytest.Item]) -> None:
-    """Mark all but the first of each `n` cases of `sample(n)` as slow."""
     num_seen: Counter[str] = Counter()
     for item in items:
         if (marker := item.get_closest_marker("sample")) and not item.get_closest_marker("slow"):
@@ -81,10 +80,7 @@ def leave_out_all_but_a_sample(items: list[pytest.Item]) -> None:
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Sort short files last, and spread those that wait among those that compute.
-
-    The driver's come third: they take longest, and only the first two processes have a core of their own.
-    """
+    """Sort short files last, and the driver's third, because only the first two processes have a core of their own."""
     groups: dict[str, list[list[pytest.Item]]] = {name: [] for name in ("driver", "ray", "long", "computing", "short")}
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -98,7 +94,7 @@ def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def group_of(file: list[pytest.Item]) -> str:
-    """Name what a file's tests spend their time with; slow ones outside `worker` wait for stores."""
+    """Name what a file's tests spend their time with."""
     if file[0].nodeid.startswith(DRIVER):
         return "driver"
     if any(item.get_closest_marker("ray") for item in file):
@@ -129,7 +125,7 @@ def _fixed_threads() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    """Seed all generators, so that tests do not depend on each other."""
+    """Seeds all generators."""
     import torch
 
     torch.manual_seed(0)
@@ -137,7 +133,7 @@ def _same_numbers() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _costs_timed_once() -> Iterator[None]:
-    """Time each forward for step costs once: they make plans, and no token depends on a plan."""
+    """Times each forward for step costs once: no token depends on a plan."""
     from swiftbatch.worker.forward import step_costs
 
     with pytest.MonkeyPatch.context() as patch:
@@ -166,7 +162,6 @@ def target(embedded_targets: dict[str, TargetModel]) -> TargetModel:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random two-layer Llama, its parts and a tokenizer of 300 entries."""
     from tests.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("tiny-model"), 2)

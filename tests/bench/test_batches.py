@@ -1,5 +1,3 @@
-"""Batches are measured from their runs' folders."""
-
 from __future__ import annotations
 
 import json
@@ -85,8 +83,6 @@ def test_a_makespan_is_set_against_what_one_worker_takes_over_the_workers(
 
 
 class EndedRun:
-    """An ended run of two workers, one of which began two seconds later."""
-
     def output_lines(self) -> list[tuple[Any, dict[str, Any]]]:
         return [(type("Record", (), {"job": type("Job", (), {"custom_id": f"j{n}"})}), self._line(n)) for n in (0, 1)]
 

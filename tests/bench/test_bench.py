@@ -1,5 +1,3 @@
-"""The decoding benchmark: equal tokens from all engines, and its file."""
-
 from __future__ import annotations
 
 import json

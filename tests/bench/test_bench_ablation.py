@@ -1,4 +1,4 @@
-"""The ablations: arms that run and differ, and the paper's rows and columns."""
+"""The ablations run and differ, and have the paper's rows and columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ LENGTHS = [4000, 8000, 12_000, 16_000, 20_000]
 
 @pytest.fixture
 def model(tiny_model: Path, tmp_path: Path) -> Path:
-    """The tiny model with more positions, and heads equal to its language model head."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     config = json.loads((folder / "config.json").read_text())

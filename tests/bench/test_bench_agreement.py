@@ -1,5 +1,3 @@
-"""Agreement of partial caches, counted against plain decoding."""
-
 from __future__ import annotations
 
 from pathlib import Path

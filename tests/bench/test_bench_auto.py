@@ -1,5 +1,3 @@
-"""The loss of `auto` over a grid."""
-
 from __future__ import annotations
 
 import itertools

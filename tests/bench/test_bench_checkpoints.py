@@ -1,5 +1,3 @@
-"""`bench checkpoints` with jobs shorter than its slices."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""The cost of every field of a line, compared with a line without any."""
-
 from __future__ import annotations
 
 import pytest

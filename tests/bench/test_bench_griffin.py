@@ -1,5 +1,3 @@
-"""The tables of GRIFFIN: trainings, arms and figures."""
-
 from __future__ import annotations
 
 import json
@@ -42,7 +40,6 @@ def _one_thread(_fixed_threads: None) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Books, a text, and this file's trainings."""
     path = tmp_path_factory.mktemp("griffin")
     (path / "books").mkdir()
     for name in ("train.jsonl", "test.jsonl"):

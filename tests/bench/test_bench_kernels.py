@@ -1,5 +1,3 @@
-"""The kernels' benchmark: counts, measured limits, output."""
-
 from __future__ import annotations
 
 import json

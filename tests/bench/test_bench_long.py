@@ -1,5 +1,3 @@
-"""The long generation: clock, rates, plain decoding and files."""
-
 from __future__ import annotations
 
 import shutil
@@ -88,7 +86,7 @@ def known_tokens(target: TargetModel, options: Options) -> np.ndarray:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
-    """A clock where each row of a step takes 10 ms, and nothing else takes time."""
+    """Each row of a step takes 10 ms, and nothing else takes time."""
     clock = SimulatedClock()
     clock.rule(monkeypatch)
     verify = clock.taking(lambda target, groups: 0.01 * sum(map(len, groups)), TargetModel.verify)

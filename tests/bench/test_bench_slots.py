@@ -1,5 +1,3 @@
-"""Benchmarks on a GPU divide it for what they measure."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

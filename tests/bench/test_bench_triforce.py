@@ -1,5 +1,3 @@
-"""The tables of TriForce: arms and figures."""
-
 from __future__ import annotations
 
 import shutil

@@ -1,5 +1,3 @@
-"""The commands of `python -m bench`: help, records and tables."""
-
 from __future__ import annotations
 
 import json

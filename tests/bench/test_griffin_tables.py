@@ -1,5 +1,3 @@
-"""GRIFFIN's tables: comparisons and figures."""
-
 from __future__ import annotations
 
 from dataclasses import asdict
@@ -129,8 +127,6 @@ def test_whether_the_paper_s_order_holds_is_said_for_every_temperature() -> None
 
 
 class Oracle(Drafter):
-    """Drafts three tokens of the known continuation."""
-
     def __init__(self, output_ids: np.ndarray) -> None:
         self._output_ids = output_ids  # [num_generated]
 
@@ -169,7 +165,7 @@ def num_rows(groups: list[Any]) -> int:
 def test_the_paper_s_trees_have_60_nodes_of_6_levels_and_times_are_those_of_the_steps(
     tiny_target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row of the target takes 1 ms here, a draft forward 2 ms, and nothing else takes time."""
+    """A row of the target takes 1 ms, a draft forward 2 ms, and nothing else takes time."""
     clock, arms = SimulatedClock(), arms_behind(tiny_target, 0)
     monkeypatch.setattr("swiftbatch.worker.engine.engine.MOST_STEPS", 1)  # each step is a call that takes its time
     drafter = create_bench_drafter("griffin-paper", tiny_target, free_rows)

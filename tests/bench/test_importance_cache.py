@@ -1,5 +1,3 @@
-"""An importance cache holds the newest, the pinned and the best positions."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Arms after cached prompts: plain decoding's tokens, rates and times."""
-
 from __future__ import annotations
 
 import hashlib
@@ -102,7 +100,6 @@ def run(arms: PromptArms, drafter: Drafter, expected_ids: tuple[int, ...] = ()) 
 
 
 def plain_ids(read: list[ReadPrompt], target: TargetModel) -> list[np.ndarray]:
-    """Return the engine's own tokens, without a pause and with a cache of its own."""
     found = []
     for number, prompt in enumerate(read):
         sampling = SamplingParams(

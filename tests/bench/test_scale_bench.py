@@ -1,5 +1,3 @@
-"""The cost of a driver, measured with its own parts."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""All benchmarks in one go: records, continuation, page."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Pauses double up to their bound, with random jitter."""
-
 from __future__ import annotations
 
 import random

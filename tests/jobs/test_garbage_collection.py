@@ -1,5 +1,3 @@
-"""Garbage collection is rare inside the block and restored afterwards."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""Prompts that begin alike are found by keys of their tokens."""
-
 from __future__ import annotations
 
 from itertools import takewhile

@@ -1,5 +1,3 @@
-"""The rendered Helm chart, with overlays' or single values."""
-
 from __future__ import annotations
 
 import shutil
@@ -22,7 +20,7 @@ def require(program: str) -> None:
 
 
 def rendered(overlay: str | None = None, *values: str, release: str = "swiftbatch") -> list[dict[str, Any]]:
-    """Render the chart with an overlay's values and `values` (NAME=VALUE)."""
+    """`values` are NAME=VALUE."""
     require("helm")
     command = ["helm", "template", release, str(CHART), "--namespace", "swiftbatch"]
     if overlay is not None:

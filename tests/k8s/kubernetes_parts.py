@@ -1,5 +1,3 @@
-"""The rendered manifests, and their schemas."""
-
 from __future__ import annotations
 
 import functools
@@ -48,7 +46,6 @@ def render(overlay: str) -> list[Object]:
 
 
 def one(objects: list[Object], kind: str, name: str | None = None) -> Object:
-    """Return the only object of a kind and name."""
     (found,) = [o for o in objects if o["kind"] == kind and name in (None, o["metadata"]["name"])]
     return found
 
@@ -60,7 +57,6 @@ def ray_containers(objects: list[Object]) -> list[Object]:
 
 
 def pods(objects: list[Object]) -> dict[str, Object]:
-    """Return every pod template by its place."""
     return {where: template for each in objects for where, template in _templates(each, each["kind"])}
 
 
@@ -93,7 +89,6 @@ def commands(objects: list[Object]) -> dict[str, list[str]]:
 
 
 def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
-    """Yield texts, lists of texts joined."""
     if isinstance(value, str):
         yield where, value
     elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):

@@ -1,5 +1,3 @@
-"""The Helm chart is valid, and every value works."""
-
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,3 @@
-"""The manifests of every overlay render, validate, and do what they say."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""The commands inside the manifests are valid and fit their objects."""
-
 from __future__ import annotations
 
 import copy

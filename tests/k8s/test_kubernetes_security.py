@@ -1,4 +1,4 @@
-"""Pods without root, writable root file systems, tokens or foreign traffic, and their image."""
+"""Pods without root, writable root file systems, tokens or foreign traffic."""
 
 from __future__ import annotations
 
@@ -112,7 +112,6 @@ def test_the_head_is_never_on_a_spot_node_and_gpu_workers_always_are() -> None:
 
 
 def worker_pods(overlay: str) -> list[Object]:
-    """Return the specs of worker pods: cluster, job and cron job."""
     return [pod["spec"] for where, pod in pods(render(overlay)).items() if "workerGroupSpecs" in where]
 
 
@@ -140,7 +139,6 @@ def test_a_gpu_worker_may_pin_the_caches_that_its_memory_is_said_to_hold(overlay
 
 
 def stages() -> dict[str, str]:
-    """Return the base images of our stages in order."""
     found = re.findall(r"^FROM (\S+) AS (\S+)$", DOCKERFILE, re.MULTILINE)
     assert len(found) == len(re.findall(r"^FROM ", DOCKERFILE, re.MULTILINE))
     return {name: base for base, name in found}

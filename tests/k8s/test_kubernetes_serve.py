@@ -1,5 +1,3 @@
-"""The server on Kubernetes: valid manifests, command and times."""
-
 from __future__ import annotations
 
 import re
@@ -26,7 +24,7 @@ def container_of(objects: list[Object]) -> Object:
 
 
 def given(objects: list[Object]) -> dict[str, object]:
-    """Return the options of the server's command, shell-expanded."""
+    """Return the options, shell-expanded."""
     container = container_of(objects)
     settings = one(objects, "ConfigMap", container["envFrom"][0]["configMapRef"]["name"])["data"]
     command = re.sub(r"\$(\w+)", lambda name: settings[name[1]], container["args"][0])

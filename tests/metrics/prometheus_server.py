@@ -32,7 +32,7 @@ DEADLINE_SECONDS = 240
 
 
 def binary(name: str) -> str:
-    """Find a program of the package `prometheus`; without it skip, in CI fail."""
+    """Skip without the package `prometheus`, but fail in CI."""
     path = shutil.which(name)
     if path is None:
         reason = f"{name} is not there: apt-get install prometheus"
@@ -62,20 +62,18 @@ class Prometheus:
         return list(self.get("query", query=expr)["result"])
 
     def value(self, expr: str) -> float:
-        """Return an expression's single value, 0.0 without a sample."""
         samples = self.query(expr)
         assert len(samples) <= 1, samples
         return float(samples[0]["value"][1]) if samples else 0.0
 
     def healthy_targets(self) -> dict[str, dict[str, str]]:
-        """Return the labels of healthy targets by address."""
         targets = self.get("targets", state="active")["activeTargets"]
         return {target["labels"]["instance"]: target["labels"] for target in targets if target["health"] == "up"}
 
 
 @contextmanager
 def running_prometheus(folder: Path, driver_port: int) -> Iterator[Prometheus]:
-    """Run a Prometheus that discovers targets at this driver port every second, with our alert rules."""
+    """Run a Prometheus that discovers targets at this driver port every second."""
     port = free_port()
     url = f"http://127.0.0.1:{driver_port}{exporter.DISCOVERY_PATH}"
     (folder / "prometheus.yml").write_text(CONFIG.format(alerts=ALERTS, url=url))
@@ -91,7 +89,7 @@ def running_prometheus(folder: Path, driver_port: int) -> Iterator[Prometheus]:
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
-    """Wait until the condition gives something, also while the server does not answer."""
+    """Wait until the condition gives something, even while the server does not answer."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
         try:

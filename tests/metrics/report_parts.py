@@ -1,5 +1,3 @@
-"""Real run folders for tests of reports, without a model."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -72,7 +70,6 @@ def attempt(
 
 
 def finish(run: Run, job: JobRecord, attempts: Sequence[AttemptRecord], ended: float, text: str = "The end.") -> None:
-    """Write a job's result as a worker does."""
     num_tokens = job.job.sampling.max_tokens
     line = success_line(
         job,
@@ -104,7 +101,7 @@ def page_of(run: Run, progress: Progress = ENDED, folder: str = "/") -> str:
 
 
 def preempted_run(uri: str) -> Run:
-    """Make two jobs of 1,000 tokens over 100 s: `lost` was killed on w1 at 400, `moved` returned by w2 at 500."""
+    """Make two jobs of 1,000 tokens over 100 s: `lost` was killed on w1 at 400, `moved` left w2 at 500."""
     run, lost, moved = new_run(uri), record("lost"), record("moved")
     run.add_jobs([lost, moved])
 

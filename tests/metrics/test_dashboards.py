@@ -18,7 +18,6 @@ LABELS = Labels(model_name="embedded", drafter="suffix", worker="w1")
 
 
 def exported_names() -> set[str]:
-    """Return all sample names of a busy worker and a driver."""
     worker = EngineCounters(last_checkpoint=1.0, kv_cache_pages_ratio=0.5)
     driver = DriverCounters(eta_seconds=1.0)
     collectors = (EngineCollector(worker, LABELS), DriverCollector(driver, LABELS))

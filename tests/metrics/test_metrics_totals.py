@@ -1,5 +1,3 @@
-"""Totals of all workers in the driver's metrics, lost ones included."""
-
 from __future__ import annotations
 
 import json

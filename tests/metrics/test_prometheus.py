@@ -1,4 +1,4 @@
-"""A real Prometheus discovers a running job, and all panels and alerts have data."""
+"""A real Prometheus has data for all panels and alerts of a running job."""
 
 from __future__ import annotations
 
@@ -59,8 +59,6 @@ COUNTERS = '{__name__=~"swiftbatch_.+(_total|_bucket|_count|_sum)"}'
 
 @dataclass(frozen=True)
 class Scene:
-    """A run that lost a worker, and its Prometheus."""
-
     prometheus: Prometheus
     run: Path
     killed: WorkerStatus
@@ -69,7 +67,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """Two workers, one of which is killed after some jobs; afterwards its successor works."""
+    """Two workers, one of which is killed; its successor works."""
     binary("prometheus")
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
     (folder / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in JOBS))
@@ -88,7 +86,7 @@ def scene(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def held_amid_a_job(driver: Driver) -> WorkerStatus | None:
-    """Stop a worker whose first job has a checkpoint, so that a kill leaves something to resume."""
+    """Stop a worker whose job has a checkpoint, so that a kill leaves something to resume."""
     for worker in driver.busy_workers():
         os.kill(worker.pid, signal.SIGSTOP)
         if driver.checkpoints(worker).name in logged_jobs(driver.run):
@@ -128,7 +126,6 @@ def test_every_panel_shows_something(scene: Scene) -> None:
 
 
 def silent_panels(scene: Scene) -> set[str]:
-    """Return panels without numbers."""
     return {
         panel
         for panel, expr in panel_expressions().items()

@@ -1,4 +1,4 @@
-"""The page of a report: no fetches, no scripts, escaped texts, working links."""
+"""The page has no fetches, scripts or unescaped texts, and working links."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ class Elements(HTMLParser):
 
 
 def hostile_run(uri: str) -> Run:
-    """Make a run with hostile texts everywhere."""
     run = new_run(uri)
     jobs = [record(word.encode(errors="replace").decode(), prompt=f"tell of {word}"[:-1] + "!") for word in HOSTILE]
     run.add_jobs(jobs)

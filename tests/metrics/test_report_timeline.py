@@ -1,5 +1,3 @@
-"""Workers keep few marks of every attempt."""
-
 from __future__ import annotations
 
 import logging

@@ -52,7 +52,6 @@ def submit_picture() -> None:
 
 
 def kill_at(terminal: Terminal, run: Path, num_tokens: int) -> None:
-    """Kill a busy worker once the run has `num_tokens`."""
     terminal.wait_for(lambda _: tokens_of(run) >= num_tokens and busy(run))
     os.kill(busy(run)[0], signal.SIGKILL)
 
@@ -96,7 +95,6 @@ def report_picture() -> None:
 
 
 def serve_pictures() -> None:
-    """Draw a server's pages: two finished and two running batches."""
     options = ("--slots", "4", "--max-running", "2")
     with tempfile.TemporaryDirectory() as folder, serving(folder, Path("embedded"), *options) as server:
         for name, num_jobs in (("Essays of the spring", 6), ("Poems", 12)):

@@ -1,5 +1,3 @@
-"""A terminal's screen as a picture."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""The pages' pictures: drawn screens, and messages without a browser."""
-
 from __future__ import annotations
 
 from pathlib import Path

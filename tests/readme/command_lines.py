@@ -1,4 +1,4 @@
-"""The user pages, their parts, and their `swiftbatch` commands."""
+"""The user pages and their `swiftbatch` commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def page(path: str) -> str:
 
 
 def section(text: str, title: str) -> str:
-    """Return the text below a second-level heading."""
     (found,) = re.findall(rf"^## {re.escape(title)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     return str(found)
 
@@ -35,7 +34,6 @@ def blocks(text: str) -> list[str]:
 
 
 def spans(text: str) -> list[str]:
-    """Return inline code."""
     return [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", text))]
 
 
@@ -46,7 +44,7 @@ def table(text: str, first: str) -> list[list[str]]:
 
 
 def commands(text: str, command: re.Pattern[str] = COMMAND) -> list[list[str]]:
-    """Return the distinct commands of a page, without the program."""
+    """Return a page's distinct commands, without the program."""
     code = [*spans(text), *(line for block in blocks(text) for line in block.splitlines())]
     found = [words_of(match[1]) for line in code if (match := command.search(line))]
     return [list(words) for words in dict.fromkeys(map(tuple, found))]
@@ -71,7 +69,7 @@ def is_name(words: Sequence[str]) -> bool:
 
 
 def options(words: Sequence[str], program: click.Command = main) -> dict[str, Any]:
-    """Parse a command's options; none if an option such as `--make-key` ends it.
+    """Parse options; none if one such as `--make-key` ends the command.
 
     Raises click.UsageError.
     """

@@ -35,7 +35,6 @@ def shown_default(option: click.Option) -> str:
 
 
 def page() -> str:
-    """Return the page, with a table per command."""
     parts = [HEAD]
     for name, command in commands(main):  # type: ignore[arg-type]
         options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]

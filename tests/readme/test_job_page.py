@@ -1,4 +1,4 @@
-"""The page about job lines: its examples are valid, and it names every field."""
+"""The page about job lines has valid examples, and names every field."""
 
 from __future__ import annotations
 

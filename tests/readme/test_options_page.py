@@ -1,5 +1,3 @@
-"""The page of options matches the commands."""
-
 from __future__ import annotations
 
 from tests.readme.options_page import PAGE, page

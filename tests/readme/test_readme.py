@@ -28,7 +28,7 @@ def test_the_map_has_every_folder_and_no_file_that_is_not_there() -> None:
 
 
 def missing_files(text: str) -> list[str]:
-    """Return a map's missing files; one without a folder is in the folder named last."""
+    """Return missing files; one without a folder is in the folder named last."""
     folder, missing = ROOT, []
     for name in spans(text):
         path = ROOT / name if "/" in name else folder / name
@@ -56,7 +56,6 @@ def test_the_first_pages_are_short() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).replace(" ", "-").lower() for heading in headings}
 

@@ -52,7 +52,7 @@ CHANGING = re.compile(r"run-[\w-]+|\d[\d,.:]*")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder with the files that the commands name."""
+    """A folder with the files that the commands name."""
     for name in ("DIR", "WORK", "MODEL"):
         (tmp_path / name).mkdir()
     (tmp_path / "book.txt").write_text("Once upon a time")
@@ -76,7 +76,6 @@ def test_commands_are_found_in_all_places_where_they_stand() -> None:
 
 
 def leaves(command: click.Command, words: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
-    """Return the commands below a group."""
     if not isinstance(command, click.Group):
         return {words}
     return {leaf for name, below in command.commands.items() for leaf in leaves(below, (*words, name))}
@@ -123,12 +122,11 @@ def transcript() -> list[tuple[list[str], list[str]]]:
 
 
 def shape(line: str) -> str:
-    """Remove what differs in every run."""
     return CHANGING.sub("#", line)
 
 
 def give(words: list[str]) -> tuple[int, str]:
-    """Return exit code and output of a command; one that runs jobs gets its own process."""
+    """Return exit code and output; a command that runs jobs gets its own process."""
     if words[1] == "submit" and not Path("my-run").exists():
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.run(

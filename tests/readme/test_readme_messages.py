@@ -1,5 +1,3 @@
-"""The explained messages exist in the code."""
-
 from __future__ import annotations
 
 import ast
@@ -15,7 +13,7 @@ GAP = "\0"  # stands for a value in an f-string
 
 
 def _texts(node: ast.AST) -> Iterator[str]:
-    """Yield a syntax tree's texts; an f-string's values become gaps."""
+    """Yield a syntax tree's texts, with gaps for an f-string's values."""
     for each in ast.walk(node):
         if isinstance(each, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else GAP for part in each.values)  # type: ignore[misc]

@@ -84,7 +84,7 @@ def test_a_position_of_a_segment_takes_its_keys_and_values_and_four_bytes() -> N
 
 
 def requests_of(proxy: FaultProxy, action: Callable[[], object]) -> tuple[int, int]:
-    """Count an action's requests in both price classes; DELETE is free."""
+    """Count both price classes; DELETE is free."""
     proxy.requests.clear()
     action()
     kinds: Counter[str] = Counter()
@@ -96,7 +96,6 @@ def requests_of(proxy: FaultProxy, action: Callable[[], object]) -> tuple[int, i
 
 
 def told_requests(what: str) -> tuple[int, int]:
-    """Return the requests in the table's row."""
     (row,) = [row for row in table(SIZING, "what") if row[0].startswith(what)]
     return int(number(row[2])), int(number(row[3]))
 
@@ -153,7 +152,7 @@ def test_a_large_file_makes_the_requests_that_the_text_says(s3_uri: str, s3_prox
 
 
 def states_until(num_positions: int) -> int:
-    """Return a job's states until it has so many positions, with the defaults."""
+    """Write a job's states with the default settings."""
     job = SimpleNamespace(cache=SimpleNamespace(shape=SimpleNamespace(windows=()), length=0))
     num_written = num_states = 0
     for job.cache.length in range(num_positions):
@@ -163,7 +162,7 @@ def states_until(num_positions: int) -> int:
 
 
 def test_the_example_follows_from_the_table() -> None:
-    """An hour's requests and cost with the defaults: run, worker, and a job at 30 tokens/s."""
+    """An hour's requests and cost: run, worker, and a job at 30 tokens/s."""
     rates = {
         "heartbeat": 3600 / BEAT_SECONDS_OBJECT_STORE,
         "token log": 3600 / CheckpointSettings.checkpoint_seconds,

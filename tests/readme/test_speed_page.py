@@ -1,5 +1,3 @@
-"""The speed page's tables and the README's quotes match the figures."""
-
 from __future__ import annotations
 
 import re

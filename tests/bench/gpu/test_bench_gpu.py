@@ -1,5 +1,3 @@
-"""Every stage of the GPU benchmark, in Triton's interpreter."""
-
 from __future__ import annotations
 
 import os

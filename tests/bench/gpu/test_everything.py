@@ -48,7 +48,6 @@ def _found_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_all(folder: Path, *stages: GPUStage, minutes: float = 30) -> tuple[bool, list[Record]]:
-    """Return whether all passed, and each record."""
     found: list[Record] = []
     try:
         for record in run_everything(folder, minutes, stages):

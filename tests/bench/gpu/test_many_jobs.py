@@ -1,5 +1,3 @@
-"""The table of few and many jobs in docs/gpu.md."""
-
 from __future__ import annotations
 
 import numpy as np

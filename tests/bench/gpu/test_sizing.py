@@ -43,10 +43,7 @@ def test_the_slots_are_those_that_follow_by_hand() -> None:
 
 
 def test_the_slots_beside_packed_weights_are_those_that_follow_by_hand() -> None:
-    """Llama 3.1 70B in int4: 68.5 billion weights of 4.5 bits; embedding, head and norms in bfloat16.
-
-    A key or value in 8 bits has 128 bytes, and 16 for its scale.
-    """
+    """Llama 3.1 70B in int4: 68.5 billion weights of 4.5 bits; embedding, head and norms in bfloat16."""
     rows = {(row[0], row[1], row[3]): row for row in table(GPU_PAGE, "weights of")}
     assert len(rows) == len(list(packed_models())) * len(GPUS)
     layers = 80 * 8192 * (2 * (64 + 8) * 128 + 3 * 28672)

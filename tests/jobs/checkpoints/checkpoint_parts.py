@@ -1,4 +1,4 @@
-"""A sequence whose tokens and KV follow from their positions, and its checkpoints."""
+"""A sequence whose tokens and KV follow from their positions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ KV_SHAPE = (6, 4)  # rows and head dimension
 
 
 def claim(checkpoints: CheckpointStore, job_id: str, worker_id: str, numerics: str = "") -> int:
-    """Begin the job's next attempt and return its number."""
     attempt = max(checkpoints.attempts(job_id), default=0) + 1
     start = AttemptStart(worker_id=worker_id, claimed=time.time(), numerics=numerics, attempt=attempt)
     checkpoints.begin(job_id, attempt, start)
@@ -86,7 +85,7 @@ def write_state(
 
 
 def check_checkpoints(checkpoints: CheckpointStore) -> tuple[int, int]:
-    """Check everything readable of the job; return the numbers of tokens and positions found."""
+    """Check everything readable; return the numbers of tokens and positions found."""
     found = checkpoints.read_tokens(JOB)
     assert found.tolist() == output_ids(len(found)).tolist()
     most = 0

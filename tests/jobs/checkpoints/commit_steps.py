@@ -1,7 +1,7 @@
 """Runs a job's commits in a child that is killed before its k-th filesystem operation, for k = 1, 1 + N, ...
 
-`python commit_steps.py FOLDER N` leaves each child's run in `FOLDER/<k>`, and in `<k>.acknowledged` the tokens and
-positions of every completed flush. It prints the last k.
+`python commit_steps.py FOLDER N` leaves each child's run in `FOLDER/<k>` and its completed flushes in
+`<k>.acknowledged`.
 """
 
 from __future__ import annotations
@@ -48,15 +48,12 @@ class Killer:
         self._num_steps = 0
 
     def start(self) -> None:
-        """Record all file operations; Python's audit events include all but `fsync`."""
+        """Audit events include all file operations but `fsync`."""
         os.fsync = self.fsync
         sys.addaudithook(self._audit)
 
     def fsync(self, descriptor: int) -> None:
-        """Write a part or all of the data, before the file has its name.
-
-        No real fsync follows, because a killed process's writes stay.
-        """
+        """Write a part or all of the data; no real fsync, because a killed process's writes stay."""
         status = os.fstat(descriptor)
         for size in (status.st_size // 2, status.st_size):
             if self._is_last_step():
@@ -74,7 +71,6 @@ class Killer:
 
 
 def run_attempt(store: Store, num_positions: int, acknowledged: int | None = None) -> None:
-    """Continue until the cache holds `num_positions`, in two rounds."""
     checkpoints, packed = CheckpointStore(store, FINGERPRINT), PackedLogs(store, FINGERPRINT)
     packed.put_in_place(packed.found())
     attempt = max(checkpoints.attempts(JOB), default=0) + 1
@@ -112,7 +108,6 @@ def result() -> dict[str, Any]:
 
 
 def finish(store: Store) -> None:
-    """Write the result's segment, then delete the checkpoints."""
     Run(store, MANIFEST).write_segment(f"w{os.getpid()}", [SealedResult.of(JOB, result())])
     CheckpointStore(store, FINGERPRINT).clear(JOB)
     packed = PackedLogs(store, FINGERPRINT)

@@ -1,5 +1,3 @@
-"""A store in its own folder, and its checkpoints."""
-
 from __future__ import annotations
 
 from pathlib import Path

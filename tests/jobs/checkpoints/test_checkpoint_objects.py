@@ -1,5 +1,3 @@
-"""Checkpoints on an object store keep the same promises."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""KV segments are read bit for bit without a copy, or reported as damaged."""
-
 from __future__ import annotations
 
 import os

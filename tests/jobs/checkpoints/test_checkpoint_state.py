@@ -1,5 +1,3 @@
-"""States named by a manifest are read bit for bit, or skipped by name."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -40,7 +40,6 @@ def store(tmp_path: Path) -> GatedStore:
 
 @pytest.fixture
 def told() -> list[tuple[str, int, float]]:
-    """The arguments of each `on_written` call."""
     return []
 
 

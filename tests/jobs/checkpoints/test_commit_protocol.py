@@ -1,4 +1,4 @@
-"""`kill -9` at every step of the commit protocol: acknowledged data survives, and the run continues."""
+"""`kill -9` at every step of the commit protocol loses no acknowledged data."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ SCRIPT = Path(__file__).parent / "commit_steps.py"
 
 @pytest.fixture(scope="module", params=[5, pytest.param(1, marks=pytest.mark.slow)], ids="at each {}".format)
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The runs of processes killed before each, or each fifth, of their file operations.
-
-    A write takes four of them, so over all files each kind is hit in either case.
-    """
+    """The runs of processes killed before each, or each fifth, of their file operations."""
     folder = tmp_path_factory.mktemp("killed")
     # in its own process, because a forked child of this threaded one might hang
     command = [sys.executable, SCRIPT, folder, str(request.param)]
@@ -41,7 +38,6 @@ def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def acknowledged(folder: Path) -> tuple[int, int]:
-    """Return the tokens and positions of the last completed flush."""
     lines = Path(f"{folder}.acknowledged").read_text().splitlines()
     num_tokens, num_positions = lines[-1].split() if lines else (0, 0)
     return int(num_tokens), int(num_positions)

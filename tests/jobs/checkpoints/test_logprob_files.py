@@ -28,7 +28,6 @@ LENGTHS = st.integers(0, 30)
 
 
 def tokens_of(seed: int, num_tokens: int) -> TokenIds:
-    """Return tokens of few kinds, so that texts often agree."""
     return np.random.default_rng(seed).integers(0, 2, num_tokens).astype(np.uint32)
 
 
@@ -102,8 +101,6 @@ class KilledError(Exception):
 
 
 class MortalStore(Store):
-    """A store that fails after a number of changes."""
-
     num_left = 10**9
 
     def write(self, path: str, data: bytes) -> None:
@@ -121,7 +118,7 @@ class MortalStore(Store):
 
 
 class Writer:
-    """A job that draws, loops and writes, with its acknowledged checkpoint."""
+    """A job that draws, loops and writes."""
 
     def __init__(self, store: Store, chance: random.Random) -> None:
         self.checkpoints, self._chance = CheckpointStore(store, FINGERPRINT), chance
@@ -147,7 +144,6 @@ class Writer:
             self.acknowledged = max(self.acknowledged, self.log.progress)
 
     def _advance(self, pending: PendingCheckpoint) -> None:
-        """Draw some tokens and rewinds, which depend on all before."""
         for _ in range(self._chance.randrange(1, 9)):
             num_rewinds, num_tokens = self.log.progress
             chance = np.random.default_rng([num_rewinds, num_tokens])

@@ -59,7 +59,7 @@ def store(request: pytest.FixtureRequest) -> Store:
 
 
 def write_attempt(store: Store, identity: Identity, attempt: int, num_tokens: int) -> None:
-    """Write all files of an attempt; a stranger's differ only in their owner."""
+    """Write all files of an attempt."""
     checkpoints = CheckpointStore(store, identity.fingerprint)
     job_id = identity.job_id
     assert claim(checkpoints, job_id, f"worker {attempt}", "cpu") == attempt
@@ -71,7 +71,6 @@ def write_attempt(store: Store, identity: Identity, attempt: int, num_tokens: in
 
 
 def put_stranger_s(store: Store, identity: Identity, name: str, elsewhere: Store) -> None:
-    """Replace a file of the second attempt by a stranger's."""
     write_attempt(elsewhere, identity, 1, 9)
     data = elsewhere.read(f"checkpoints/{identity.job_id}/0001/{name}")
     assert data is not None

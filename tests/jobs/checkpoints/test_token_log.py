@@ -1,5 +1,3 @@
-"""A token log returns its tokens, or is reported as damaged."""
-
 from __future__ import annotations
 
 from functools import partial

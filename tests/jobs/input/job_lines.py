@@ -1,5 +1,3 @@
-"""Good input lines, and reading lines as a file."""
-
 from __future__ import annotations
 
 import json

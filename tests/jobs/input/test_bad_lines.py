@@ -1,5 +1,3 @@
-"""Messages about bad lines: field, found, expected."""
-
 from __future__ import annotations
 
 import json

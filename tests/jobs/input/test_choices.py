@@ -1,4 +1,4 @@
-"""Choices of a line are jobs of one name; the first equals a line with one choice."""
+"""Choices of a line are jobs of one name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Pipes, standard input and compressed files are read; odd files are reported."""
-
 from __future__ import annotations
 
 import gzip
@@ -36,7 +34,7 @@ COMPRESSED = [gzip.compress, zstd]
 
 
 def summary(path: str) -> list[tuple[int, str | None]]:
-    """Return the line numbers of jobs with `custom_id`, and of rejects."""
+    """Return the line numbers of jobs, by `custom_id`, and of rejects."""
     jobs, rejects = read_jobs(path, 1)
     return sorted(
         [(number, job.custom_id) for number, job in jobs] + [(reject.line_number, None) for reject in rejects]

@@ -1,5 +1,3 @@
-"""A `Job` is complete, and its id is a safe file name."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -86,7 +84,6 @@ def test_a_bias_and_stop_tokens_are_the_same_in_whatever_order_they_are_given(tm
 
 
 def test_job_ids_are_those_of_earlier_versions(tmp_path: Path) -> None:
-    """Resubmitting a file must give the same ids."""
     jobs, _ = read(tmp_path, GOOD, CHAT)
     assert [job.job_id("model") for job in jobs] == ["good-3ce870ebdfbdbee6", "talk-bfd4f6cd160d8162"]
 

@@ -1,5 +1,3 @@
-"""Several job files are read as one, in order, each once."""
-
 from __future__ import annotations
 
 import errno
@@ -35,8 +33,6 @@ def write(path: Path, *names: str, **fields: Any) -> bytes:
 
 @dataclass
 class FoundLines:
-    """The lines of files as they were read."""
-
     reader: JobReader
     jobs: list[tuple[int, JobLine]]
 

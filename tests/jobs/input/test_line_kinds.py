@@ -1,5 +1,3 @@
-"""A line of a known kind equals the line alone, or is refused for the same reason."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

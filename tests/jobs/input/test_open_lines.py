@@ -1,5 +1,3 @@
-"""Open or alternative limits, prompts, messages and templates of lines."""
-
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,3 @@
-"""A file of another kind is refused in one line."""
-
 from __future__ import annotations
 
 import bz2

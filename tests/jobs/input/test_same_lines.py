@@ -1,5 +1,3 @@
-"""Equivalent lines give the same job, as JSON and as Parquet."""
-
 from __future__ import annotations
 
 import json

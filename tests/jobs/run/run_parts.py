@@ -1,5 +1,3 @@
-"""A manifest, a heartbeat and job records for tests."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -75,7 +75,6 @@ def records() -> list[JobRecord]:
 
 @pytest.fixture
 def run(tmp_path: Path, records: list[JobRecord]) -> Run:
-    """Three jobs: two with results, the last with an error."""
     run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
     run.add_jobs(records)
     for record in records[:2]:

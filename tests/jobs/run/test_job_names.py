@@ -1,5 +1,3 @@
-"""Job names with and without prompts agree."""
-
 from __future__ import annotations
 
 from dataclasses import replace

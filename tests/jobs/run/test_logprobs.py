@@ -1,5 +1,3 @@
-"""Log-probabilities in OpenAI's two forms."""
-
 from __future__ import annotations
 
 import json
@@ -60,8 +58,6 @@ class ChatLogprobs(Strict):
 
 
 class Texts:
-    """A tokenizer of a few tokens."""
-
     def token_bytes(self, token_id: int) -> bytes:
         return BYTES[token_id]
 

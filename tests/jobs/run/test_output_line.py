@@ -1,5 +1,3 @@
-"""Output lines in the form of OpenAI Batch."""
-
 from __future__ import annotations
 
 import hashlib

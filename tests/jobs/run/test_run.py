@@ -1,5 +1,3 @@
-"""A `Run` is one folder that any process can open."""
-
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,3 @@
-"""A run's output has every ended job once, in input order."""
-
 from __future__ import annotations
 
 import errno

@@ -1,4 +1,4 @@
-"""Segments of results: atomic, indexed, and damage costs only its own job."""
+"""Damage to a segment of results costs only its own job."""
 
 from __future__ import annotations
 
@@ -123,7 +123,6 @@ def of_another_run(data: bytes) -> bytes:
 
 
 def with_index(data: bytes, index: object, **last: object) -> bytes:
-    """Make a segment whose last two lines have valid checksums."""
     *lines, _, _ = data.splitlines(keepends=True)
     row = dump_line({"index": index})
     start = sum(map(len, lines))

@@ -48,7 +48,6 @@ def make_run(uri: str, lines: dict[str, int], shards: str | None = "parquet:3") 
 
 
 def longer(record: JobRecord, max_tokens: int) -> JobRecord:
-    """Return the job that supersedes it."""
     sampling = record.job.sampling.model_copy(update={"max_tokens": max_tokens})
     job = record.job.model_copy(update={"sampling": sampling})
     return replace(record, job_id=job.job_id("f1"), job=job, supersedes=record.job_id)

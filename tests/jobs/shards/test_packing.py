@@ -1,5 +1,3 @@
-"""Shards are as full as rows and bytes allow, and no line is split."""
-
 from __future__ import annotations
 
 from hypothesis import given
@@ -11,7 +9,6 @@ SIZES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30)), max_size=30)
 
 
 def sized(sizes: list[tuple[int, int]]) -> list[SizedLine]:
-    """Make lines of given choices and bytes."""
     return [
         SizedLine(PlannedLine(custom_id=str(number), jobs=tuple(f"{number}-{i}" for i in range(num_choices))), size)
         for number, (num_choices, size) in enumerate(sizes)

@@ -1,4 +1,4 @@
-"""`swiftbatch chaos`: kills change no token, and a changed one would be reported."""
+"""`swiftbatch chaos`: kills change no token."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def chaos(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def check(process: subprocess.CompletedProcess[str], findings: Path, kinds: Sequence[str], num_kills: int) -> Any:
-    """Check that the report is good, with kills of all these kinds."""
     assert process.returncode == 0, process.stdout + process.stderr
     print(process.stdout)
     report = json.loads(findings.read_text())
@@ -95,7 +94,7 @@ def test_a_plan_has_every_kind_equally_often_and_comes_from_its_seed() -> None:
 
 
 def write_output(folder: Path, tokens: dict[str, str | None], repeated: int = 1) -> RunOutput:
-    """Write an output with stand-ins for tokens; None for a failed job."""
+    """Write stand-ins for tokens; None for a failed job."""
     run = Run.create_or_open(str(folder), MANIFEST)
     lines = []
     for custom_id, text in tokens.items():

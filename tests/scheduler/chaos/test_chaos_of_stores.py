@@ -1,4 +1,4 @@
-"""Kills while the store fails (full disk, bad S3): every token is the same."""
+"""Kills while the store fails change no token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ needs_root = pytest.mark.skipif(
 
 
 def run_with(model: Path, run_uri: str, show: Callable[[str], None]) -> None:
-    """Run chaos; no job is lost or doubled, and all tokens are the same."""
     size = {"num_jobs": 24, "num_tokens": 600, "num_kills": NUM_KILLS, "num_workers": 2, "num_slots": 4}
     options = ChaosOptions(seed=5, model=str(model), checkpoint_tokens=64, run_uri=run_uri, **size)
     report = run_chaos(options, show)
@@ -39,7 +38,7 @@ def run_with(model: Path, run_uri: str, show: Callable[[str], None]) -> None:
 
 
 class SmallDisk:
-    """A file system that is repeatedly full from `begin` on."""
+    """Is repeatedly full from `begin` on."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,5 +1,3 @@
-"""The watch over a cluster's head, and when it counts as lost."""
-
 from __future__ import annotations
 
 import os
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.ray
 
 
 class FakeHead:
-    """A fake head, because losing a real one ends the test's process."""
+    """Losing a real head ends the test's process."""
 
     def __init__(self) -> None:
         self.alive: Callable[[], list[bool]] = lambda: [True]

@@ -53,7 +53,6 @@ def in_a_worker(place: Path, folder: Path, digest: str, how: str) -> str:
 
 @pytest.fixture
 def users_folder(tmp_path: Path) -> Path:
-    """A user's folder with files named like rooms and Ray's libraries."""
     folder = tmp_path / "user's"
     (folder / "metrics").mkdir(parents=True)
     (folder / "metrics" / "__init__.py").write_text("raise SystemExit('a file of the user was run')")

@@ -1,5 +1,3 @@
-"""The folder of an embedded Ray, and its removal."""
-
 from __future__ import annotations
 
 import os

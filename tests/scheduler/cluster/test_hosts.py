@@ -59,7 +59,6 @@ def jobs_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(jobs_file: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The outputs of the jobs on one undisturbed worker."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     command = swiftbatch("submit", jobs_file, "--run", str(run), "--slots", "3")
     subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_SECONDS)
@@ -68,7 +67,6 @@ def undisturbed(jobs_file: str, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 def start(cluster: LocalCluster, host: Host, run: Path, *args: str) -> Driver:
-    """Start a driver on a host."""
     options = ["--workers", "2", "--checkpoint-seconds", "0.5", "--address", cluster.address]
     return Driver([*host.prefix, *swiftbatch(*args, *options)], cluster.environment, run)
 
@@ -102,7 +100,7 @@ def test_a_driver_host_that_is_cut_off_stops_and_another_one_goes_on(
 
 
 def cut_off_and_back(hosts: NamespaceHosts, cluster: LocalCluster, driver: Driver) -> None:
-    """Cut a host off until its job was given to another, which is lost once the first is back."""
+    """Cut a host off until its job was given to another, which is then lost."""
     node, stale = driver.wait_for(lambda: busy_on(cluster, driver, cluster.raylets))
     job = driver.checkpoints(stale)
     driver.wait_for(lambda: job.name in logged_jobs(driver.run))
@@ -123,6 +121,5 @@ def cut_off_and_back(hosts: NamespaceHosts, cluster: LocalCluster, driver: Drive
 
 
 def busy_on(cluster: LocalCluster, driver: Driver, nodes: Collection[Node]) -> tuple[Node, WorkerStatus] | None:
-    """Return a busy worker on one of these nodes."""
     workers = [(cluster.node_of(worker.pid), worker) for worker in driver.busy_workers()]
     return next(((node, worker) for node, worker in workers if node in nodes), None)

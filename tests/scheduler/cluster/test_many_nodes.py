@@ -1,4 +1,4 @@
-"""A cluster of several nodes: nodes, workers and the head leave, with and without notice."""
+"""Nodes, workers and the head leave with and without notice."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def jobs_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of all jobs in one undisturbed session without Ray."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run = submit_file(write_jobs(folder / "jobs.jsonl", JOBS), str(folder / "run")).run
     run_all(run, Path(run.manifest.model), dtype=run.manifest.dtype, **PLAINLY)
@@ -83,7 +82,6 @@ def assert_same(run: Path, undisturbed: dict[str, Any], num_jobs: int = 2) -> No
 
 
 def num_preemptions(driver: Driver, reason: str) -> float:
-    """Return the driver's preemptions for this reason."""
     address = re.search(r"metrics of the driver at (\S+)", driver.output())
     assert address is not None
     with urllib.request.urlopen(address[1], timeout=60) as page:
@@ -159,7 +157,6 @@ def test_chaos_runs_on_a_cluster_that_is_there(cluster: LocalCluster, tmp_path: 
 
 
 def goes_on_elsewhere(driver: Driver, lost: WorkerStatus) -> bool:
-    """Return whether another worker has the lost one's first job."""
     return any(lost.jobs[0] in worker.jobs for worker in driver.busy_workers() if worker.id != lost.id)
 
 

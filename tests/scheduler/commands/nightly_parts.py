@@ -1,5 +1,3 @@
-"""A `swiftbatch nightly` at work in another process."""
-
 from __future__ import annotations
 
 import subprocess

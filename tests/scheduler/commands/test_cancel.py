@@ -1,5 +1,3 @@
-"""The command `cancel`, with and without a driver."""
-
 from __future__ import annotations
 
 import json

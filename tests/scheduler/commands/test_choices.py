@@ -1,4 +1,4 @@
-"""Commands on a line with choices treat it as one line."""
+"""Commands treat a line with choices as one line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The command line: help, start-up time, wrong usage, streams."""
-
 from __future__ import annotations
 
 import subprocess

@@ -23,7 +23,6 @@ from tests.scheduler.commands.command_parts import COMMANDS
 
 
 def defaults(*models: type) -> dict[str, Any]:
-    """Return the fields of models with their defaults."""
     found: dict[str, Any] = {}
     for model in models:
         if issubclass(model, BaseModel):

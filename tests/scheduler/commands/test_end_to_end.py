@@ -1,4 +1,4 @@
-"""The promise through the real command: workers and drivers are killed, and every token is the same."""
+"""Through the real command, workers and drivers are killed, and every token is the same."""
 
 from __future__ import annotations
 
@@ -83,7 +83,6 @@ def workers(run: Path) -> list[WorkerStatus]:
 
 
 def hold(found: list[WorkerStatus]) -> None:
-    """Stop workers, so that no job ends before one of them is killed."""
     for worker in found:
         os.kill(worker.pid, signal.SIGSTOP)
 
@@ -94,7 +93,6 @@ def bodies(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def outputs(run: Path) -> dict[str, tuple[str, str, int]]:
-    """Return text, hash and number of tokens of each result."""
     return {
         custom_id: (
             json.dumps(body["choices"][0].get("text") or body["choices"][0].get("message")),
@@ -118,7 +116,7 @@ def submit_args(jobs_file: str, tiny_model: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(jobs_file: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of the jobs in one undisturbed session without Ray."""
+    """The results in one undisturbed session without Ray."""
     said = {"model": str(tiny_model), "dtype": "float32", "num_threads": 1}
     run = submit_file(jobs_file, str(tmp_path_factory.mktemp("undisturbed") / "run"), **said).run
     run_all(run, tiny_model, **PLAINLY)
@@ -177,7 +175,7 @@ def test_a_killed_driver_and_an_interrupted_one_lose_nothing(
 
 
 def interrupt_a_resume(run: Path, former: list[int]) -> None:
-    """Resume a run, and interrupt the command once it has workers other than `former`."""
+    """Interrupt the command once it has workers other than `former`."""
     with started("resume", str(run), *OFTEN) as process:
         wait_until(lambda: workers(run) and not set(former) & {worker.pid for worker in workers(run)})
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does

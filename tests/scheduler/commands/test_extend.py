@@ -26,7 +26,7 @@ POSITIONS = 4096  # of the tiny model
 
 @pytest.fixture(autouse=True)
 def _without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends all unfinished jobs at once at their `max_tokens`."""
+    """Ends all unfinished jobs at their `max_tokens`."""
 
     def finish_all(run: Run, hold: RunLease, queue: JobQueue, *_: object) -> tuple[str, None]:
         records = {record.job_id: record for record in run.jobs()}
@@ -55,7 +55,6 @@ def extend(run: Run, *args: str, code: int = 0) -> str:
 
 
 def lines(run: Run) -> dict[str, int]:
-    """Return the tokens of each output line."""
     found = [json.loads(line) for line in (run.store.read("output.jsonl") or b"").splitlines()]
     responses = {line["custom_id"]: line["response"] for line in found}
     return {name: response["body"]["usage"]["completion_tokens"] for name, response in responses.items() if response}

@@ -20,7 +20,6 @@ OFTEN = ["--checkpoint-seconds", "0.2"]
 
 
 def made_run(folder: Path, model: Path, max_tokens: int) -> Run:
-    """Make a run whose jobs ended at `max_tokens`, in this process."""
     path = write_jobs(
         folder / f"{max_tokens}.jsonl",
         job("fox", max_tokens, ignore_eos=True),

@@ -1,5 +1,3 @@
-"""Commands whose limit is reached before anything runs."""
-
 from __future__ import annotations
 
 import json
@@ -18,7 +16,6 @@ PAST = "2020-01-01T00:00"
 
 
 def use_up(run: Run, num_tokens: int, worker_seconds: float = 0.0) -> None:
-    """Leave a driver's heartbeat with this usage."""
     used = {"num_total_tokens": num_tokens, "worker_seconds": worker_seconds, "reached_limit": "an older one"}
     run.write_progress(current_progress(run).model_copy(update=used))
 

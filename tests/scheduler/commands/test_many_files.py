@@ -1,5 +1,3 @@
-"""`submit` with several files, patterns and tables."""
-
 from __future__ import annotations
 
 import json
@@ -19,7 +17,6 @@ from tests.scheduler.commands.command_parts import invoke, job, refusal, write_j
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run folder beside some files in the current folder."""
     monkeypatch.chdir(tmp_path)
     write_jobs(tmp_path / "b.jsonl", job("b1"), "{broken", job("too-long", max_tokens=5000))
     write_jobs(tmp_path / "a.jsonl", job("a1"), job("b1"), job("a2"))

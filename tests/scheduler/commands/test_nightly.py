@@ -39,7 +39,7 @@ def lines(*custom_ids: str, max_tokens: int = 8) -> str:
 
 
 def put(folder: Path, **files: str) -> Path:
-    """Write job files `NAME.jsonl`; '__' in a name stands for '/'."""
+    """Write `NAME.jsonl`; '__' in a name stands for '/'."""
     for name, text in files.items():
         path = folder / f"{name.replace('__', '/')}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,6 @@ def nightly(inbox: Path | str, runs: Path | str, model: Path, *args: str) -> Res
 
 
 def finish(inbox: str, runs: str, path: str, model: Path) -> Run:
-    """Make a job file's run with results, so that no worker is needed."""
     run = submit_file(f"{inbox}/{path}", f"{runs}/{path}", model=str(model)).run
     for record in run.jobs():
         run_parts.finish(run, record, f"text of {record.job.custom_id}", 3)
@@ -61,7 +60,7 @@ def finish(inbox: str, runs: str, path: str, model: Path) -> Run:
 
 
 def traces(runs: Path) -> dict[str, tuple[int, int]]:
-    """Return every file's inode and time of change, which any write changes."""
+    """Return every file's inode and time of change."""
     files = [path for path in runs.rglob("*") if path.is_file() and path.name != file_of("nightly")]
     return {str(path.relative_to(runs)): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
 

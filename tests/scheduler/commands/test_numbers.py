@@ -1,5 +1,3 @@
-"""Options only take the digits 0 to 9."""
-
 from __future__ import annotations
 
 import click

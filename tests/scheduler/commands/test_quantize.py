@@ -1,5 +1,3 @@
-"""The command `quantize` and its model."""
-
 from __future__ import annotations
 
 import json

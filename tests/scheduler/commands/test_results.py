@@ -1,5 +1,3 @@
-"""The command `results`."""
-
 from __future__ import annotations
 
 import json

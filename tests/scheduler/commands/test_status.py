@@ -1,5 +1,3 @@
-"""The command `status`; commands refuse other versions' runs."""
-
 from __future__ import annotations
 
 import json

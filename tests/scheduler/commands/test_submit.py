@@ -1,5 +1,3 @@
-"""`submit` and `resume`: what they accept and refuse before anything runs."""
-
 from __future__ import annotations
 
 import os

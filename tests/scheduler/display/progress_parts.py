@@ -1,5 +1,3 @@
-"""A driver's heartbeat for tests of displays."""
-
 from __future__ import annotations
 
 from swiftbatch.jobs.run.run_records import Progress, WorkerStatus

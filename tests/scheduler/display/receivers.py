@@ -1,5 +1,3 @@
-"""Real local HTTP servers that receive messages and answer as told."""
-
 from __future__ import annotations
 
 import json
@@ -29,8 +27,6 @@ class Request:
 
 @dataclass
 class Inbox:
-    """All requests that a receiver got."""
-
     url: str = ""
     requests: list[Request] = field(default_factory=list)
     closing: threading.Event = field(default_factory=threading.Event)
@@ -60,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def receiver(answer: Callable[[Any, int], None], tls: ssl.SSLContext | None = None) -> Iterator[Inbox]:
-    """Run a receiver that calls `answer` with each request's handler and number, from 1; `tls` means https."""
+    """Call `answer` with each request's handler and number, from 1; `tls` means https."""
     inbox = Inbox()
     handler = type("OneHandler", (Handler,), {"inbox": inbox, "answer": staticmethod(answer)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -1,5 +1,3 @@
-"""A command in a pseudo-terminal, and its screen."""
-
 from __future__ import annotations
 
 import fcntl
@@ -20,7 +18,7 @@ UNWANTED = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE")
 
 
 class Terminal:
-    """A command on a screen of a given size; the context ends it."""
+    """A command on a screen; the context ends it."""
 
     def __init__(self, command: Sequence[str], columns: int, num_lines: int, kind: str = "xterm-256color") -> None:
         self.screen = pyte.Screen(columns, num_lines)
@@ -53,7 +51,6 @@ class Terminal:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", num_lines, columns, 0, 0))
 
     def lines(self) -> list[str]:
-        """Return the screen's lines without trailing blanks."""
         return [line.rstrip() for line in self.screen.display]
 
     def wait_for(self, condition: Callable[[str], object]) -> list[str]:
@@ -65,13 +62,11 @@ class Terminal:
         return self.lines()
 
     def wait(self) -> int:
-        """Read to the command's end; return its exit code."""
         while self._read():
             pass
         return self.process.wait(DEADLINE_SECONDS)
 
     def _read(self) -> bool:
-        """Read new output; return False at its end."""
         if not select.select([self._master], [], [], 0.1)[0]:
             return True
         try:

@@ -1,5 +1,3 @@
-"""The content and size of a run's picture on a terminal."""
-
 from __future__ import annotations
 
 import io

@@ -26,8 +26,6 @@ HOSTILE = "the\x1b[2Jsecond\nrun finished; jobs: all"
 
 @dataclass(frozen=True)
 class Written:
-    """A command's output and exit code."""
-
     exit_code: int
     stdout: str
     stderr: str
@@ -65,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(tiny_model: Path, folder: Path) -> dict[str, Written]:
-    """The output of three submissions: to a pipe, to a program, and a quiet one afterwards."""
+    """The output of three submissions: to a pipe, to a program, and a quiet one."""
     model = ["--model", str(tiny_model), "--threads", "1", "--dtype", "float32"]
     command = ["submit", str(folder / "jobs.jsonl"), *model, "--run"]
     found = {"json": without_ray(*command, str(folder / "json"), "--json")}
@@ -76,7 +74,7 @@ def written(tiny_model: Path, folder: Path) -> dict[str, Written]:
 
 
 def without_ray(*args: str) -> Written:
-    """Run commands here with workers that only write results, so that the driver makes all events."""
+    """Run commands with workers that only write results, so that the driver makes all events."""
     with idle_workers():
         ended = CliRunner().invoke(main, args)
     return Written(ended.exit_code, ended.stdout, ended.stderr)

@@ -27,8 +27,6 @@ NUM_LINES = 40
 
 @dataclass(frozen=True)
 class Seen:
-    """The screens of one run, and the ends of its command and watcher."""
-
     run: Path
     narrow: list[str]  # 80 columns, both jobs running
     wide: list[str]  # 140 columns, a moment later

@@ -1,5 +1,3 @@
-"""Progress as lines and objects."""
-
 from __future__ import annotations
 
 import io

@@ -1,5 +1,3 @@
-"""Messages to real local servers: delivery, retries, bounded waits."""
-
 from __future__ import annotations
 
 import base64

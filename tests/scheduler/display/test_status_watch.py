@@ -1,5 +1,3 @@
-"""`status --watch` follows a run cheaply through its folder."""
-
 from __future__ import annotations
 
 import os
@@ -34,7 +32,6 @@ def run(tmp_path: Path) -> Run:
 
 
 def beat(run: Run, **changes: object) -> Progress:
-    """Write what a driver in this process would."""
     alive = {"state": "running", "updated": time.time(), "driver_host": socket.gethostname(), "driver_pid": os.getpid()}
     progress = current_progress(run).model_copy(update=alive | changes)
     run.write_progress(progress)

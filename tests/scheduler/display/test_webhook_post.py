@@ -1,5 +1,3 @@
-"""Valid addresses and secrets of webhooks, which are never shown."""
-
 from __future__ import annotations
 
 import pytest
