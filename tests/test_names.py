@@ -16,7 +16,6 @@ SAME_IN_EACH = {  # each paper, benchmark or command has its own
 
 
 def classes_of(source: str) -> list[str]:
-    """Return a module's public classes."""
     return re.findall(r"^class ([^\W_]\w*)", source, re.MULTILINE)
 
 

@@ -1,5 +1,3 @@
-"""The package's public names, and the cost of importing it."""
-
 from __future__ import annotations
 
 import os

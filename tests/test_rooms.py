@@ -1,4 +1,4 @@
-"""Which room may import which, without circles; checked in the sources."""
+"""Checks in the sources which room imports which."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FOR_MYPY, AS_A_PROGRAM = "TYPE_CHECKING", "__name__ == '__main__'"
 
 
 class Imports(ast.NodeVisitor):
-    """Collects a source's imports, also inside functions, and those for types alone."""
+    """Collects imports inside functions too, and those for types alone."""
 
     def __init__(self, modules: set[str]) -> None:
         self._modules = modules
@@ -85,7 +85,7 @@ class Imports(ast.NodeVisitor):
             self.visit(child)
 
     def generic_visit(self, node: ast.AST) -> None:
-        """Visit only statements, because most of a source is expressions."""
+        """Skip expressions, which are most of a source."""
         for part in ("body", "handlers", "cases", "orelse", "finalbody"):
             for child in getattr(node, part, ()):
                 self.visit(child)
@@ -107,9 +107,9 @@ Graph = dict[str, set[str]]
 
 @pytest.fixture(scope="module")
 def imports_of_all() -> dict[str, Imports]:
-    """The imports of each module of the product, without packages.
+    """The imports of each product module, without packages.
 
-    Only these stay, because the garbage collector would visit all parsed sources again and again.
+    Parsed sources go, because the garbage collector would visit them again and again.
     """
     paths = [path.relative_to(ROOT) for room in (*ROOMS, OUTSIDE) for path in (ROOT / room).rglob("*.py")]
     sources = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): ROOT / path for path in paths}
@@ -121,7 +121,7 @@ def imports_of_all() -> dict[str, Imports]:
 
 @pytest.fixture(scope="module")
 def known(imports_of_all: dict[str, Imports]) -> Graph:
-    """The product modules that each module imports, also for types alone, because readers must know them."""
+    """The product modules that each module imports, also for types alone."""
     return {name: its.found | its.for_types for name, its in imports_of_all.items()}
 
 

@@ -1,4 +1,4 @@
-"""A random small Llama, its parts (heads, draft model) and a tokenizer of 300 entries."""
+"""A random small Llama with heads, draft model and a tokenizer of 300 entries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftbatch.worker.training.train_target import train_tokenizer
 
 
 def write_tiny_model(folder: Path, num_layers: int) -> Path:
-    """Write a model; the draft model is its first layer."""
+    """The draft model is its first layer."""
     tokenizer = train_tokenizer(["the quick brown fox jumps over the lazy dog. " * 20], 300)
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -19,7 +19,7 @@ class Work:
 
 @contextmanager
 def counted_calls(work: Work | None = None) -> Iterator[Work]:
-    """Count calls inside the block, each turn of a generator as one."""
+    """Count each turn of a generator as a call."""
     work, before = work or Work(), sys.getprofile()
 
     def count(frame: FrameType, event: str, argument: Any) -> None:

@@ -1,5 +1,3 @@
-"""Deadlines: durations, times of day, dates."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""Limits, and the usage of a run over several drivers."""
-
 from __future__ import annotations
 
 import time

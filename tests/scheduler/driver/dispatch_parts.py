@@ -1,4 +1,4 @@
-"""A driver with in-process workers that only write results, and its cost.
+"""A driver with in-process workers that only write results.
 
 Driver, fleet and run folder are real; Ray and disk waits are left out.
 """
@@ -38,15 +38,11 @@ WINDOW = 50  # slices: the cheapest stretch without a heartbeat shows a job's co
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """A reference to an immediate answer."""
-
     value: object
 
 
 @dataclass
 class Method:
-    """A method of a Ray actor."""
-
     function: Callable[..., object]
 
     def remote(self, *args: object) -> Answer:
@@ -55,8 +51,6 @@ class Method:
 
 @dataclass
 class Dispatched:
-    """A run through the driver, and the driver's own calls."""
-
     run: Run
     num_jobs: int
     num_handed_out: int = 0
@@ -67,7 +61,7 @@ class Dispatched:
     status: dict[str, Any] = field(default_factory=dict)
 
     def calls_per_job(self) -> float:
-        """Return calls per job in the cheapest stretch while at least half of the jobs wait."""
+        """Return the cheapest stretch while at least half of the jobs wait."""
         half = self.course[: len(self.course) // 2]
         return min((end - start) / (m - n) for (n, start), (m, end) in zip(half, half[WINDOW:], strict=False))
 
@@ -86,15 +80,12 @@ class Dispatched:
         self.others.num_calls += self.total.num_calls - before
 
     def count(self) -> None:
-        """Count a job that reached a worker."""
         self.num_handed_out += 1
         if self.num_handed_out == self.num_jobs // 2:
             self.num_status_calls, self.status = ask_status(self.run)
 
 
 class NoOpWorker:
-    """Finishes every job in its first slice."""
-
     def __init__(self, dispatched: Dispatched) -> None:
         self._dispatched = dispatched
         info = WorkerInfo("here", os.getpid(), None, node_id="node", numerics="", num_free_positions=1_000_000)
@@ -128,7 +119,7 @@ class NoOpWorker:
 
 @contextmanager
 def idle_workers() -> Iterator[None]:
-    """Make commands here start no Ray, and workers that only write results."""
+    """Make commands start no Ray, and workers that only write results."""
     cluster = SimpleNamespace(
         is_embedded=True, num_cpus_per_worker=lambda: 1, num_gpus_per_worker=lambda device: 0, watch=None
     )

@@ -1,5 +1,3 @@
-"""A run of counting jobs, its driver, and its results."""
-
 from __future__ import annotations
 
 import time
@@ -63,7 +61,7 @@ def counting_cluster() -> Iterator[Cluster]:
 
 
 def make_run(folder: Path, jobs: dict[str, int], seed: int = SEED, prompts: Mapping[str, int] = {}) -> Run:
-    """Make a run from custom_id: max_tokens; `prompts` are the longer ones."""
+    """`jobs` is custom_id: max_tokens; `prompts` are the longer ones."""
     manifest = RunManifest(
         run_id="run",
         created=time.time(),
@@ -122,7 +120,7 @@ def make_context(
 
 
 def last_beat_of_a_stopped(driver: Driver, run: Run, display: RecordingDisplay) -> Progress:
-    """Return the last heartbeat of a driver stopped after a hundred tokens."""
+    """Stop the driver after a hundred tokens."""
     display.on_update = lambda progress: driver.request_stop() if progress.num_generated_tokens > 100 else None
     assert driver.run() == "interrupted"
     progress = run.progress()
@@ -170,13 +168,11 @@ def token_hash(run: Run, custom_id: str) -> str:
 
 
 def undisturbed_hash(num_tokens: int) -> str:
-    """Return the hash of that many undisturbed tokens with the usual seed."""
     positions = np.arange(num_tokens, dtype=np.uint32)
     return tokens_sha256(SEED + positions + positions % TOKENS_PER_SLICE)
 
 
 def assert_undisturbed(run: Run, jobs: Mapping[str, int]) -> None:
-    """Check that each result has its undisturbed tokens."""
     assert {name: token_hash(run, name) for name in jobs} == {
         name: undisturbed_hash(max_tokens) for name, max_tokens in jobs.items()
     }

@@ -1,5 +1,3 @@
-"""Waiting jobs in arrays, as after loading a run."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Counting workers in simulated time, to test dispatch under memory limits and at a run's end.
+"""Counting workers in simulated time.
 
 Queue, dispatch, intake of reports and choice of evicted jobs are real.
 """
@@ -45,8 +45,6 @@ class StepModel:
 
 @dataclass(frozen=True)
 class SimulatedSequence:
-    """The lengths of a sequence."""
-
     num_prompt_tokens: int
     num_generated_tokens: int
 
@@ -56,7 +54,7 @@ class SimulatedSequence:
 
 @dataclass(eq=False)
 class SimulatedJob:
-    """A `RunningJob` whose sequence only has a length."""
+    """Its sequence only has a length."""
 
     assignment: Assignment
     num_tokens: int
@@ -72,7 +70,7 @@ class SimulatedJob:
 
 @dataclass(eq=False)
 class SimulatedWorker:
-    """A worker that advances its jobs and returns those that exceed its memory."""
+    """Advances its jobs and returns those that exceed its memory."""
 
     run: Run
     lengths: Mapping[str, int]  # final tokens by name
@@ -143,8 +141,6 @@ class SimulatedWorker:
 
 
 class SimulatedRun:
-    """A run on equal workers, each on its own machine."""
-
     def __init__(
         self,
         folder: Path,
@@ -177,7 +173,6 @@ class SimulatedRun:
         self._intake = ReportIntake(context, AttemptSettlement(context))
 
     def to_the_end(self) -> float:
-        """Run all jobs; return the seconds."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time
             return self._to_the_end()
@@ -207,8 +202,6 @@ class SimulatedRun:
 
 
 class _Fleet:
-    """A fleet for the dispatch."""
-
     def __init__(self, run: SimulatedRun) -> None:
         self._run, self.speed, self.pace = run, run.speed, run.pace
 

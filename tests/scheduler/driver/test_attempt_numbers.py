@@ -1,4 +1,4 @@
-"""Attempt numbers are unique and counted under any kill, without blocking the loop."""
+"""Attempt numbers are unique and counted under any kill."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def store(tmp_path: Path) -> Store:
 
 
 def kept(attempts: Attempts) -> None:
-    """Write the counts as with a heartbeat, and wait."""
     attempts.keep()
     attempts._pool.submit(lambda: None).result(SECONDS)
 

@@ -1,4 +1,4 @@
-"""A job costs one driver as much among thousands as among hundreds."""
+"""A job costs a driver as much among thousands as among hundreds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_job_is_as_much_work_for_the_driver_among_many_as_among_few(
 
 
 def own_bytes() -> int:
-    """Return the traced bytes held by lines of swiftbatch."""
+    """Return the bytes held by lines of swiftbatch."""
     gc.collect()
     own = [tracemalloc.Filter(True, f"{ROOT}/swiftbatch/*")]
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(own).traces)

@@ -1,4 +1,4 @@
-"""The driver on a real Ray: workers are killed, and every result is there once and the same."""
+"""The driver on a real Ray whose workers are killed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The driver's heartbeat, and a stopped driver's."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Expected lengths of jobs from ended ones."""
-
 from __future__ import annotations
 
 import random
@@ -34,7 +32,7 @@ def test_jobs_that_reached_their_limits_let_others_of_any_limit_be_expected_to()
 
 @pytest.mark.parametrize("num_tokens", [0, 500, 2000])
 def test_jobs_that_still_run_do_not_let_others_look_short(num_tokens: int) -> None:
-    """Jobs that have ended by now are the short ones of a batch that began together."""
+    """Jobs that have ended by now are the short ones of their batch."""
     rng = random.Random(0)
     lengths, now = [min(LIMIT, int(rng.expovariate(1 / 3000)) + 1) for _ in range(4000)], 2500
     known = LengthStatistics()

@@ -1,4 +1,4 @@
-"""Workers that fail to start are retried by reason; lost nodes do not count."""
+"""Failed starts of workers are retried by reason; lost nodes do not count."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The queue: order, losses, and consistent totals."""
-
 from __future__ import annotations
 
 import random
@@ -27,7 +25,6 @@ def held(queue: JobQueue, worker_id: str) -> list[str]:
 
 
 def give_other(queue: JobQueue, worker_id: str, now: float) -> None:
-    """Give a worker a neighbour for its next job."""
     queue.add(entry("other", 1000))
     assert take(queue, worker_id, now) == "other"
 

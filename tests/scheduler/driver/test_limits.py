@@ -1,5 +1,3 @@
-"""A run stops at a limit with all tokens, and continues unchanged."""
-
 from __future__ import annotations
 
 import time

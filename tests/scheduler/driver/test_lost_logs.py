@@ -26,7 +26,6 @@ TOKENS = np.arange(40, dtype=np.uint32)
 
 
 def write_logs(run: Run, names: list[str], worker_id: str = "w1") -> None:
-    """Write the packed logs of first attempts under the first driver."""
     logs = PackedLogs.of(run)
     start = AttemptStart(worker_id=worker_id, claimed=12.5, numerics="cpu", attempt=1)
     entries = [logs.entry(job_id(run, name), 1_000_001, start, TokenLog(TOKENS), None) for name in names]

@@ -16,7 +16,6 @@ STEP = StepModel(base=0.04, per_job=0.002)
 
 
 def drawn(rng: random.Random, num_jobs: int, limit: int) -> dict[str, int]:
-    """Draw lengths, some far longer than most."""
     return {f"job {number}": min(limit, int(rng.expovariate(5 / limit)) + 1) for number in range(num_jobs)}
 
 
@@ -46,7 +45,7 @@ def test_jobs_that_end_as_others_did_rarely_have_to_leave(tmp_path: Path) -> Non
 
 
 def test_memory_is_shared_by_long_jobs_at_different_lengths_and_short_ones_beside_them(tmp_path: Path) -> None:
-    """Slots for the longest job would hold two at a time: five times its steps, plus those of the short ones."""
+    """Slots for the longest job would hold two at a time."""
     limits = {f"long {number}": 1600 for number in range(10)} | {f"short {number}": 100 for number in range(60)}
     sizes = {"num_workers": 1, "num_pages": 2 * pages_of(1600) + 10, "step": StepModel(base=0.05, per_job=0.0)}
     run = SimulatedRun(tmp_path, limits, limits, **sizes)
@@ -58,7 +57,7 @@ def test_memory_is_shared_by_long_jobs_at_different_lengths_and_short_ones_besid
 def test_jobs_longer_than_the_horizon_take_turns_and_end_sooner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than two run while they are short; the youngest waits when they are long."""
+    """The youngest waits when the jobs are long."""
     monkeypatch.setattr(kv_capacity, "HORIZON", 160)
     limits = {f"long {number}": 1600 for number in range(10)} | {f"short {number}": 100 for number in range(60)}
     sizes = {"num_workers": 1, "num_pages": 2 * pages_of(1600) + 10, "step": StepModel(base=0.05, per_job=0.0)}

@@ -96,8 +96,6 @@ def test_a_worker_with_nothing_to_do_that_gets_sigterm_is_replaced(tmp_path: Pat
 
 
 def drain_once(cluster: Cluster, counters: DriverCounters, patch: pytest.MonkeyPatch) -> Callable[[Progress], None]:
-    """Let the only node drain until a job was returned."""
-
     def drain(progress: Progress) -> None:
         if progress.num_generated_tokens > 100 and not counters.num_preemptions:
             patch.setattr(cluster.watch, "draining", lambda: {progress.workers[0].node_id: 30.0})
@@ -121,7 +119,7 @@ def test_workers_on_a_draining_node_stop_and_others_take_their_jobs(
 
 
 class ClusterSuspendedError(BaseException):
-    """Ends a driver after its workers drained, as the head's pod does."""
+    """Ends a driver after its workers drained."""
 
 
 def test_a_run_whose_cluster_is_suspended_goes_on_at_the_next_admission_with_the_same_tokens(
@@ -186,7 +184,7 @@ def test_a_stopped_worker_is_replaced_and_its_late_return_changes_nothing(tmp_pa
 
 @dataclass
 class SilentFleet:
-    """Two workers that never answer, and a manual clock."""
+    """Two workers never answer, and the clock is manual."""
 
     fleet: Fleet
     killed: list[object]

@@ -1,5 +1,3 @@
-"""Jobs with similar prompts go to one worker, if no other must wait."""
-
 from __future__ import annotations
 
 from dataclasses import replace

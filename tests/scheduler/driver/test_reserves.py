@@ -1,4 +1,4 @@
-"""Reserved jobs: no slot waits for the driver, and unbegun jobs have no attempt."""
+"""No slot waits for the driver, and unbegun jobs have no attempt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_short_jobs_leave_no_slot_empty_while_others_wait(tmp_path: Path, monkey
 
 
 def test_at_the_end_nobody_waits_for_the_reserve_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One worker's jobs are long, the other's end at once: it gets what the first has not begun."""
+    """One worker's jobs are long, the other's end at once."""
     monkeypatch.setattr("swiftbatch.scheduler.driver.dispatch.MOST_SLOTS", 1)
     monkeypatch.setattr(WorkerCapacity, "num_for_backlog", lambda *_: 3)
     limits = {f"job {number}": 200 for number in range(8)}
@@ -85,7 +85,6 @@ class Parts:
         return [self.attempts.count(each) for each in (self.a, self.b, self.c)]
 
     def lose_worker(self) -> None:
-        """Lose the worker, and wait until its logs are moved."""
         self.intake.take_in(Lost(self.worker, "worker_died", "its process ended"))
         while self.queue.num_in_backlog:
             self.intake.settle()

@@ -1,4 +1,4 @@
-"""A command holds a run from its first change to its last; a refused one changes nothing."""
+"""A command holds a run from its first change to its last."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def claims_at_once(uri: str) -> list[LeaseEpoch | str]:
-    """Return the hold or refusal of many simultaneous commands."""
     barrier = threading.Barrier(NUM_COMMANDS)
 
     def claim(_: int) -> LeaseEpoch | str:

@@ -1,5 +1,3 @@
-"""A run that stops early, by user, cluster or store, loses nothing."""
-
 from __future__ import annotations
 
 import itertools

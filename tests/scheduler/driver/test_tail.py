@@ -1,4 +1,4 @@
-"""The end of a run: the deciding job gets no more neighbours, and all workers end together."""
+"""At the end of a run the deciding job gets no more neighbours."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ def run_of(folder: Path, lengths: dict[str, int], num_workers: int) -> Simulated
 
 
 def bound(lengths: dict[str, int], num_workers: int) -> float:
-    """Return a lower bound in seconds: each job among as few as let it end in time.
-
-    Steps of the longest job alone would not fill the other workers, so simpler bounds are below any schedule.
-    """
+    """Return a lower bound in seconds: each job among as few as let it end in time."""
     tokens, num_jobs = np.array([*lengths.values()]), np.arange(1, MOST_SLOTS + 1)
     steps = STEP.base + STEP.per_job * num_jobs
 

@@ -35,7 +35,6 @@ def dead_pid() -> int:
 
 
 def beat(run: Run, *, host: str, pid: int, age: float, state: str = "running") -> Progress:
-    """Write a heartbeat that is `age` seconds old."""
     now = time.time()
     changes = {
         "state": state,
@@ -51,7 +50,6 @@ def beat(run: Run, *, host: str, pid: int, age: float, state: str = "running") -
 
 
 def overtaken(run: Run) -> LeaseEpoch:
-    """Return the hold of a driver that took over a silent one's run."""
     progress = current_progress(run)
     silent = {"state": "running", "driver_host": "elsewhere", "driver_process": None, "updated": time.time() - 100}
     run.write_progress(progress.model_copy(update={**silent, "epoch": 99}))

@@ -1,5 +1,3 @@
-"""A worker takes as many jobs as its memory and the user allow."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -21,7 +21,7 @@ NO_HANDLER_YET = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
 
 @dataclass
 class Submission:
-    """A `submit` in its own process group, with its own folder for Ray."""
+    """A `submit` in its own process group."""
 
     run: Path
     ray_folder: Path
@@ -46,7 +46,6 @@ class Submission:
         return any(self.ray_folder.glob("*/session_*/sockets/*"))
 
     def state(self) -> str | None:
-        """Return the state in `progress.json`, if any."""
         path = self.run / "progress.json"
         return json.loads(path.read_text())["state"] if path.exists() else None
 
@@ -109,6 +108,6 @@ def submission(folder: Path, model: Path, *options: str) -> Iterator[Submission]
 
 
 def _hear_all() -> None:
-    """Reset all signals, also under `nohup` or in a shell's background."""
+    """Reset signals that `nohup` or a shell's background ignores."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

@@ -1,5 +1,3 @@
-"""A process is identified by more than its number."""
-
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""A signal at any moment ends a command soon, in one line, with 130 and without leftovers."""
+"""A signal at any moment ends a command soon, in one line and with 130."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def test_a_group_that_is_told_to_end_while_workers_start_is_gone_soon(tmp_path: 
 
 
 def newest_beat(run: Path, pid: int) -> Progress | None:
-    """Return that driver's newest heartbeat, if any."""
     try:
         progress = Run.open(str(run)).progress()
     except RunError:
@@ -76,7 +75,6 @@ def num_tokens(run: Path, pid: int) -> int:
 
 
 def is_in(mask: str, pid: int, number: signal.Signals) -> bool:
-    """Return whether a signal is in a process's `SigIgn` or `SigCgt`."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (bits,) = (int(line.split()[1], 16) for line in lines if line.startswith(f"{mask}:"))
     return bool(bits >> (number - 1) & 1)

@@ -1,5 +1,3 @@
-"""Extends jobs of a run with sessions on the tiny model."""
-
 from __future__ import annotations
 
 from collections.abc import Collection

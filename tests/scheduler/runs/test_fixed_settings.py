@@ -1,5 +1,3 @@
-"""The settings that a new run records."""
-
 from __future__ import annotations
 
 import importlib.metadata

@@ -1,5 +1,3 @@
-"""One `swiftbatch nightly` holds a folder of runs; dead or overtaken ones do not block."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Folders of job files."""
-
 from __future__ import annotations
 
 import hashlib

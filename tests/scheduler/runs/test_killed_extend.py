@@ -60,7 +60,6 @@ def lengths(run: Run) -> list[int]:
 
 
 def check(uri: str, model: Path, max_tokens: int) -> None:
-    """Check that all lines are there, and that another `extend` continues from 20 tokens."""
     run = Run.open(uri)
     assert lengths(run) == [20, 20, 20]
     extend(run, model, max_tokens)

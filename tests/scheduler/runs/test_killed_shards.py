@@ -1,4 +1,4 @@
-"""Shards stay, and each job is in one, under kills and takeovers."""
+"""Each job stays in one shard under kills and takeovers."""
 
 from __future__ import annotations
 

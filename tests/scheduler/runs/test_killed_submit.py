@@ -112,7 +112,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def remembered(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache `make` by its arguments' text."""
     made: dict[str, Any] = {}
 
     def once(*arguments: Any) -> Any:
@@ -125,7 +124,6 @@ def remembered(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def submit_killed(path: str, uri: str, patch: pytest.MonkeyPatch) -> None:
-    """Submit a file as a process that is gone afterwards."""
     key = own_key()
     assert key is not None
     patch.setattr(run_lease, "own_key", lambda: key.model_copy(update={"start_ticks": key.start_ticks - 1}))
@@ -134,7 +132,7 @@ def submit_killed(path: str, uri: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def killed_submits(uri: str, tmp_path: Path) -> Iterator[tuple[Files, str, set[str]]]:
-    """Yield the possible leftovers of a `submit` that makes a run, and of one that adds a job.
+    """Yield what a killed `submit` may leave, of a new run and of an added job.
 
     With each come the submitted file, and the jobs added before.
     """

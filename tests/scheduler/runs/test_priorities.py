@@ -14,7 +14,6 @@ from tests.scheduler.commands.submit_parts import submit_file
 
 
 def order(run: Run) -> list[str]:
-    """Return the unfinished jobs' names in order."""
     queue = load_queue(run, 5)
     taken = iter(lambda: queue.take("w1", 0.0), None)
     return [entry.name for entry in taken]

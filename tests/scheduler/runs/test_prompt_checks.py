@@ -1,5 +1,3 @@
-"""Open settings of a line are fixed when it is submitted."""
-
 from __future__ import annotations
 
 import json
@@ -228,7 +226,7 @@ def test_fields_that_only_the_model_can_tell_to_be_wrong_are_rejects_with_their_
 
 
 def test_a_bias_of_a_token_without_a_text_is_a_reject(tmp_path: Path, tiny_model: Path) -> None:
-    """Vocabularies are padded; padding tokens never come, so a bias on them means nothing."""
+    """Padding tokens never come, so a bias on them means nothing."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     first, ending = config["vocab_size"], config["vocab_size"] + 2
@@ -291,7 +289,7 @@ def test_markers_that_were_found_are_kept_and_so_is_that_there_were_none(
 
 
 def test_a_structure_that_can_t_be_met_is_a_reject_with_the_library_s_reason(tmp_path: Path, tiny_model: Path) -> None:
-    """In either field; equal structures give the same job."""
+    """Equal structures in either field give the same job."""
     schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
     said: list[dict[str, Any]] = [
         {"structured_outputs": {"json": schema}},

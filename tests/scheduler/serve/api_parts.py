@@ -1,5 +1,3 @@
-"""The whole API in this process, without the thread that starts drivers."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Batches in folders, without server or driver."""
-
 from __future__ import annotations
 
 import io
@@ -18,8 +16,6 @@ from tests.scheduler.serve.server_parts import request
 
 
 class Folder:
-    """The files and batches that a new server finds in a folder."""
-
     def __init__(self, uri: str) -> None:
         self.store = Store(uri)
         self.files = StoredFiles(self.store)

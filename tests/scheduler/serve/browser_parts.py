@@ -47,12 +47,11 @@ class Browser:
         return _asked(f"{self._url}/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def picture(self, is_whole: bool = False) -> bytes:
-        """Return a PNG of the view, or of the whole page."""
         data = self.cdp("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)["data"]
         return base64.b64decode(data)
 
     def complaints(self) -> list[str]:
-        """Return new console messages, such as violated policies and errors."""
+        """Return new console messages, such as violated policies."""
         return [entry["message"] for entry in _asked(f"{self._url}/se/log", {"type": "browser"})]
 
     def close(self) -> None:

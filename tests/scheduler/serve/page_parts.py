@@ -1,5 +1,3 @@
-"""The page over batches in folders, without drivers."""
-
 from __future__ import annotations
 
 import io
@@ -55,7 +53,6 @@ def app_of(runs: Path, api_keys: Path | None = None, webhook_hosts: str | None =
 
 
 def client_of(app: FastAPI) -> TestClient:
-    """A browser without scripts."""
     return TestClient(app, base_url=ORIGIN, follow_redirects=False)
 
 
@@ -78,7 +75,6 @@ def new_batch(
 
 
 def submit(batch: Batch, names: Sequence[str], rejects: Sequence[Reject] = ()) -> tuple[Run, list[JobRecord]]:
-    """Make a batch's run with all its lines."""
     run = Run.create_or_open(batch.store.uri, MANIFEST.model_copy(update={"created": time.time()}))
     records = [record(name) for name in names]
     run.add_jobs(records)
@@ -106,7 +102,6 @@ def write_text(run: Run, job: JobRecord, text: str) -> None:
 
 
 def words_of(page: str) -> str:
-    """Return a page's visible words."""
     return " ".join(unescape(re.sub("<[^>]*>", " ", page)).split())
 
 

@@ -1,5 +1,3 @@
-"""A real server in its own process, and its batches."""
-
 from __future__ import annotations
 
 import json
@@ -59,7 +57,7 @@ class Server:
         ).id
 
     def ended(self, batch_id: str) -> Batch:
-        """Wait for a batch's end, polling rarely to leave it the machine."""
+        """Poll rarely, to leave the batch the machine."""
         client = self.client
         return wait_until(lambda: batch if (batch := client.batches.retrieve(batch_id)).status in OVER else None, 0.5)
 
@@ -102,7 +100,7 @@ def until_half_done(run: Path) -> dict[Path, bytes]:
 
 
 def bodies(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return everything except times: texts, finish reasons, token hashes and counts."""
+    """Return everything except times."""
     assert len(lines) == len({line["custom_id"] for line in lines})
     found = {line["custom_id"]: line["response"]["body"] for line in lines}
     return {
@@ -115,7 +113,6 @@ def without_metrics(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def drivers_of(server: Server) -> list[int]:
-    """Return the processes of a server's drivers."""
     children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
     pids = [int(pid) for path in children for pid in path.read_text().split()]
     return [pid for pid in pids if b"batch_driver_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]

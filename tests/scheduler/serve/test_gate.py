@@ -1,5 +1,3 @@
-"""Access control with and without keys."""
-
 from __future__ import annotations
 
 import pytest

@@ -26,8 +26,6 @@ from tests.scheduler.serve.server_parts import wait_until
 
 
 class Server:
-    """The batches and webhooks of a server that starts on the folder."""
-
     started: ClassVar[list[Server]] = []  # by one test
 
     def __init__(self, folder: Path, url: str | None = None, hosts: str | None = None) -> None:
@@ -50,7 +48,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def stopped() -> Iterator[None]:
-    """Stops a failed test's servers, too, whose threads would delay the end of all tests."""
+    """Stops a failed test's servers, whose threads would delay the end of all tests."""
     yield
     while Server.started:
         Server.started.pop().hooks.stop()

@@ -1,5 +1,3 @@
-"""A repeated request with one idempotency key makes one batch or file."""
-
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor

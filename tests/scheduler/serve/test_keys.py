@@ -1,5 +1,3 @@
-"""Keys come from a changing file, and only hashes are kept."""
-
 from __future__ import annotations
 
 import hashlib
@@ -29,7 +27,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def write(path: Path, *lines: str) -> None:
-    """Replace the file, as an editor does."""
     new = path.with_suffix(".new")
     new.write_text("\n".join(lines))
     new.rename(path)

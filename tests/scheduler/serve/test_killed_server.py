@@ -1,5 +1,3 @@
-"""Servers killed at any moment lose nothing: the output equals `submit`'s."""
-
 from __future__ import annotations
 
 import json

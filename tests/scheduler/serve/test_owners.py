@@ -24,7 +24,6 @@ def client(tmp_path: Path) -> TestClient:
 
 
 def requests_for(file_id: str, batch_id: str) -> list[tuple[str, str, object]]:
-    """Yield every request that takes an id."""
     of_files = [("GET", ""), ("GET", "/content"), ("DELETE", "")]
     of_batches = [("GET", ""), ("POST", "/cancel"), *[("GET", f"/{what}") for what in WATCHED]]
     return [

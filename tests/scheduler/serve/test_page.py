@@ -1,5 +1,3 @@
-"""The page's figures, and its forms without scripts."""
-
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""The page escapes hostile texts, has strict headers and sufficient contrast."""
+"""The page escapes hostile texts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_colours_can_be_told_apart() -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """Return the contrast of two colours by WCAG."""
+    """Return the contrast by WCAG."""
     lighter, darker = sorted((_luminance(one), _luminance(other)), reverse=True)
     return (lighter + 0.05) / (darker + 0.05)
 

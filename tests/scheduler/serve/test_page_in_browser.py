@@ -1,5 +1,3 @@
-"""The page in a real Chromium: no hostile script, live figures, dropped files."""
-
 from __future__ import annotations
 
 import time

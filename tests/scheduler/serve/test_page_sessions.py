@@ -1,5 +1,3 @@
-"""The page's sessions: logins, expiry and form tokens."""
-
 from __future__ import annotations
 
 import time

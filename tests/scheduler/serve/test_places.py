@@ -27,7 +27,7 @@ def test_places_are_named_below_the_folder_of_runs(uri: str) -> None:
 
 
 def damage(service: Service) -> list[str]:
-    """Return batches whose driver named a path, which are unreadable, or have a report."""
+    """Return unreadable batches whose driver named a path, or that have a report."""
     told, torn, whole = new_batch(service), in_progress(service), in_progress(service)
     torn.store.write("run.json", b"{torn")
     service.keeper._courses[told.id] = Course(told, problem=f"cannot read {service.files.uri('file-1')}: gone")

@@ -50,7 +50,6 @@ def stopped_clock(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def polls_of(client: TestClient, batch: Batch) -> list[object]:
-    """Return a batch's state by each way to ask."""
     path = f"/v1/batches/{batch.id}"
     listed = {each["id"]: each["status"] for each in client.get("/v1/batches").json()["data"]}
     return [client.get(path).json()["status"], client.get(f"{path}/progress").json()["status"], listed[batch.id]]

@@ -1,5 +1,3 @@
-"""Texts of running jobs have whole characters."""
-
 from __future__ import annotations
 
 import time

@@ -1,7 +1,4 @@
-"""The real `openai` client against a real server.
-
-Each driver takes seconds to start, so there are few batches.
-"""
+"""The real `openai` client against a real server, whose drivers take seconds to start."""
 
 from __future__ import annotations
 
@@ -159,7 +156,6 @@ def test_a_cancelled_batch_and_an_expired_one_deliver_what_is_finished_and_lists
 
 
 def are_listed_over_pages(server: Server) -> None:
-    """List files and batches that wait behind older ones, without a driver."""
     client = server.client
     ids = [server.upload(request(f"p{number}")) for number in range(5)]
     newest = [file.id for file in client.files.list(limit=2, purpose="batch")]

@@ -1,5 +1,3 @@
-"""Complete files and batches are listed in order, and no client's name is a path."""
-
 from __future__ import annotations
 
 import io

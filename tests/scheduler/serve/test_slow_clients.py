@@ -1,5 +1,3 @@
-"""Slow senders and readers are disconnected."""
-
 from __future__ import annotations
 
 import io
@@ -49,7 +47,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[in
 
 
 def answer(port: int, pieces: Sequence[bytes], pause: float, pause_before_reading: float = 0.0) -> bytes:
-    """Return everything until the server closes the connection. Raises TimeoutError."""
+    """Return everything until the server closes the connection.
+
+    Raises TimeoutError.
+    """
     found = bytearray()
     with socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECONDS) as client:
         try:

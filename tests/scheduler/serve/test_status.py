@@ -1,4 +1,4 @@
-"""A batch's status follows from its folder, and its end is repeatable."""
+"""A batch's status follows from its folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def status(folder: Folder, batch: Batch) -> Status:
 
 
 def settled(folder: Folder, batch: Batch) -> Status:
-    """Return the status after the next server settled the batch."""
     new = folder.again()
     assert settle(new.batches, new.files, new.batches.get(batch.id, None), None)
     return status(folder, batch)
@@ -165,8 +164,6 @@ def test_a_running_batch_is_read_once_a_second(
 
 
 class Driver:
-    """A stand-in for a driver that only records cancellations."""
-
     def __init__(self, has_begun: bool) -> None:
         self.has_begun = has_begun
         self.is_asked_to_end = False

@@ -1,5 +1,3 @@
-"""A server survives its storage's outages without half-done work."""
-
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,3 @@
-"""The completion window: a whole number with a unit, in ASCII digits."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Grammars: masks depend on the tokens alone, and invalid ones are refused with a reason."""
+"""A grammar's masks depend on the tokens alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON schemas as programs write them: any references, formats without effect."""
+"""JSON schemas as programs write them."""
 
 from __future__ import annotations
 

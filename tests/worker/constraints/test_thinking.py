@@ -21,7 +21,7 @@ OPENINGS: tuple[Opening, ...] = ("anywhere", "first", "never")
 
 
 def find(output: list[int], marker: tuple[int, ...], start: int) -> int | None:
-    """Return the tokens up to the end of the first marker after `start`, by definition."""
+    """Return the tokens up to the end of the first marker after `start`."""
     for i in range(start, len(output) - len(marker) + 1):
         if tuple(output[i : i + len(marker)]) == marker:
             return i + len(marker)
@@ -79,7 +79,7 @@ def test_the_last_marker_of_a_prompt_is_found() -> None:
 def test_no_thought_is_longer_than_its_budget_and_nothing_else_is_forced(
     pair: tuple[tuple[int, ...], tuple[int, ...]], budget: int, opening: Opening
 ) -> None:
-    """Texts are random; at the budget, the marker that has begun is completed."""
+    """Texts are random; at the budget, a begun marker is completed."""
     chance, end, num_forced = random.Random(budget), pair[1], 0
     rule = ThinkingRule(Thinking(Markers(*pair), opening == "never", opening), budget)
     for _ in range(40):

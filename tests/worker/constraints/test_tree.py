@@ -1,5 +1,3 @@
-"""Trees lose impossible nodes, and each row gets its possible tokens."""
-
 from __future__ import annotations
 
 import random
@@ -90,8 +88,6 @@ def test_without_rules_a_tree_is_as_it_was() -> None:
 
 
 class Forced:
-    """A rule that forces one token after certain others."""
-
     def __init__(self, behind: int, token_id: int) -> None:
         self._behind, self._token_id, self._num = behind, token_id, 0
 

@@ -17,8 +17,6 @@ VOCAB = END + 1
 
 
 class Pieces:
-    """A tokenizer of these words and the end token for the library."""
-
     bos_token_id = None
 
     def __init__(self, words: tuple[str, ...]) -> None:
@@ -30,7 +28,7 @@ class Pieces:
 
 
 def grammar(words: tuple[str, ...] = WORDS, **structure: Any) -> Grammar:
-    """Make a grammar over these tokens. Raises ConstraintError."""
+    """Raises ConstraintError."""
     wrapped = LLTokenizer(TokenizerWrapper(Pieces(words)))
     given = structure_of(structure)
     assert given is not None
@@ -38,7 +36,7 @@ def grammar(words: tuple[str, ...] = WORDS, **structure: Any) -> Grammar:
 
 
 def allowed_behind(texts: set[str], text: str, words: tuple[str, ...] = WORDS) -> list[int]:
-    """Return the tokens after which a text can still come, by definition, and the end."""
+    """Return by definition the tokens after which a text can still come, and the end."""
     found = [i for i, word in enumerate(words) if any(each.startswith(text + word) for each in texts)]
     return found + [len(words)] * (text in texts)
 
