@@ -1,5 +1,3 @@
-"""A hub on localhost that counts what it sends."""
-
 from __future__ import annotations
 
 import hashlib
@@ -28,8 +26,6 @@ class Hub:
 
 
 class _Answers(BaseHTTPRequestHandler):
-    """Answers for files and lists of files."""
-
     protocol_version = "HTTP/1.1"
     hub: Hub
 
@@ -94,7 +90,6 @@ def _digest(file: Path) -> str:
 
 @contextmanager
 def hub_of(models: dict[str, Path]) -> Iterator[Hub]:
-    """Serve these models until the block ends."""
     hub = Hub(models)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("_AnswersOfOne", (_Answers,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_port}"

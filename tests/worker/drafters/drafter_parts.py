@@ -1,5 +1,3 @@
-"""Parts for tests of drafters: fixed costs, and single trees."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -16,7 +14,7 @@ from swiftbatch.worker.sampling.sequence import Sequence
 
 
 def free_rows() -> StepCosts:
-    """Return costs where all nodes pay and drafting is negligible."""
+    """All nodes pay, and drafting is negligible."""
     return StepCosts((64, 8192), np.array([[4.0] * 6, [5.0] * 6]))
 
 
@@ -26,7 +24,7 @@ def proposed(drafter: Drafter, sequence: Sequence, max_nodes: int, max_depth: in
 
 
 def run_to_ends(engine: Engine, *sequences: Sequence) -> Engine:
-    """Run sequences together, keeping their slots."""
+    """Sequences keep their slots."""
     for sequence in sequences:
         engine.start(sequence)
     while any(sequence.finish_reason is None for sequence in sequences):
@@ -35,7 +33,6 @@ def run_to_ends(engine: Engine, *sequences: Sequence) -> Engine:
 
 
 def run_together(engine: Engine, sequences: Iterable[Sequence]) -> None:
-    """Run sequences to their ends; then all slots are free."""
     for sequence in run_to_ends(engine, *sequences).sequences:
         engine.stop(sequence)
 

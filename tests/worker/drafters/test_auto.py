@@ -1,5 +1,3 @@
-"""`auto` gives the same tokens and does what pays."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -41,13 +39,13 @@ SAMPLERS = {
 
 
 def long_caches_cost() -> StepCosts:
-    """A millisecond a forward; 100,000 positions cost 18 for a row and 2.5 for each other one."""
+    """A forward takes 1 ms; 100,000 positions cost 18 for a row and 2.5 for each other one."""
     rows = np.array(ROW_COUNTS)
     return StepCosts(LENGTHS, np.array([[0.001 + length / 1e5 * (0.018 + 0.0025 * rows)] for length in LENGTHS])[:, 0])
 
 
 def rounds_always_pay() -> StepCosts:
-    """Return costs where a cache row is worth any number of scans."""
+    """A cache row is worth any number of scans."""
     return StepCosts(
         (64, MOST_ENTRIES, 8192), np.array([[0.001] * 6, [0.001] * 6, [10.0 + 0.001 * n for n in ROW_COUNTS]])
     )
@@ -140,7 +138,7 @@ def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage:
 
 
 def best(lengths: list[int], planner: RoundsPlanner | None = None) -> float:
-    """Return the tokens per second of rounds without trees over plain decoding."""
+    """Return the rate of rounds without trees over plain decoding's."""
     costs, no_tokens = long_caches_cost(), np.ones((len(lengths), len(NODE_CHOICES)))
     found = (planner or RoundsPlanner(costs)).best(np.array(lengths), no_tokens, 0.0)
     own = costs.own_seconds(np.array([1]), np.array(lengths)).sum()
@@ -300,7 +298,7 @@ def test_sequences_that_come_and_go_put_no_plan_off(target: TargetModel, monkeyp
 def steps_of_plans(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], num_steps: int = 61
 ) -> list[list[int]]:
-    """Return the steps at which chains are considered in consecutive jobs where trees are better."""
+    """Return the steps at which consecutive jobs consider chains."""
     drafter, step = drafter_with(target, long_caches_cost()), 0
     planned: list[list[int]] = []
     monkeypatch.setattr(drafter, "_rounds_that_pay", lambda requests: planned[-1].append(step))

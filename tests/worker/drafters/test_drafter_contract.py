@@ -42,8 +42,6 @@ def check_structure(tree: DraftTree, max_nodes: int, max_depth: int, vocab_size:
 
 
 class Generation:
-    """One sequence decoded step by step with a drafter."""
-
     def __init__(
         self, target: TargetModel, drafter: Drafter, prompt: list[int], params: SamplingParams, name: str = "a"
     ) -> None:

@@ -1,4 +1,4 @@
-"""Further promises of drafters without trained parts, on a table of logits by last token."""
+"""Further promises of drafters without trained parts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TABLE: Any = SimpleNamespace(vocab_size=VOCAB, files=SimpleNamespace(path=Path()
 
 
 class TableTarget:
-    """A target whose logits depend on the last token, learnable by token recycling."""
+    """Logits depend on the last token."""
 
     def __init__(self, seed: int = 0) -> None:
         self._logits = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2.5

@@ -44,7 +44,6 @@ def test_where_nothing_pays_nothing_is_drafted_but_a_look_now_and_then() -> None
 
 @pytest.fixture
 def even_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step takes what the costs say."""
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: 0.001 * next(ticks))
     monkeypatch.setattr(StepClock, "beside", lambda *_: 0.0)
@@ -107,7 +106,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.usefixtures("even_steps")
 def test_where_nothing_is_learned_nothing_is_planned_again(planned: list[int]) -> None:
-    """A plan takes half of a short step, and a plain step tells nothing new."""
+    """A plan takes half of a short step."""
     drafter, sequence = Chains(lambda: DEAR_ROWS), Sequence("a", [1] * 65, SamplingParams(max_tokens=9), 10)
     plain_steps(drafter, sequence, 1000)
     planned.clear()

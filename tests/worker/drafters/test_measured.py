@@ -1,4 +1,4 @@
-"""Two ways to draft: the faster one by the clock, and occasional tries of the other."""
+"""Two ways to draft: the faster one by the clock, with occasional tries of the other."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ class Clock:
 
 
 def run(target: TargetModel, factor: float, num_tokens: int) -> tuple[list[bool], Sequence]:
-    """Return the way of each step of a text."""
     clock, repeating = Clock(factor), auto(target, free_rows, None)
     assert isinstance(repeating, RepeatingDrafter)
     clock.drafter = drafter = TrialDrafter(repeating, Predicting(), clock)
@@ -92,8 +91,6 @@ def test_a_way_that_is_faster_is_stayed_with_and_a_slower_one_is_tried_for_a_tur
 
 
 class Distant(Predicting):
-    """Records the positions of its hidden states."""
-
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self.positions = set[int]()
 

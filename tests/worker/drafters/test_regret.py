@@ -1,7 +1,4 @@
-"""The loss against the best choice of drafts, on simulated machines of varying speed.
-
-A step takes its rows' seconds times a wandering factor, so figures are the policy's own.
-"""
+"""The loss against the best choice of drafts, on simulated machines of varying speed."""
 
 from __future__ import annotations
 
@@ -42,8 +39,6 @@ class _Costs:
 
 
 class _Text:
-    """The parts of a sequence that a budget needs."""
-
     def __init__(self, name: str) -> None:
         self.sequence_id, self.length = name, 2048
 
@@ -56,7 +51,7 @@ def _seconds(num_nodes: int) -> float:
 
 
 def _acceptance(gain: float) -> np.ndarray:
-    """Return acceptances by node such that the best tree has `gain` times plain decoding's rate."""
+    """Return acceptances whose best tree has `gain` times plain decoding's rate."""
     shares = np.linspace(0.0, 3.0, 3001)
     gains = [
         max((1 + share * FALL[:nodes].sum()) / _seconds(nodes) for nodes in NODE_CHOICES if nodes) * _seconds(0)

@@ -1,4 +1,4 @@
-"""Drafts of repeats in the text: found, followed, and counted."""
+"""Drafts of repeats in the text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def sequence_of(tokens: list[int], room: int = 200) -> Sequence:
 
 
 def grown(tokens: list[int], shares: RepeatShares, first: int) -> tuple[Sequence, RepeatedText]:
-    """Make a text that grew token by token."""
     sequence = sequence_of(tokens[:first])
     text = RepeatedText(sequence, shares)
     for token in tokens[first:]:
@@ -77,7 +76,7 @@ def test_a_text_without_repeats_promises_its_next_token_alone(length: int) -> No
 
 
 def test_a_text_that_grows_agrees_with_one_that_is_there() -> None:
-    """However it grew, the repeat is one in the text, unless an older one still continues."""
+    """The repeat is one in the text, unless an older one still continues."""
     chance = random.Random(3)
     for _ in range(30):
         tokens = [chance.randrange(4) for _ in range(5)]
@@ -169,7 +168,7 @@ def test_what_repeats_bring_is_not_learned_of_trees(target: TargetModel) -> None
 
 
 def count_repeating_steps(drafter: RepeatingDrafter) -> list[int]:
-    """Return a number that grows with every step in which the drafter proposed."""
+    """Count the steps in which the drafter proposed."""
     counted, choose = [0], drafter._sizes_that_pay
 
     def counting(*given: object) -> list[int] | None:
@@ -215,7 +214,7 @@ def test_repeats_that_did_not_pay_are_planned_for_again_after_a_while(target: Ta
 
 
 def plain_steps(drafter: RepeatingDrafter, sequences: list[Sequence], num_steps: int) -> None:
-    """Run steps without accepted drafts over texts without repeats."""
+    """Nothing is accepted, and texts have no repeats."""
     for _ in range(num_steps):
         trees = drafter.propose([DraftRequest(sequence, 31, 31, 0.0) for sequence in sequences])
         for sequence, tree in zip(sequences, trees, strict=True):

@@ -1,4 +1,4 @@
-"""The rounds and nodes of a draft, by costs, cache length and acceptance."""
+"""The rounds and nodes of a draft."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def costs(row_seconds: float = 0.00005) -> StepCosts:
 
 
 def learned(acceptance: float, tree_acceptance: float = 0.4, row_seconds: float = 0.00005) -> MeasuredPlanner:
-    """Return a planner that has seen chains with `acceptance` per token, and trees by their first node."""
+    """The planner has seen chains with `acceptance` per token, and trees by their first node."""
     planner = MeasuredPlanner(costs(row_seconds), BUDGET)
     random = np.random.default_rng(0)
     for _ in range(400):

@@ -23,13 +23,12 @@ from swiftbatch.worker.drafters.step_clock import (
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> StepClock:
-    """A clock that only tests move."""
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     return StepClock()
 
 
 def steps(monkeypatch: pytest.MonkeyPatch, clock: StepClock, seconds: list[float], kind: StepKind) -> None:
-    """Run steps of so many seconds that should have taken one."""
+    """Each step should have taken one second."""
     for each in seconds:
         monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
         clock.begin(1.0, kind)
@@ -82,7 +81,7 @@ def test_the_first_steps_of_a_kind_are_not_counted(monkeypatch: pytest.MonkeyPat
 def test_plain_steps_that_nobody_was_asked_for_tell_what_one_takes(
     monkeypatch: pytest.MonkeyPatch, clock: StepClock
 ) -> None:
-    """Asking takes a fifth of a short step, so asked ones seem slower than resting ones."""
+    """Asking takes a fifth of a short step, so asked steps seem slower."""
     steps(monkeypatch, clock, [1.9] * 3, "tree")
     clock.begin(1.0, "plain")
     assert clock.num_plain_due == SETTLED + FEWEST - 1

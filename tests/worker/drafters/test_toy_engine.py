@@ -35,7 +35,6 @@ def target(tiny_model: Path) -> TargetModel:
 
 
 def generated(target: TargetModel, drafter: Drafter) -> tuple[list[int], int]:
-    """Return the tokens, and how many were drafted."""
     engine = Engine(target, drafter)
     sequence = Sequence("a", [5, 9, 2, 7], PARAMS, target.vocab_size)
     engine.start(sequence)

@@ -1,5 +1,3 @@
-"""`train all` makes a loadable model with all parts and card, also after a kill."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The number of draft nodes, by measured costs and acceptance."""
+"""The number of draft nodes."""
 
 from __future__ import annotations
 
@@ -93,8 +93,6 @@ def test_a_short_generation_is_not_led_by_the_prior() -> None:
 
 
 class Chains(BudgetedDrafter):
-    """Chains of any length."""
-
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         return DraftTree.chain([0] * min(max_nodes, max_depth))
 
@@ -117,7 +115,7 @@ def test_no_sequences_get_no_trees() -> None:
 
 
 def shares(acceptance: list[float], lengths: list[int], costs: StepCosts = DEAR_ROWS) -> list[int]:
-    """Return the nodes of sequences with these acceptances per node."""
+    """Return the tokens per node of sequences with these acceptances."""
     tokens = [[1.0 + sum(share**i for i in range(1, nodes + 1)) for nodes in NODE_CHOICES] for share in acceptance]
     chosen = best_shares(costs, np.array(tokens), np.array(lengths), overhead=0.0, proposing=0.0)
     return [NODE_CHOICES[choice] for choice in chosen]
@@ -135,7 +133,7 @@ def test_rows_go_where_they_are_cheap() -> None:
 
 
 def test_shares_promise_no_less_than_any_others() -> None:
-    """Compares with all choices of three sequences, of which the search tries few."""
+    """Compares with all choices of three sequences."""
     lengths, acceptance = [64, 2000, 8192], [0.9, 0.8, 0.6]
     tokens = np.array([[1.0 + sum(s**i for i in range(1, n + 1)) for n in NODE_CHOICES] for s in acceptance])
     rows, own = np.array(NODE_CHOICES) + 1, DEAR_ROWS.own_seconds(np.array(NODE_CHOICES) + 1, np.array(lengths))
@@ -183,8 +181,6 @@ def test_a_drafter_learns_what_pays() -> None:
 
 
 class Recorder(Drafter):
-    """Takes time to learn, and proposes nothing."""
-
     def __init__(self, clock: SimulatedClock) -> None:
         self.overheads: list[float] = []
         self._clock = clock

@@ -27,8 +27,6 @@ FIRST = (PLAIN_CALLS + 1) * AT_ONCE  # steps; the first call teaches nothing
 
 
 class Clock:
-    """A clock that the test moves."""
-
     now = 0.0
 
     def __call__(self) -> float:
@@ -46,7 +44,7 @@ def verified(num_tokens: int, num_steps: int, num_draft_tokens: int) -> list[Ver
 
 @dataclass
 class Machine:
-    """A simulated machine: eight plain steps of a second each at once; drafts bring two tokens a step."""
+    """Eight plain steps of a second each at once; drafts bring two tokens a step."""
 
     tree_seconds: float
     slowed: Callable[[], float] = lambda: 1.0  # a factor of each call's time
@@ -57,7 +55,6 @@ class Machine:
         self.turns = DraftTrials(self.clock)
 
     def run(self, num_steps: int, *sequences: Sequence, are_promised: bool = True) -> list[bool]:
-        """Return the ways of so many steps."""
         requests = [DraftRequest(each, 31, 31, 0.0) for each in sequences or (sequence_of("a"),)]
         before = len(self.went)
         while len(self.went) < before + num_steps:

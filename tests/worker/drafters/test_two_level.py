@@ -1,4 +1,4 @@
-"""Two levels of speculation: equal tokens, shared forwards, resumable drafts."""
+"""Two levels of speculation give equal tokens and resumable drafts."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_sequence_without_room_for_a_partial_cache_drafts_without_rounds(
 def always(
     target: TargetModel, chain_length: int, cache: str, num_nodes: int | None = None, **changes: int
 ) -> SelfSpeculationDrafter:
-    """Make a drafter of fixed chain length, with up to `num_nodes` below."""
+    """Draft chains of a fixed length, with up to `num_nodes` below."""
     options = TokenSwiftOptions(cache=PARTIAL_CACHES[cache], draft_rounds=1, **changes)  # type: ignore[arg-type]
     drafter = tokenswift(target, free_rows, None, options)
     drafter._planner = Planner(RoundPlan(chain_length, 5, chain_length, num_nodes or chain_length))
@@ -309,7 +309,6 @@ def test_rounds_on_the_kernels_load_no_second_copy_of_the_model() -> None:
 
 
 def first_tree(target: TargetModel, **changes: object) -> DraftTree:
-    """Return the draft tree after one step with the paper's options."""
     drafter = tokenswift(target, free_rows, None, replace(TOKENSWIFT_PAPER, num_ngrams=0, **changes))  # type: ignore[arg-type]
     sequence = new_sequence(target, "T=0", 50)
     engine = Engine(target, drafter)

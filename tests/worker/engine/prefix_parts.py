@@ -1,5 +1,3 @@
-"""Texts with common beginnings, and engines that read them."""
-
 from __future__ import annotations
 
 import math
@@ -38,7 +36,6 @@ def to_the_end(engine: Engine, sequences: Iterable[Sequence]) -> None:
 
 
 def decode(engine: Engine, sequences: Items[Sequence], num_shared_tokens: int = 0) -> list[Slot]:
-    """Run sequences in one batch; return their tokens and caches."""
     slots = [engine.start(sequence, None, num_shared_tokens) for sequence in sequences]
     to_the_end(engine, sequences)
     for sequence in sequences:

@@ -43,7 +43,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture(autouse=True)
 def _quick_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes runs as long as possible, however long steps take."""
+    """Makes runs as long as possible."""
     monkeypatch.setattr("swiftbatch.worker.engine.engine.MOST_SECONDS", 1e9)
 
 
@@ -57,10 +57,7 @@ def begun(target: TargetModel, fields: dict[str, object], engine: Engine | None 
 
 
 def outcome(engine: Engine, drafts: bool = False) -> list[tuple[object, ...]]:
-    """Return all that is left of ended sequences, with keys and values before the last token.
-
-    Those of a drafted last token depend on time.
-    """
+    """Return keys and values before the last token too: those of a drafted last token depend on time."""
     found = []
     slots = list(engine._slots.values())
     while any(sequence.finish_reason is None for sequence in engine.sequences):

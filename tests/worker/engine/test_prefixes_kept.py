@@ -1,4 +1,4 @@
-"""Prompts kept of ended jobs, for others that begin alike, within a limit."""
+"""Prompts of ended jobs are kept for others that begin alike."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bytes_of(target: TargetModel, num_prompts: int) -> int:
 
 
 def num_read(target: TargetModel, seeds: list[int], num_shared: int = LENGTH, num_kept: float = 9.0) -> list[int]:
-    """Return the tokens read by consecutive jobs with some prompts, with room for `num_kept`."""
+    """Return the tokens read by consecutive jobs, with room for `num_kept`."""
     engine, found = new_engine(target, room=bytes_of(target, 1) * num_kept), []
     for number, seed in enumerate(seeds):
         before = engine.counters.num_read_tokens

@@ -1,5 +1,3 @@
-"""A loop is found at the token of its plain definition."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -15,7 +13,7 @@ GUARD = loop_guard("stop") or RepetitionDetection()
 
 
 def ends_in_a_loop(token_ids: list[int], detection: RepetitionDetection) -> bool:
-    """Return whether a text ends in a loop, by vLLM's description."""
+    """Decide by vLLM's description."""
     for size in range(max(1, detection.min_pattern_size), detection.max_pattern_size + 1):
         pattern, count = token_ids[-size:], detection.min_count
         if len(token_ids) >= size * count and token_ids[-size * count :] == pattern * count:

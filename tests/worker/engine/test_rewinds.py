@@ -1,4 +1,4 @@
-"""A loop is removed and drawn anew, equally with every engine."""
+"""A loop is removed and drawn anew."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prompts(embedded_files: object) -> list[list[int]]:
 
 
 class Plain:
-    """Outcomes by definition: of each noise stream an endless text, cut at its loop."""
+    """By definition, each noise stream has an endless text, cut at its loop."""
 
     def __init__(self, target: TargetModel, prompts: list[list[int]]) -> None:
         self.target, self._prompts = target, prompts

@@ -1,5 +1,3 @@
-"""A sequence ends at end token, stop string or limit with any engine."""
-
 from __future__ import annotations
 
 import pytest

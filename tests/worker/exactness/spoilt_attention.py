@@ -15,7 +15,7 @@ INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 def attend_with_neighbours(module: Any, query: torch.Tensor, *tensors: Any, **asked: Any) -> tuple[torch.Tensor, None]:
-    """Attend, and flip the last bits of a row that another real row follows."""
+    """Flip the last bits of a row that another real row follows."""
     output, _ = attend_in_groups(module, query, *tensors, **asked)  # [1, num_rows, num_heads, head_dim]
     bits = output.view(INTEGERS[output.dtype])
     num_rows = sum(len(group) for group in asked["row_groups"])
@@ -25,7 +25,6 @@ def attend_with_neighbours(module: Any, query: torch.Tensor, *tensors: Any, **as
 
 @contextlib.contextmanager
 def rows_that_depend_on_neighbours() -> Iterator[None]:
-    """Let every model use it."""
     AttentionInterface.register(ATTENTION_NAME, attend_with_neighbours)
     yield
     AttentionInterface.register(ATTENTION_NAME, attend_in_groups)

@@ -1,4 +1,4 @@
-"""`doctor` reports its measurements, and a run's manifest records them."""
+"""`doctor` reports its measurements, and a manifest records them."""
 
 from __future__ import annotations
 

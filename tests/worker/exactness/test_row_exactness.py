@@ -1,4 +1,4 @@
-"""Rows of random trees equal plain decoding bit by bit, and the probe finds differences."""
+"""Rows of random trees equal plain decoding bit by bit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_probe_finds_linear_layers_whose_rows_depend_on_the_row_count(
 def test_the_probe_finds_rows_of_a_target_whose_logits_hold_until_its_next_forward(
     embedded_targets: dict[str, TargetModel],
 ) -> None:
-    """Logits hold until the next forward, as on a GPU, so it overwrites the roots with nodes below them."""
+    """Logits hold until the next forward, as on a GPU, which overwrites the roots."""
     target = TargetModel(copy.copy(embedded_targets["bfloat16"].forwards), embedded_targets["bfloat16"].files)
     run, kept = target.forwards.run, torch.zeros(64, target.vocab_size)
 
@@ -79,7 +79,7 @@ def test_the_probe_finds_rows_of_a_target_whose_logits_hold_until_its_next_forwa
 
 
 def test_shapes_whose_single_rows_take_another_kernel_are_exact_too(tmp_path: Path) -> None:
-    """2048 -> 512 in bf16: a one-row product has other bits than a larger one (measured)."""
+    """2048 -> 512 in bf16: a one-row product has other bits (measured)."""
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=2048,

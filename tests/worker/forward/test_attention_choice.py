@@ -1,4 +1,4 @@
-"""Layers of `transformers` models attend in our kernels as in torch; chunked ones in torch."""
+"""Layers of `transformers` models attend in our kernels as in torch."""
 
 from __future__ import annotations
 

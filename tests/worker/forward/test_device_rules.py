@@ -1,4 +1,4 @@
-"""Rows, kernels, timings and names for devices that this machine may lack."""
+"""Rules for devices that this machine may lack."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ VERSION_FILE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu J
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Path) -> dict[str, TargetModel]:
-    """The tiny model in `transformers`, by dtype."""
     files, cpu = locate_model(str(tiny_model)), torch.device("cpu")
     return {name: TargetModel(load_transformers(files, dtype, cpu), files) for name, dtype in DTYPES.items()}
 
@@ -51,7 +50,7 @@ def test_the_host_s_cpu_decides_nothing_about_rows_on_a_gpu(monkeypatch: pytest.
 
 @pytest.fixture
 def no_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A CPU whose torch kernel raises, as with AMX and without AVX-512."""
+    """Torch's kernel raises, as with AMX and without AVX-512."""
 
     def refuse(*_: object) -> None:
         raise RuntimeError("pack_vnni2 is only supported when avx512 is supported")
@@ -76,7 +75,7 @@ def test_where_the_flash_kernel_raises_attention_by_definition_is_row_exact(
 
 
 class EventOfAGPU:
-    """An event that completes when the device gets there, and records queries."""
+    """Completes when the device gets there, and records queries."""
 
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls

@@ -1,5 +1,3 @@
-"""A row's exponentials have the same bits with any rows and threads."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,5 +1,3 @@
-"""Rows over a partial cache, and queries, in both kinds of forwards."""
-
 from __future__ import annotations
 
 import functools
@@ -69,7 +67,7 @@ def read(forwards: Forwards, length: int) -> FullKVCache:
 
 
 def rows_of(forwards: Forwards, num_entries: int, num_nodes: int, seed: int, is_biased: bool) -> SparseRows:
-    """Return rows over noise, equal for all forwards of a dtype."""
+    """Rows are equal for all forwards of a dtype."""
     numbers, shape = random.Random(seed), forwards.cache_shape
     noise = torch.Generator().manual_seed(seed)
     full = FullKVCache(shape, num_entries)

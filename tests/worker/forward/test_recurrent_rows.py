@@ -1,4 +1,4 @@
-"""Layers with states: rows have the same bits in trees, prompts and alone."""
+"""In layers with states rows have the same bits in trees, prompts and alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def caches(target: TargetModel) -> tuple[FullKVCache, FullKVCache]:
 
 
 def decode(target: TargetModel, cache: FullKVCache, token_id: int) -> torch.Tensor:
-    """Decode one token plainly; return its logits."""
     [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
     cache.commit([])
     return outputs.logits[0]

@@ -1,4 +1,4 @@
-"""Costs of forwards with 64 fixed rows: free up to there, then as much again."""
+"""Forwards with 64 fixed rows cost nothing more up to there, then as much again."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ FORWARD, ROW_AND_POSITION = 0.01, 1e-7
 
 
 class ClockOfAGPU:
-    """Returns forwards' times without running them."""
-
     def __init__(self) -> None:
         self.timed: list[list[int]] = []  # the tokens of each forward
 
@@ -127,7 +125,7 @@ ACCEPTANCE = [(0.98, 0.05, 0.05, 0.05), (0.9, 0.8, 0.6, 0.3), (0.7, 0.7, 0.7, 0.
 def test_shares_promise_no_less_than_any_others(
     costs: StepCosts, acceptance: tuple[float, ...], lengths: tuple[int, ...]
 ) -> None:
-    """Compares with all choices of four sequences, of which the search tries few."""
+    """Compares with all choices of four sequences."""
     tokens = np.array([[1.0 + sum(s**i for i in range(1, n + 1)) for n in NODE_CHOICES] for s in acceptance])
     own = costs.own_seconds(NUM_ROWS, np.array(lengths))
     all_chosen = np.array(list(itertools.product(range(len(NODE_CHOICES)), repeat=4)))
@@ -159,7 +157,7 @@ BASE, PER_EXPERT = 0.01, 0.001  # seconds of a step without experts, and per exp
 
 
 def distinct(num_rows: int, share: float) -> float:
-    """Return the experts met by evenly choosing rows, those beyond one row's scaled by `share`."""
+    """Return the experts met by evenly choosing rows."""
     apart = NUM_EXPERTS * (1 - (1 - NUM_CHOSEN / NUM_EXPERTS) ** num_rows)
     return NUM_CHOSEN + share * (apart - NUM_CHOSEN)
 
@@ -169,7 +167,7 @@ def step_seconds(num_rows: int, share: float) -> float:
 
 
 def routed_costs(counts: ExpertCounts, probed: float = 1.0) -> StepCosts:
-    """Return the costs that probes would find; `probed` is the share of experts that their rows meet."""
+    """`probed` is the share of experts that the probes' rows meet."""
     seconds = np.array([[step_seconds(rows, probed) for rows in ROW_COUNTS]] * 2)
     alike, apart = ([NUM_LAYERS * distinct(rows, share) for rows in ROW_COUNTS] for share in (0.0, probed))
     spread = ExpertSpread(ROW_COUNTS, seconds[0] - step_seconds(1, 0.0), np.array(alike), np.array(apart), counts)
@@ -182,7 +180,7 @@ def true_rate(num_nodes: int, accepted: float, share: float) -> float:
 
 
 def settled_choice(costs: StepCosts, counts: ExpertCounts, accepted: float, share: float) -> int:
-    """Return the nodes drafted by one sequence after real steps, with occasional looks."""
+    """Return the nodes drafted by one sequence after real steps."""
     tokens = np.array([[1.0 + sum(accepted ** (1 + each) for each in range(nodes)) for nodes in NODE_CHOICES]])
     choice = 0
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""Ids without a text are never drawn, by logits, bias or temperature."""
+"""Ids without a text are never drawn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def padded_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with more rows than tokens, which it prefers."""
+    """Has more rows than tokens, and prefers them."""
     folder = tmp_path_factory.mktemp("padded")
     codec = TextCodec(locate_model(str(tiny_model)))
     codec._tokenizer.save_pretrained(folder)

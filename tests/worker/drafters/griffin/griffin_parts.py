@@ -1,4 +1,4 @@
-"""A GRIFFIN draft model with visible drafts, and its definition in plain tensors."""
+"""A GRIFFIN draft model, and its definition in plain tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load(folder: Path, dtype: str = "bfloat16") -> TargetModel:
 
 
 def by_token(candidates: Candidates) -> torch.Tensor:
-    """Return one row's log-confidences `[num_candidates]` by token."""
+    """Return log-confidences `[num_candidates]` by token."""
     return torch.tensor([score for score, _ in sorted(candidates, key=lambda pair: pair[1])])
 
 
@@ -62,7 +62,7 @@ def random_draft_model(target: TargetModel) -> GriffinModel:
 
 
 def noisy_draft_model(target: TargetModel, config: GriffinConfig) -> GriffinModel:
-    """Make random weights, also norms and head: their initial ones and zeros would hide mistakes."""
+    """Make random norms and heads too: their initial ones and zeros would hide mistakes."""
     torch.manual_seed(2)
     model = GriffinModel(config)
     for parameter in model.parameters():
@@ -79,7 +79,7 @@ def random_rows(
     params: SamplingParams = GREEDY,
     most_rows: int = 21,
 ) -> DraftRows:
-    """Make a tree after `length` noise entries, with features of the text before its rows."""
+    """Make a tree after `length` noise entries."""
     vocab = target.vocab_size
     sequence = Sequence("a", [numbers.randrange(vocab) for _ in range(12)], params, vocab)
     room, generator = rows.new_room(sequence), torch.Generator().manual_seed(length)
@@ -100,7 +100,7 @@ def regressed(part: DraftRows) -> torch.Tensor:
 def read_sequence(
     target: TargetModel, token_ids: list[int], params: SamplingParams, name: str = "a"
 ) -> tuple[Sequence, FullKVCache]:
-    """Make a sequence whose cache holds all tokens except the last."""
+    """The cache holds all tokens except the last."""
     sequence = Sequence(name, token_ids, params, target.vocab_size)
     cache = target.new_cache(sequence.max_length)
     while cache.length < len(token_ids) - 1:
@@ -113,7 +113,7 @@ def random_tokens(target: TargetModel, length: int, seed: int = 0) -> list[int]:
 
 
 def window_positions(length: int) -> list[int]:
-    """Return the visible positions of a text: sinks and window."""
+    """Return sinks and window."""
     start = max(64, (length // 256 - 1) * 256)
     return [*range(min(64, length)), *range(start, length)]
 
@@ -121,10 +121,7 @@ def window_positions(length: int) -> list[int]:
 def defined_outputs(
     model: GriffinModel, target: TargetModel, token_ids: list[int], drafted: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits `[vocab]` and feature `[hidden]` after a text and drafted tokens, by definition.
-
-    One plain causal attention over the visible rows; features are regressed one by one.
-    """
+    """Return logits `[vocab]` and feature `[hidden]` by definition, features regressed one by one."""
     ids = torch.tensor(token_ids)
     hidden = target.model.model(input_ids=ids[None], use_cache=False, row_groups=None).last_hidden_state[0]
     seen = window_positions(len(token_ids))

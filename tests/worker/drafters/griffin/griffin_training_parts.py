@@ -1,5 +1,3 @@
-"""Tiny texts and recipes for GRIFFIN's training."""
-
 from __future__ import annotations
 
 import json
@@ -42,7 +40,6 @@ def untrained(target: TargetModel, recipe: GriffinRecipe = FAST) -> GriffinModel
 
 
 def text(target: TargetModel, num_tokens: int, first_row: int = 0, seed: int = 0, name: str = "books") -> TextFeatures:
-    """Make random tokens with the target's features."""
     token_ids = torch.randint(250, (num_tokens,), generator=torch.Generator().manual_seed(seed))
     hidden = hidden_states(target, token_ids.tolist()).clone()
     return TextFeatures(name, first_row, token_ids.to(torch.uint32), hidden)

@@ -46,7 +46,6 @@ def target_model(tiny_model: Path) -> TargetModel:
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Way:
-    """The implementation of the draft model's rows."""
     return WAYS[request.param]
 
 

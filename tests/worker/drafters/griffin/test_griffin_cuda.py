@@ -1,4 +1,4 @@
-"""GRIFFIN's rows in CUDA kernels equal torch's, whatever shares a graph."""
+"""GRIFFIN's rows in CUDA kernels equal torch's."""
 
 from __future__ import annotations
 
@@ -80,7 +80,6 @@ def config(target: TargetModel) -> GriffinConfig:
 
 
 def nan_rows(model: GriffinModel, target: TargetModel) -> CudaRows:
-    """Fill unread memory with NaN."""
     rows = cuda_rows(model, target.forwards, NUM_CANDIDATES)
     for buffer in (rows._arena.buffer, rows._features):
         buffer.fill_(float("nan"))
@@ -88,7 +87,7 @@ def nan_rows(model: GriffinModel, target: TargetModel) -> CudaRows:
 
 
 def bytes_held(something: object, known: set[int]) -> int:
-    """Count the bytes of device tensors that an object leads to."""
+    """Count device tensors that an object leads to."""
     if id(something) in known or isinstance(something, FunctionType):
         return 0
     known.add(id(something))
@@ -110,7 +109,6 @@ def guessed_logits(rows: TiledRows, part: DraftRows, target: TargetModel) -> tor
 
 
 def is_near(found: list[Candidates], expected: list[Candidates]) -> bool:
-    """Return whether tokens are equal and log-confidences close."""
     ours, theirs = ([pair for row in rows for pair in row] for rows in (found, expected))
     tokens, expected_tokens = ([token for _, token in pairs] for pairs in (ours, theirs))
     scores, expected_scores = ([score for score, _ in pairs] for pairs in (ours, theirs))
@@ -136,7 +134,7 @@ def test_kernels_and_torch_say_the_same_of_every_variant(
 
 
 def expected_ranks(part: DraftRows, logits: torch.Tensor) -> list[Candidates]:
-    """Return the best tokens after each path by definition, with penalties and noise."""
+    """Return the best tokens after each path, with penalties and noise."""
     found = []
     for path, row in zip(part.paths, logits, strict=True):
         sequence = part.room.sequence

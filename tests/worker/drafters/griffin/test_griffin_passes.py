@@ -1,5 +1,3 @@
-"""GRIFFIN's training: data, windows, passes, losses and accuracy."""
-
 from __future__ import annotations
 
 import json
@@ -176,7 +174,7 @@ def test_in_use_every_row_is_seen_once_behind_the_sinks_and_its_window(tiny_targ
 
 
 def stepwise(model: GriffinModel, windows: Windows, embeddings: torch.Tensor, row: int, number: int) -> torch.Tensor:
-    """Run the last of `number` draft forwards, ending at a row of the only window, with an explicit mask."""
+    """Run the last of `number` draft forwards with an explicit mask."""
     model.set_attention("eager")
     inputs = windows.inputs[0, : row - number + 2].float()  # of committed rows
     for end in range(row - number + 2, row + 2):

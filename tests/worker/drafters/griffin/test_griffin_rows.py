@@ -1,4 +1,4 @@
-"""The kernels run GRIFFIN's draft model like torch, exactly per row, without loading the target again."""
+"""The kernels run GRIFFIN's draft model like torch, exactly per row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamic trees: the best paths with the coming noise, only nodes that pay."""
+"""Dynamic trees have the best paths with the coming noise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 
 
 def table(token_id: int) -> torch.Tensor:
-    """Return logits `[vocab]` after a token: a model without features."""
+    """Return logits `[vocab]` after a token."""
     return torch.tensor([3.0 * math.sin(2.0 * token_id + 1.3 * other) for other in range(VOCAB)])
 
 
@@ -52,7 +52,6 @@ def grow(
 
 
 def drawn_path(params: SamplingParams, length: int) -> list[int]:
-    """Draw a path as a target with these logits does."""
     sequence = Sequence("a", [1], params, VOCAB)
     sampler, path = TokenSampler(sequence, VOCAB), [1]
     for _ in range(length):

@@ -1,5 +1,3 @@
-"""GRIFFIN's weights round-trip, and unfit ones are refused with advice."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""`train griffin`: command, resumption, recipes."""
-
 from __future__ import annotations
 
 import json
@@ -42,7 +40,6 @@ def _one_thread(_fixed_threads: None) -> None:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's features over the books."""
     return tmp_path_factory.mktemp("features")
 
 

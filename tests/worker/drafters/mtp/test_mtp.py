@@ -83,7 +83,6 @@ def test_a_full_cache_keeps_the_first_and_the_newest_rows_at_their_positions(
     sampling = SamplingParams(max_tokens=9, temperature=0.0)
 
     def entries() -> torch.Tensor:
-        """Return keys and values of all kept rows."""
         sequence = Sequence("a", text, sampling, target.vocab_size, target.device)
         forwards = forwards_of(target)
         forwards.start(sequence, target.new_cache(500))

@@ -1,4 +1,4 @@
-"""An MTP layer in CUDA kernels equals the CPU's, and is planned for."""
+"""An MTP layer in CUDA kernels equals the CPU's."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ def rows_of(forwards: MTPForwards) -> CudaRows:
 
 
 def nan_forwards(target: TargetModel) -> MTPForwards:
-    """Fill unread memory with NaN."""
     forwards = forwards_of(target)
     spoil(rows_of(forwards))
     return forwards
@@ -91,7 +90,6 @@ def begun(
     chunk: int = 50,
     params: SamplingParams = PARAMS,
 ) -> Sequence:
-    """Begin a text whose hidden states were read in chunks."""
     sequence = Sequence(name, TEXT[:length], params, target.vocab_size, target.device)
     forwards.start(sequence, target.new_cache(10))
     hidden = torch.randn(length - 1, target.hidden_size, generator=torch.Generator().manual_seed(length))
@@ -166,7 +164,6 @@ def test_a_full_cache_keeps_the_first_and_the_newest_rows(tmp_path: Path, monkey
 
 
 def generated(target: TargetModel, engine_name: str, sampling: SamplingParams) -> tuple[list[list[int]], Engine]:
-    """Run two jobs that begin one after the other."""
     engine = Engine(target, create_drafter(engine_name, target, free_rows))
     sequences = [Sequence(f"{n}", TEXT[: 20 + 9 * n], sampling, target.vocab_size, target.device) for n in range(2)]
     for sequence in sequences:
@@ -202,7 +199,7 @@ def test_engines_with_the_layer_give_the_tokens_of_plain_decoding(
 
 
 def let_it_copy(folder: Path) -> None:
-    """Make a model and its layer agree: the next token depends only on the last."""
+    """Let the next token depend only on the last."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):

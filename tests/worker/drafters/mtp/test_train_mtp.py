@@ -1,5 +1,3 @@
-"""`train mtp`: learning, resumption, and use by the engine."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Decoding heads: results, refused files, training."""
-
 from __future__ import annotations
 
 import json

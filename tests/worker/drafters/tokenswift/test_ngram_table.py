@@ -27,7 +27,7 @@ def table_of(tokens: list[int], size: int = 4) -> NgramTable:
 
 
 def num_bytes(table: NgramTable) -> int:
-    """Return the bytes of arrays and the dict, with 32 per integer."""
+    """Count an integer as 32 bytes."""
     entries = (table._starts, table._counts, table._next, table._previous, table._chain)
     size = sum(sys.getsizeof(part) for part in (table._tokens, *entries, table._buckets))
     return size + sys.getsizeof(table._fronts) + 2 * 32 * len(table._fronts)

@@ -16,7 +16,7 @@ MOST_TOKENS = 3
 
 
 def toy(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter:
-    """A `DrafterFactory`. Raises ModelError as `read_part` does."""
+    """Raises ModelError as `read_part` does."""
     followers = read_part(PART, target, parts_folder).checked({"followers": (target.vocab_size,)})["followers"]
     return ToyDrafter([int(token) for token in followers])
 

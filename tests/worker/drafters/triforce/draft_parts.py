@@ -1,5 +1,3 @@
-"""An untrained draft model."""
-
 from __future__ import annotations
 
 import torch

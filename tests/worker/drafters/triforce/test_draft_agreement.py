@@ -1,5 +1,3 @@
-"""Agreement of a draft model with its target, and of the shipped one."""
-
 from __future__ import annotations
 
 import tomllib

@@ -79,7 +79,7 @@ def test_a_chain_is_what_the_draft_model_would_draw(model: TargetModel, length: 
 
 
 def test_drafts_are_the_same_whatever_was_drafted_before(model: TargetModel) -> None:
-    """Rejected tokens leave nothing behind, so a resumed job drafts the same."""
+    """Rejected tokens leave nothing behind."""
     sequence = sequence_of(2 * WINDOW - 20)
     proposer = proposer_of(model)
     proposer.start(sequence)

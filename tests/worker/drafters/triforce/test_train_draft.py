@@ -1,5 +1,3 @@
-"""`train draft` distils a small model: output, data, agreement."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Three levels draw by one law: draft model, partial cache, full target."""
+"""Three levels draw by one law."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def rows_of(table: torch.Tensor, sequence: Sequence, tree: DraftTree) -> torch.T
 
 
 def chain_by(table: torch.Tensor, sequence: Sequence, length: int) -> DraftTree:
-    """Draw a chain from a table with the coming noise."""
     sampler, chain = TokenSampler(sequence, VOCAB), [int(sequence.token_ids[-1])]
     for _ in range(length):
         chain.append(sampler.draw(table[chain[-1]]))
@@ -64,8 +63,7 @@ def law_of(table: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def published_levels(sequence: Sequence, *, corrects_middle: bool) -> list[int]:
     """Draw a token through both levels of speculative sampling with p / q ratios.
 
-    The published middle level redraws from the checking law itself, the right one from its excess over the draft's. The
-    full level is right in both.
+    The published middle level redraws from the checking law itself, the right one from its excess over the draft's.
     """
     generator = torch.Generator().manual_seed(int(sequence.sampling.seed or 0))
     draft, middle, full = (law_of(table, sequence.sampling) for table in (DRAFT_TABLE, MIDDLE_TABLE, TABLE))

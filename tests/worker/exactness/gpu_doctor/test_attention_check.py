@@ -1,5 +1,3 @@
-"""Attention is checked against single rows and float64."""
-
 from __future__ import annotations
 
 import sys

@@ -1,4 +1,4 @@
-"""Whole forwards: checks pass in the interpreter, and fail on broken subjects."""
+"""Checks of whole forwards fail on broken subjects."""
 
 from __future__ import annotations
 

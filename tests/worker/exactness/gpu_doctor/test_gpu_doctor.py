@@ -1,5 +1,3 @@
-"""The list of checks: order, page, JSON, and the stop at a failure."""
-
 from __future__ import annotations
 
 import dataclasses

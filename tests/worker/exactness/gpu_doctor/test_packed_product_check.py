@@ -31,7 +31,6 @@ from tests.worker.kernels.packed_parts import packed_weights
 
 
 def packed_parts(files: ModelFiles) -> Parts:
-    """Make one layer's weights in int4 with offsets."""
     weights = packed_weights(Shape(), "uint4", 16, has_offsets=True)
     sizes = dataclasses.replace(weights.sizes, num_layers=1)
     stacked = stacked_weights(dataclasses.replace(weights, sizes=sizes, layers=weights.layers[:1]), CPU)

@@ -1,5 +1,3 @@
-"""Products are tried by place; a passing kernel is chosen, none is a failure."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""A CUDA graph's rules on a CPU: every replay launches what was captured, over fixed buffers."""
+"""A CUDA graph's rules on a CPU: every replay launches what was captured."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Recording(TorchDispatchMode):
 
 
 class CheckedGraph:
-    """A `Graph`; `made` has all of them with their launches."""
+    """`made` has all graphs with their launches."""
 
     made: list[CheckedGraph]
 
@@ -60,7 +60,7 @@ class CheckedGraph:
         self.num_replays += 1
 
     def _run(self, is_capture: bool = False) -> list[Launch]:
-        """Run the work and return its launches; a capture runs no kernel."""
+        """A capture runs no kernel."""
         recording, launch = _Recording(), GridExecutor.__call__
 
         def noted(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:

@@ -68,7 +68,7 @@ def arena_of(
 def window_arena_of(
     shape: CacheShape, num_slots: int, longest_job: int, num_pages: int, windows: WindowPages
 ) -> KVArena:
-    """The same with a pool for window layers, whose free pages are full of NaN."""
+    """Window layers have their own pool, whose free pages are full of NaN."""
     arena = KVArena(shape, num_slots, longest_job, PoolSize(num_pages, PAGE, windows))
     spoil_free_pages(arena)
     for pool in (arena.pool, arena.windowed.pool):
@@ -88,10 +88,7 @@ def cuda_target(
     num_rows: int = NUM_ROWS,
     windows: WindowPages | None = None,
 ) -> TargetModel:
-    """Make a target with NaN in unwritten caches; `num_pages` None: as many as all slots may have.
-
-    `windows` gives window layers their own pages.
-    """
+    """Unwritten caches are NaN; `num_pages` None means as many as all slots may have."""
     weights = dense_weights(files, dtype)
     assert weights is not None
     shape = cuda_cache_shape(weights, CPU, kv_dtype, windows is not None)
@@ -104,7 +101,7 @@ def cuda_target(
 
 
 class UnwrittenRows(OffloadedArena):
-    """Fills unwritten cache rows with NaN, also on the host."""
+    """Fills unwritten cache rows with NaN."""
 
     def rows(self, lease: SlotLease, max_length: int) -> RingRows:
         rows = super().rows(lease, max_length)
@@ -121,7 +118,7 @@ def offloaded_target(
     attention: AttentionName = "triton",
     kv_dtype: KVDtype | None = None,
 ) -> TargetModel:
-    """Make a `cuda_target` with offloaded caches, whose copies come as late as possible."""
+    """Copies of offloaded caches come as late as possible."""
     weights = dense_weights(files, dtype)
     assert weights is not None
     streams = Streams(HostStream(), LazyStream(), LazyStream())
@@ -134,7 +131,6 @@ def offloaded_target(
 
 
 def check_rows_of_two_trees(target: TargetModel, num_nodes: int, *texts: list[int]) -> None:
-    """Check that rows of trees after consecutive texts equal plain decoding bit by bit."""
     forwards, numbers = target.forwards, random.Random(4)
     caches = [forwards.arena.new_cache(100) for _ in range(2)]  # type: ignore[union-attr]
     for cache in caches:
@@ -153,7 +149,6 @@ def check_rows_of_two_trees(target: TargetModel, num_nodes: int, *texts: list[in
 
 
 def check_drafts_beside_a_resumed_job(target: TargetModel, num_tokens: int) -> None:
-    """Check that a resumed job and its neighbour have plain decoding's tokens."""
     params = SamplingParams(max_tokens=num_tokens, seed=3, ignore_eos=True)
 
     def sequences() -> list[Sequence]:

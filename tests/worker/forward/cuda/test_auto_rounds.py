@@ -69,7 +69,7 @@ def files(one_layer_model: Path) -> ModelFiles:
 
 
 def rounds_always_pay() -> StepCosts:
-    """Return costs where a cache row is worth any number of scans."""
+    """A cache row is worth any number of scans."""
     rows = 0.001 * np.array(ROW_COUNTS)
     return StepCosts((16, 32, 1000), np.array([0 * rows + 0.001, 0 * rows + 0.001, 10.0 + rows]), 64)
 
@@ -143,7 +143,7 @@ def test_rounds_rest_while_more_jobs_run_than_have_room_for_their_texts(
 def test_a_round_says_nearly_what_the_target_says(
     files: ModelFiles, make: MakeTarget, num_best: int, away: float
 ) -> None:
-    """Every layer reads its own scanned keys, or the round would differ."""
+    """Every layer reads its own scanned keys."""
     target = make(files, torch.float32, 1, LONGEST, linear="cublas")
     new_entries = target.forwards.room_for(ScanKVCache, num_best)
     sequence = sequences(target)[0]

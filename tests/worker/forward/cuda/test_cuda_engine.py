@@ -1,4 +1,4 @@
-"""Every engine gives the same tokens with a GPU's forwards, in capturable steps."""
+"""Every engine gives the same tokens with a GPU's forwards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def files(one_layer_model: Path) -> ModelFiles:
 
 
 def sequences(vocab_size: int, num_tokens: int, prompts: tuple[int, ...]) -> list[Sequence]:
-    """Make jobs with their own sampling, and prompts of these lengths."""
     made = []
     for number, fields in enumerate(SAMPLING[: len(prompts)]):
         prompt = [(7 * number + 3 * i) % 50 + 5 for i in range(prompts[number])]
@@ -184,7 +183,7 @@ def test_drafts_are_planned_for_beside_the_slots(files: ModelFiles, engine_name:
 def test_a_drafter_s_slots_take_what_was_planned_for_them(
     files: ModelFiles, engine_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Partial caches, draft model and heads, to the byte except small tables."""
+    """Counts partial caches, draft model and heads, to the byte except small tables."""
     monkeypatch.setattr(DraftModel, "token_seconds", lambda _: 0.001)
     target = cuda_target(files, torch.float32, 2, 3000)
     sizes, wanted = read_sizes(files, "float32"), slots_wanted(engine_name, files, "float32", 3000, None)
@@ -213,7 +212,6 @@ def test_a_drafter_s_slots_take_what_was_planned_for_them(
 
 
 def buffers_of(thing: object) -> list[torch.Tensor]:
-    """Return all tensors that an object holds."""
     if isinstance(thing, torch.Tensor):
         return [thing]
     if isinstance(thing, (list, tuple)):
@@ -252,7 +250,7 @@ def test_a_model_is_checked_in_the_arena_s_only_slot(files: ModelFiles) -> None:
 def test_costs_are_measured_in_a_slot_however_short_before_jobs_take_all(
     files: ModelFiles, longest_job: int, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Costs are measured once, for the fewest and the most rows."""
+    """Costs are measured for the fewest and the most rows."""
     monkeypatch.setattr(step_costs, "ROW_COUNTS", (ROW_COUNTS[0], ROW_COUNTS[-1]))
     monkeypatch.setattr(step_costs, "PROBE_REPEATS", 1)
     monkeypatch.setattr(step_costs, "FEWEST_REPEATS", 1)

@@ -1,4 +1,4 @@
-"""Models with experts through GPU forwards: transformers' texts, exact rows, packed weights."""
+"""Models with experts through GPU forwards."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ FP8_MODELS = {"FP8": "Qwen3 30B A3B", "FP8 beside what all rows meet": "GLM 4.5"
 
 @pytest.fixture(scope="module")
 def packed_and_dense(tmp_path_factory: pytest.TempPathFactory) -> Twins:
-    """Folders of packed models and their dequantized twins."""
+    """Packed models and their dequantized twins."""
 
     @functools.cache
     def folders(kind: str) -> tuple[Path, Path]:

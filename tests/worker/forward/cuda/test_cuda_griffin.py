@@ -1,5 +1,3 @@
-"""Engine `griffin` on GPU forwards: tokens, trees, freed slots."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Models with latent attention through GPU forwards: transformers' texts, exact rows."""
+"""Models with latent attention through GPU forwards."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: P
 
 
 def read(target: TargetModel, num_left: int = 0) -> torch.Tensor:
-    """Return a text's logits, also after its cache was emptied and `num_left` positions restored."""
+    """Return a text's logits, also after a restore of `num_left` positions."""
     cache, logits = target.new_cache(100), []
     for start in (0, num_left):
         left = TEXT[start:]

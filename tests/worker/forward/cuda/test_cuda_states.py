@@ -1,4 +1,4 @@
-"""Models with layer states through GPU forwards: transformers' texts, exact rows."""
+"""Models with layer states through GPU forwards."""
 
 from __future__ import annotations
 
@@ -80,7 +80,6 @@ def caches(target: TargetModel, count: int) -> list[FullKVCache]:
 
 
 def next_logits(target: TargetModel, cache: FullKVCache, token_id: int = 5) -> torch.Tensor:
-    """Return plain decoding's logits of one token, and commit it."""
     [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
     logits = outputs.logits[0].clone()
     cache.commit([])
@@ -103,7 +102,7 @@ def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: P
     [("Qwen3.5", 1), *(pytest.param(name, 12, marks=SLOW) for name in ON_A_GPU)],
 )
 def test_rows_of_trees_beside_others_have_the_bits_of_plain_decoding(name: str, num_steps: int, tmp_path: Path) -> None:
-    """Rows lie on both sides of a boundary, where another path than the first was accepted."""
+    """Rows lie on both sides of a boundary, after another path than the first was accepted."""
     target = made(name, tmp_path)
     ours, plain, others = caches(target, 3)
     for each in (ours, plain):  # after zeros, until steps reuse the first places

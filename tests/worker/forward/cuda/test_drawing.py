@@ -1,5 +1,3 @@
-"""The state of sequences in a GPU's drawing between steps."""
-
 from __future__ import annotations
 
 import random
@@ -41,7 +39,7 @@ def test_where_nothing_can_be_drawn_a_walk_says_so() -> None:
 
 
 def test_whoever_draws_a_sequence_shares_its_counts_until_nobody_does() -> None:
-    """Engine and drafter share one drawing, because two places would halve the number of jobs."""
+    """Two places for engine and drafter would halve the number of jobs."""
     drawing = CudaBatchSampler(20, torch.device("cpu"), CheckedGraph)
     num_free = len(drawing._free)
     sequence, other = (Sequence(name, [1, 2, 3], PENALISED, 20) for name in "ab")

@@ -1,5 +1,3 @@
-"""8-bit keys and values on a GPU: equal tokens with any drafts and places."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Loading models onto a GPU for our kernels."""
-
 from __future__ import annotations
 
 import shutil

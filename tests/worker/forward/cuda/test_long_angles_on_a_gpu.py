@@ -1,4 +1,4 @@
-"""A job's length chooses longrope angles on a GPU too, in slots and on the host."""
+"""A job's length chooses longrope angles on a GPU too."""
 
 from __future__ import annotations
 

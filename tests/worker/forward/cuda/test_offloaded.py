@@ -39,7 +39,6 @@ KINDS = [  # bfloat16 uses Triton's products, which take the interpreter half a 
 
 @pytest.fixture(scope="module")
 def files(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    """The tiny model, smaller but with more layers."""
     folder = shutil.copytree(one_layer_model, tmp_path_factory.mktemp("deep") / "model")
     config = LlamaConfig.from_pretrained(one_layer_model)
     config.update(SIZES | HEADS)
@@ -59,7 +58,6 @@ def load(cache: FullKVCache, shape: CacheShape, num_positions: int) -> None:
 
 
 def read(target: TargetModel, cache: FullKVCache, num_tokens: int) -> list[torch.Tensor]:
-    """Read `num_tokens` tokens after a cache."""
     token_ids, hidden = [7 * place % target.vocab_size for place in range(num_tokens)], []
     while token_ids:
         hidden.append(target.read(cache, token_ids))
@@ -68,7 +66,6 @@ def read(target: TargetModel, cache: FullKVCache, num_tokens: int) -> list[torch
 
 
 def step(target: TargetModel, caches: list[FullKVCache], rng: random.Random) -> list[RowOutputs]:
-    """Verify trees after some caches, and commit some paths."""
     trees = [random_tree(rng, rng.randrange(3, 6), cache.length, target.vocab_size) for cache in caches]
     outputs = target.verify([tree_rows(cache, 5, tree) for cache, tree in zip(caches, trees, strict=True)])
     for cache, tree in zip(caches, trees, strict=True):

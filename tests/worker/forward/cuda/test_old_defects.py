@@ -1,7 +1,6 @@
-"""Former GPU defects: rows in other kernels, sums in changing order.
+"""Former GPU defects.
 
-Others are tested in `tests/worker/forward/test_device_rules.py` (timings, names) and `test_cuda_engine.py` (timed
-steps).
+Others are tested in `tests/worker/forward/test_device_rules.py` and `test_cuda_engine.py`.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ def test_one_row_and_many_go_through_the_same_products(one_layer_model: Path, dt
 
 
 class _Sums(TorchDispatchMode):
-    """Records the dtypes of running sums."""
-
     def __init__(self) -> None:
         super().__init__()
         self.dtypes: list[torch.dtype] = []
@@ -59,7 +56,7 @@ class _Sums(TorchDispatchMode):
 
 
 def test_off_the_cpu_top_p_sums_whole_numbers() -> None:
-    """GPUs add in changing order (see torch's `cumsum`), which only integers survive."""
+    """GPUs add in changing order (see torch's `cumsum`)."""
     with _Sums() as sums:
         keep_top_p(torch.zeros(50, device="meta"), 0.9)
     assert sums.dtypes == [torch.int64]

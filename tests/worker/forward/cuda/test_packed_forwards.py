@@ -1,4 +1,4 @@
-"""Packed GPU forwards have the bits and the name of the dequantized model's."""
+"""Packed GPU forwards have the dequantized model's bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More jobs than a GPU's pages: the youngest leave and return with the same tokens."""
+"""More jobs than a GPU's pages: the youngest leave and return."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def alone(tmp_path: Path, one_layer_model: Path) -> dict[str, str]:
 
 
 def alone_on_a_cpu(folder: Path, model: Path) -> dict[str, str]:
-    """Return the digests of all jobs by plain decoding on a CPU."""
     run = make_run(folder)
     worker = session(run, model, engine="autoregressive")
     to_the_end(worker, *(claimed(run, job) for job in JOBS))

@@ -40,7 +40,6 @@ def text(max_length: int = LONGEST) -> Sequence:
 
 
 def full_cache(shape: CacheShape = SHAPE) -> FullKVCache:
-    """Make a slot of an arena with noise in it."""
     arena = KVArena(shape, 2, LONGEST)
     arena.buffer.copy_(torch.randn(arena.buffer.shape, generator=torch.Generator().manual_seed(0)))
     return arena.new_cache(LONGEST)

@@ -59,7 +59,7 @@ def room_in(target: TargetModel) -> NewEntries:
 
 
 def filled(cache: SparseCache, num_entries: int, seed: int, is_biased: bool) -> SparseCache:
-    """Fill the entries with noise that depends on the seed alone."""
+    """The noise depends on the seed alone."""
     shape, noise = cache.shape, torch.Generator().manual_seed(seed)
     for layer in range(shape.num_layers):
         key, value = torch.randn(2, shape.num_kv_heads, num_entries, shape.head_dim, generator=noise)
@@ -70,7 +70,7 @@ def filled(cache: SparseCache, num_entries: int, seed: int, is_biased: bool) -> 
 
 
 def caches_of(shape: CacheShape, room: NewEntries | None, is_biased: bool = True) -> list[SparseCache]:
-    """Make three sequences' caches; the second has no biases."""
+    """The second of three has no biases."""
     made = []
     for seed, num_entries in enumerate(NUM_ENTRIES):
         cache = EverythingCache(shape, LONGEST) if room is None else EverythingCache(shape, LONGEST, room)

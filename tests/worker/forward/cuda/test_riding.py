@@ -1,4 +1,4 @@
-"""Known tokens use rows that a step's trees leave free, with the same bits."""
+"""Known tokens use rows that a step's trees leave free."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ Forwarded = list[list[tuple[int, int]]]  # per forward and sequence: first entry
 
 
 class Guesser(Drafter):
-    """Proposes `num_nodes` tokens and records updates."""
-
     def __init__(self, num_nodes: int, needs_top_k: bool = False) -> None:
         self.num_nodes, self.needs_top_k = num_nodes, needs_top_k
         self.heard: list[ReadRows] = []
@@ -53,7 +51,7 @@ def on_gpu(files: ModelFiles) -> TargetModel:
 
 @pytest.fixture(scope="module")
 def in_torch(files: ModelFiles) -> TargetModel:
-    """The same number of rows in torch, faster than the interpreter."""
+    """Torch is faster than the interpreter."""
     target = TargetModel(TargetModel.load(files, "float32", "cpu").transformers, files)
     target.forwards.rows_per_forward = NUM_ROWS
     return target
@@ -61,7 +59,6 @@ def in_torch(files: ModelFiles) -> TargetModel:
 
 @pytest.fixture(scope="module", params=["graph", "torch"])
 def target(request: pytest.FixtureRequest, on_gpu: TargetModel, in_torch: TargetModel) -> TargetModel:
-    """Both kinds of forwards with fixed rows."""
     return on_gpu if request.param == "graph" else in_torch
 
 
@@ -95,7 +92,7 @@ JOBS = (("a", 3, 4, 3), ("bb", 70, 2, 1), ("ccc", 20, 1, 2))
 
 @functools.cache
 def alone(target: TargetModel, fields: tuple[str, int, int, int]) -> tuple[list[int], np.ndarray]:
-    """Return a job's tokens, keys and values when it runs alone."""
+    """Return tokens, keys and values."""
     engine, sequence = Engine(target, Guesser(2)), job(*fields)
     slot = engine.start(sequence)
     while sequence.finish_reason is None:
@@ -105,7 +102,7 @@ def alone(target: TargetModel, fields: tuple[str, int, int, int]) -> tuple[list[
 
 
 def ridden(target: TargetModel, jobs: tuple[tuple[str, int, int, int], ...]) -> Engine:
-    """Run jobs together, and check each one against itself alone."""
+    """Check each job against itself alone."""
     expected = [alone(target, fields) for fields in jobs]
     engine = Engine(target, Guesser(2))
     slots = [engine.start(job(*fields)) for fields in jobs]
@@ -118,7 +115,7 @@ def ridden(target: TargetModel, jobs: tuple[tuple[str, int, int, int], ...]) -> 
 
 
 def test_tokens_and_keys_and_values_are_those_of_a_job_alone(target: TargetModel) -> None:
-    """Prompts of several jobs, at once and in turn, over block boundaries, beside a decoding one."""
+    """Prompts of several jobs, at once and in turn, over block boundaries."""
     engine = ridden(target, JOBS)
     assert engine.counters.num_prompt_tokens == sum(fields[1] for fields in JOBS)
     assert engine.counters.num_read_tokens == sum(fields[1] - 1 for fields in JOBS)

@@ -1,4 +1,4 @@
-"""On a GPU two-level drafters draft in rounds, with plain decoding's tokens."""
+"""On a GPU two-level drafters draft in rounds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PENALISED = {
 
 @pytest.fixture(autouse=True)
 def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens periods, so that short texts are summarised repeatedly and windows restart."""
+    """Shortens periods, so that windows of short texts restart."""
     monkeypatch.setattr(sparse_cache, "CHUNK_SIZE", 8)
     monkeypatch.setattr(sparse_cache, "NUM_RECENT", 8)
     monkeypatch.setattr(sparse_cache, "PERIOD", 8)
@@ -72,7 +72,6 @@ def sequences(target: TargetModel) -> list[Sequence]:
 
 
 def run(target: TargetModel, drafter: SelfSpeculationDrafter | None, *together: Sequence) -> list[int]:
-    """Return the first sequence's tokens; then all slots are free."""
     run_together(Engine(target, drafter or AutoregressiveDrafter(target, free_rows, None)), together)
     return together[0].output_ids.tolist()
 

@@ -1,4 +1,4 @@
-"""Moved rows end as indexing would bring them, and no others change."""
+"""Moved rows end as indexing would bring them."""
 
 from __future__ import annotations
 

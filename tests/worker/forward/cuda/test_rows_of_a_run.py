@@ -1,4 +1,4 @@
-"""Forwards of 128 or 256 rows: plain decoding's tokens, one forward and draw per step."""
+"""Forwards of 128 or 256 rows have plain decoding's tokens."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def wide_rows(target: TargetModel) -> StepCosts:
 
 @pytest.mark.parametrize("num_rows", [128, pytest.param(256, marks=pytest.mark.slow)])
 def test_more_jobs_than_a_narrow_run_takes_have_plain_decoding_s_tokens(files: ModelFiles, num_rows: int) -> None:
-    """A step is one forward and one draw, and the numerics name the rows."""
+    """A step is one forward and one draw."""
     target = cuda_target(files, torch.bfloat16, NUM_JOBS, 40, num_rows=num_rows)
     replayed = noted_replays(target)
     together = tokens(target, "token-recycling", range(NUM_JOBS))
@@ -75,7 +75,6 @@ def test_more_jobs_than_a_narrow_run_takes_have_plain_decoding_s_tokens(files: M
 
 
 def noted_replays(target: TargetModel) -> list[str]:
-    """Record the names of replayed graphs."""
     replayed: list[str] = []
     graphs = {"forward": target.forwards._graph, "draw": target.forwards._batch_sampler._graphs._plain}  # type: ignore[attr-defined]
     for name, graph in graphs.items():

@@ -1,5 +1,3 @@
-"""A job longer than its run's slots is refused once, by name."""
-
 from __future__ import annotations
 
 from pathlib import Path

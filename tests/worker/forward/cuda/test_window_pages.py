@@ -1,4 +1,4 @@
-"""Window layers with their own GPU pages, reused once no row sees them.
+"""Window layers reuse their GPU pages once no row sees them.
 
 Free pages are full of NaN here.
 """
@@ -42,7 +42,6 @@ TREE = DraftTree([9, 8, 7, 6, 5, 4, 3], [-1, 0, 0, 1, 3, 4, 4])
 
 
 def windowed_model(folder: Path, kind: str) -> ModelFiles:
-    """Make two layers, the first with a window."""
     config = tiny_config(kind, WINDOW, has_wide_heads=True)
     config.num_hidden_layers, config.layer_types = 2, ["sliding_attention", "full_attention"]
     save_tiny(config, folder)
@@ -99,7 +98,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[str]:
-    """The digests of all jobs on a CPU."""
     run = make_run(tmp_path_factory.mktemp("plain") / "run")
     to_the_end(session(run, model, engine="autoregressive"), *(claimed(run, job) for job in JOBS))
     return [digest(run, job) for job in JOBS]
