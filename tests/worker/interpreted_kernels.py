@@ -1,5 +1,3 @@
-"""Small kernels to compare interpreters with."""
-
 from __future__ import annotations
 
 import triton
@@ -8,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def compute(first_ptr, second_ptr, mask_ptr, size: tl.constexpr, steps: tl.constexpr, keep: tl.constexpr):
-    """Pass the result of each of the `steps` on two blocks and a mask to `keep`."""
+    """Pass the result of each of the `steps` to `keep`."""
     n = tl.arange(0, size)
     first, second, mask = tl.load(first_ptr + n), tl.load(second_ptr + n), tl.load(mask_ptr + n) != 0
     for step in steps:

@@ -31,12 +31,11 @@ _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 @functools.cache
 def patched() -> None:
-    """Replace everything of the language that kernels can see, for good."""
     _patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
 
 
 def call_within_a_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function inside a launch, whose changes of the language still apply."""
+    """A launch's changes of the language still apply."""
     run = vars(self).get("rewritten") or vars(self).setdefault("rewritten", self.rewrite())
     return run(*args, **kwargs)
 
@@ -48,7 +47,7 @@ signature_of = functools.cache(inspect.signature)
 
 
 def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Run the programs of a grid one by one; tensors stay on the CPU."""
+    """Tensors stay on the CPU."""
     patched()
     signature, builder = signature_of(self.fn), interpreter.interpreter_builder
     bound = signature.bind(*args, **{name: each for name, each in kwargs.items() if name in signature.parameters})
@@ -68,7 +67,7 @@ def launch(self: Any, *args: Any, **kwargs: Any) -> None:
 def summed_in_order(
     self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
 ) -> interpreter.TensorHandle:
-    """Compute `d + a @ b` by numpy's own loops, whose order depends on shapes alone."""
+    """Sum by numpy's own loops, whose order depends on shapes alone."""
     product = np.einsum("ij,jk->ik", a.data, b.data, dtype=d.data.dtype)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
@@ -77,7 +76,7 @@ interpreter.InterpreterBuilder.create_dot = summed_in_order
 
 
 def block_type(self: Any, element_ty: Any, shape: Any) -> None:
-    """Make a block type once per shape."""
+    """Make each type once."""
     key = (element_ty.name, *(each if type(each) is int else each.value for each in shape))
     if key not in _block_types:
         _new_block_type(self, element_ty, shape)
@@ -96,7 +95,7 @@ def tensor(self: Any, handle: Any, type: Any) -> None:
 
 
 def handle(self: Any, data: Any, dtype: Any) -> None:
-    """Set a handle up without comparing sizes, which is slow."""
+    """Comparing sizes is slow."""
     self.data, self.dtype = data, dtype
 
 

@@ -1,4 +1,4 @@
-"""Shortcuts in the interpreter's Python for common operations: equal numbers in a third of the time."""
+"""Shortcuts in the interpreter's Python: equal numbers in a third of the time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _constants: dict[tuple[Any, ...], Any] = {}
 
 
 def unwrapped(value: Any) -> Any:
-    """Return most values, which wrap nothing, at once."""
+    """Most values wrap nothing."""
     kind = type(value)
     if kind is tl.constexpr:
         return value.value
@@ -33,12 +33,12 @@ def unwrapped(value: Any) -> Any:
 
 
 def is_same_type(self: Any, other: Any) -> bool:
-    """Compare types, mostly with themselves."""
+    """Most types are compared with themselves."""
     return self is other or (isinstance(kind := unwrapped(other), tl.dtype) and self.name == kind.name)
 
 
 def constant(self: Any, value: Any, dtype: Any) -> Any:
-    """Make a number's array once; kernels never write into it."""
+    """Make an array once; kernels never write into it."""
     key = type(value), value, dtype.name
     if key not in _constants:
         _constants[key] = _constant(self, value, dtype).handle
@@ -46,7 +46,7 @@ def constant(self: Any, value: Any, dtype: Any) -> Any:
 
 
 def operands(self: Any, lhs: Any, rhs: Any, *rules: Any, **more_rules: Any) -> Any:
-    """Return tensors of one type, and numbers that fit it, with one shape at most."""
+    """Return tensors of one type, and fitting numbers, with one shape at most."""
     if type(lhs) is tl.tensor:
         name = lhs.dtype.name
         if type(rhs) is tl.tensor:
@@ -58,7 +58,6 @@ def operands(self: Any, lhs: Any, rhs: Any, *rules: Any, **more_rules: Any) -> A
 
 
 def in_one_shape(self: Any, lhs: Any, rhs: Any) -> Any:
-    """Skip the work if both have the same shape."""
     left, right = lhs.type, rhs.type
     if left.is_block():
         if right.is_block() and left.constants is right.constants:
@@ -77,7 +76,7 @@ def _repeated(scalar: Any, like: Any) -> Any:
 
 
 def cast(self: Any, tensor: Any, kind: Any, *rounding: Any, **more: Any) -> Any:
-    """Return a tensor of the right dtype unchanged, cast others."""
+    """Return a tensor of the right dtype unchanged."""
     found = None if rounding or more or kind.is_block() else converted(tensor, kind, is_bitcast=False)
     return _cast(self, tensor, kind, *rounding, **more) if found is None else found
 
@@ -87,7 +86,7 @@ def to_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
 
 
 def patch_member(obj: Any, name: str, member: Callable[..., Any], _: Any, scope: Any) -> None:
-    """Replace a member of the language by one that always has the interpreter's semantics."""
+    """Always use the interpreter's semantics."""
     inner = getattr(member, "__wrapped__", member)  # without the check for semantics
 
     def interpreted(*args: Any, **kwargs: Any) -> Any:

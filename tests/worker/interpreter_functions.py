@@ -1,4 +1,4 @@
-"""Functions of the language in numpy where shapes and types fit: equal numbers.
+"""Functions of the language in numpy where shapes and types fit.
 
 Everything else uses the interpreter, as in `interpreter_operators.py`.
 """
@@ -26,19 +26,18 @@ _dtype_of = interpreter._get_np_dtype
 
 @functools.cache
 def filled(shape: tuple[int, ...], dtype: np.dtype[Any], number: float) -> Any:
-    """Return an array of one number, made once; loads only read it."""
+    """Make each array once; loads only read it."""
     return np.full(shape, number, dtype)
 
 
 def dtype_of(type_: Any) -> np.dtype[Any]:
-    """Return a type's array dtype, cached."""
     if type_.name not in _dtypes:
         _dtypes[type_.name] = _dtype_of(type_)
     return _dtypes[type_.name]
 
 
 def mask_of(pointers: Any, mask: Any) -> Any:
-    """Return which pointers are followed, None for the long way."""
+    """Return None for the long way."""
     shape = pointers.handle.data.shape
     if mask is None:
         return filled(shape, np.dtype(bool), True)
@@ -52,7 +51,7 @@ def mask_of(pointers: Any, mask: Any) -> Any:
 
 
 def plain_element(pointers: Any) -> Any:
-    """Return the type that pointers point to if it is plain, else None."""
+    """Return None if the type is not plain."""
     name = pointers.dtype.name
     if name not in _elements:
         element = getattr(pointers.dtype, "element_ty", None)
@@ -67,7 +66,7 @@ def number_at(pointer: Any, element: Any) -> Any:
 
 
 def load_by(slow: Function) -> Function:
-    """Return a load with a shortcut for blocks and scalars."""
+    """Take a shortcut for blocks and scalars."""
 
     def load(pointers: Any, mask: Any = None, other: Any = None, *more: Any, **hints: Any) -> Any:
         mask = mask.value if type(mask) is tl.constexpr else mask
@@ -92,8 +91,6 @@ def load_by(slow: Function) -> Function:
 
 
 def store_by(slow: Function) -> Function:
-    """Return a store with a shortcut for blocks and scalars."""
-
     def store(pointers: Any, value: Any, mask: Any = None, *more: Any, **hints: Any) -> Any:
         mask = mask.value if type(mask) is tl.constexpr else mask
         element = plain_element(pointers)
@@ -108,7 +105,7 @@ def store_by(slow: Function) -> Function:
 
 
 def where_by(slow: Function) -> Function:
-    """Return a choice with a shortcut for tensors of one type, or one and a number."""
+    """Take a shortcut for tensors of one type, or one and a number."""
 
     def where(condition: Any, first: Any, second: Any, **more: Any) -> Any:
         first, second = (each.value if type(each) is tl.constexpr else each for each in (first, second))
@@ -152,7 +149,7 @@ CONVERSIONS: dict[tuple[str, str, bool], Function] = {
 
 
 def converted(value: Any, kind: Any, is_bitcast: bool) -> Any:
-    """Return a converted tensor, None for the long way."""
+    """Return None for the long way."""
     if value.dtype is kind:
         return value
     convert = CONVERSIONS.get((value.dtype.name, kind.name, is_bitcast))
@@ -160,7 +157,7 @@ def converted(value: Any, kind: Any, is_bitcast: bool) -> Any:
 
 
 def to_by(slow: Function) -> Function:
-    """Return a cast with a shortcut between common types."""
+    """Take a shortcut between common types."""
 
     def to(value: Any, dtype: Any, *more: Any, bitcast: Any = False, **rest: Any) -> Any:
         kind = dtype.value if type(dtype) is tl.constexpr else dtype
@@ -176,8 +173,6 @@ def program_number(number: int) -> Any:
 
 
 def program_id_by(slow: Function) -> Function:
-    """Return each number in a cached tensor."""
-
     def program_id(axis: Any, **_: Any) -> Any:
         axis = axis.value if type(axis) is tl.constexpr else axis
         return program_number(interpreter.interpreter_builder.grid_idx[axis])
@@ -213,7 +208,6 @@ def plain(value: Any) -> Any:
 
 
 def greatest_by(compute: Operator, slow: Function) -> Function:
-    """Return the larger or smaller of two tensors, or of one and a number."""
     short = quick(lambda *_: None, compute, NUMERIC, is_comparison=False)
 
     def greatest(first: Any, second: Any, **more: Any) -> Any:

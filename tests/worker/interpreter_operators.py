@@ -1,4 +1,4 @@
-"""Tensor operators in numpy if both operands have one type: equal numbers.
+"""Tensor operators in numpy if both operands have one type.
 
 Conversions, broadcasts and out-of-range numbers use the interpreter.
 """
@@ -28,7 +28,7 @@ _pointer_type, _whole = tl.pointer_type, slice(None)
 
 
 def made(data: Any, dtype: Any, type_: Any) -> Any:
-    """Make a tensor of the language around an array, without constructor calls."""
+    """Skip constructor calls."""
     handle, made = _new(TensorHandle), _new(_tensor)
     handle.data, handle.dtype = data, dtype
     made.handle, made.type = handle, type_
@@ -45,10 +45,7 @@ def takes(number: Any, dtype: str) -> bool:
 
 
 def constant(number: float, dtype: str) -> Any:
-    """Return a number's cached array, None if this dtype would change it.
-
-    Kernels never write into it.
-    """
+    """Return None if this dtype would change the number; kernels never write into its array."""
     kind = type(number)
     if kind is not int and (kind is not float or number == 0):  # there is a negative zero
         return np.array([number], DTYPES[dtype]) if takes(number, dtype) else None
@@ -59,7 +56,6 @@ def constant(number: float, dtype: str) -> Any:
 
 
 def with_element(type_: Any, element: Any) -> Any:
-    """Return a tensor's type with another element, cached."""
     key = type_.name, element.name
     if key not in _types:
         _types[key] = type_.with_element_ty(element)
@@ -67,7 +63,7 @@ def with_element(type_: Any, element: Any) -> Any:
 
 
 def joint_type(left: Any, right: Any) -> Any:
-    """Return the joint type, with the left one's element; None for unfit shapes."""
+    """Return None for unfit shapes."""
     if not right.is_block():
         return left
     if not left.is_block():
@@ -96,7 +92,6 @@ def wider(left: Any, right: Any) -> Any:
 
 
 def quick(slow: Operator, compute: Operator, dtypes: frozenset[str], is_comparison: bool) -> Operator:
-    """Return the operator with its shortcut."""
     kinds: dict[tuple[str, str], Any] = {}  # by the names of two types
 
     def kind_of(left: Any, right: Any) -> Any:
@@ -157,7 +152,7 @@ def moved(slow: Operator) -> Operator:
 
 
 def negative(slow: Operator) -> Operator:
-    """Return negation; zero stays positive."""
+    """Zero stays positive."""
     short = quick(lambda *_: None, lambda left, right: np.subtract(right, left), NUMERIC, is_comparison=False)
 
     def run(value: Any) -> Any:
@@ -168,7 +163,7 @@ def negative(slow: Operator) -> Operator:
 
 
 def with_axes(slow: Operator) -> Operator:
-    """Return `[:, None]` and other single new axes, with cached types."""
+    """Take a shortcut for `[:, None]` and other single new axes."""
 
     def take(block: Any, slices: Any) -> Any:
         parts = getattr(slices, "values", slices)

@@ -1,4 +1,4 @@
-"""A small model with a known law, and the chi-square gate for verified tokens."""
+"""A small model with a known law, and the chi-square gate."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def p_value(statistic: float, degrees: int) -> float:
 
 
 def exact_law(params: SamplingParams) -> dict[tuple[int, int], float]:
-    """Return the probability of each pair of first tokens, by definition."""
+    """Return the probability of each pair of first tokens."""
 
     def law(history: list[int]) -> torch.Tensor:
         seen = torch.zeros(VOCAB, dtype=torch.bool)
@@ -69,7 +69,7 @@ def exact_law(params: SamplingParams) -> dict[tuple[int, int], float]:
 
 
 def shifted(history: list[int], params: SamplingParams) -> torch.Tensor:
-    """Return biased logits after some tokens, without impossible ones."""
+    """Return biased logits, without impossible ones."""
     scores, output = TABLE[history[-1]].clone(), history[len(PROMPT) :]
     for token_id, bias in params.logit_bias:
         scores[token_id] += bias
@@ -89,7 +89,7 @@ def shifted(history: list[int], params: SamplingParams) -> torch.Tensor:
 
 
 def rows_of(sequence: Sequence, tree: DraftTree) -> torch.Tensor:
-    """Return the target's logits at root and nodes, `[num_rows, vocab]`."""
+    """Return logits at root and nodes, `[num_rows, vocab]`."""
     return TABLE[[int(sequence.token_ids[-1]), *tree.token_ids]]
 
 

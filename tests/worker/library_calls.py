@@ -11,8 +11,6 @@ Returned = tuple[Tensor, ...]
 
 
 class LibraryCall:
-    """A stub call that allocates its result."""
-
     def __init__(self, stub: Callable[..., Returned]) -> None:
         self.stub, self.name = stub, stub.__name__
 

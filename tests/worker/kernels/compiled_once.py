@@ -15,7 +15,7 @@ FOLDER = ROOT / "build" / "tested_kernels"
 
 
 def compiled_once(variant: str, compiler: list[str], flags: Sequence[str]) -> Path:
-    """Return a library of this source, variant, compiler and flags."""
+    """Compile once per state of the source."""
     parts = (source_digest(), EMULATED_TILES.read_text(encoding="utf-8"), *compiler, *flags)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     path = FOLDER / f"{variant}-{digest[:16]}.so"

@@ -151,7 +151,7 @@ LATENTS = (  # more heads share a vector than are computed together, and widths 
 
 
 def random_weights(shape: Shape) -> DecoderWeights:
-    """Make the same weights at every call, in a new list, because a decoder empties it."""
+    """Make the same weights in a new list, because a decoder empties it."""
     weights = _random_weights(shape)
     return dataclasses.replace(weights, layers=[*weights.layers])
 
@@ -184,7 +184,6 @@ def _random_weights(shape: Shape) -> DecoderWeights:
 
 @functools.cache
 def other_rotation(head_dim: int) -> Rotary:
-    """Return another rotation for some layers, as for Gemma 3's windows."""
     return Rotary(default_frequencies(1e6, head_dim))
 
 
@@ -251,7 +250,7 @@ def _latent_attention(
 
 
 def random_griffin(shape: Shape, num_parts: int, expansion: int) -> GriffinWeights:
-    """Make a draft model around `random_weights`' first layer; the head needs a second fusion."""
+    """The draft model's layer is `random_weights`' first; the head needs a second fusion."""
     generator, hidden = torch.Generator().manual_seed(3), shape.hidden
 
     def linear(*sizes: int) -> Linear:
@@ -301,7 +300,7 @@ def random_cache(shape: Shape, length: int, room: int = 64) -> FullKVCache:
 
 
 def coded_cache(shape: Shape, kv_dtype: KVDtype, length: int, room: int = 64) -> FullKVCache:
-    """Make a cache of `length` positions of coded noise."""
+    """Make `length` positions of coded noise."""
     cache = FullKVCache(dataclasses.replace(cache_shape(shape), kv_dtype=kv_dtype), length + room)
     cache.clear()
     if length:
@@ -323,7 +322,7 @@ def random_tree(numbers: random.Random, num_nodes: int, length: int, vocab: int)
 
 
 def tree_of_few_tokens(chance: random.Random, most_nodes: int, vocab: int) -> DraftTree:
-    """Make a tree of few tokens, so that draws often match; siblings differ."""
+    """Draws often match among few tokens; siblings differ."""
     tree = DraftTree()
     for _ in range(chance.randrange(most_nodes)):
         parent, token_id = chance.randrange(ROOT, len(tree)), chance.randrange(vocab)
@@ -334,7 +333,6 @@ def tree_of_few_tokens(chance: random.Random, most_nodes: int, vocab: int) -> Dr
 
 
 def path_to(tree: DraftTree, node: int) -> list[int]:
-    """Return the nodes below the root up to `node`."""
     path: list[int] = []
     while node != ROOT:
         path.insert(0, node)
@@ -343,7 +341,7 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
 
 
 def decoded_alone(decoder: NativeDecoder, cache: FullKVCache, token_ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the last hidden state and logits after single-row forwards."""
+    """Return the last hidden state and logits."""
     for token_id in token_ids:
         hidden, logits = decoder.forward([tree_rows(cache, token_id, DraftTree())])
         cache.advance(1)
@@ -364,7 +362,6 @@ def chain(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
 
 
 def scanned_noise(shape: Shape, num_chunks: int, num_best: int, first: int = 16) -> ScannedKeys:
-    """Scan a cache of noise that is a little longer than its chunks."""
     length = first + num_chunks * SCAN_CHUNK + 70
     cache = random_cache(shape, length)
     keys = ScannedKeys([cache.stored(layer) for layer in range(2)], first, length, num_best)
@@ -373,7 +370,7 @@ def scanned_noise(shape: Shape, num_chunks: int, num_best: int, first: int = 16)
 
 
 def random_partial_rows(numbers: random.Random, shape: Shape, num_entries: int, num_nodes: int) -> SparseRows:
-    """Make rows after `num_entries`, some with biases, at a position of their own."""
+    """Make rows after `num_entries`, some with biases."""
     bias = np.array([numbers.uniform(-2, 4) for _ in range(numbers.randrange(num_entries + 1))], dtype=np.float32)
     cache = everything_of(cache_shape(shape), random_cache(shape, num_entries), bias if len(bias) else None)
     tree = random_tree(numbers, num_nodes, 0, shape.vocab)

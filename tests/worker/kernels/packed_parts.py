@@ -24,7 +24,6 @@ PRODUCTS = ("query", "key", "value", "output", "gate", "up", "down")
 def random_packed(
     code: Code, columns: int, depth: int, group: int, *, has_offsets: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> PackedMatrix:
-    """Make finite codes with scales of 11 significant bits."""
     generator = torch.Generator().manual_seed(columns + depth)
     codes = torch.randint(0, 256, (columns, depth * CODE_BITS[code] // 8), generator=generator, dtype=torch.uint8)
     if code == "e4m3":

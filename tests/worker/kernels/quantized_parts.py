@@ -1,4 +1,4 @@
-"""Random packed matrices for kernel tests, and their decoders."""
+"""Random packed matrices and their decoders."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def random_packed(
     scale_dtype: torch.dtype = torch.float16,
     seed: int = 0,
 ) -> PackedMatrix:
-    """Make random codes with scales of both signs, some zero."""
+    """Scales have both signs, and some are zero."""
     num_columns, depth = shape
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (num_columns, depth * CODE_BITS[code] // 8), generator=generator, dtype=torch.uint8)
@@ -70,7 +70,7 @@ def two_level_packed(code: Code, shape: tuple[int, int], group_size: int, *, off
 
 
 def packed_weights(shape: Shape) -> DecoderWeights:
-    """Make a decoder that mixes all packings within its matrices."""
+    """Mix all packings within the matrices."""
     plain = random_weights(shape)
     turns = _turns()
 
@@ -92,8 +92,6 @@ def packed_weights(shape: Shape) -> DecoderWeights:
 
 
 def dequantized(weights: DecoderWeights) -> DecoderWeights:
-    """Return the twin with unpacked numbers."""
-
     def plain_layer(layer: LayerWeights) -> LayerWeights:
         own = {name: each.plain() for name in LINEARS if (each := getattr(layer, name)) is not None}
         if layer.experts is None:

@@ -1,4 +1,4 @@
-"""The kernels' work in plain torch on any device, with the same roundings."""
+"""The kernels' work in plain torch, with the same roundings."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def xielu(rows: Tensor, curve: Tensor) -> Tensor:
-    """Compute xIELU (Huang and Schlag 2024): a square above 0, an exponential below."""
+    """Compute xIELU (Huang and Schlag 2024)."""
     squares, exponentials, share, bound = curve
     bent = (torch.expm1(rows.minimum(bound)) - rows) * exponentials
     return torch.where(rows > 0, squares * rows * rows, bent) + share * rows
 
 
 class ReferenceDecoder:
-    """A dense decoder over rows of any sequences; sums are float32 in torch's order."""
+    """A dense decoder; sums are float32 in torch's order."""
 
     def __init__(self, weights: DecoderWeights) -> None:
         self.sizes = weights.sizes
@@ -47,7 +47,6 @@ class ReferenceDecoder:
         layers: range | None = None,
         state: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute what `NativeDecoder.forward` computes."""
         layers = range(self.sizes.num_layers) if layers is None else layers
         device = self._weights.embedding.device
         rows = torch.tensor([token_id for group in groups for token_id in group.token_ids], device=device)
@@ -80,7 +79,6 @@ class ReferenceDecoder:
         self._add(state, self._fed_forward(normed, weights), weights.down_norm)
 
     def _fed_forward(self, normed: Tensor, weights: LayerWeights) -> Tensor:
-        """Compute shared products, chosen experts, or both."""
         down = None if weights.down is None else self._linear(self._activated(normed, weights), weights.down)
         if weights.experts is None:
             assert down is not None
@@ -121,7 +119,6 @@ class ReferenceDecoder:
         return query, key, value
 
     def _turned(self, rows: Tensor, norm: Tensor | None, turns: list[Tensor]) -> Tensor:
-        """Norm and rotate heads."""
         sizes = self.sizes
         rows = self._norm(rows, norm) if sizes.joins_heads else rows
         heads = rows.unflatten(1, (-1, sizes.head_dim))
@@ -161,7 +158,7 @@ def reference_attention(
     view: AttentionView = SEES_ALL,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Compute what `native_attention` computes, with numbers of `dtype` from scores to sums."""
+    """Compute with numbers of `dtype` from scores to sums."""
     output = torch.empty_like(query)
     ends = list(itertools.accumulate(len(group) for group in groups))
     for group, end in zip(groups, ends, strict=True):
@@ -185,7 +182,7 @@ def reference_attention(
 
 
 def _weights(scores: Tensor, view: AttentionView) -> Tensor:
-    """Return the softmax of `[num_kv_heads, heads of each, num_keys]`, with sinks."""
+    """Return `[num_kv_heads, heads of each, num_keys]`, with sinks."""
     if view.sinks is None:
         return torch.softmax(scores, dim=-1)
     sinks = view.sinks.to(scores.dtype).view(*scores.shape[:2], 1)
@@ -198,6 +195,5 @@ def _product(rows: Tensor, linear: Linear) -> Tensor:
 
 
 def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate `[num_rows, heads, head_dim]` by angles `[num_rows, 1, head_dim]`."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat((-second, first), dim=-1) * sines

@@ -1,4 +1,4 @@
-"""Experts in plain torch: the kernels' exact choice, torch's order of sums."""
+"""Experts in plain torch, with the kernels' exact choice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reference_choice(
 
 
 def _mixed(routing: Routing, logits: Tensor, choices: Tensor) -> Tensor:
-    """Return a sparse mixer's weights: each choice's share among those left and near enough."""
+    """Return each choice's share among those left and near enough."""
     left, weights = logits.clone(), []
     for choice in choices.unbind(1):
         most = logits.gather(1, choice[:, None])
@@ -63,13 +63,13 @@ def _chosen(routing: Routing, scores: Tensor) -> Tensor:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """Return the best numbers; ties go to the lower."""
+    """Ties go to the lower number."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def reference_experts(experts: ExpertWeights, rows: Tensor, activate: Callable[[Tensor], Tensor], rounded: Rounded,
                       shared: Tensor | None) -> Tensor:  # fmt: skip
-    """Compute the experts' output of `[num_rows, hidden]`, with the shared part."""
+    """Compute the output of `[num_rows, hidden]`."""
     logits = _product(rows, experts.router)
     choices, weights = reference_choice(experts.routing, logits, experts.choice_bias, rounded)
     read = rows if experts.latent is None else rounded(_product(rows, experts.latent[0]))

@@ -35,7 +35,7 @@ def latent_heads(
 
 
 def latent_values(found: Tensor, weights: LayerWeights, sizes: DecoderSizes, rounded: Rounding) -> Tensor:
-    """Return values `[num_rows, num_heads * value_dim]` of heads `[num_rows, num_heads, entry_dim]`."""
+    """Return `[num_rows, num_heads * value_dim]` of heads `[num_rows, num_heads, entry_dim]`."""
     assert sizes.latent is not None
     ups = _matrix(weights, "value_up").unflatten(0, (sizes.num_heads, -1))
     return rounded(torch.einsum("nhr,hvr->nhv", found[..., : sizes.latent.rank].float(), ups)).flatten(1)

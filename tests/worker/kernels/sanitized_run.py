@@ -1,8 +1,7 @@
 """Runs random row tables through a sanitized library.
 
 Its arguments are the library's path and the rounds of each kind. Right tables must give finite logits, spoiled ones
-ValueError; otherwise the sanitizer ends the process. It also covers draws, walks, candidates, GPU tables, token
-recycling and causal attention.
+ValueError; otherwise the sanitizer ends the process.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ SPOILED = (-(2**31), -1, 0, 1, 63, 64, 65, 2**20, 2**31 - 1, 2**40)
 
 @functools.cache
 def sanitized() -> ctypes.CDLL:
-    """Open the library once, because each integrity check reads it from disk."""
+    """Open once, because each integrity check reads it from disk."""
     return open_library(Path(sys.argv[1]))
 
 
@@ -90,7 +89,6 @@ def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | SparseRo
 
 
 def spoil(numbers: random.Random, rows: SequenceRows | SparseRows) -> SequenceRows | SparseRows:
-    """Change one number of the table."""
     value = numbers.choice(SPOILED)
     name = numbers.choice([field.name for field in dataclasses.fields(rows) if field.name not in ("cache", "scanned")])
     field = getattr(rows, name)
@@ -123,7 +121,6 @@ def fuzz(shape: Shape, weights: DecoderWeights, numbers: random.Random, num_roun
 
 
 def fill_tables(numbers: random.Random, shape: Shape, groups: list[SequenceRows | SparseRows]) -> None:
-    """Fill a GPU's table of exactly the needed size."""
     page, has_windows = numbers.choice(((None, False), (BLOCK, False), (2 * BLOCK, True)))
     groups = [dataclasses.replace(each, boundary=each.first_entry) if each.is_partial else each for each in groups]
     sizes = (len(groups), 80 * BLOCK, numbers.choice((1, 4, 16)), 2**20, shape.vocab, 1, page)
@@ -157,7 +154,7 @@ def fuzz_recycling(vocab: int, numbers: random.Random, num_rounds: int) -> None:
 
 
 def random_text(numbers: random.Random, vocab: int, end: int) -> TextCandidates:
-    """Make candidates below `end` after tokens below `vocab`."""
+    """Candidates are below `end`, tokens below `vocab`."""
     num_rows = numbers.randrange(1, 40)
     token_ids, ids = (
         [numbers.randrange(most) for _ in range(num_rows * each)] for most, each in ((vocab, 1), (end, 8))

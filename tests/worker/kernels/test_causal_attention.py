@@ -1,4 +1,4 @@
-"""Causal attention for training: right up to bf16 rounding, repeatable bits."""
+"""Causal attention for training is right up to bf16 rounding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _same_threads() -> Iterator[None]:
 
 
 def random_heads(batch_size: int, num_heads: int, num_kv_heads: int, length: int, size: float = 1.0) -> list[Tensor]:
-    """Make query, key, value and output gradient as views of `[batch, length, heads, 64]`."""
+    """Make views of `[batch, length, heads, 64]`."""
     generator = torch.Generator().manual_seed(length + num_heads)
     counts = (num_heads, num_kv_heads, num_kv_heads, num_heads)
     drawn = [torch.randn(batch_size, length, count, 64, generator=generator) for count in counts]
@@ -44,7 +44,6 @@ def random_heads(batch_size: int, num_heads: int, num_kv_heads: int, length: int
 
 
 def gradients_of(attend: Attend, heads: list[Tensor], scaling: float = SCALING) -> list[Tensor]:
-    """Return the output and the gradients of query, key and value."""
     inputs = [each.detach().requires_grad_() for each in heads[:3]]
     output = attend(*inputs, scaling)
     return [output.detach(), *torch.autograd.grad(output, inputs, heads[3])]
@@ -143,7 +142,7 @@ def test_nothing_that_comes_later_changes_a_bit() -> None:
 
 
 def split_heads(heads: list[Tensor], num_before: int) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-    """Split off the later positions, and the keys and values before them."""
+    """Split off the later positions, and keys and values before them."""
     return [each[:, :, num_before:] for each in heads], (heads[1][:, :, :num_before], heads[2][:, :, :num_before])
 
 

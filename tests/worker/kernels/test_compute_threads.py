@@ -1,5 +1,3 @@
-"""Memory of a team's calls is freed after a later call, or with the team."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""The AMX code with emulated tiles: right sums, exact rows."""
-
 from __future__ import annotations
 
 import random

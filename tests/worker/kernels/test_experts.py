@@ -1,4 +1,4 @@
-"""Experts in the kernels: exact choice, ties, groups, independent rows."""
+"""Experts in the kernels choose exactly and by row."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ROUTINGS = {
 
 
 def telling_weights(routing: Routing, dtype: torch.dtype, router: Tensor, choice_bias: Tensor | None) -> DecoderWeights:
-    """Make a one-layer decoder whose expert number n only adds a one at place n."""
+    """Expert number n only adds a one at place n."""
     count = routing.num_experts
     weights = random_weights(Shape(hidden=HIDDEN, dtype=dtype, experts=ExpertShape(routing)))
     layer = weights.layers[1]

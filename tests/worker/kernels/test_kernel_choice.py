@@ -1,5 +1,3 @@
-"""GPU kernels that can't run are refused in one line."""
-
 from __future__ import annotations
 
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""8-bit keys and values equal their numbers in every reader and instruction set."""
+"""8-bit keys and values equal their numbers in every reader."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def rows_of(number: int, dtype: torch.dtype) -> Tensor:
 
 
 def twin_of(cache: FullKVCache) -> FullKVCache:
-    """Make a cache of another one's decoded numbers."""
     shape = dataclasses.replace(cache.shape, kv_dtype=None)
     twin = FullKVCache(shape, cache.rows.buffer.shape[-2], cache.shape.numbers(cache.rows.buffer))
     twin.advance(cache.length)

@@ -1,4 +1,4 @@
-"""Layers with state or convolution: equal bits in all builds, packed too; refusals."""
+"""Layers with state or convolution have equal bits in all builds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ABSENT = dict.fromkeys(("query", "key", "value", "output"))
 
 
 def weights(name: str, dtype: torch.dtype = FLOAT32, packs: bool = False, unpacks: bool = False) -> DecoderWeights:
-    """Make a layer with a mixer, perhaps attention beside it, and one with gated attention."""
+    """Make one layer with a mixer, and one with gated attention."""
     plain, sizes = random_weights(Shape(dtype=dtype, head_dim=64, num_kv_heads=2)), SIZES[name]
     torch.manual_seed(3)
     shapes = {role: (columns, HIDDEN) for role, columns in sizes.columns().items()} | {"output": (HIDDEN, sizes.width)}

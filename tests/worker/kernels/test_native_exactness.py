@@ -113,7 +113,7 @@ def test_all_instruction_sets_without_products_of_bf16_give_the_same_bits(dtype:
 
 @pytest.fixture
 def one_core() -> Iterator[None]:
-    """Lets helpers share the caller's core, so that they are always late."""
+    """Helpers share the caller's core, so that they are always late."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     yield

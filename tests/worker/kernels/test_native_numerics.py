@@ -1,4 +1,4 @@
-"""The kernels are as near to float64 as torch, for every kind of model."""
+"""The kernels are as near to float64 as torch."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def decoded(decoder: NativeDecoder | ReferenceDecoder, num_kv_heads: int, head_dim: int) -> Tensor:
-    """Return the logits of all tokens, block by block."""
+    """Return all logits, block by block."""
     cache = FullKVCache(CacheShape(2, num_kv_heads, head_dim, decoder.sizes.dtype, torch.device("cpu")), len(TOKENS))
     logits = []
     for start in range(0, len(TOKENS), 64):
@@ -148,7 +148,6 @@ def test_a_model_with_a_part_of_another_class_is_left_to_transformers() -> None:
 
 
 def num_far(found: Tensor, reference: Tensor, shape: Shape) -> int:
-    """Count the rows far from the reference."""
     bound = 1e-5 if shape.dtype == FLOAT32 else 0.06
     errors = (found.float() - reference.float()).abs().amax(-1)
     return int((errors > bound * reference.float().abs().max()).sum())

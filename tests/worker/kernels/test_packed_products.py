@@ -53,7 +53,7 @@ def emulated() -> Path:
 
 
 class Product:
-    """Rows times a packed matrix, and times its numbers, in one build."""
+    """Rows times a packed matrix, and times its numbers."""
 
     def __init__(self, team: Team, matrix: PackedMatrix) -> None:
         self._team, self._library = team, with_roof(team.library)

@@ -1,5 +1,3 @@
-"""A packed matrix stands for the numbers of its definition."""
-
 import pytest
 import torch
 

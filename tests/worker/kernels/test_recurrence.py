@@ -1,4 +1,4 @@
-"""Compiled head states against the float64 recurrence, with independent bits."""
+"""Compiled head states against the float64 recurrence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def team(variant: str = VARIANTS[0] if VARIANTS else "", num_threads: int = 1) -
 
 
 def made(num_rows: int, width: int, corrects: bool = True, num_decays: int = 1) -> tuple[Steps, list[Tensor]]:
-    """Make random steps and two states."""
     torch.manual_seed(width)
     keys = torch.nn.functional.normalize(torch.randn(num_rows, KEY_HEADS, KEY_DIM), dim=-1)
     decays = 0.8 + 0.2 * torch.rand(num_rows, HEADS, num_decays)

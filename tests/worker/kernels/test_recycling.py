@@ -1,4 +1,4 @@
-"""Token recycling in C equals Python's, in every instruction set."""
+"""Token recycling in C equals Python's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Write = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def random_write(numbers: np.random.Generator, num_rows: int, vocab_size: int = VOCAB) -> Write:
-    """Make candidates after some tokens, many repeated, and some rows' pairs."""
+    """Many candidates repeat, and some rows have pairs."""
     token_ids = vocab_size - 1 - numbers.integers(0, NUM_TOKENS, num_rows)
     ids = vocab_size - 1 - np.argsort(numbers.random((num_rows, NUM_TOKENS + 9)), axis=1)[:, :TOP_K]
     logits = -np.sort(-3 * numbers.standard_normal((num_rows, TOP_K + 4)).astype(np.float32), axis=1)
@@ -56,7 +56,6 @@ def arrays_of(tables: RecyclingTables) -> list[np.ndarray]:
 
 
 def with_writes(make: Callable[[RecyclingTables], Recycler], num_writes: int, vocab_size: int = VOCAB) -> Recycler:
-    """Make a recycler that has learned what the others learn."""
     numbers, made = np.random.default_rng(1), make(RecyclingTables(vocab_size))
     for _ in range(num_writes):
         made.write([TextCandidates(*random_write(numbers, int(numbers.integers(0, 33)), vocab_size))])
@@ -80,7 +79,7 @@ def sequence(params: SamplingParams, *token_ids: int, vocab_size: int = VOCAB) -
 
 
 def sequences(params: SamplingParams) -> Iterator[Sequence]:
-    """Make text ends, most of which are in the tables; nothing of the last is."""
+    """Most text ends are in the tables; nothing of the last is."""
     numbers = np.random.default_rng(2)
     for _ in range(12):
         yield sequence(params, *numbers.integers(VOCAB - NUM_TOKENS, VOCAB, int(numbers.integers(1, 20))).tolist())

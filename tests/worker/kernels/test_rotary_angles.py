@@ -1,4 +1,4 @@
-"""Rotary frequencies equal transformers', from the config alone."""
+"""Rotary frequencies equal transformers'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels under address and undefined-behaviour sanitizers, with random tables."""
+"""The kernels under address and undefined-behaviour sanitizers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_TWICE = "-fno-sanitize=null,alignment,object-size,pointer-overflow"
 
 
 def sanitizer() -> tuple[list[str], str] | None:
-    """Return a compiler with sanitizers and the library to preload, if any."""
+    """Return a compiler and the library to preload, if any."""
     compiler = os.environ.get("CC") or shutil.which("gcc")
     if not compiler:
         return None

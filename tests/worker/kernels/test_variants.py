@@ -1,5 +1,3 @@
-"""The kernels' variants: built, chosen, loaded, and their errors."""
-
 from __future__ import annotations
 
 import shutil
@@ -85,7 +83,7 @@ def test_a_library_is_stale_once_the_source_changes_and_gone_where_that_does_not
 def test_a_library_that_is_in_use_is_whole_and_the_same_while_it_is_compiled_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler checks the library's place as a process that starts meanwhile would."""
+    """The compiler checks the library's place, as another process would."""
     path, seen = tmp_path / "lib" / "kernels-portable.so", tmp_path / "seen"
     compiler = tmp_path / "compiler"
     compiler.write_text(
@@ -146,7 +144,7 @@ def test_a_library_that_is_not_as_it_was_compiled_is_refused(size: int, tmp_path
 
 @needs_kernels
 def test_a_library_of_another_source_is_refused(tmp_path: Path) -> None:
-    """Older functions take other arguments: a checkout updated without `make` ended every worker."""
+    """A checkout updated without `make` ended every worker."""
     path = build.library_path(VARIANTS[0])
     shutil.copy(path, tmp_path)
     older = f"{'0' * 64} {path.with_suffix('.sha256').read_text().split()[1]}"

@@ -1,4 +1,4 @@
-"""Windows, soft caps and sinks: a row depends on its own position and keys alone."""
+"""With windows, soft caps and sinks a row depends on its own position and keys alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ def attend(
 
 
 def alone(cache: FullKVCache, path: list[int], inputs: Inputs, view: AttentionView, variant: str) -> Tensor:
-    """Return the last row of a path computed row by row."""
     for row in path:
         query, key, value = (each[row : row + 1] for each in inputs)
         output = attend([tree_rows(cache, 0, DraftTree())], (query, key, value), view, variant)

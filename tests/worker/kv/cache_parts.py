@@ -1,4 +1,4 @@
-"""Caches of few layers with random rows, and small blocks for offloaded ones."""
+"""Caches of few layers with random rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def rows_of(shape: CacheShape, num_rows: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def write(cache: FullKVCache, shape: CacheShape, num_rows: int) -> None:
-    """Write rows after the committed ones in all layers."""
     for layer in range(shape.num_layers):
         cache.write(layer, cache.length, *rows_of(shape, num_rows))
 
@@ -42,7 +41,7 @@ def held(cache: FullKVCache, shape: CacheShape) -> list[torch.Tensor]:
 
 
 def random_cache(shape: CacheShape, max_length: int) -> FullKVCache:
-    """Make a cache full of fixed random rows, none committed."""
+    """None of the rows is committed."""
     cache, generator = FullKVCache(shape, max_length), torch.Generator().manual_seed(0)
     for layer in range(shape.num_layers):
         for part in cache.layer(layer):
@@ -51,7 +50,7 @@ def random_cache(shape: CacheShape, max_length: int) -> FullKVCache:
 
 
 def queries_at(shape: CacheShape, position: int) -> torch.Tensor:
-    """Return two random queries per key head, `[num_layers, num_kv_heads, 2, head_dim]`, fixed per position."""
+    """Return `[num_layers, num_kv_heads, 2, head_dim]`, fixed per position."""
     size = (shape.num_layers, shape.num_kv_heads, 2, shape.head_dim)
     return torch.randn(size, generator=torch.Generator().manual_seed(position))
 
@@ -59,7 +58,7 @@ def queries_at(shape: CacheShape, position: int) -> torch.Tensor:
 def use_side_by_side(
     ours: FullKVCache, theirs: FullKVCache, max_length: int, rng: random.Random, num_steps: int
 ) -> None:
-    """Use both caches equally (trees, steps back, replays, loads), comparing after each step."""
+    """Compare both caches after each step."""
     for _ in range(num_steps):
         if theirs.length > max_length - 40 or rng.random() < 0.1:
             length = rng.randrange(theirs.length + 1)
@@ -94,7 +93,7 @@ class EverythingCache(SparseCache):
 
 
 def everything_of(shape: CacheShape, full: FullKVCache, bias: np.ndarray | None = None) -> EverythingCache:
-    """Return a cache of all of a full one's entries, the first ones with a bias."""
+    """The first entries have a bias."""
     cache = EverythingCache(shape, full.length)
     cache.follow(full, lambda position: torch.empty(0))
     cache.bias = bias

@@ -1,4 +1,4 @@
-"""Streams that work as late as possible, so that a missing wait reads old data."""
+"""A missing wait reads old data on these streams."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import torch
 
 
 class LazyEvent:
-    """A point in a lazy stream."""
-
     def __init__(self, stream: LazyStream, num_queued: int) -> None:
         self._stream, self._num_queued = stream, num_queued
 
@@ -18,11 +16,11 @@ class LazyEvent:
 
 
 def _nothing() -> None:
-    """Completed work without references."""
+    pass
 
 
 class LazyStream:
-    """A stream that works only when a later event is awaited."""
+    """Works only when a later event is awaited."""
 
     def __init__(self) -> None:
         self._queued: list[Callable[[], object]] = []

@@ -1,4 +1,4 @@
-"""Forwards over a layer ring without a model: layers check and write random rows late."""
+"""Forwards over a layer ring without a model."""
 
 from __future__ import annotations
 
@@ -25,15 +25,11 @@ class EagerLane(LazyStream):
 
 
 class Pair(NamedTuple):
-    """One sequence in two caches."""
-
     ours: FullKVCache
     theirs: FullKVCache
 
 
 class Written(NamedTuple):
-    """A forward's rows in one slot, and the expected rows before them."""
-
     visit: Visit
     first_entry: int
     rows: list[torch.Tensor]  # of each layer [2, num_kv_heads, num_rows, head_dim]
@@ -41,7 +37,7 @@ class Written(NamedTuple):
 
 
 class RingForwards:
-    """A computation as late as possible, with given lanes."""
+    """A computation as late as possible."""
 
     def __init__(self, num_layers: int, coming: LazyStream, going: LazyStream) -> None:
         self.shape = shape(num_layers)
@@ -54,7 +50,7 @@ class RingForwards:
         return Pair(self.arena.new_cache(LENGTH), FullKVCache(self.shape, LENGTH))
 
     def forward(self, runs: list[tuple[Pair, int, int]]) -> None:
-        """Queue a forward of each pair's rows: first entry and number."""
+        """`runs` has each pair's first entry and number of rows."""
         ring, written = self.arena.ring, [self._written(*run) for run in runs]
         ring.begin([each.visit for each in written])
         for layer in range(self.shape.num_layers):

@@ -1,4 +1,4 @@
-"""One layer of random scanned keys and values, and float64 attention to them."""
+"""One layer of random scanned keys and values."""
 
 from __future__ import annotations
 
@@ -38,14 +38,13 @@ class Text:
         self.entries = everything_of(self.shape, self.full.prefix(NUM_ENTRIES))
 
     def keep(self, kept: CacheShape) -> None:
-        """Round the text's rows as a cache of this shape does."""
         full = FullKVCache(kept, LENGTH)
         full.rows.buffer[:] = kept.kept(self.full.rows.buffer)
         full.advance(LENGTH)
         self.full, self.entries = full, everything_of(kept, full.prefix(NUM_ENTRIES))
 
     def scanned(self, num_best: int, first: int = 0, lengths: tuple[int, ...] = (LENGTH,)) -> ScannedKeys:
-        """Scan all keys from `first` on, in one call per length."""
+        """Scan in one call per length."""
         keys = ScannedKeys([self.full.stored(0)], first, LENGTH, num_best, self.shape.dtype)
         for length in lengths:
             keys.extend(length)
@@ -57,14 +56,14 @@ class Text:
         return partial_rows(self.entries, 0, LENGTH, DraftTree.chain([0] * (num_rows - 1)))
 
     def attend(self, query: Tensor, num_best: int, variant: str, num_threads: int = 1, first: int = 0) -> Tensor:
-        """Attend from rows `[num_rows, num_heads, head_dim]` to all keys; the rows' own are zero."""
+        """Return `[num_rows, num_heads, head_dim]`; the rows' own keys are zero."""
         own = torch.zeros(len(query), self.shape.num_kv_heads, self.shape.head_dim, dtype=self.shape.dtype)
         rows = self.rows(len(query), self.scanned(num_best, first))
         team = Team(load_library(variant), num_threads)
         return native_attention(team, [rows], 0, query, own, own, self.shape.head_dim**-0.5)
 
     def expected(self, query: Tensor, first: int = 0) -> Tensor:
-        """Return exact attention to entries, keys from `first` on, and the rows' own."""
+        """Attend exactly to entries, keys from `first` on, and the rows' own."""
         num_rows, num_heads, head_dim = query.shape
         keys, values = (part[:, :LENGTH].double() for part in self.full.layer(0))
         seen = torch.cat([torch.arange(NUM_ENTRIES), torch.arange(first, LENGTH)])
@@ -85,5 +84,4 @@ def queries(text: Text, num_rows: int = 3, group: int = 2, deviation: float = 2.
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """Return the root mean square relative to the expected one."""
     return float(((found.double() - expected).square().mean() / expected.square().mean()).sqrt())

@@ -1,4 +1,4 @@
-"""Jobs with slots of one buffer get the tokens of separate caches."""
+"""Jobs with slots of one buffer get separate caches' tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def prompt_ids(target: TargetModel, number: int) -> list[int]:
 
 
 def let_helpers_end(target: TargetModel) -> None:
-    """Let late kernel helpers finish reading caches."""
     if isinstance(target.forwards, NativeForwards):
         team = target.forwards.team
         while team.library.team_is_busy(team.handle):
@@ -54,7 +53,7 @@ def let_helpers_end(target: TargetModel) -> None:
 
 
 def generate(target: TargetModel, engine_name: str) -> list[list[int]]:
-    """Run four jobs, two at a time, so that the last two reuse slots."""
+    """Run two of four jobs at a time, so that the last two reuse slots."""
     engine, outputs = Engine(target, create_drafter(engine_name, target, free_rows)), []
     for first in (0, NUM_SLOTS):
         sequences = []

@@ -1,5 +1,3 @@
-"""Every cache of a target, on or off the device, does the same."""
-
 from __future__ import annotations
 
 import math
@@ -201,7 +199,7 @@ def in_pinned_memory(sizes: CacheShape, folder: Path) -> FullKVCache:
 def test_any_use_gives_the_rows_of_a_cache_on_the_device(
     tmp_path: Path, num_layers: int, seed: int, kept: Callable[[CacheShape, Path], FullKVCache]
 ) -> None:
-    """Trees, chains, steps back, views ahead and layers in any order, on both caches."""
+    """Trees, chains, steps back, views ahead and layers in any order."""
     rng, sizes = random.Random(seed), shape(num_layers)
     ours = kept(sizes, tmp_path)
     theirs = FullKVCache(sizes, MAX_LENGTH)

@@ -1,4 +1,4 @@
-"""Positions are copied in pieces beside the computation, with only the necessary waits."""
+"""Positions are copied in pieces beside the computation."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_no_copy_is_larger_than_a_buffer(staging: Staging, lane: LazyStream) -> 
 
 
 def test_a_piece_is_under_way_while_the_one_before_is_taken(staging: Staging, lane: LazyStream) -> None:
-    """Two pieces are queued before the first wait, and every later wait has one after it."""
+    """Two pieces are queued before the first wait."""
     steps: list[str] = []
     copy, run = lane.copy, lane.run
     lane.copy = lambda *tensors: (steps.append("copy"), copy(*tensors))  # type: ignore[method-assign,assignment,func-returns-value]

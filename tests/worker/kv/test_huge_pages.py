@@ -1,5 +1,3 @@
-"""Caches ask for huge pages, and work without them."""
-
 from __future__ import annotations
 
 import mmap
@@ -17,13 +15,11 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def num_huge_kib() -> int:
-    """Return this process's KiB in huge pages."""
     match = re.search(r"AnonHugePages:\s*(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
     return int(match[1]) if match else 0
 
 
 def num_resident_kib() -> int:
-    """Return this process's resident KiB."""
     match = re.search(r"Rss:\s*(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
     assert match is not None
     return int(match[1])

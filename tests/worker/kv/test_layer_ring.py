@@ -1,4 +1,4 @@
-"""Two device layers serve as all, with copies at any time."""
+"""Two device layers serve as all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same_rows(pair: Pair) -> bool:
 def test_any_use_finds_the_rows_of_a_cache_on_the_device(
     new_forwards: Callable[[int], RingForwards], num_layers: int, seed: int
 ) -> None:
-    """Trees, texts, split trees, steps back, resumes, views and new jobs, on one or both slots."""
+    """Trees, texts, split trees, steps back, resumes, views and new jobs."""
     rng, forwards = random.Random(seed), new_forwards(num_layers)
     torch.manual_seed(seed)
     pairs = [forwards.pair(), forwards.pair()]
@@ -63,7 +63,7 @@ def take_a_step(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -
 
 
 def read_a_text(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -> None:
-    """Read a text without waits between its blocks."""
+    """Wait for nothing between blocks."""
     for _ in range(3):
         num_rows = rng.randrange(1, 12)
         forwards.forward([(pair, pair.ours.length, num_rows) for pair in pairs])
@@ -86,7 +86,6 @@ def go_back(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -> No
 
 
 def resume(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -> None:
-    """Load another pair's rows over the existing ones."""
     for pair in pairs:
         length = rng.randrange(pair.ours.length + 1)
         kv = pair.theirs.kv(length, pair.theirs.length)[:, ::-1].copy()

@@ -1,4 +1,4 @@
-"""An offloaded cache gives equal tokens, uses little memory, and reports a full disk."""
+"""An offloaded cache gives equal tokens in little memory."""
 
 from __future__ import annotations
 
@@ -118,7 +118,6 @@ def test_measured_costs_tell_of_a_slow_disk(
 
 
 def resident_bytes(rows: torch.Tensor) -> int:
-    """Return the resident bytes of a mapped file."""
     num_bytes = rows.numel() * rows.element_size()
     pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
     failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(rows.data_ptr()), ctypes.c_size_t(num_bytes), pages)
@@ -202,7 +201,6 @@ def test_a_cache_that_ended_leaves_no_open_file(tmp_path: Path) -> None:
 
 
 def _num_open_files(folder: Path) -> int:
-    """Count this process's open files in a folder."""
     return sum(os.path.realpath(file).startswith(f"{folder}/") for file in Path("/proc/self/fd").iterdir())
 
 

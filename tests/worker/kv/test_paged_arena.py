@@ -1,4 +1,4 @@
-"""A pool of pages holds the rows of separate caches, wherever pages lie."""
+"""A pool of pages holds the rows of separate caches."""
 
 from __future__ import annotations
 

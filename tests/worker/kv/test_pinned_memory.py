@@ -1,4 +1,4 @@
-"""GPU cache memory is pinned as requested, with errors reported, and freed once."""
+"""GPU cache memory is pinned as requested, and freed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scanned texts in GPU slots equal the CPU's, after any earlier job."""
+"""Scanned texts in GPU slots equal the CPU's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def arena() -> SparseArena:
 
 
 def full_cache(seed: int) -> FullKVCache:
-    """Make an arena's second slot with noise."""
     slots = KVArena(SHAPE, 2, LONGEST)
     slots.buffer.copy_(torch.randn(slots.buffer.shape, generator=torch.Generator().manual_seed(seed)))
     first, second = slots.new_cache(LONGEST), slots.new_cache(LONGEST)

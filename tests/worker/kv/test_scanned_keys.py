@@ -1,4 +1,4 @@
-"""Scanned keys: exact best ones, a cloud of the others, independent of shared calls."""
+"""Scanned keys: exact best ones, and a cloud of the others."""
 
 from __future__ import annotations
 

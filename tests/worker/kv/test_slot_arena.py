@@ -1,5 +1,3 @@
-"""One buffer for all caches: a job has one slot and returns it."""
-
 from __future__ import annotations
 
 import copy

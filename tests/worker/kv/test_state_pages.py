@@ -1,4 +1,4 @@
-"""Roll-backs of states and positions stay together in shared pages, even without a free one."""
+"""Roll-backs of states and positions stay together in shared pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def arena() -> KVArena:
 
 
 def read_to(cache: FullKVCache, end: int) -> None:
-    """Fill positions up to `end`, as forwards of a block each do."""
     while cache.length < end:
         num_rows = min(BLOCK, end - cache.length)
         cache.layer_states.fold_to(cache.length // BLOCK * BLOCK)

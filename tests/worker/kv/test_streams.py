@@ -15,8 +15,6 @@ SIZE = (2, 2, 10, 8)
 
 
 class Streams:
-    """Streams with a current one per thread, as in torch."""
-
     def __init__(self) -> None:
         self._current = threading.local()
 

@@ -1,4 +1,4 @@
-"""Window layers' pages are freed once unseen; everything else is unchanged."""
+"""Window layers' pages are freed once unseen."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def new_cache(arena: KVArena) -> FullKVCache:
 
 
 def read_to(end: int, *caches: FullKVCache) -> None:
-    """Fill all caches with the same rows, a few at a time."""
+    """Fill all caches with the same rows."""
     while caches[0].length < end:
         start, count = caches[0].length, min(50, end - caches[0].length)
         rows = ROWS[:, start : start + count]

@@ -57,7 +57,6 @@ def extend(cache: FullKVCache, length: int) -> None:
 
 
 def first_held(cache: FullKVCache, layer: int = 0) -> int:
-    """Return the first position that a layer still has."""
     lost = cache.stored(layer)[0][0, : cache.length, 0].isnan().nonzero()
     return int(lost[-1]) + 1 if len(lost) else 0
 
@@ -144,7 +143,7 @@ def test_a_view_of_a_beginning_forgets_nothing_of_its_cache() -> None:
 @pytest.mark.parametrize("kind", ["mistral", "gpt_oss", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_rows_have_the_same_bits_whatever_was_forgotten(tmp_path: Path, kind: str, kv_dtype: None) -> None:
-    """Tiles of a prompt, then trees: forgotten numbers are NaN and would spread."""
+    """Forgotten numbers are NaN and would spread."""
     target = native_target(kind, tmp_path)
     if kv_dtype is not None:
         target = TargetModel.load(target.files, "float32", "cpu", None, kv_dtype=kv_dtype)

@@ -25,7 +25,7 @@ def spoil(rows: torch.Tensor) -> None:
 
 
 def spoil_free_pages(arena: KVArena) -> None:
-    """Fill free pages with NaN, now and whenever one is freed."""
+    """Fill pages now and whenever one is freed."""
     pool, buffer, page = arena.windowed.pool, arena.windowed.buffer, arena.page
     give_back = pool.give_back
 

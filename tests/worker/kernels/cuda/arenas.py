@@ -40,7 +40,7 @@ class Arena:
         return TableLayout(len(self.caches), CAPACITY, attention.rows_per_group, CAPACITY, shape.vocab)
 
     def table(self, sequences: Sequence[Placed], pages: PageTable | None = None) -> CudaRowTable[Tensor]:
-        """Return the table of rows; unused tail entries lead to NaN."""
+        """Unused tail entries lead to NaN."""
         layout, own = self.layout, [[0]] * len(sequences)
         if pages is not None:
             layout = replace(layout, page=pages.page)
@@ -52,9 +52,10 @@ class Arena:
         return table
 
     def in_pages(self, page: int) -> tuple[Tensor, PageTable]:
-        """Put all slots into pages `[num_layers, 2, num_slots, num_kv_heads, entries, head_dim]`.
+        """Put all slots into shuffled pages `[num_layers, 2, num_slots, num_kv_heads, entries, head_dim]` with NaN
+        between them.
 
-        Pages are shuffled with NaN between them; every slot sees the whole pool.
+        Every slot sees the whole pool.
         """
         num_slots, most = len(self.caches), CAPACITY // page
         numbers = torch.randperm(2 * num_slots * most, generator=torch.Generator().manual_seed(page))
@@ -80,7 +81,6 @@ def arena_of(shape: Shape, buffer: Tensor, lengths: Sequence[int]) -> Arena:
 
 
 def random_arena(shape: Shape, lengths: Sequence[int]) -> Arena:
-    """Make a slot per length with noise, and NaN after it."""
     size = (2, cache_shape(shape).num_parts, len(lengths), shape.num_kv_heads, CAPACITY, shape.head_dim)
     arena = arena_of(shape, torch.full(size, NAN, dtype=shape.dtype), lengths)
     for slot, length in enumerate(lengths):
@@ -89,7 +89,7 @@ def random_arena(shape: Shape, lengths: Sequence[int]) -> Arena:
 
 
 def random_rows(numbers: random.Random, arena: Arena, sizes: Sequence[int]) -> list[Placed]:
-    """Make trees of at most these sizes for the first slots."""
+    """Make trees of at most these sizes."""
     sequences = []
     for slot, size in enumerate(sizes):
         cache, vocab = arena.caches[slot], arena.shape.vocab
@@ -99,7 +99,6 @@ def random_rows(numbers: random.Random, arena: Arena, sizes: Sequence[int]) -> l
 
 
 def padded(rows: Tensor) -> Tensor:
-    """Pad rows with NaN."""
     whole = torch.full((NUM_ROWS, *rows.shape[1:]), NAN, dtype=rows.dtype)
     whole[: len(rows)] = rows
     return whole

@@ -96,7 +96,7 @@ def compiled(name: str, dtype: str, capability: int) -> Any:
 
 
 def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
-    """Return registers and stack bytes (0: no spills) per thread, shared memory, and instructions."""
+    """Return registers and stack bytes (0: no spills) per thread, and shared memory."""
     drawing = drawing_launches()
     made = compile_launch(drawing[name], capability) if name in drawing else compiled(name, dtype, capability)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -1,4 +1,4 @@
-"""A CPU stand-in for flash-attn 2.8.3's `flash_attn_with_kvcache`: layouts, splits, refusals."""
+"""A CPU stand-in for flash-attn 2.8.3's `flash_attn_with_kvcache`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ MOST_SPLITS = 128
 
 
 def install(patches: pytest.MonkeyPatch) -> None:
-    """Make `import flash_attn` find the stub."""
     module = ModuleType("flash_attn")
     module.flash_attn_with_kvcache = LibraryCall(flash_attn_with_kvcache)  # type: ignore[attr-defined]
     patches.setitem(sys.modules, "flash_attn", module)
@@ -63,14 +62,14 @@ def flash_attn_with_kvcache(
 
 
 def split_length(capacity: int, head_dim: int, num_splits: int) -> int:
-    """Return the keys per split: whole blocks by capacity, for any lengths."""
+    """Return whole blocks by capacity, for any lengths."""
     block = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
     num_blocks = -(-capacity // block)
     return -(-num_blocks // num_splits) * block
 
 
 def _in_splits(q: Tensor, keys: Tensor, values: Tensor, scale: float, length: int) -> tuple[Tensor, Tensor]:
-    """Compute each split in float64, keep it as float32, and merge in order."""
+    """Compute each split in float64, keep it as float32."""
     heads = q.double().transpose(0, 1)
     outputs, lses = [], []
     for key, value in zip(keys.split(length), values.split(length), strict=True):

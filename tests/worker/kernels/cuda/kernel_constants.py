@@ -1,4 +1,4 @@
-"""The constants of every kernel for published models, by report name."""
+"""The constants of every kernel for published models."""
 
 from __future__ import annotations
 
@@ -103,7 +103,6 @@ RECURRENT_LAYERS = {  # of published models
 
 
 def state_kernels(dtype: str) -> dict[str, Made]:
-    """Return the kernels of layers with a state or convolution."""
     found: dict[str, Made] = {}
     for model, sizes in RECURRENT_LAYERS.items():
         layout, has_bias = StepLayout.of(sizes, DTYPES[dtype].itemsize, 128), sizes.form == RecurrentForm.STATE_SPACE
@@ -136,7 +135,7 @@ def gates_of_heads() -> dict[str, Any]:
 
 
 def latent_kernels(dtype: str) -> dict[str, Made]:
-    """Return kernels for GLM 4.7 Flash and DeepSeek V3, whose heads fill several tiles."""
+    """Heads of GLM 4.7 Flash and DeepSeek V3 fill several tiles."""
     sizes, num_heads, paged = MLASizes(512, 768, 192, 64, 256), 20, {"PAGE": GPU_PAGE}
     attention = mla_kernels.MLAShape(num_heads, sizes, 132, DTYPES[dtype])
     many = dataclasses.replace(attention, num_heads=128, num_splits=16, num_rows=MOST_ROWS)
@@ -169,7 +168,6 @@ def latent_kernels(dtype: str) -> dict[str, Made]:
 
 
 def coded_kernels(dtype: str) -> dict[str, Made]:
-    """Return the kernels of 8-bit keys and values."""
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, NUM_SPLITS, DTYPES[dtype])
     paged = {"PAGE": GPU_PAGE}
     plain = {
@@ -185,7 +183,6 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
 
 
 def wide_kernels(dtype: str) -> dict[str, Made]:
-    """Return the kernels whose code depends on the number of rows, for the most rows."""
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, 16, DTYPES[dtype], MOST_ROWS)
     paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
     packed = packed_zeros("uint4", HIDDEN, 128, has_offsets=True)
@@ -209,7 +206,7 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
 
 
 def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
-    """Return the kernels that scan texts of 100,000 positions."""
+    """Texts have 100,000 positions."""
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, head_dim, NUM_SPLITS, DTYPES[dtype])
     constants = scan_constants(attention, TextSizes(32, 4, KV_HEADS, head_dim, 97, 256, 16))
     made = {

@@ -13,7 +13,7 @@ from tests.worker.library_calls import LibraryCall, Returned
 
 
 class Launches(TorchDispatchMode):
-    """Names of kernels and torch operations in order, without views."""
+    """Records kernels and torch operations without views."""
 
     def __init__(self, patches: pytest.MonkeyPatch) -> None:
         super().__init__()

@@ -17,12 +17,11 @@ Made = tuple[Any, dict[str, Any]]  # a kernel, its constants and options
 
 
 def without(constants: dict[str, int], has: str, *pointers: str) -> dict[str, Any]:
-    """Remove an optional operand."""
     return constants | {has: False} | dict.fromkeys(pointers)
 
 
 def packed_kernels() -> dict[str, Made]:
-    """Return products with every code; groups of 16, 32, 128 and a whole depth, one not in whole blocks; offsets."""
+    """Return every code; groups of 16, 32, 128 and a whole depth."""
     found = {f"packed {code}": packed_gemm(code, 128) for code in TABLES}
     return found | {
         "packed e2m1 in blocks of 16": packed_gemm("e2m1", 16),
@@ -39,7 +38,7 @@ DEEPSEEK = Routing(256, 8, Score.SIGMOID, True, 1e-20, 2.5, 8, 4, rounds_logits=
 
 
 def expert_kernels(dtype: str) -> dict[str, Made]:
-    """Return the expert kernels of published models, packed and in the dtype."""
+    """Return published models' experts, packed and in the dtype."""
     plain, number = torch.zeros(1, 2048, dtype=DTYPES[dtype]), DTYPES[dtype]
     found: dict[str, Made] = {
         "experts' router": (moe_router.multiply_router, moe_router.router_constants(2880, 128)),

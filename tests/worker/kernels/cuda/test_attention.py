@@ -1,4 +1,4 @@
-"""CUDA attention: near float64, each row's bits independent of its neighbours."""
+"""CUDA attention is near float64, with independent rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ SCALE = 0.1
 
 
 def written(shape: Shape, lengths: Sequence[int], sizes: Sequence[int], seed: int) -> tuple[Arena, list[Placed]]:
-    """Make rows of trees with their keys and values in the arena."""
     arena = random_arena(shape, lengths)
     sequences = random_rows(random.Random(seed), arena, sizes)
     for rows, slot in sequences:
@@ -59,7 +58,7 @@ def attended(
     view: AttentionView = SEES_ALL,
     page: int | None = None,
 ) -> Tensor:
-    """Attend with NaN in scratch and padding, so that leaks show."""
+    """NaN in scratch and padding makes leaks show."""
     buffer, pages = (arena.buffer, None) if page is None else arena.in_pages(page)
     scratch = Scratch.empty(num_splits, *query.shape[1:], torch.device("cpu"))
     scratch.output.fill_(NAN)
@@ -78,7 +77,6 @@ def exactly(
     bias: Tensor | None = None,
     view: AttentionView = SEES_ALL,
 ) -> Tensor:
-    """Attend by definition, in float64."""
     outputs: list[Tensor] = []
     for rows, slot in sequences:
         for tail, length in zip(rows.tail_entries, rows.tail_lengths, strict=True):
@@ -100,7 +98,7 @@ def exactly(
 
 
 def weights_of(scores: Tensor, view: AttentionView) -> Tensor:
-    """Return the softmax of `[num_kv_heads, heads of each, num_keys]`, with sinks."""
+    """Return `[num_kv_heads, heads of each, num_keys]`, with sinks."""
     if view.sinks is None:
         return scores.softmax(-1)
     sinks = view.sinks.double().view(*scores.shape[:2], 1)
@@ -154,7 +152,7 @@ def test_biases_are_added_and_entries_that_they_leave_out_are_never_seen(shape: 
 
 
 def alone(arena: Arena, rows: Placed, row: int) -> tuple[Arena, list[Placed]]:
-    """Return a row as in plain decoding: its tail in the cache, and nothing else in the forward."""
+    """Run a row as in plain decoding, with its tail in the cache."""
     sequence, slot = rows
     tail = torch.from_numpy(sequence.tail_entries[row, : sequence.tail_lengths[row]])
     plain = arena.copy()

@@ -1,4 +1,4 @@
-"""Kernels compiled for A100 and H100 in the sizes of Llama 3.1 8B, without a GPU."""
+"""Kernels compiled for A100 and H100, in the sizes of Llama 3.1 8B."""
 
 from __future__ import annotations
 
@@ -71,10 +71,7 @@ Report = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def compiled() -> Callable[..., list[Report]]:
-    """Reports of compiled kernels from another process without an interpreter.
-
-    Triton caches by a digest of its inputs. Some are only compiled for H100.
-    """
+    """Reports from another process without an interpreter; some kernels are only compiled for H100."""
     known = dict[tuple[str, tuple[int, ...], str], list[Report]]()
 
     def reports(dtype: str, capabilities: tuple[int, ...], *names: str) -> list[Report]:
@@ -166,7 +163,7 @@ def test_the_scan_spills_nothing_and_fits_into_shared_memory(
 def test_experts_spill_nothing_and_share_a_processor(
     compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
 ) -> None:
-    """At least four programs, so that one loads weights while others multiply."""
+    """One of at least four programs loads weights while others multiply."""
     reports = compiled(dtype, capabilities, *expert_kernels(dtype))
     assert len(reports) == len(capabilities) * len(asked_for(capabilities, expert_kernels(dtype)))
     for report in reports:

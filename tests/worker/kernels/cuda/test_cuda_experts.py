@@ -1,4 +1,4 @@
-"""CUDA experts: exact choice, rows independent of neighbours, codes as numbers."""
+"""CUDA experts choose exactly, row by row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ DTYPES = pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
 
 
 def table_of(rows: list[int]) -> Tensor:
-    """Return a table with these real rows."""
     table = torch.zeros(NUM_ROWS, 5, dtype=torch.int32)
     table[rows, 2] = 1
     return table
@@ -59,7 +58,6 @@ def kernels_of(weights: ExpertWeights, dtype: torch.dtype, hidden: int = HIDDEN)
 
 
 def run(weights: ExpertWeights, rows: Tensor, places: list[int], shared: Tensor | None = None) -> Tensor:
-    """Return the experts' sums for rows at these places among padding."""
     num_rows, hidden = rows.shape
     normed, out = (torch.full((NUM_ROWS, hidden), torch.nan, dtype=rows.dtype) for _ in range(2))
     normed[places] = rows
@@ -92,7 +90,7 @@ def test_experts_add_what_the_reference_adds(name: str, dtype: torch.dtype) -> N
 
 
 def told(routing: Routing, router: Tensor, choice_bias: Tensor | None, states: Tensor) -> Tensor:
-    """Return the kernels' weights `[num_rows, num_experts]` for rows with these states."""
+    """Return weights `[num_rows, num_experts]`."""
     dtype, hidden = states.dtype, states.shape[1]
     weights = weights_of(ExpertShape(routing, intermediate=16), dtype, hidden)
     weights = dataclasses.replace(weights, router=Linear(router), choice_bias=choice_bias)
@@ -110,7 +108,6 @@ def told(routing: Routing, router: Tensor, choice_bias: Tensor | None, states: T
 
 
 def order_of(marks: Tensor) -> Tensor:
-    """Return rows' experts by rank, from 1."""
     return torch.stack([(row.argsort(stable=True)[row.sort(stable=True).values > 0]) + 1 for row in marks])
 
 

@@ -1,5 +1,3 @@
-"""Captured work keeps its buffers exactly as long as its graph."""
-
 from __future__ import annotations
 
 import contextlib

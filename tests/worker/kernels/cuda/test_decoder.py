@@ -1,4 +1,4 @@
-"""The whole CUDA decoder in the interpreter: the reference's logits, exact rows."""
+"""The whole CUDA decoder has the reference's logits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run(
     sequences: Sequence[tuple[Rows, int]],
     tap: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the real rows' hidden states and logits, with cleared outputs."""
+    """Return the real rows' hidden states and logits."""
     upload(decoder, sequences)
     decoder.hidden.fill_(NAN)
     decoder.logits.fill_(NAN)

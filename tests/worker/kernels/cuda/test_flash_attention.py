@@ -1,4 +1,4 @@
-"""Attention with a stub of flash-attn's prefixes: near float64, exact rows, nothing unseen read."""
+"""Attention with a stub of flash-attn's prefixes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def flash_of(arena: Arena, num_splits: int = NUM_SPLITS) -> FlashAttention:
 
 
 def attended(arena: Arena, sequences: Sequence[Placed], query: Tensor, num_splits: int = NUM_SPLITS) -> Tensor:
-    """Attend with NaN in unused queries and padding."""
     attention, table, mixed = flash_of(arena, num_splits), arena.table(sequences), padded(query[:0])
     attention.put(query, table)
     attention.attend(1, *arena.buffer[1], None, table, mixed)

@@ -1,5 +1,3 @@
-"""Rows gathered from the arena equal indexing."""
-
 from __future__ import annotations
 
 import pytest

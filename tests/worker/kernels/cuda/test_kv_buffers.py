@@ -1,4 +1,4 @@
-"""8-bit keys and values in CUDA: torch's codes, and the bits of attention to numbers."""
+"""8-bit keys and values in CUDA have torch's codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ SMALL = Shape(group=3, head_dim=48)
 
 
 def kept(arena: Arena, kv_dtype: KVDtype) -> Arena:
-    """Convert an arena to 8 bits, keeping its NaN."""
     return arena_of(
         arena.shape, coded(arena.buffer, CODES[kv_dtype], CUDA_SCALE_BYTES), [cache.length for cache in arena.caches]
     )

@@ -1,5 +1,3 @@
-"""CUDA linear layers: products, independent of a row's place and neighbours."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Means of chunks equal torch's, wherever they go."""
-
 from __future__ import annotations
 
 import pytest

@@ -34,8 +34,6 @@ PARTS = (BLOCK - 5, LENGTH)  # ends of forwards; the second passes the boundary
 
 
 class Steps:
-    """Random steps of all rows, in float32."""
-
     def __init__(self, sizes: RecurrentSizes) -> None:
         generator = torch.Generator().manual_seed(3)
 
@@ -49,7 +47,7 @@ class Steps:
         self.shares, self.logs = rows(sizes.num_heads).sigmoid(), -rows(sizes.num_heads).exp() / 10
 
     def plainly(self) -> tuple[Tensor, Tensor]:
-        """Compute in float64 each row's output and the state at the boundary."""
+        """Compute each row's output and the state at the boundary."""
         group, found, kept = self.sizes.num_heads // self.sizes.num_key_heads, [], None
         state = torch.zeros(self.sizes.num_heads, self.sizes.key_dim, self.sizes.value_dim, dtype=torch.float64)
         for row in range(LENGTH):

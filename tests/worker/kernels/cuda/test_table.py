@@ -1,4 +1,4 @@
-"""Row tables: what kernels read of a forward's rows, and refused sizes."""
+"""Row tables: what kernels read of a forward's rows."""
 
 from __future__ import annotations
 
@@ -140,14 +140,13 @@ def test_layers_with_a_window_have_entries_and_tails_in_their_own_pages_and_all_
 
 
 def pages_of(numbers: random.Random, page: int, num_lost: int) -> list[list[int]]:
-    """Return each slot's shuffled pages; the first `num_lost` belong to others."""
+    """The first `num_lost` of the shuffled pages belong to others."""
     places = numbers.sample(range(500), 3 * CAPACITY // page)
     own = [places[slot::3] for slot in range(3)]
     return [[-1] * num_lost + each[num_lost:] for each in own]
 
 
 def random_layout(numbers: random.Random) -> tuple[TableLayout, tuple[list[list[int]], ...]]:
-    """Return a layout and three slots' pages: none, one or two pools."""
     page, has_windows = numbers.choice([(None, False), (BLOCK, False), (2 * BLOCK, True)])
     layout = dataclasses.replace(
         ARENA.layout, page=page, has_window_pages=has_windows, num_rows=numbers.choice([64, 128])

@@ -1,4 +1,4 @@
-"""Forwards of 64, 128 or 256 rows: each row's bits are its own."""
+"""In forwards of 64, 128 or 256 rows each row's bits are its own."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def company(shape: Shape, num_rows: int) -> tuple[Arena, list[Placed]]:
 
 
 def in_other_order(decoder: CudaDecoder, placed: list[Placed]) -> tuple[Tensor, Tensor]:
-    """Return hidden states and logits of shuffled rows, in the order of `placed`."""
+    """Shuffle rows; return hidden states and logits in the order of `placed`."""
     found = [each.split([len(rows) for rows, _ in placed[::-1]]) for each in run(decoder, placed[::-1])]
     hidden, logits = (torch.cat(parts[::-1]) for parts in found)
     return hidden, logits
 
 
 def alone(decoder: CudaDecoder, placed: list[Placed], number: int) -> tuple[Tensor, Tensor]:
-    """Return hidden state and logits of one row, numbered over all trees, with its ancestors in the arena."""
+    """Run one row, numbered over all trees, with its ancestors in the arena."""
     for rows, slot in placed:
         if number < len(rows):
             hidden, logits = run(decoder, [(rows.part(number, number + 1), slot)])

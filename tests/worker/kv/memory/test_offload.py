@@ -1,4 +1,4 @@
-"""--kv-offload runs as many slots as fit the host and two GPU layers."""
+"""`--kv-offload` runs as many slots as fit the host and two GPU layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan knows before loading which weights stay packed, and their bytes."""
+"""The plan knows the bytes of packed weights before loading."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def products(weights: StackedWeights) -> list[AnyLinear]:
 
 
 def loaded_bytes(weights: StackedWeights) -> int:
-    """Return the bytes of all weights; a tied head counts once."""
+    """A tied head counts once."""
     plain = {each.data_ptr(): each.nbytes for each in plain_tensors(weights)}
     packed = (product.weight for product in products(weights) if not isinstance(product.weight, torch.Tensor))
     return sum(plain.values()) + sum(weight.nbytes for weight in packed)

@@ -1,4 +1,4 @@
-"""A GPU's pool of pages: what fits beside drafts, at least the longest job."""
+"""A GPU's pool of pages fits beside drafts, and has room for the longest job."""
 
 from __future__ import annotations
 

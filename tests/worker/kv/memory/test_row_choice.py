@@ -1,5 +1,3 @@
-"""The rows of a run's forwards: as many as its jobs use for free."""
-
 from __future__ import annotations
 
 from dataclasses import replace

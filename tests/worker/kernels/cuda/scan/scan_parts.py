@@ -1,4 +1,4 @@
-"""Scanned texts in slots, with NaN elsewhere, and the expected results."""
+"""Scanned texts in slots, with NaN elsewhere."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ LEVELS = torch.tensor([-1.890625, -0.56640625, 0.56640625, 1.890625], dtype=torc
 
 @dataclass(frozen=True)
 class Rows:
-    """One sequence's chunks of text, entries beside them, and rows."""
-
     num_chunks: int
     num_entries: int
     num_rows: int
 
 
 class Texts:
-    """A layer of jointly normal caches in slots, last to first, and entries beside them."""
+    """A layer of jointly normal caches in slots, last to first."""
 
     def __init__(
         self,
@@ -88,7 +86,7 @@ class Texts:
         cache.advance(length)
 
     def _place(self, slot: int, rows: Rows, generator: torch.Generator) -> None:
-        """Write entries, and the rows' keys and values as `rope_store` does."""
+        """Write as `rope_store` does."""
         seen = self.entries[:, :, slot, :, : rows.num_entries + rows.num_rows]
         seen[..., : rows.num_entries, :] = self.caches[slot].rows.between(slice(0, rows.num_entries))
         own = torch.randn(seen[..., rows.num_entries :, :].shape, generator=generator)
@@ -108,7 +106,6 @@ class Texts:
         return table
 
     def chain(self, slot: int) -> SparseRows:
-        """Return the rows after a sequence's entries."""
         num_rows = self.sequences[slot].num_rows
         return partial_rows(self.partial[slot], 0, self.caches[slot].length, DraftTree.chain([0] * (num_rows - 1)))
 
@@ -128,7 +125,7 @@ class Texts:
         return Scan(self.attention, self.texts, scratch, self.shape.head_dim**-0.5, self.full, self.pages)
 
     def attended(self, scan: Scan, query: Tensor) -> Tensor:
-        """Return real rows `[num_rows, num_heads, head_dim]`, and check that padding was not written."""
+        """Return `[num_rows, num_heads, head_dim]`, and check that padding was not written."""
         prefixes = Scratch.empty(NUM_SPLITS, query.shape[1], query.shape[2], CPU)
         prefixes.output.fill_(NAN)
         prefixes.lse.fill_(NAN)
@@ -140,7 +137,7 @@ class Texts:
         return mixed[:num_rows]
 
     def scores(self, query: Tensor, slot: int, head: int) -> Tensor:
-        """Return the codes' scores of queries `[num_rows, head_dim]`, float64 `[num_rows, num_keys]`."""
+        """Return `[num_rows, num_keys]` in float64, by codes; queries are `[num_rows, head_dim]`."""
         texts, kv_head, head_dim = self.texts, head // self.group, self.shape.head_dim
         num_chunks = self.sequences[slot].num_chunks
         codes = texts.codes[0, slot, kv_head].view(-1, head_dim // 4, BLOCK)[: num_chunks * SCAN_CHUNK // BLOCK]
@@ -151,7 +148,7 @@ class Texts:
         return spread @ levels.T + means.repeat_interleave(SCAN_CHUNK, dim=1)
 
     def chosen(self, scan: Scan, slot: int, row: int, head: int) -> Tensor:
-        """Return a row's keys on its tile's lists, in text order."""
+        """Return a row's keys in text order."""
         first_row = sum(rows.num_rows for rows in self.sequences[:slot])
         per_tile = TILE_ROWS // self.group
         tile, kv_head = first_row + row // per_tile * per_tile, head // self.group
@@ -168,9 +165,7 @@ class Texts:
         return slice(first, first + self.sequences[slot].num_rows)
 
     def exactly(self, scan: Scan, query: Tensor, slot: int, row: int, head: int) -> Tensor:
-        """Return `[head_dim]` in float64 by definition: entries, rows before it, chosen keys, and a cloud of the
-        others.
-        """
+        """Return `[head_dim]` in float64: entries, rows before it, chosen keys, and a cloud of the others."""
         rows, kv_head, scale = self.sequences[slot], head // self.group, scan.scale
         own = query[self.rows_of(slot)][row, head].double()
         keys, values = self.entries[0, :, slot, kv_head, : rows.num_entries + row + 1].double()

@@ -1,4 +1,4 @@
-"""The GPU scan: scores by codes, exact best keys, clouds for the rest, repeatable bits."""
+"""The GPU scan: exact best keys, clouds for the rest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def attended(head_dim: int, dtype: torch.dtype, deviation: float = 2.0, num_best
 
 
 def heads_of(texts: Texts, slots: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Yield slot, row and head of some queries."""
     return [
         (slot, row, head)
         for slot in slots

@@ -1,5 +1,3 @@
-"""The lowest score that few samples reach equals sorting's."""
-
 from __future__ import annotations
 
 import numpy as np
