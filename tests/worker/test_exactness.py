@@ -1,4 +1,4 @@
-"""The same tokens bit for bit: engines, batches and resumes against plain decoding."""
+"""Engines, batches and resumes have plain decoding's tokens."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ ALL = [(name, setting) for name in BENCH_ENGINES for setting in SETTINGS if name
 
 
 def marks_of(engine_name: str, setting: str) -> list[pytest.MarkDecorator]:
-    """Run every engine in the hardest setting; easier ones only with distinct engines."""
+    """Easier settings only run distinct engines."""
     if setting == HARDEST:
         return []
     return [pytest.mark.long if setting in DIFFERING and engine_name == MANIFOLD else pytest.mark.slow]
@@ -95,7 +95,7 @@ def marks_of(engine_name: str, setting: str) -> list[pytest.MarkDecorator]:
 def decode(
     target: TargetModel, engine_name: str, sequences: list[Sequence], drafter_state: dict[str, np.ndarray] | None = None
 ) -> list[list[int]]:
-    """Run sequences in one batch to their ends; return their output ids."""
+    """Return the output ids of one batch."""
     engine = Engine(target, create_bench_drafter(engine_name, target, free_rows))
     for sequence in sequences:
         engine.start(sequence)
@@ -114,8 +114,6 @@ def codec(embedded_files: object) -> TextCodec:
 
 
 class Plain:
-    """Cached plain decoding, one sequence at a time."""
-
     def __init__(self, target: TargetModel, codec: TextCodec, num_tokens: int) -> None:
         self.target, self._codec, self._num_tokens = target, codec, num_tokens
         self._outputs: dict[str, list[list[int]]] = {}

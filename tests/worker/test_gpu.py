@@ -1,4 +1,4 @@
-"""GPU tests: the engine, and the probe of its rows.
+"""The engine, and the probe of its rows, on a GPU.
 
 Run `TRITON_INTERPRET=0 python -m pytest -m gpu`; a process has Triton's interpreter or not.
 """

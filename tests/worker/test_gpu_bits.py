@@ -1,4 +1,4 @@
-"""Bits that `doctor` does not check: pages, 8-bit keys, experts, host caches, forced rounds.
+"""Bits that `doctor` does not check.
 
 On a GPU in published shapes, as in `python -m bench gpu --everything`; otherwise small, in the interpreter.
 """
@@ -56,8 +56,6 @@ pytestmark = [
 
 
 class Sizes(NamedTuple):
-    """The amount compared."""
-
     lengths: Sequence[int] = (70, 1500, 5000)
     num_experts: int = 64
     expert_width: int = 768
@@ -97,7 +95,6 @@ def target_over(parts: Parts, arena: KVArena) -> ArenaTarget:
 
 
 def paged(parts: Parts, num_slots: int, longest: int, pool: PoolSize) -> KVArena:
-    """Make an arena with shuffled pages."""
     arena = KVArena(parts.cache_shape(), num_slots, longest, pool)
     random.Random(arena.num_pages).shuffle(arena.pool._free)
     return arena
@@ -192,7 +189,7 @@ def test_caches_on_the_host_give_the_bits_of_those_on_the_device(trial: Trial) -
 
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_chains_behind_scanned_texts_give_the_tokens_of_plain_decoding(trial: Trial, place: str) -> None:
-    """Chains are forced, after a long text and a short one without chunks to scan."""
+    """One text is long, another too short to scan."""
     parts, longest = trial.parts(files=trial.decoded_files), SIZES.forced_length + SIZES.forced_tokens
     target = parts.target(3, longest) if place == "device" else offloaded_target(parts, 3, longest)
     costs = step_costs_of(target)

@@ -1,4 +1,4 @@
-"""GPU tests: every small kind of model against transformers.
+"""Every small kind of model against transformers, on a GPU.
 
 Triton's interpreter runs the same in `tests/worker/forward/cuda/` and `tests/worker/kernels/cuda/`.
 """

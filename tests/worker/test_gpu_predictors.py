@@ -1,4 +1,4 @@
-"""GPU tests: an MTP layer drafts as on a CPU and changes no token.
+"""An MTP layer drafts as on a CPU.
 
 Triton's interpreter runs the same in `tests/worker/drafters/mtp/test_mtp_cuda.py`.
 """

@@ -1,4 +1,4 @@
-"""GPU tests: 2,000 rows of trees per kind, across boundaries and on pages, against plain decoding."""
+"""2,000 rows of trees per kind, across boundaries and on pages."""
 
 from __future__ import annotations
 

@@ -22,7 +22,6 @@ LINE = {"custom_id": "a", "prompt": "The lighthouse", "max_tokens": 3}
 
 @pytest.fixture
 def refused(tiny_model: Path, tmp_path: Path) -> Path:
-    """A model of bitsandbytes."""
     folder = shutil.copytree(tiny_model, tmp_path / "refused")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))

@@ -1,4 +1,4 @@
-"""The shortcuts of Triton's interpreter give its bits, for all types."""
+"""The shortcuts of Triton's interpreter give its bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ OF_TYPES = ("float32", "bfloat16", "float16", "float64", "int1", "int8", "int16"
 
 
 def steps() -> dict[str, Step]:
-    """Return the compared steps by name."""
     found = {
         **{f"{each} of two": lambda tl, a, b, m, f=each: getattr(tl, f)(a, b) for each in ("maximum", "minimum")},
         "where": lambda tl, a, b, m: tl.where(m, a, b),
@@ -92,7 +91,7 @@ STEPS = steps()
 
 @pytest.fixture(scope="module")
 def kernels() -> tuple[ModuleType, ModuleType]:
-    """The kernels with shortcuts, and with a separately imported, unchanged Triton."""
+    """The same kernels with shortcuts, and in a separately imported, unchanged Triton."""
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "triton"}
     path = Path(__file__).with_name("interpreted_kernels.py")
 
@@ -117,10 +116,7 @@ def kernels() -> tuple[ModuleType, ModuleType]:
 
 
 def random_numbers(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Make random bits and easily lost numbers.
-
-    Without denormal bfloat16, where Triton's interpreter differs.
-    """
+    """Omit denormal bfloat16, where Triton's interpreter differs."""
     random = np.random.default_rng(seed)
     bits = torch.from_numpy(random.integers(0, 256, SIZE * dtype.itemsize, dtype=np.uint8))
     numbers = bits.view(dtype)

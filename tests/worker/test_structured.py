@@ -44,7 +44,7 @@ def codec(embedded_files: ModelFiles) -> TextCodec:
 def generated(
     target: TargetModel, codec: TextCodec, engine_name: str, jobs: Iterable[dict[str, Any]]
 ) -> list[tuple[Sequence, str]]:
-    """Run one batch to its end; return sequences and texts."""
+    """Return sequences and texts of one batch."""
     engine = Engine(target, create_bench_drafter(engine_name, target, free_rows), codec.output_text)
     sequences = []
     for number, fields in enumerate(jobs):

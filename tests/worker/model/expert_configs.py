@@ -1,4 +1,4 @@
-"""Published config.json files of models with experts, with sizes cut down."""
+"""Published config.json files of models with experts, cut down."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ WITH_EXPERTS = ROUTED | WITH_SHARED_EXPERTS
 
 
 def write_experts(published: dict[str, Any], folder: Path) -> None:
-    """Write a random tiny model whose rows meet different experts."""
+    """Write a random model whose rows meet different experts."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**published))
     for each in [*model.parameters(), *(buffer for key, buffer in model.named_buffers() if "correction" in key)]:

@@ -1,5 +1,3 @@
-"""Folders of random models with published config.json files."""
-
 from __future__ import annotations
 
 import copy

@@ -161,7 +161,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(kind: str, window: int = 100, has_wide_heads: bool = False) -> PreTrainedConfig:
-    """Make a config of few small layers, with windows that 300 tokens exceed; wide heads fit the kernels."""
+    """Windows are exceeded by 300 tokens; wide heads fit the kernels."""
     sizes = {**SIZES, "sliding_window": window, "attention_chunk_size": window, **OWN_SIZES.get(kind, {})}
     if has_wide_heads:
         sizes |= {"qk_nope_head_dim": 48} if "qk_nope_head_dim" in sizes else {"head_dim": 64, "hidden_size": 256}
@@ -169,7 +169,7 @@ def tiny_config(kind: str, window: int = 100, has_wide_heads: bool = False) -> P
 
 
 def tiny_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """Make random weights, norms and sinks included: their initial ones and zeros would hide mistakes."""
+    """Make random norms and sinks too: their initial ones and zeros would hide mistakes."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval().requires_grad_(False)
     for parameter in model.parameters():
@@ -181,14 +181,14 @@ def tiny_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
 def tiny_target(
     kind: str, dtype: torch.dtype = torch.float32, window: int = 100, variant: str | None = None
 ) -> TargetModel:
-    """Make a small target; with `variant` plain layers use its kernels."""
+    """With `variant`, plain layers use its kernels."""
     model = tiny_model(tiny_config(kind, window, variant is not None), dtype)
     files = ModelFiles(kind, Path(kind), Digests({}, {}), NUM_POSITIONS, VOCAB_SIZE)
     return TargetModel(TransformersForwards(model, files, variant), files)
 
 
 def target_that_drops(asked: str, monkeypatch: pytest.MonkeyPatch, variant: str | None = None) -> TargetModel:
-    """Make a model that loses its `span`, `softcap` or `sinks`."""
+    """Lose the model's `span`, `softcap` or `sinks`."""
     target = tiny_target({"span": "mistral", "softcap": "gemma2", "sinks": "gpt_oss"}[asked], variant=variant)
     if asked == "span":
         target.transformers.spans = [FULL] * len(target.transformers.spans)
@@ -199,7 +199,6 @@ def target_that_drops(asked: str, monkeypatch: pytest.MonkeyPatch, variant: str 
 
 
 def save_tiny(config: PreTrainedConfig, folder: Path) -> None:
-    """Save a tiny model with only its own kind's keys."""
     tiny_model(config).save_pretrained(folder)
     said = json.loads((folder / "config.json").read_text())
     foreign = (set(SIZES) | {"sliding_window", "attention_chunk_size", *RECURRENT}) - set(type(config)().to_dict())
@@ -207,7 +206,6 @@ def save_tiny(config: PreTrainedConfig, folder: Path) -> None:
 
 
 def native_target(kind: str, folder: Path, dtype: str = "float32") -> TargetModel:
-    """Load a tiny model that fits the kernels from a folder."""
     save_tiny(tiny_config(kind, has_wide_heads=True), folder)
     return TargetModel.load(locate_model(str(folder)), dtype, "cpu")
 
@@ -232,7 +230,7 @@ def asks_for(target: TargetModel) -> str:
 
 
 def where_it_runs(kind: str) -> tuple[str, str]:
-    """Return what computes a published kind, on a CPU and on a GPU."""
+    """Name what computes a published kind, on a CPU and on a GPU."""
     if kind in HYBRID_ARCHITECTURES or (kind in DENSE_KINDS and kind not in RECURRENT_ARCHITECTURES):
         return "kernels", "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
@@ -240,7 +238,7 @@ def where_it_runs(kind: str) -> tuple[str, str]:
 
 
 def table() -> str:
-    """Return the page of kinds: `docs/models.md`."""
+    """Return `docs/models.md`."""
     rows = []
     for kind in SUPPORTED_ARCHITECTURES:
         target = tiny_target(kind)

@@ -1,4 +1,4 @@
-"""Promises of every kind of decoder in our kernels, and their texts."""
+"""Promises of every kind of decoder in our kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_RECOVERED = 50, 28, 15
 
 
 def save_parts(folder: Path, config: PreTrainedConfig) -> None:
-    """Add all engines' untrained parts to a model's folder."""
     parts = folder / PARTS_FOLDER
     saved(parts / DRAFT_FOLDER, AutoConfig.for_model(**PUBLISHED["Llama 3.2 1B"]))
     fingerprint = locate_model(str(folder)).fingerprint
@@ -47,7 +46,7 @@ def sequences(target: TargetModel, temperature: float = 1.0) -> list[Sequence]:
 
 
 def check_texts_are_those_of_transformers(target: TargetModel) -> None:
-    """Compare logits of a text, and greedy texts."""
+    """Compare logits and greedy texts."""
     found = compare(target)
     assert found.agrees, found
     assert found.num_same_choices == found.num_rows
@@ -58,7 +57,6 @@ def check_texts_are_those_of_transformers(target: TargetModel) -> None:
 
 
 def check_engines_give_plain_tokens_beside_a_resumed_job(target: TargetModel) -> None:
-    """Compare each of `ENGINES` with plain decoding of single sequences."""
     plain = [decode(target, "autoregressive", [text])[0] for text in sequences(target)]
     for engine in ENGINES:
         fresh, resumed = sequences(target)
@@ -67,7 +65,7 @@ def check_engines_give_plain_tokens_beside_a_resumed_job(target: TargetModel) ->
 
 
 def check_a_disk_changes_no_text(folder: Path, caches: Path) -> None:
-    """Compare texts with caches in memory and in the folder `caches`."""
+    """Compare with texts of caches in memory."""
     outputs = []
     for kv_offload in (None, str(caches)):
         target = loaded(folder, "bfloat16", kv_offload)

@@ -1,4 +1,4 @@
-"""Published config.json files of models with latent attention, cut down."""
+"""Published config.json files with latent attention, cut down."""
 
 from __future__ import annotations
 

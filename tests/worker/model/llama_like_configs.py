@@ -1,4 +1,4 @@
-"""Published config.json files of decoders near Llama: projections, angles, scales, windows."""
+"""Published config.json files of decoders near Llama."""
 
 from __future__ import annotations
 

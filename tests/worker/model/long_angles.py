@@ -11,7 +11,7 @@ MOST_POSITIONS = 4096
 
 
 def _factors(seed: int, most: float, number: int) -> list[float]:
-    """Return factors that grow with the dimension, as published."""
+    """Grow with the dimension, as published factors do."""
     numbers = random.Random(seed)
     return sorted(round(numbers.uniform(1.0, most), 3) for _ in range(number))
 
@@ -87,6 +87,5 @@ LONG_ANGLES = {
 
 
 def text(num_tokens: int, seed: int = 0) -> Sequence[int]:
-    """Return ordinary tokens of these models."""
     numbers = random.Random(seed)
     return [numbers.randrange(3, 97) for _ in range(num_tokens)]

@@ -1,4 +1,4 @@
-"""Published config.json files of decoders with other norms, activations, heads or soft caps."""
+"""Published config.json files with other norms, activations, heads or soft caps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published config.json files of models with routed experts only, cut down."""
+"""Published config.json files with routed experts only, cut down."""
 
 from __future__ import annotations
 

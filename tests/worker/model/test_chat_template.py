@@ -1,5 +1,3 @@
-"""The input of chat templates: parts, names, variables."""
-
 from __future__ import annotations
 
 import shutil

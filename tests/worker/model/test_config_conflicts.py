@@ -1,4 +1,4 @@
-"""Numbers of a config that no forward can take are refused before the start."""
+"""Configs that no forward can take are refused before the start."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def changed(config: dict[str, Any], place: tuple[str, ...], value: Any) -> dict[
 
 
 def told(config: dict[str, Any]) -> str | None:
-    """Return `inspect`'s answer for a config, or its refusal."""
     refusal = what_refuses(config, NOWHERE)
     if refusal is None:
         view = text_view(config)
@@ -171,7 +170,7 @@ def test_whatever_a_number_is_replaced_by_it_is_taken_or_refused_in_a_line(name:
 
 
 def dies(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return how a worker fails with a config that `inspect` accepts, if it does."""
+    """Return the failure of a worker whose config `inspect` accepts."""
     (folder / "config.json").write_text(json.dumps(config))
     found = inspect_model(str(folder))
     assert found.model_dump_json()

@@ -1,7 +1,4 @@
-"""Dense decoders other than Llama in our kernels give transformers' texts.
-
-Published configs, cut down.
-"""
+"""Dense decoders other than Llama give transformers' texts."""
 
 from __future__ import annotations
 
@@ -58,7 +55,6 @@ ACTIVATION_NAMES = {"glm4": "activation_fn", "starcoder2": "act"}  # in their cl
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models by kind, with all engines' parts."""
     found = {}
     for kind, name in FORMS.items():
         published = OTHER_FORMS[name] | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -80,7 +76,7 @@ def test_logits_and_greedy_texts_are_those_of_transformers(kind: str, folders: d
 def test_what_is_computed_number_by_number_is_rounded_to_bf16_where_transformers_rounds(
     kind: str, folders: dict[str, Path]
 ) -> None:
-    """Products and rotations are excluded, because their inner roundings are skipped."""
+    """Inner roundings of products and rotations are skipped."""
     files = locate_model(str(folders[kind]))
     weights, theirs = dense_weights(files, torch.bfloat16), load_causal_lm(files, torch.bfloat16).model
     assert weights is not None

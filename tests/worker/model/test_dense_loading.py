@@ -1,4 +1,4 @@
-"""Dense decoders are read without transformers only if that gives its exact model."""
+"""Dense decoders are read without transformers if that gives its exact model."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_a_worker_with_the_embedded_model_needs_no_models_of_transformers() -> N
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "olmo"])
 def test_a_head_that_is_the_tied_embedding_once_more_changes_nothing(kind: str, tmp_path: Path) -> None:
-    """Qwen3 0.6B is published so; our reader and transformers both accept it."""
+    """Qwen3 0.6B is published so."""
     config = config_of("llama") if kind == "llama" else AutoConfig.for_model(kind, **SIZES, tie_word_embeddings=True)
     files = saved(tmp_path, config)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""End tokens of a text: the generation config's (or config's), and the tokenizer's."""
+"""End tokens come from the generation config (or config) and the tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path: Path, tiny_model: Path) -> Path:
 
 
 def changed(file: Path, **values: Any) -> None:
-    """Edit a JSON file; None removes a value."""
+    """None removes a value."""
     said = {**(json.loads(file.read_text()) if file.exists() else {}), **values}
     file.write_text(json.dumps({name: value for name, value in said.items() if value is not None}))
 
@@ -85,7 +85,7 @@ def test_a_config_counts_where_no_generation_config_names_an_end(model: Path) ->
 
 @pytest.mark.parametrize("engine", ["autoregressive", "token-recycling"])
 def test_a_fine_tune_s_text_ends_at_the_tokenizer_s_end_of_a_turn(tmp_path: Path, model: Path, engine: str) -> None:
-    """Its generation config is often the base model's, with only the end of text."""
+    """Its generation config is often the base model's."""
     names = listed(model)
     changed(model / "generation_config.json", eos_token_id=7)
     changed(model / "tokenizer_config.json", eos_token=names[9])

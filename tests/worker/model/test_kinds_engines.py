@@ -1,4 +1,4 @@
-"""Every engine gives plain decoding's tokens with windows, soft caps, sinks and experts, resumed too."""
+"""Every engine gives plain decoding's tokens with every kind."""
 
 from __future__ import annotations
 
@@ -78,7 +78,6 @@ def decode(target: TargetModel, engine_name: str, batch: list[Sequence]) -> list
 
 @pytest.fixture(scope="module")
 def plain(made: Callable[[Kind], TargetModel]) -> Callable[[Kind], list[list[int]]]:
-    """Plain decoding's tokens of each sequence alone."""
     return functools.cache(
         lambda kind: [decode(made(kind), "autoregressive", [sequence])[0] for sequence in sequences(made(kind))]
     )

@@ -29,7 +29,7 @@ GOES_ON = TemplateOptions(add_generation_prompt=False, continue_final_message=Tr
 
 
 def each(body: str, roles: Sequence[str] = ("system", "user", "assistant")) -> str:
-    """Return a template that shows only messages of some roles."""
+    """Show only messages of some roles."""
     start = f"{{% for m in messages %}}{{% if m.role in {list(roles)} %}}"
     return f"{start}({{{{ m.role }}}}:{body}){{% endif %}}{{% endfor %}}"
 
@@ -94,7 +94,7 @@ def chat_of(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def prompt_of(chat: ChatTemplate, messages: Sequence[Message], options: TemplateOptions | None = None) -> str:
-    """Return the messages' prompt; raises ValueError if it lacks a text."""
+    """Raises ValueError if the prompt lacks a text."""
     prompt = chat.render(messages, options)
     chat.refuse_lost(messages, options, prompt)
     return prompt
@@ -265,7 +265,6 @@ PIECES = (" ", "\n", "/no_think", "<b>&", '"', "{{ x }}", "<think>hm</think>", "
 
 
 def some_messages(draw: random.Random) -> list[Message]:
-    """Draw messages with unique words, mostly alternating."""
     words = (f"word{number}z" for number in range(99))
     roles = ["user", "assistant"] * 2 if draw.random() < 0.7 else draw.choices(ROLES, k=draw.randint(1, 5))
     if draw.random() < 0.4:

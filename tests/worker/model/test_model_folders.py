@@ -55,7 +55,7 @@ def change_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], objec
 
 
 def refusal(folder: Path, load: bool = True) -> str:
-    """Return the line in which a folder is refused, before or while loading."""
+    """Return the refusal before or while loading."""
     files = None if not load else locate_model(str(folder))
     with pytest.raises(ModelError) as caught:
         locate_model(str(folder)) if files is None else TargetModel.load(files, "float32", "cpu")

@@ -1,4 +1,4 @@
-"""Every supported kind agrees with transformers; others are refused with a reason."""
+"""Every supported kind agrees with transformers."""
 
 from __future__ import annotations
 

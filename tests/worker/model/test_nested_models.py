@@ -1,4 +1,4 @@
-"""Models of text and images give their whole class's texts, under published names."""
+"""Models of text and images give their whole class's texts."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ WHOLE["qwen3_5_moe"] = (
 
 
 def whole_model(kind: str) -> Any:
-    """Make a tiny random model of transformers' class, with changed norms."""
+    """Change norms of transformers' random class."""
     config = AutoConfig.for_model(kind, text_config=TEXT | WHOLE[kind][1], vision_config=SMALL_TOWER)
     config.text_config.initializer_range = 0.3
     torch.manual_seed(0)
@@ -163,7 +163,6 @@ def whole_model(kind: str) -> Any:
 
 
 def publish(model: Any, kind: str, folder: Path) -> ModelFiles:
-    """Write a model as published: nested text config, prefixed tensors."""
     prefix, text_config = WHOLE[kind]
     config = {"model_type": kind, "text_config": TEXT | text_config, "vision_config": SMALL_TOWER}
     config["tie_word_embeddings"] = model.config.tie_word_embeddings

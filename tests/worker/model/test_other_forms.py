@@ -1,7 +1,4 @@
-"""Decoders other than Llama: the kernels read their configs and give transformers' logits.
-
-Published keys and values, cut down.
-"""
+"""The kernels read other decoders' configs and give transformers' logits."""
 
 from __future__ import annotations
 
@@ -77,7 +74,7 @@ def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says
 
 
 def test_a_window_that_hides_nothing_of_the_longest_text_is_none() -> None:
-    """Ministral 8B is published so; drafts may then scan its keys."""
+    """Ministral 8B is published so."""
     config = OTHER_FORMS["Mistral 7B v0.1"]
     longest = config["max_position_embeddings"]
     assert read_decoder_config(config | {"sliding_window": longest}).windows == (None, None)

@@ -1,4 +1,4 @@
-"""Published config.json files that need no transformers, and their results.
+"""Published config.json files that need no transformers.
 
 Sizes are cut down, with windows shorter than texts.
 """
@@ -53,7 +53,6 @@ NO_MODEL |= {"a window that is no number"}
 
 
 def folder_of(name: str, folder: Path) -> ModelFiles:
-    """Write a random model beside its published config."""
     view = {key: value for key, value in text_view(PUBLISHED[name]).items() if key != "_attn_implementation"}
     files = saved(folder, AutoConfig.for_model(**view))
     (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
@@ -61,7 +60,7 @@ def folder_of(name: str, folder: Path) -> ModelFiles:
 
 
 def logits(weights: DecoderWeights) -> torch.Tensor:
-    """Return logits of two blocks at positions with many rotations."""
+    """Return two blocks' logits at positions with many rotations."""
     sizes = weights.sizes
     shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, CPU)
     cache, decoder, found = FullKVCache(shape, 128), ReferenceDecoder(weights), []

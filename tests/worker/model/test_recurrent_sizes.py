@@ -1,5 +1,3 @@
-"""The states of hybrid models, by config as large as transformers'."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Angles that depend on a forward's longest text are refused; a fixed `alpha` works."""
+"""Angles that depend on a forward's longest text are refused."""
 
 from __future__ import annotations
 

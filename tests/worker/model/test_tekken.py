@@ -34,7 +34,6 @@ CONTROLS = (
 
 
 def tekken(controls: Sequence[str] = CONTROLS) -> dict[str, Any]:
-    """Write Mistral's file with the bytes and a few merges."""
     tokens = [bytes([byte]) for byte in range(256)] + [merge.encode() for merge in MERGES]
     pieces = [
         {"rank": i, "token_bytes": base64.b64encode(each).decode(), "token_str": None} for i, each in enumerate(tokens)
@@ -54,7 +53,6 @@ def tekken(controls: Sequence[str] = CONTROLS) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model: Path) -> Path:
-    """The tiny model with Mistral's tokenizer file."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     for name in TOKENIZER_FILES:
         (folder / name).unlink(missing_ok=True)

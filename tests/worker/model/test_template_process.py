@@ -1,4 +1,4 @@
-"""Chat templates render as in transformers, reproducibly and within limits."""
+"""Chat templates render as in transformers, within limits."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def codec(model: Path, template: str = "", named: tuple[str, str] | None = None)
 
 
 def with_tokens(model: Path, *tokens: str) -> None:
-    """Add tokens to tokenizer and model, as far as its config allows."""
+    """Add tokens as far as the model's config allows."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     tokenizer.add_tokens(list(tokens), special_tokens=True)
     tokenizer.save_pretrained(model)

@@ -1,4 +1,4 @@
-"""Truncated downloads with reserved room are refused; sound weights with zeros are not."""
+"""Truncated downloads with reserved room are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cut_off(file: Path, share: float) -> None:
 
 
 def refusal(model: Path) -> str:
-    """Return the line in which runs and `inspect` refuse a model."""
+    """Return the line of `inspect` and runs."""
     with pytest.raises(ModelError) as caught:
         locate_model(str(model))
     said = str(caught.value).removeprefix(f"model {model}: ")

@@ -1,5 +1,3 @@
-"""A model quantized here runs here, is near the plain one, and is written atomically."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Draft trees and their rows."""
-
 from __future__ import annotations
 
 import random

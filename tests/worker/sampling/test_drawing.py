@@ -1,4 +1,4 @@
-"""Samplers in C, torch and Triton share one contract: they follow their sequence and fork."""
+"""Samplers in C, torch and Triton share one contract."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ def num_steps(drawing: BatchSampler, most: int) -> int:
 
 
 def drawn_by(drawing: BatchSampler, sampler: Sampler, logits: torch.Tensor) -> int:
-    """Draw the token after the sampler's sequence."""
     [token_id] = drawing.walks([sampler], [DraftTree()], [logits[None]])[0].drawn
     return token_id
 
@@ -163,7 +162,7 @@ def test_log_probabilities_follow_from_rows_and_tokens_alone(
 
 @pytest.mark.parametrize("is_lower", [True, False])
 def test_what_counts_take_off_is_rounded_once_everywhere(drawing: BatchSampler, is_lower: bool) -> None:
-    """The product is not rounded by itself: a token that loses its whole logit ties with one without."""
+    """The product is not rounded by itself."""
     frequency, presence = np.float32(0.1), np.float32(0.7)
     counts = np.arange(1, 60)
     taken = (float(frequency) * counts + float(presence)).astype(np.float32)

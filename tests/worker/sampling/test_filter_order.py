@@ -1,4 +1,4 @@
-"""The filters' order: torch, C and Triton draw in it and in no other.
+"""Torch, C and Triton draw in the filters' order and in no other.
 
 A new filter belongs in worker/sampling/filters.py, or this file says what is missing.
 """
@@ -65,7 +65,7 @@ def noise() -> GumbelNoise:
 
 
 def kept(row: torch.Tensor, settings: dict[str, float], order: Sequence[str]) -> torch.Tensor:
-    """Apply filters in order by definition; return the scores."""
+    """Return the scores by definition."""
     for field in order:
         row = KEEP[field](row, settings[field])
     return row

@@ -1,4 +1,4 @@
-"""Logits that are not finite fail only the job that meets them, in any engine."""
+"""Logits that are not finite fail only the job that meets them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_tokens_that_a_model_masks_itself_are_no_fault() -> None:
 
 @pytest.fixture(scope="module")
 def clean(target: TargetModel) -> dict[float, dict[str, list[int]]]:
-    """The undamaged model's outputs, by temperature and name."""
+    """The undamaged outputs, by temperature and name."""
     return {
         temperature: {
             name: sequence.output_ids.tolist()
@@ -109,8 +109,6 @@ def test_every_engine_fails_the_same_job_at_the_same_position_and_no_other(
 
 
 class Always(Drafter):
-    """Proposes one token, twice in a row."""
-
     needs_top_k = True
 
     def __init__(self, token_id: int, inner: Drafter) -> None:
@@ -165,7 +163,7 @@ def test_a_model_that_gives_nan_behind_every_token_is_refused_in_one_line(target
 
 
 def damaged(model: Path, folder: Path, name: str, row: int | None = None) -> Path:
-    """Copy a model with NaN in a tensor or a row of it."""
+    """Put NaN in a tensor or a row of it."""
     shutil.copytree(model, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors[name][slice(None) if row is None else row] = NAN

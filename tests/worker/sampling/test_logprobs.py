@@ -1,4 +1,4 @@
-"""Equal log-probabilities in engines, batches and resumes; and transformers' own."""
+"""Log-probabilities are equal in engines, batches and resumes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def params_of(**changes: Any) -> SamplingParams:
 def decode(
     target: TargetModel, engine_name: str, sequences: list[Sequence], mode: LogprobsMode = PROCESSED
 ) -> list[Outcome]:
-    """Run sequences to their ends in one batch."""
     engine = Engine(target, create_drafter(engine_name, target, free_rows), logprobs_mode=mode)
     for sequence in sequences:
         engine.start(sequence)
@@ -68,8 +67,6 @@ def digest(found: Outcome) -> str:
 
 
 class Plain:
-    """Plain decoding of each prompt alone."""
-
     def __init__(self, target: TargetModel, codec: TextCodec) -> None:
         self.target, self._codec = target, codec
         self._outcomes: dict[LogprobsMode, list[Outcome]] = {}
@@ -87,7 +84,6 @@ class Plain:
         return self._outcomes[mode]
 
     def interrupted(self, mode: LogprobsMode, nums_tokens: tuple[int, ...]) -> list[Sequence]:
-        """Make sequences that recovered so many tokens."""
         sequences = self.sequences()
         for sequence, (tokens, kept), num_tokens in zip(sequences, self.outcomes(mode), nums_tokens, strict=True):
             sequence.extend(tokens[:num_tokens])
@@ -174,7 +170,7 @@ def their_model(embedded_files: ModelFiles) -> Any:
 
 
 def their_law(logits: torch.Tensor, tokens: list[int], mode: LogprobsMode) -> torch.Tensor:
-    """Return log-probabilities `[vocab]` after some tokens, by definition."""
+    """Return log-probabilities `[vocab]` by definition."""
     if mode == RAW:
         return torch.log_softmax(logits, dim=-1)
     scores = logits.clone()

@@ -1,5 +1,3 @@
-"""Processors equal transformers'; greedy and windows are as documented."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

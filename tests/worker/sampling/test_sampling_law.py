@@ -1,4 +1,4 @@
-"""Drawn tokens follow the model's law with any drafts; published rules that do not are caught."""
+"""Drawn tokens follow the model's law with any drafts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.long
 
 
 def paper_tree() -> DraftTree:
-    """Make TokenSwift's tree 1,3,3,3 with the 20 most frequent 4-grams of a text merged in."""
+    """TokenSwift's tree 1,3,3,3 has the 20 most frequent 4-grams of a text merged in."""
     law = torch.softmax(TABLE, dim=-1)
     levels = []
     for depth in range(4):  # heads without parents know the law so many tokens ahead

@@ -1,4 +1,4 @@
-"""A tiny model of a kind, such as with layer states, for tests of sessions."""
+"""A tiny model of a kind, for tests of sessions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.worker.model.kind_parts import save_tiny, tiny_config
 
 
 def save_recurrent_model(folder: Path, kind: str = "qwen3_5_text", **changes: Any) -> Path:
-    """Write a random model that fits the kernels, with 300 tokenizer entries and config `changes`."""
+    """Fit the kernels; `changes` are the config's."""
     tokenizer = train_tokenizer(["the quick brown fox jumps over the lazy dog. " * 20], 300)
     config = tiny_config(kind, has_wide_heads=True)
     config.vocab_size, config.eos_token_id = len(tokenizer), tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""A worker's session on the tiny model, its jobs and undisturbed outputs."""
+"""A worker's session on the tiny model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_run(folder: Path) -> Run:
 
 
 def made_with(run: Run, model: Path) -> Run:
-    """Set the run's model to a folder's present one, if it has none."""
+    """Set the run's model, if it has none."""
     known = Run.open(run.store.uri).manifest
     if known.model_fingerprint == MANIFEST.model_fingerprint:
         kept = with_model(known, locate_model(str(model)))
@@ -58,14 +58,13 @@ def made_with(run: Run, model: Path) -> Run:
 
 
 def session(run: Run, model: Path, metrics_host: str | None = None, **changes: Any) -> WorkerSession:
-    """Make a worker that checkpoints often; float32, because layers this small are not row-exact in bf16."""
     fields = {"dtype": "float32", "engine": "token-recycling", "checkpoint_seconds": 0.01, "checkpoint_tokens": 32}
     config = EngineConfig(model=str(model), num_threads=1, **fields | changes)
     return WorkerWithPrompts(config, made_with(run, model).store.uri, "w0", metrics_host)
 
 
 class WorkerWithPrompts(WorkerSession):
-    """A worker that tokenizes its jobs' prompts here."""
+    """Tokenizes its jobs' prompts here."""
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         kept = {name: tuple(map(self._with_prompt, getattr(orders, name))) for name in ("assignments", "reserve")}
@@ -85,7 +84,7 @@ PLAINLY: dict[str, Any] = {"engine": "autoregressive", "checkpoint_seconds": 600
 
 
 def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignment:
-    """Return the job's next attempt; earlier ones count as lost."""
+    """Return the next attempt; earlier ones count as lost."""
     put_logs_in_place(run)
     place = (run.store.uri, job.job_id)
     found = CheckpointStore.of(run).attempts(job.job_id)
@@ -94,7 +93,7 @@ def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignmen
 
 
 def to_the_end(worker: WorkerSession, *assignments: Assignment) -> WorkReport:
-    """Work until nothing runs; return the sum of what ended."""
+    """Return the sum of what ended."""
     report = worker.work(Orders(assignments), 0.05)
     outcomes = report.outcomes
     while report.of("running"):
@@ -104,7 +103,7 @@ def to_the_end(worker: WorkerSession, *assignments: Assignment) -> WorkReport:
 
 
 def until(worker: WorkerSession, job: JobRecord, num_tokens: int, *assignments: Assignment) -> int:
-    """Work until a job has that many tokens; return its number."""
+    """Return the job's number of tokens."""
     report = worker.work(Orders(assignments), 0.0)
     while True:
         [progress] = [each for each in report.of("running") if each.job_id == job.job_id]
@@ -114,7 +113,7 @@ def until(worker: WorkerSession, job: JobRecord, num_tokens: int, *assignments: 
 
 
 def preempted(run: Run, model: Path, job: JobRecord, num_tokens: int, **changes: Any) -> int:
-    """Run a job in its own worker to that many tokens, and preempt it; return its number."""
+    """Run a job in its own worker to that many tokens; return its number."""
     worker = session(run, model, **changes)
     num_generated_tokens = until(worker, job, num_tokens, claimed(run, job))
     worker.drain(30.0)
@@ -122,7 +121,7 @@ def preempted(run: Run, model: Path, job: JobRecord, num_tokens: int, **changes:
 
 
 def have_caches_loaded(patch: pytest.MonkeyPatch, is_worth_it: bool = True) -> None:
-    """Force resumes by loading or by replay, which a tiny model's costs do not decide."""
+    """Force resumes by loading or by replay."""
     patch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf if is_worth_it else 0.0)
 
 
@@ -144,12 +143,10 @@ def digest(run: Run, job: JobRecord) -> str:
 
 
 def undisturbed_digest(folder: Path, model: Path, job: JobRecord, **changes: Any) -> str:
-    """Return the digest of a job by undisturbed plain decoding."""
     return str(undisturbed_body(folder, model, job, **changes)["choices"][0]["token_ids_sha256"])
 
 
 def undisturbed_body(folder: Path, model: Path, job: JobRecord, **changes: Any) -> dict[str, Any]:
-    """Return the result of a job by undisturbed plain decoding."""
     run = make_run(folder)
     to_the_end(session(run, model, **PLAINLY | changes), claimed(run, job))
     return body(run, job)

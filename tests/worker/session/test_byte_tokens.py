@@ -1,4 +1,4 @@
-"""Characters spelled byte by byte: text, stop strings and log-probabilities agree."""
+"""Characters spelled byte by byte are whole in text, stop strings and log-probabilities."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job(**drawn: Any) -> JobRecord:
-    """A job of some characters' bytes in any order."""
+    """Use characters' bytes in any order."""
     return record("fox", NUM_TOKENS, {"logit_bias": FORCED, "logprobs": 0} | drawn, prompt="the END re")
 
 
 def done(folder: Path, model: Path, of: JobRecord) -> tuple[dict[str, Any], int]:
-    """Return a job's choice and its number of tokens."""
     run = make_run(folder)
     to_the_end(session(run, model), claimed(run, of))
     found = body(run, of)
@@ -42,7 +41,7 @@ def done(folder: Path, model: Path, of: JobRecord) -> tuple[dict[str, Any], int]
 
 
 def bytes_of(choice: dict[str, Any]) -> list[bytes]:
-    """Return all tokens' texts as a completion's log-probabilities write them."""
+    """Return tokens' texts as a completion's log-probabilities write them."""
     tokens = choice["logprobs"]["tokens"]
     return [
         bytes.fromhex(each.removeprefix("bytes:").replace("\\x", "")) if each.startswith("bytes:") else each.encode()

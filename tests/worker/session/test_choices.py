@@ -1,4 +1,4 @@
-"""Choices on a worker: the first equals a single one, each resumes, all form one line."""
+"""Choices on a worker form one line; the first equals a single one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def records_of(num_choices: int) -> list[JobRecord]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[str]:
-    """The choices' digests by plain decoding, the first as the only one."""
+    """The digests by plain decoding, the first as the only choice."""
     run = make_run(tmp_path_factory.mktemp("undisturbed") / "run")
     jobs = [*records_of(1), *records_of(NUM_CHOICES)[1:]]
     run.add_jobs(jobs)

@@ -1,4 +1,4 @@
-"""A thought that would end the text is closed, and the answer follows, under any disturbance."""
+"""A thought that would end the text is closed, and the answer follows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def message_of(found: dict[str, Any]) -> dict[str, str]:
 
 @pytest.fixture
 def thought(tmp_path: Path, model: Path) -> dict[str, Any]:
-    """Return the result of a job whose text would end inside the thought."""
     found = done(make_run(tmp_path / "stop"), model, asking(model, "stop"), engine="autoregressive")
     assert (found["choices"][0]["finish_reason"], message_of(found)["content"]) == ("stop", "")
     return found

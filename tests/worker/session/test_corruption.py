@@ -1,4 +1,4 @@
-"""Corruption sweep: a resume is right after any damage, and a log line names the file."""
+"""A resume is right after any damage, and a log line names the file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> s
 
 @pytest.fixture(scope="module")
 def damaged_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A run whose job was preempted twice."""
     folder = tmp_path_factory.mktemp("preempted") / "run"
     run = make_run(folder)
     for num_tokens in (60, 120):
@@ -55,7 +54,7 @@ def files(damaged_run: Path) -> list[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _loading_is_worth_it() -> Iterator[None]:
-    """Loads caches, because a replaying job reads and names no segments."""
+    """A replaying job reads and names no segments."""
     with pytest.MonkeyPatch.context() as patch:
         have_caches_loaded(patch)
         yield

@@ -1,4 +1,4 @@
-"""Distinct-n against a set of tuples, at edges, at length, in results."""
+"""Distinct-n equals a set of tuples."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""8-bit keys and values: equal tokens in every engine and resume."""
-
 from __future__ import annotations
 
 from pathlib import Path

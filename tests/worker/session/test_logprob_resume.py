@@ -93,7 +93,6 @@ def logprob_files(run: Run) -> list[str]:
 
 @pytest.fixture(scope="module")
 def preempted_twice(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A run whose job was preempted twice."""
     run = make_run(tmp_path_factory.mktemp("preempted") / "run")
     for num_tokens in (12, 24):
         preempted(run, tiny_model, JOB, num_tokens, logprobs_mode=MODE)

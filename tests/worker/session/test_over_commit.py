@@ -1,4 +1,4 @@
-"""More jobs than memory: the youngest leave and return with plain decoding's tokens."""
+"""More jobs than memory: the youngest leave and return."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ JOBS = [record(f"job {number}", SHORTEST + number % (LONGEST - SHORTEST + 1)) fo
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, str]:
-    """All jobs' digests by plain decoding."""
     run = make_run(tmp_path_factory.mktemp("alone"))
     worker = session(run, tiny_model, engine="autoregressive")
     for job in JOBS:
@@ -35,7 +34,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[st
 
 
 class Overcommitted:
-    """Gives a worker more jobs than fit, and recalls some at random."""
+    """Gives a worker too many jobs, and recalls some at random."""
 
     def __init__(self, run: Run, worker: WorkerSession, num_pages: int) -> None:
         self._run, self._worker, self._num_pages = run, worker, num_pages

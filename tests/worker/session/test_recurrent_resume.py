@@ -56,7 +56,6 @@ def _loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def handed_back(folder: Path, model: Path) -> Run:
-    """Make a run whose job was preempted."""
     run = make_run(folder)
     preempted(run, model, JOB, 30, checkpoint="state")
     return run
@@ -159,7 +158,7 @@ def in_turn(worker: WorkerSession, run: Any, jobs: list[JobRecord], num_shared: 
 
 
 def test_jobs_copy_the_states_of_a_shared_prompt_that_ends_anywhere(tmp_path: Path, model: Path) -> None:
-    """Two jobs come at once: one reads, the other copies; later ones copy the kept prompt."""
+    """One of two jobs reads, the other copies; later ones copy the kept prompt."""
     prompts = [BOOK + ending for ending in ("", "a fox", "the dog", "quick")]
     jobs = [record(f"j{number}", 4, prompt=prompt) for number, prompt in enumerate(prompts)]
     run = make_run(tmp_path / "run")

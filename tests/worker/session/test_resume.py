@@ -54,7 +54,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> s
 
 @pytest.fixture(scope="module")
 def wholes(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, dict[str, Any]]:
-    """Results of jobs with these sampling fields by plain decoding."""
     fields = {"structured": STRUCTURED, "adjusted": ADJUSTED, "looping": LOOPING}
     return {
         name: undisturbed_body(tmp_path_factory.mktemp("whole"), tiny_model, record("fox", drawn=drawn))

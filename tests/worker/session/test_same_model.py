@@ -114,7 +114,7 @@ def test_small_files_that_change_while_the_model_is_loaded_are_refused(
 
 
 def test_what_is_written_into_a_loaded_file_changes_no_token(run: Run, model: Path) -> None:
-    """`cp` writes in place, which would change a mapped file under the running model."""
+    """`cp` writes in place, which would change a mapped file."""
     job, again = record("fox"), record("dog")
     worker = session(run, model)
     to_the_end(worker, claimed(run, job), claimed(run, again))

@@ -1,5 +1,3 @@
-"""A worker's session: results, checkpoints, and failures of single jobs."""
-
 from __future__ import annotations
 
 import contextlib
@@ -53,7 +51,6 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def undisturbed(tmp_path: Path, tiny_model: Path) -> str:
-    """The digest of job fox by plain decoding."""
     return undisturbed_digest(tmp_path / "undisturbed", tiny_model, record("fox"))
 
 

@@ -1,4 +1,4 @@
-"""Stop texts only count in the answer, for any engine and after any resume."""
+"""Stop texts only count in the answer."""
 
 from __future__ import annotations
 

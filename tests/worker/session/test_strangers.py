@@ -74,7 +74,6 @@ def other_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> P
 
 
 def preempted_twice(folder: Path, model: Path, job: JobRecord, changes: dict[str, Any]) -> Path:
-    """Return the checkpoints of a twice preempted job in its own run."""
     run = Run.create_or_open(str(folder), MANIFEST.model_copy(update=changes))
     for num_tokens in (60, 120):
         preempted(run, model, job, num_tokens, dtype=run.manifest.dtype)

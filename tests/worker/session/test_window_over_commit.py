@@ -1,4 +1,4 @@
-"""Forty jobs in pages for six, with window layers: evicted, killed and copied ones continue exactly.
+"""Forty jobs in pages for six, with window layers.
 
 Without a model: a token is a digest of its row's visible rows in each layer.
 """
@@ -42,8 +42,6 @@ DRAFTS = [1, 3, 4, 6]  # candidates of each step
 
 @dataclass
 class Text:
-    """A job with its tokens and written segments."""
-
     number: int
     prompt: list[int]
     num_tokens: int
@@ -116,7 +114,7 @@ def alone(text: Text) -> list[int]:
 
 
 class Worker:
-    """Texts in a pool: as many as should fit begin, and the youngest leave if they don't."""
+    """As many texts begin as should fit, and the youngest leave if they don't."""
 
     def __init__(self) -> None:
         num_pages = NUM_FITTING * pages_of(LONGEST, PAGE)
@@ -128,7 +126,7 @@ class Worker:
         self.num_left = self.num_killed = self.num_copied = 0
 
     def begin(self, text: Text) -> None:
-        """Resume from its segments, or copy another's prompt."""
+        """Resume from segments, or copy another's prompt."""
         cache = self.arena.new_cache(LONGEST)
         assignment = SimpleNamespace(seniority=text.number, num_shared_tokens=text.num_shared)
         others = [job.cache for job in self.running.values() if job.text.num_shared and text.num_shared]
@@ -178,7 +176,7 @@ class Worker:
 
 @pytest.fixture
 def _few_objects() -> Iterator[None]:
-    """Freezes older objects, because the collector runs at every step."""
+    """The collector runs at every step."""
     gc.collect()
     gc.freeze()
     yield

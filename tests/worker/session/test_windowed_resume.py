@@ -1,4 +1,4 @@
-"""Jobs with forgetting window layers: resumes, rewinds, shared prompts, extensions.
+"""Jobs with forgetting window layers.
 
 Forgotten values are NaN here and would spread.
 """
@@ -171,7 +171,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[str]:
 def test_jobs_copy_a_shared_prompt_that_the_first_has_long_passed(
     tmp_path: Path, model: Path, alone: list[str], checkpoint: str
 ) -> None:
-    """Two jobs come at once: one reads, the other copies; a later one copies the kept prompt."""
+    """One of two jobs reads, the other copies; a later one copies the kept prompt."""
     jobs, run = ALIKE, make_run(tmp_path / "run")
     worker = session(run, model, checkpoint=checkpoint)
     num_shared = len(worker._codec.prompt_of(jobs[0].job).token_ids) - 1
@@ -182,7 +182,7 @@ def test_jobs_copy_a_shared_prompt_that_the_first_has_long_passed(
 
 
 def test_segments_of_a_job_that_is_kept_have_all_positions(tmp_path: Path, model: Path) -> None:
-    """Any segment may be the last that an extended job can load."""
+    """An extended job may load any segment last."""
     for number, changes in enumerate(({"checkpoint": "state"}, {"checkpoint": "tokens"})):
         run = make_run(tmp_path / f"run-{number}")
         to_the_end(session(run, model, keep_state=True, checkpoint_tokens=64, **changes), claimed(run, JOB))

@@ -31,7 +31,7 @@ def stopped(
     num_before: int = 0,
     thinking: Thinking | None = None,
 ) -> Sequence:
-    """Return a sequence cut at its end; the first tokens were there before its rule."""
+    """The first tokens were there before the sequence's rule."""
     sequence = Sequence("s", [5], params, 10**6)
     sequence.extend(token_ids[:num_before])
     rule = StopRule(sequence, output_text, thinking)
@@ -51,7 +51,7 @@ def params_of(stop: tuple[str, ...], min_tokens: int = 0, is_kept: bool = False)
 
 
 def num_up_to_stop(kind: Kind, params: SamplingParams, token_ids: list[int]) -> int | None:
-    """Return when a stop string ends after `min_tokens`, by definition."""
+    """Return when a stop string ends after `min_tokens`."""
     num_before = len(kind.settled(token_ids[: params.min_tokens]))
     for end in range(params.min_tokens + 1, len(token_ids) + 1):
         text = kind.settled(token_ids[:end])
@@ -138,7 +138,7 @@ def test_a_stop_string_ends_the_answer_and_no_thought_whoever_goes_on(
 def num_up_to_stop_of_an_answer(
     kind: Kind, params: SamplingParams, token_ids: list[int], thinking: Thinking
 ) -> int | None:
-    """Return when a stop string that begins in the answer is complete, by definition."""
+    """Return when a stop string that begins in the answer is complete."""
     num_before = len(kind.settled(token_ids[: params.min_tokens]))
     for num_tokens in range(params.min_tokens + 1, len(token_ids) + 1):
         thought = thinking.in_output(token_ids[:num_tokens])

@@ -1,5 +1,3 @@
-"""The bytes of tokens together are the text."""
-
 from __future__ import annotations
 
 import pytest

@@ -39,8 +39,6 @@ CHUNKS = [
 
 @dataclass(frozen=True)
 class Kind:
-    """A tokenizer and its definition."""
-
     tokenizer: PreTrainedTokenizerFast
     raw: Callable[[list[str]], bytes]  # the bytes of ordinary tokens' names
     byte_name: Callable[[int], str] | None = None  # the name of a byte's token; None without any
@@ -55,16 +53,14 @@ class Kind:
         return self.raw(self.names(token_ids))
 
     def text(self, token_ids: list[int]) -> str:
-        """Return the text by definition."""
         return self.raw_of(token_ids).decode(errors="replace")
 
     def settled(self, token_ids: list[int]) -> str:
-        """Return the text that no further byte can change, by definition."""
+        """Return the text that no further byte can change."""
         text, parts = self.text(token_ids), segments(self.raw_of(token_ids))
         return text[:-1] if parts and is_begun(parts[-1]) else text
 
     def names(self, token_ids: list[int]) -> list[str]:
-        """Omit special and unknown tokens."""
         names = self.tokenizer.convert_ids_to_tokens(token_ids)
         return [name for name in names if name is not None and name not in self.special]
 
@@ -73,7 +69,7 @@ class Kind:
         return {str(each) for each in self.tokenizer.added_tokens_decoder.values() if each.special}
 
     def has_whole_runs(self, token_ids: list[int]) -> bool:
-        """Return whether no run of byte tokens has an incomplete character, which the library may lose."""
+        """Return whether the library loses no incomplete character."""
         runs = groupby(self.names(token_ids), key=lambda name: name in BYTES)
         for is_bytes, run in runs:
             try:
@@ -84,7 +80,7 @@ class Kind:
 
     @cached_property
     def tokens(self) -> st.SearchStrategy[list[int]]:
-        """Draw tokens, mostly bytes of characters, some too many or too few."""
+        """Draw mostly bytes of characters, some too many or too few."""
         ids = range(len(self.tokenizer) + 1)  # the last is none
         one = st.sampled_from(ids).map(lambda token_id: [token_id])
         special = st.sampled_from(self.tokenizer.all_special_ids or ids).map(lambda token_id: [token_id])
@@ -100,14 +96,13 @@ class Kind:
         return {*(_level_name(word) for word in WORDS), *(word.replace(" ", SPACE) for word in WORDS)}
 
     def spelled(self, text: str | bytes) -> list[int]:
-        """Return a text's byte tokens."""
         assert self.byte_name is not None
         data = text.encode() if isinstance(text, str) else text
         return [int(self.tokenizer.convert_tokens_to_ids(self.byte_name(byte))) for byte in data]
 
 
 def segments(data: bytes) -> list[bytes]:
-    """Split bytes into `errors="replace"`'s characters, broken ones as long as possible."""
+    """Split as `errors="replace"` does, with broken characters as long as possible."""
     parts = []
     while data:
         sizes = [size for size in range(1, 5) if is_whole(data[:size]) or is_begun(data[:size])]

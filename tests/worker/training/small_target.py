@@ -1,5 +1,3 @@
-"""The embedded model in small, for quick trainings."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Matrices in every supported format, and their numbers one by one.
+"""Matrices in every supported format, and their numbers.
 
 Numbers follow the formats' definitions in numpy's float32, without the readers' code.
 """
@@ -44,7 +44,7 @@ def e2m1(code: int) -> Any:
 
 
 def rows_of(values: Tensor) -> list[list[Any]]:
-    """Return a matrix's numbers as lists of numpy float32, which index faster than arrays."""
+    """numpy float32 in lists indexes faster than arrays."""
     return [list(row) for row in values.float().numpy()] if values.is_floating_point() else values.tolist()
 
 
@@ -270,5 +270,4 @@ EXAMPLES: dict[str, Example] = {
 
 
 def numbers_of(value: Value, rows: int, columns: int) -> Tensor:
-    """Return the matrix in float32, one number at a time."""
     return torch.tensor(np.array([[value(r, c) for c in range(columns)] for r in range(rows)], dtype=F32))

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.long
 
 
 def saved(kind: str, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return config and tensors of a tiny model by published names."""
     tiny_model(tiny_config(kind)).save_pretrained(folder)
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 

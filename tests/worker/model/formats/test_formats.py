@@ -30,7 +30,6 @@ AS_NUMBERS = {  # formats with some or all matrices unpacked
 
 @pytest.fixture(scope="module", params=EXAMPLES)
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
-    """A format's name, a model in it, and its twin."""
     return request.param, *make_twins(EXAMPLES[request.param], tmp_path_factory.mktemp("twins"))
 
 

@@ -1,4 +1,4 @@
-"""Quantized weights are right or refused before loading, by name."""
+"""Quantized weights are right, or refused before loading."""
 
 from __future__ import annotations
 
@@ -34,12 +34,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def packed(made: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
-    """Copies a model in a format, to be changed."""
     return lambda name: Path(shutil.copytree(made[name], tmp_path / "packed"))
 
 
 def change(folder: Path, edit: Edit) -> None:
-    """Edit all tensors and save them in one file."""
     tensors = {n: each for file in folder.glob("*.safetensors") for n, each in load_file(file).items()}
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,5 +1,3 @@
-"""Random bytes of GGUF's types."""
-
 from __future__ import annotations
 
 import gguf
@@ -26,7 +24,7 @@ SPREAD = 0.05  # of the numbers of a matrix
 
 
 def random_blocks(name: str, num_blocks: int, seed: int = 0) -> np.ndarray:
-    """Make blocks of random bits with finite scales."""
+    """Make random bits with finite scales."""
     rng = np.random.default_rng(seed)
     blocks = _bytes(name, num_blocks, rng)
     for place in HALVES[name]:

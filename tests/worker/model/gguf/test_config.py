@@ -1,4 +1,4 @@
-"""GGUF metadata becomes the twin's config; unknown important keys are refused."""
+"""GGUF metadata becomes the twin's config."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from tests.worker.model.gguf.tiny_gguf import SIZES, TINY, finish, twin_config, 
 
 
 def written(folder: Path, name: str = "llama", tensors: dict[str, np.ndarray] | None = None, **said: Any) -> Path:
-    """Write a file with this metadata and an embedding."""
     writer = GGUFWriter(folder / "model.gguf", name)
     write_metadata(writer, name, twin_config(name), said)
     embedding = np.zeros((SIZES["vocab_size"], SIZES["hidden_size"]), np.float32)

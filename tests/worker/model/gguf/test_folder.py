@@ -1,4 +1,4 @@
-"""A GGUF file is found, hashed and compared like any model, with transformers' tokenizer."""
+"""A GGUF file is found, hashed and compared like any model."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_a_tokenizer_that_cuts_otherwise_is_refused(key: str, value: str, tmp_pa
 
 
 def split(file: Path, folder: Path, count: int) -> Path:
-    """Split a model into files as llama.cpp does; return the first."""
+    """Split as llama.cpp does; return the first file."""
     reader = GGUFReader(file)
     for number in range(count):
         writer = GGUFWriter(folder / f"many-{number + 1:05}-of-{count:05}.gguf", "llama")

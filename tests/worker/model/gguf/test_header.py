@@ -161,7 +161,7 @@ class OneLine(Exception):  # noqa: N818 (no error of the product)
 
 
 def taken(file: Path) -> None:
-    """Read a file. Raises OneLine at a proper refusal."""
+    """Raises OneLine at a proper refusal."""
     try:
         model_folder(str(file), CONFIG_FILES)
     except ModelError as error:

@@ -1,5 +1,3 @@
-"""GGUF tokenizers give the model's own tokens."""
-
 from __future__ import annotations
 
 import os
@@ -52,7 +50,7 @@ SCORED = [*PIECES, *(f"<0x{byte:02X}>" for byte in range(256))]
 def tokenizer_of(
     folder: Path, tokens: Sequence[str] = TOKENS, types: Sequence[int] | None = None, name: str = "llama", **said: Any
 ) -> PreTrainedTokenizerFast:
-    """Write a file with these tokens and keys, without None; return its tokenizer."""
+    """Omit keys that are None."""
     writer = GGUFWriter(folder / "model.gguf", name)
     values = {"model": "gpt2", "pre": "llama-bpe", "merges": list(MERGES), "bos_token_id": len(TOKENS) - 1} | said
     kinds = [TokenType.CONTROL if text.startswith("<|") else TokenType.NORMAL for text in tokens]

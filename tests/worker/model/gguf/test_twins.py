@@ -1,4 +1,4 @@
-"""A GGUF file gives its dequantized twin's exact logits, made by other libraries."""
+"""A GGUF file gives the exact logits of a twin made by other libraries."""
 
 from __future__ import annotations
 

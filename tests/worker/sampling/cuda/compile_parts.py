@@ -1,4 +1,4 @@
-"""The drawing and moving kernels as launched, to compile without a GPU."""
+"""The drawing and moving kernels as launched."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ WIDE = {"arena_ptr": INTS, "source_ptr": INTS, "out_ptr": INTS}  # of float32
 
 @dataclass(frozen=True)
 class Launch:
-    """A launched kernel: pointer types (all else is int32), constants, warps."""
+    """Pointer types (all else is int32), constants and warps."""
 
     kernel: Any
     types: dict[str, str]
@@ -72,7 +72,7 @@ class Launch:
 
 
 def every_launch() -> list[Launch]:
-    """Return the launches of GPU sampling, moved rows and means, with heads of 128."""
+    """Heads have 128 numbers."""
     block, top = {"BLOCK": sampling_rows.BLOCK}, {"TOP": TOP_K}
     ranked = {"TOP": 16}  # candidates of a draft model's row
     width = {"WIDTH": 128}  # a head's, and 128,256 tokens in blocks
@@ -129,7 +129,7 @@ def every_launch() -> list[Launch]:
 
 
 def drawing_launches() -> dict[str, Launch]:
-    """Return all by kernel name, numbered if there are several forms."""
+    """Number a kernel's forms if there are several."""
     found: dict[str, Launch] = {}
     for launch in every_launch():
         forms = sum(each.kernel is launch.kernel for each in found.values())
@@ -138,7 +138,7 @@ def drawing_launches() -> dict[str, Launch]:
 
 
 def compiled(launch: Launch, capability: int) -> Any:
-    """Compile the kernel for addresses that are multiples of 16, as torch allocates."""
+    """Addresses are multiples of 16, as torch allocates."""
     names = launch.kernel.arg_names
     signature = {name: "constexpr" if name in launch.constants else launch.types.get(name, "i32") for name in names}
     aligned = {i: signature[name].startswith("*") or name.startswith(MULTIPLES) for i, name in enumerate(names)}

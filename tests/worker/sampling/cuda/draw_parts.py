@@ -36,7 +36,7 @@ FILTERS = {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "eta": 0.01}
 
 @dataclass
 class Branch:
-    """One row: a sequence, drafted tokens after it, and their logits."""
+    """A sequence, drafted tokens after it, and their logits."""
 
     sequence: Sequence
     path_ids: list[int]
@@ -57,7 +57,7 @@ def sequence_of(
     num_output: int = 0,
     bad_word_ids: tuple[tuple[int, ...], ...] = (),
 ) -> Sequence:
-    """Make a sequence; the last `num_output` tokens are output."""
+    """The last `num_output` tokens are output."""
     num_prompt = max(1, len(token_ids) - num_output)
     params = params.model_copy(update={"max_tokens": 1 + num_output})
     sequence = Sequence("s", token_ids[:num_prompt], params, vocab_size, bad_word_ids=bad_word_ids)
@@ -70,7 +70,6 @@ def plain(**settings: float) -> SamplingParams:
 
 
 def any_branch(chance: random.Random, params: SamplingParams, vocab_size: int = VOCAB) -> Branch:
-    """Make a row after committed and drafted tokens."""
     params = params.model_copy(update={"penalty_window": chance.choice([1, 3, 40, 1024])})
     token_ids = [chance.randrange(vocab_size) for _ in range(chance.choice([1, 20, 70]))]
     path_ids = [chance.randrange(vocab_size) for _ in range(chance.choice([0, 1, 5, 63]))]
@@ -87,7 +86,7 @@ def any_branch(chance: random.Random, params: SamplingParams, vocab_size: int = 
 
 
 def branches_of(sequence: Sequence, tree: DraftTree, logits: torch.Tensor) -> list[Branch]:
-    """Return a tree's rows, root first; `logits [1 + num_nodes, vocab]`."""
+    """Return rows, root first; `logits [1 + num_nodes, vocab]`."""
     paths: dict[int, list[int]] = {ROOT: []}
     for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
         paths[node] = [*paths[parent], token_id]
@@ -100,7 +99,10 @@ def any_tree(chance: random.Random, num_nodes: int, vocab_size: int) -> DraftTre
 
 
 def step_of(branches: list[Branch | None], num_slots: int = 0) -> SamplingBuffers:
-    """Make a step of these rows, each sequence in its own slot; None pads. Unused values are wrong on purpose."""
+    """Put each sequence in its own slot; None pads.
+
+    Unused values are wrong on purpose.
+    """
     vocab_size = next(len(branch.logits) for branch in branches if branch)
     found = {id(branch.sequence): branch.sequence for branch in branches if branch}
     slots = {name: len(found) - 1 - i for i, name in enumerate(found)}  # the last row's sequence is in slot 0

@@ -1,5 +1,3 @@
-"""Candidates on the device equal C's and torch's."""
-
 from __future__ import annotations
 
 import numpy as np

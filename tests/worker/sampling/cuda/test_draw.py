@@ -60,7 +60,7 @@ def test_rows_without_filters_draw_the_same_in_three_launches() -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("window", [1, 2, 5, 64, 1024])
 def test_each_row_of_a_tree_is_penalised_for_its_own_path(window: int) -> None:
-    """Few tokens that come and leave, with strong penalties."""
+    """Few tokens come and leave, with strong penalties."""
     chance = random.Random(window)
     branches: list[Branch | None] = []
     for length in (1, 4, 70):
@@ -76,7 +76,7 @@ def test_each_row_of_a_tree_is_penalised_for_its_own_path(window: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_each_row_of_a_tree_counts_its_own_path_and_ends_no_bad_word_of_it(temperature: float) -> None:
-    """Few tokens, with rows on both sides of the minimum."""
+    """Rows lie on both sides of the minimum."""
     chance, branches = random.Random(7), []
     words = ((5,), *((first, chance.randrange(12)) for first in range(12)))
     for num_output in (0, 3, 40):
@@ -114,7 +114,7 @@ def test_a_row_draws_the_same_alone_in_company_and_in_another_place() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_of_equal_sums_the_lower_token_wins_across_blocks(temperature: float) -> None:
-    """Large logits: sums with noise round to even numbers, and many are equal."""
+    """Sums of large logits with noise round to even numbers."""
     params, vocab_size = plain(temperature=temperature), 2 * BLOCK + 37
     rows = torch.full((6, vocab_size), 2.0**25)
     rows[3:, :1500] = -INF

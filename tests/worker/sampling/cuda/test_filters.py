@@ -20,14 +20,14 @@ def branch_of(params: SamplingParams, logits: torch.Tensor) -> Branch:
 
 
 def ranks_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return filter_kernels.py's ranks by sorting the scores' bits."""
+    """Sort the scores' bits."""
     bits = torch.where(scores == 0.0, 0.0, scores).view(torch.int32).long()
     orders = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return ((orders + 2**31) << 24) | tokens
 
 
 def assert_kept(branches: list[Branch]) -> None:
-    """Check a row's kept tokens; min-p applies again, as in the draw."""
+    """Min-p applies again, as in the draw."""
     buffers = step_of([*branches, None])
     drawing = Draw(buffers, is_filtered=True)
     drawing.launch()
@@ -51,7 +51,7 @@ def test_of_rows_of_every_kind() -> None:
 
 
 def test_of_rows_longer_than_a_block() -> None:
-    """The cut is in the first block or after it; nearly flat rows have mass on both sides."""
+    """The cut is in the first block or after it."""
     generator = torch.Generator().manual_seed(8)
     rows = [
         (1.0, {"top_k": SEARCH_BLOCK + 400}),

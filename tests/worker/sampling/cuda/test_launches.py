@@ -1,4 +1,4 @@
-"""A draw is a fixed list of launches over fixed memory, and refuses unfit memory."""
+"""A draw is a fixed list of launches over fixed memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from tests.worker.sampling.cuda.draw_parts import FILTERS, Branch, any_branch, p
 
 
 class Recorder:
-    """A kernel that records its launches."""
-
     def __init__(self, launches: list[tuple[object, ...]]) -> None:
         self._launches = launches
 

@@ -1,4 +1,4 @@
-"""Walks along a GPU's drawn tokens, and the table of their rows."""
+"""Walks along a GPU's drawn tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCAB = 4  # few, so that walks are long
 
 
 def random_tree(numbers: random.Random, num_tries: int) -> DraftTree:
-    """Make a tree whose siblings have different tokens."""
+    """Siblings have different tokens."""
     tree, known = DraftTree(), set[tuple[int, int]]()
     for _ in range(num_tries):
         parent, token_id = numbers.randrange(-1, len(tree)), numbers.randrange(VOCAB)

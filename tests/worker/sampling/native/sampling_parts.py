@@ -1,4 +1,4 @@
-"""Rows and parameters of all kinds, and worker/sampling/sampler.py's draws."""
+"""Rows and parameters of all kinds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEEDS = (0, 7, 2**62 + 11)
 
 
 def any_adjustments(chance: random.Random, vocab_size: int) -> dict[str, Any]:
-    """Draw biases, masks and penalties, often none."""
+    """Often draw none."""
     token_ids = chance.sample(range(vocab_size), min(vocab_size - 1, 5))
     values: dict[str, list[Any]] = {
         "frequency_penalty": [0.0, 0.0, 0.3, 2.0, -0.7, 1e-3],
@@ -47,7 +47,6 @@ def any_adjustments(chance: random.Random, vocab_size: int) -> dict[str, Any]:
 
 
 def any_words(chance: random.Random, params: SamplingParams, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Draw bad words, if any; many, so that they match."""
     if not params.bad_words:
         return ()
     lengths = chance.choices([1, 2, 2, 3], k=chance.choice([1, 3 * vocab_size]))
@@ -67,7 +66,7 @@ def any_params(chance: random.Random) -> SamplingParams:
 
 
 def any_row(chance: random.Random, vocab_size: int) -> torch.Tensor:
-    """Draw logits `[vocab] float32` with something to draw."""
+    """Return `[vocab] float32` with something to draw."""
     generator = torch.Generator().manual_seed(chance.getrandbits(32))
     row = torch.randn(vocab_size, generator=generator) * chance.choice([0.1, 1.0, 4.0, 20.0])
     best = chance.randrange(vocab_size)
@@ -92,12 +91,12 @@ def any_row(chance: random.Random, vocab_size: int) -> torch.Tensor:
 
 
 def any_counts(chance: random.Random, vocab_size: int) -> np.ndarray:
-    """Draw each token's count in a window, `[vocab] int32`."""
+    """Return `[vocab] int32`."""
     return np.array(chance.choices([0, 0, 1, 3], k=vocab_size), dtype=np.int32)
 
 
 class Reference:
-    """Draws as worker/sampling/sampler.py does, at positions that share their noise."""
+    """Draws as worker/sampling/sampler.py does."""
 
     def __init__(self, vocab_size: int) -> None:
         self._noise = {seed: GumbelNoise(seed, vocab_size) for seed in SEEDS}
@@ -121,7 +120,6 @@ def penalised_counts(params: SamplingParams, counts: np.ndarray) -> np.ndarray |
 
 
 def in_every_variant() -> Iterator[str]:
-    """Use each instruction set in turn."""
     with pytest.MonkeyPatch.context() as patch:
         for name in VARIANTS:
             patch.setenv(OVERRIDE, name)

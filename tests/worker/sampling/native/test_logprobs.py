@@ -1,4 +1,4 @@
-"""Log-probabilities in C: float64's values, equal bits everywhere, independent rows."""
+"""Log-probabilities in C have float64's values and equal bits everywhere."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ def test_raw_ones_are_those_of_float64_with_the_same_bits_everywhere(vocab_size:
 
 
 def same(one: TokenLogprobs, other: TokenLogprobs) -> bool:
-    """Return whether both are equal bit for bit."""
     return all(
         getattr(one, name).tobytes() == getattr(other, name).tobytes()
         for name in ("logprobs", "top_ids", "top_logprobs")

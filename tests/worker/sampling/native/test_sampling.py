@@ -57,7 +57,7 @@ def test_a_large_vocabulary_is_drawn_from_as_well(params: SamplingParams, large_
 
 
 def test_of_equal_sums_the_first_token_wins() -> None:
-    """Large logits: sums with noise round to even numbers, and many are equal."""
+    """Sums of large logits with noise round to even numbers."""
     params, noise = SamplingParams(max_tokens=1), GumbelNoise(3, 300)
     rows = torch.randn(2 * BLOCK, 300, generator=torch.Generator().manual_seed(4)) * 4 + 2.0**24
     expected = [draw(row, position, params, noise) for position, row in enumerate(rows)]
@@ -67,7 +67,7 @@ def test_of_equal_sums_the_first_token_wins() -> None:
 
 
 def test_the_mass_of_the_unlikeliest_counts_in_top_p() -> None:
-    """Together they hold nearly half of the rest, so the second best token stays."""
+    """Together they hold nearly half of the rest."""
     mass = torch.full((1000,), 4.5e-5)
     mass[[300, 700]] = torch.tensor([0.07, 1 - 0.07 - 998 * 4.5e-5])
     params, noise = SamplingParams(max_tokens=1, top_p=0.9), GumbelNoise(3, 1000)

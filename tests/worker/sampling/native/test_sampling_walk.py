@@ -38,13 +38,13 @@ def any_rows(chance: random.Random, num_rows: int) -> torch.Tensor:
 
 
 def drawn_chain(sequence: Sequence, logits: torch.Tensor) -> DraftTree:
-    """Return all tokens that these rows draw, except the last."""
+    """Return all drawn tokens except the last."""
     sampler = TokenSampler(sequence, VOCAB)
     return DraftTree.chain([sampler.draw(row) for row in logits[:-1]])
 
 
 def reference_walk(sequence: Sequence, tree: DraftTree, logits: torch.Tensor, masks: np.ndarray | None = None) -> Walk:
-    """Walk plainly: a sampler of the committed text, and rows of possible tokens."""
+    """Use a sampler of the committed text."""
     if masks is not None:
         allowed = [[bool(words[token // 32] >> token % 32 & 1) for token in range(VOCAB)] for words in masks.tolist()]
         logits = torch.where(torch.tensor(allowed), logits, -INF)

@@ -48,7 +48,7 @@ def gradients(model: PreTrainedModel, name: str) -> Tensor:
 
 @pytest.fixture
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtype of each kernel call, which torch serves on other processors."""
+    """The dtypes that the kernels are called with; torch serves other processors."""
     calls: list[torch.dtype] = []
 
     def counted(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

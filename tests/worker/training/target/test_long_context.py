@@ -1,5 +1,3 @@
-"""Figures on far text equal whole forwards."""
-
 from __future__ import annotations
 
 from pathlib import Path

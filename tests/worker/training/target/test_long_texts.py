@@ -53,7 +53,7 @@ def gradients(model: Qwen3ForCausalLM) -> Tensor:
 def segment_gradients(
     monkeypatch: pytest.MonkeyPatch, recipe: LongTextRecipe
 ) -> tuple[Qwen3ForCausalLM, Tensor, list[float]]:
-    """Return the gradients of a text's last segment, the text, and all losses."""
+    """Return the last segment's gradients, the text, and all losses."""
     monkeypatch.setattr(target_stages, "add_batch_gradients", lambda *args: 0.0)
     model = small_model()
     texts = LongTexts(model, source_of(recipe), recipe, lambda line: None)
@@ -65,7 +65,7 @@ def segment_gradients(
 
 
 def by_definition(model: Qwen3ForCausalLM, text: Tensor, recipe: LongTextRecipe) -> tuple[float, Tensor]:
-    """Compute the last segment's loss and gradients with the library's cache and attention."""
+    """Use the library's cache and attention."""
     model.set_attn_implementation("eager")
     model.zero_grad()
     cache, start = DynamicCache(config=model.config), LENGTH - SEGMENT
