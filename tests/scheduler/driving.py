@@ -37,7 +37,7 @@ class Driver:
         return self._log.read_text()
 
     def wait_for(self, condition: Callable[[], Any]) -> Any:
-        """Fail when the command ends first."""
+        """Fail if the command ends first."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
             if found := condition():

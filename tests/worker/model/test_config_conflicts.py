@@ -170,7 +170,7 @@ def test_whatever_a_number_is_replaced_by_it_is_taken_or_refused_in_a_line(name:
 
 
 def dies(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the failure of a worker whose config `inspect` accepts."""
+    """Return how a worker fails with a config that `inspect` accepts, if it does."""
     (folder / "config.json").write_text(json.dumps(config))
     found = inspect_model(str(folder))
     assert found.model_dump_json()

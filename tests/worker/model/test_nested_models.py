@@ -152,7 +152,7 @@ WHOLE["qwen3_5_moe"] = (
 
 
 def whole_model(kind: str) -> Any:
-    """Change norms of transformers' random class."""
+    """Return a random model of transformers' class with changed norms."""
     config = AutoConfig.for_model(kind, text_config=TEXT | WHOLE[kind][1], vision_config=SMALL_TOWER)
     config.text_config.initializer_range = 0.3
     torch.manual_seed(0)

@@ -69,7 +69,7 @@ class Kind:
         return {str(each) for each in self.tokenizer.added_tokens_decoder.values() if each.special}
 
     def has_whole_runs(self, token_ids: list[int]) -> bool:
-        """Return whether the library loses no incomplete character."""
+        """Return whether no run of byte tokens has an incomplete character, which the library may lose."""
         runs = groupby(self.names(token_ids), key=lambda name: name in BYTES)
         for is_bytes, run in runs:
             try:

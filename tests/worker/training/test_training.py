@@ -254,7 +254,7 @@ FIRST = 0
 
 
 def windows(num_steps: int = 60, **fields: object) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Count over books, so that tokens tell their place."""
+    """Return token ids and positions; in these books tokens tell their place."""
     kind = WindowKind("any", 400, 2, 1.0, mixed_share=float(fields.pop("mixed_share", 0.0)))  # type: ignore[arg-type]
     recipe = TargetRecipe(num_steps, kinds=(kind,), **fields)  # type: ignore[arg-type]
     source = WindowSource(BOOKS, FIRST, recipe, max_positions=20_000)

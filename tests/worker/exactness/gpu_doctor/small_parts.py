@@ -47,7 +47,7 @@ def row_by_row(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -
 
 
 def by_place(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Make the second half of rows one unit higher."""
+    """Make the second half of rows one unit in the last place higher."""
     row_by_row(rows, weight, bias, out)
     half = out[len(out) // 2 :]
     half.copy_(torch.nextafter(half, half + 1))
