@@ -50,7 +50,6 @@ class Ablations(Benches):
 
 
 def command_of(name: str, module: ModuleType) -> click.Command:
-    """Make the command of a benchmark module."""
     fields = module.Options.model_fields
 
     def run(is_markdown: bool, **given: Any) -> None:

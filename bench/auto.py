@@ -89,10 +89,7 @@ def run(options: Options) -> Iterator[Record]:
 
 
 def shown(records: list[Record], options: Options) -> list[Record]:
-    """Return each cell's worst repetition.
-
-    Plain decoding compared with itself shows the noise.
-    """
+    """Return each cell's worst repetition."""
     cells: dict[tuple[object, ...], Record] = {}
     for each in records:
         place = tuple(each[name] for name in ("position", "temperature", "num_sequences", "num_tokens"))
@@ -158,7 +155,6 @@ class _Grid:
         return _figures(cell, {name: num_tokens[name] / seconds[name] for name in contestants}, has_same_tokens)
 
     def _go_on(self, contestant: Contestant, sequences: list[Sequence]) -> float:
-        """Start the next jobs with what the drafter learned; return the seconds."""
         started = seconds_now()
         for sequence in contestant.sequences:
             contestant.engine.stop(sequence)
@@ -178,7 +174,7 @@ class _Grid:
         return contestant
 
     def _sequences(self, name: str, cell: _Cell, job: int) -> list[Sequence]:
-        """Return jobs for all slots that no other repetition or slot has."""
+        """Return jobs that no other repetition or slot has."""
         target, sequences, text = self._target, [], self._text[: cell.position]
         most = cell.num_tokens if cell.num_sequences == 1 else ROOM * cell.num_tokens
         sampled = SamplingParams(
@@ -192,7 +188,7 @@ class _Grid:
 
 
 def _figures(cell: _Cell, speeds: dict[str, float], has_same_tokens: bool) -> Record:
-    """Return a cell's record: total speed by engine and the comparison."""
+    """Return total speed by engine and the comparison."""
     best = max((name for name in speeds if name not in (CHOOSER, TWIN)), key=speeds.__getitem__)
     return {
         "position": cell.position,

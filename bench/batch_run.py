@@ -57,7 +57,6 @@ def write_lines(path: Path, lengths: Iterable[int]) -> None:
 
 @contextmanager
 def jobs_file_of(lengths: Iterable[int]) -> Iterator[Path]:
-    """Yield a job file in a temporary folder."""
     with TemporaryDirectory(prefix="swiftbatch-batch-") as folder:
         write_lines(Path(folder) / "jobs.jsonl", lengths)
         yield Path(folder) / "jobs.jsonl"
@@ -70,7 +69,6 @@ class StartedRun:
 
     @classmethod
     def of(cls, jobs_file: Path, name: str, options: BatchOptions, num_workers: int, *further: str) -> StartedRun:
-        """Start a run beside the job file."""
         folder = jobs_file.with_name(name)
         sizes = ["--workers", str(num_workers), "--threads", str(options.num_threads), *further]
         what = ["--model", options.model, "--engine", options.engine, "--dtype", options.dtype, "--device", "cpu"]
@@ -97,7 +95,7 @@ class StartedRun:
         return figures_of(Run.open(str(self.folder)))
 
     def stop(self) -> None:
-        """Stop it and wait; it ignores this signal after a recent Ctrl-C."""
+        """The process ignores this signal after a recent Ctrl-C."""
         self.process.terminate()
         # reads on, because a full pipe would block it
         if self.process.stderr is not None and not self.process.stderr.closed:
@@ -105,7 +103,7 @@ class StartedRun:
 
 
 def figures_of(run: Run) -> Record:
-    """Measure an ended run without the start of its workers."""
+    """Leave out the start of the workers."""
     num_tokens, attempts, digests = 0, list[Attempt](), dict[str, str]()
     for record, line in run.output_lines():
         if line is None or line["error"] is not None:

@@ -96,14 +96,14 @@ class BenchWorker:
         return self._session.engine.counters.checkpoint_bytes["state"]
 
     def generate_to(self, num_tokens: int) -> Turn:
-        """Work until the job has `num_tokens` tokens; the time includes a resume."""
+        """Work until the job has `num_tokens` tokens, resume included."""
         resident, started, num_before = reset_peak(), time.perf_counter(), self.num_tokens
         while self.num_tokens < num_tokens:
             self._work(STEP_SECONDS if num_tokens - self.num_tokens < MOST_SLICE_TOKENS else SLICE_SECONDS)
         return Turn(self.num_tokens - num_before, time.perf_counter() - started, peak_bytes() - resident)
 
     def resume_seconds(self) -> float:
-        """Resume the job until its first new token; return the seconds."""
+        """Resume until the first new token."""
         self._work(STEP_SECONDS)
         num_recovered = self._resume().num_recovered_tokens
         while self.num_tokens <= num_recovered:
@@ -124,7 +124,6 @@ class BenchWorker:
         self.num_tokens = progress.num_generated_tokens
 
     def _resume(self) -> ResumeRecord:
-        """Return the resume record, complete after the first new token."""
         record = self._checkpoints.history(JOB_ID)[-1].resume
         assert record is not None
         return record
@@ -202,7 +201,7 @@ def _measure(options: Options, position: int, folder: Path) -> Record:
 
 
 def _rounds(pair: list[BenchWorker], options: Options) -> Iterator[tuple[Turn, Turn]]:
-    """Generate one interval with both workers, in alternating order; yield (tokens, state)."""
+    """Generate one interval with both workers, in alternating order."""
     half = options.checkpoint_tokens // 2  # so that a state is due and written in the middle of a turn
     for worker in pair:
         worker.generate_to(half)

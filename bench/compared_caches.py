@@ -27,7 +27,7 @@ from swiftbatch.worker.sampling.sequence import Sequence
 
 
 class ImportanceKVCache(SparseCache):
-    """At most `budget` positions per layer and head, rebuilt at fixed positions."""
+    """At most `budget` positions per layer and head."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ImportanceKVCache(SparseCache):
         self._num_sequence_entries = min(self._num_fed, self._budget)
 
     def _choose(self, full: FullKVCache, length: int, queries: Queries) -> tuple[torch.Tensor, int]:
-        """Return positions `[num_layers, num_kv_heads, budget - NUM_PINNED]` in falling importance, and how many were
+        """Return positions `[num_layers, num_kv_heads, budget - NUM_PINNED]` by importance, and how many were
         considered.
         """
         importances = [
@@ -90,7 +90,7 @@ class ImportanceKVCache(SparseCache):
         self._first_new = self._num_fed = num_seen
 
     def _replace(self, full: FullKVCache, end: int) -> None:
-        """Overwrite the least important entries with the positions up to `end`."""
+        """Overwrite the least important entries."""
         if end == self._num_fed:
             return
         new = torch.arange(self._num_fed, end, device=self.shape.device)
@@ -173,7 +173,7 @@ class HeavyHitterKVCache(ImportanceKVCache):
         return self._held.gather(-1, best), length
 
     def _observe(self, full: FullKVCache, length: int, queries: torch.Tensor) -> None:
-        """Add the positions up to `length`, then evict down to the budget."""
+        """Add the positions up to `length`, then evict."""
         new = torch.arange(length - self._period, length, device=self.shape.device)
         new = new.expand(self.shape.num_layers, self.shape.num_kv_heads, -1)
         held = torch.cat([self._held, new], dim=-1)

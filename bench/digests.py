@@ -109,7 +109,7 @@ class Setting(EngineEntry):
 
 
 def prepare() -> None:
-    """Let sessions find variants, share loaded models and skip timing forwards."""
+    """Share loaded models and skip timing forwards."""
     for name in BY_NAME.keys() - ENGINES.keys() - CHECKPOINT_ENGINES.keys():
         of = next(entry for known, entry in ENGINES.items() if name.startswith(known))
         CHECKPOINT_ENGINES[name] = Setting(**vars(of) | {"place": name})
@@ -131,7 +131,7 @@ def sha(value: object) -> str:
 
 
 class Bench:
-    """A model, and a run of all kinds of jobs, copied for every cell."""
+    """A model, and a run that every cell copies."""
 
     def __init__(self, model: str, folder: Path) -> None:
         self.model, self.folder, self._numbers = model, folder, itertools.count()
@@ -207,7 +207,7 @@ class Bench:
         return {f"{kind}/{place}": sha([_without(each, "metrics") for each in found[kind]]) for kind in self._kinds}
 
     def drafts(self, engine: str, num_jobs: int) -> Cells:
-        """Return an engine's proposals, under a clock that advances at each reading."""
+        """Return an engine's proposals."""
         ticks, clock = itertools.count(), time.perf_counter
         time.perf_counter = lambda: 1e-4 * next(ticks)
         try:
@@ -219,7 +219,7 @@ class Bench:
         return {f"drafts/{engine}/{num_jobs}": sha(drafted)}
 
     def _sequences(self, target: TargetModel, num_jobs: int) -> list[Sequence]:
-        """Make the jobs without rules, which would need a session."""
+        """Leave out rules, which would need a session."""
         records = [each for each in self.records if each.custom_id in ("long", "filters", "greedy", "n")]
         return [
             Sequence(f"{number}", unpacked(each.prompt_token_ids), each.job.sampling, target.vocab_size)
@@ -232,7 +232,7 @@ def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def drafts_of(target: TargetModel, engine: str, sequences: list[Sequence], parts: Path | None = None) -> list[Any]:
-    """Run sequences together; return the rows verified and tokens committed per step."""
+    """Return the rows verified and tokens committed per step."""
     drafter = create_drafter(engine, target, lambda: COSTS, parts)
     runner, steps = Engine(target, drafter), []
     for sequence in sequences:
@@ -259,7 +259,7 @@ def save_predictor(model: str, folder: Path) -> None:
 
 
 def cells_of(model: str, engine: str, is_quick: bool) -> Cells:
-    """Return all cells of an engine, in a process of its own."""
+    """Return all cells of an engine."""
     logging.disable()  # kills leave half-written files, which are logged
     np.seterr(all="ignore")
     prepare()
@@ -316,7 +316,6 @@ def interpreted_sequences(vocab_size: int) -> list[Sequence]:
 
 
 def engines_of(model: str, is_quick: bool) -> list[str]:
-    """Return a model's engines with cells, slowest first."""
     if is_quick:
         return ["tokenswift", "auto", "autoregressive"] if model == EMBEDDED else ["auto"]
     if model == INTERPRETER:
@@ -325,7 +324,7 @@ def engines_of(model: str, is_quick: bool) -> list[str]:
 
 
 def digests(models: list[str], is_quick: bool) -> Cells:
-    """Return the cells of all models, with a separate process per engine."""
+    """Use a separate process per engine."""
     cells: Cells = {}
     for model in models:
         started, name = time.monotonic(), Path(model).stem
@@ -343,7 +342,6 @@ def digests(models: list[str], is_quick: bool) -> Cells:
 
 
 def disagreements(cells: Cells) -> list[str]:
-    """Return the token cells that disagree."""
     first: dict[tuple[str, str, str], str] = {}
     found = []
     for cell, value in cells.items():

@@ -50,7 +50,7 @@ TOKENS_PER_ROUND = 16  # at least, because the clock and other programs disturb 
 
 
 def fields(num_tokens: int) -> dict[str, dict[str, Any]]:
-    """Return fields by a readable name; the first has none."""
+    """Name fields; the first has none."""
     endless: dict[str, dict[str, Any]] = {
         NOTHING: {},
         "repetition_penalty": {"repetition_penalty": 1.2},

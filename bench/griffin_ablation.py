@@ -64,7 +64,7 @@ Layout = Literal["arms", "forwards", "order"]
 
 @dataclass(frozen=True)
 class Variant:
-    """One training: its folder's name and changes of `GriffinRecipe`."""
+    """A training's folder and changes of `GriffinRecipe`."""
 
     name: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -355,7 +355,7 @@ def run(options: Options, recipe: GriffinRecipe = GRIFFIN_RECIPE) -> Iterator[Re
 
 
 def _accuracies(training: Training) -> Iterator[Record]:
-    """Yield held-out accuracy: by way of drawing, the share of wrong drafts."""
+    """Yield held-out accuracy."""
     for record in training.accuracy:
         for way, rates in record.misaligned.items():
             yield {
@@ -410,7 +410,6 @@ def shown(records: list[Record], options: Options) -> Iterator[Record]:
 
 
 def _order(table: GriffinTable, arms: list[Record], trained: list[Record]) -> Iterator[Record]:
-    """Yield means and ranges over seeds, and their order."""
     taus = {
         (t, row): [each["tokens_per_step"] for each in arms if (each["temperature"], each["row"]) == (t, row)]
         for t, row in product(TEMPERATURES, table.rows)

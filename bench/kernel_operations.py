@@ -185,7 +185,7 @@ class Matrix:
 def matrix_operations(
     sizes: DecoderSizes, team: Team, row_counts: tuple[int, ...], of: str = ""
 ) -> Iterator[Operation]:
-    """Yield each matrix of a layer and the head, in the model's dtype and packed."""
+    """Yield a layer's matrices and the head, in the model's dtype and packed."""
     for name, (depth, columns) in matrix_shapes(sizes).items():
         times = 1 if name == "head" else sizes.num_layers
         matrices = {"": Matrix.plain(team, sizes.dtype, depth, columns)}
@@ -198,7 +198,6 @@ def matrix_operations(
 
 
 def attention_operation(sizes: DecoderSizes, team: Team, cache: FullKVCache, num_rows: int) -> Operation:
-    """Time attention, one layer per call."""
     rows, layers = rows_behind(cache, num_rows), itertools.cycle(range(sizes.num_layers))
     query = torch.ones(num_rows, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype)
     key = torch.ones(num_rows, sizes.num_kv_heads, sizes.head_dim, dtype=sizes.dtype)
@@ -214,7 +213,6 @@ def attention_operation(sizes: DecoderSizes, team: Team, cache: FullKVCache, num
 def forward_operation(
     sizes: DecoderSizes, target: TargetModel, in_torch: TargetModel, cache: FullKVCache, num_rows: int
 ) -> Operation:
-    """Time a whole forward over one sequence's rows, with logits."""
     rows = [rows_behind(cache, num_rows)]
     *layer, (head_depth, head_columns) = matrix_shapes(sizes).values()
     num_weights = sizes.num_layers * sum(depth * columns for depth, columns in layer) + head_depth * head_columns
@@ -226,7 +224,6 @@ def forward_operation(
 
 
 def sampling_operations(vocab: int, row_counts: tuple[int, ...]) -> Iterator[Operation]:
-    """Yield a draw, a walk accepting a chain, and candidates."""
     logits = 4 * torch.randn(row_counts[-1], vocab, generator=torch.Generator().manual_seed(0))
     num_bytes = logits[0].nbytes
 
@@ -253,7 +250,7 @@ def rows_behind(cache: FullKVCache, num_rows: int) -> SequenceRows:
 
 
 def attention_costs(sizes: DecoderSizes, length: int, num_rows: int) -> tuple[int, int]:
-    """Return bytes and floating-point operations of one layer's attention; rows share reads."""
+    """Return bytes and floating-point operations of one layer."""
     num_positions = length + num_rows
     num_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * sizes.dtype.itemsize * num_positions
     return num_bytes, 4 * num_rows * sizes.num_heads * sizes.head_dim * num_positions

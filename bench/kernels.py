@@ -92,7 +92,6 @@ def shown(records: list[Record], options: Options) -> list[Record]:
 
 
 def _figures(record: Record) -> Record:
-    """Add rates and ratios."""
     return record | {
         "GB/s": record["num_bytes"] / record["ms"] / 1e6,
         "GFLOP/s": record["num_flops"] / record["ms"] / 1e6,
@@ -123,7 +122,7 @@ def _full_cache(target: TargetModel, options: Options) -> FullKVCache:
 
 
 def _measured(operation: Operation, num_rounds: int, roof: Roof) -> Record:
-    """Return medians of rounds, ours and torch's in turn, and the machine's limit."""
+    """Return medians, ours and torch's in turn, and the machine's limit."""
     calls = [call for call in (operation.call, operation.in_torch) if call is not None]
     first = [min(_seconds(call, 1) for _ in range(2)) for call in calls]
     num_calls = [max(1, round(LEAST_SECONDS / seconds)) for seconds in first]

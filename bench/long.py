@@ -61,7 +61,7 @@ NOTHING = Sources([], [])
 
 @dataclass
 class _Asked:
-    """The text length of a requested tree, and the tree's sources."""
+    """A requested tree's text length and sources."""
 
     start: int
     sources: Sources = NOTHING
@@ -94,7 +94,7 @@ class MeteredProposer(TokenSwiftProposer):
 
 
 def by_ngrams_alone(path: tuple[int, ...], sources: Sources) -> list[bool]:
-    """Return for each token of a path whether only n-grams proposed it."""
+    """Return which tokens of a path only n-grams proposed."""
     ngrams = [tuple(token for _, token in ngram) for ngram in sources.ngrams]
     in_digits, is_alone, found = True, False, []
     for depth, token in enumerate(path):
@@ -201,7 +201,6 @@ class LongGeneration:
     """A generation; marks are taken in pauses, which do not count."""
 
     def __init__(self, options: Options, target: TargetModel, drafter: Drafter, reuse: ReuseTally | None) -> None:
-        """`reuse` tallies the drafter's n-grams, if any."""
         self._drafter, self._reuse, self._num_draft_depth = drafter, reuse, 0
         text, prefill = options.text, options.prefill
         prompt_ids = text_tokens(text, target.files, prefill) if text else own_tokens(target, prefill)
@@ -214,7 +213,6 @@ class LongGeneration:
         self._seconds = time.perf_counter() - started
 
     def run_to(self, num_tokens: int) -> Record:
-        """Generate `num_tokens` tokens; return the counts."""
         started = time.perf_counter()
         while self.sequence.num_generated_tokens < num_tokens:
             for _, verification in self._engine.step():  # tokens are on the host then, so clocks are right on a GPU
@@ -261,7 +259,7 @@ def per_step(first: dict[str, float], last: dict[str, float], num_steps: int) ->
 
 
 class PlainWindows:
-    """Plain decoding of `size` tokens at some stops, without a change of the generation."""
+    """Plain decoding of `size` tokens, without a change of the generation."""
 
     def __init__(self, target: TargetModel, size: int) -> None:
         self._size, self._engine = size, BenchEngine(target, AutoregressiveDrafter())

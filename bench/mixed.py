@@ -64,7 +64,7 @@ def run(options: Options) -> Iterator[Record]:
 
 
 def _slots_of(options: Options, memory: float, longest: int) -> int:
-    """Return the slots of the longest job that fit. Raises BatchError."""
+    """Raises BatchError."""
     config = read_config(options.model, model_folder(options.model, CONFIG_FILES))
     num_bytes = bytes_per_position(config, options.dtype)
     if num_bytes is None:
@@ -73,7 +73,10 @@ def _slots_of(options: Options, memory: float, longest: int) -> int:
 
 
 def _in_vllm(python: Path, jobs: Path, options: Options, memory: float, longest: int) -> Record:
-    """Time the same jobs in vLLM, without its start. Raises BatchError."""
+    """Leave out vLLM's start.
+
+    Raises BatchError.
+    """
     cores = sorted(os.sched_getaffinity(0))[: options.num_threads]
     found = jobs.with_name("vllm.json")
     asked = {

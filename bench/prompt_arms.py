@@ -1,4 +1,4 @@
-"""Generations from prompts that are read once, beside plain decoding: the arms of tables."""
+"""Generations from prompts that are read once, beside plain decoding."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def num_plain_tokens(num_tokens: int, prefill: int) -> int:
 
 @dataclass
 class PromptArms:
-    """Runs arms one by one from the same state."""
+    """Runs arms from the same state."""
 
     target: TargetModel
     read: list[ReadPrompt]
@@ -201,7 +201,7 @@ class PromptArms:
     _known: dict[float, list[np.ndarray]] = field(default_factory=dict)  # each sequence's first tokens by temperature
 
     def run(self, drafter: Drafter, temperature: float) -> tuple[Contestant, Contestant]:
-        """Generate with a drafter and plainly, in turns. Raises BenchError if they differ."""
+        """Raises BenchError if the arms differ."""
         plain = self._start(AutoregressiveDrafter(), temperature, self.num_plain_tokens)
         generation = self._start(drafter, temperature, self.num_tokens)
         for turn in range(1, NUM_TURNS + 1):
@@ -225,7 +225,7 @@ class PromptArms:
         return Contestant("", TimedEngine(self.target, drafter), sequences, caches)
 
     def _compare(self, generation: Contestant, temperature: float) -> None:
-        """Compare with plain decoding's tokens, and beyond them with the first arm's."""
+        """Compare with plain decoding's tokens, then with the first arm's."""
         known = self._known.setdefault(temperature, _token_ids(generation))
         for number, (before, now) in enumerate(zip(known, _token_ids(generation), strict=True)):
             num_common = min(len(before), len(now))

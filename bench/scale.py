@@ -117,7 +117,6 @@ def shown(records: list[Record], options: Options) -> list[Record]:
 
 
 def write_jobs(path: Path, num_jobs: int) -> None:
-    """Write reproducible jobs of all lengths."""
     draw = random.Random(7)
     with path.open("w", encoding="utf-8") as file:
         for index in range(num_jobs):
@@ -128,7 +127,7 @@ def write_jobs(path: Path, num_jobs: int) -> None:
 
 
 def _measured_apart(name: str, options_file: Path) -> Record:
-    """Run a stage in its own process. Raises ScaleError."""
+    """Raises ScaleError."""
     command = module_command("bench.scale", name, str(options_file))
     process = subprocess.run(command, env=environment_of_code(), capture_output=True, text=True, check=False)
     if process.returncode != 0:
@@ -243,7 +242,6 @@ class DriverTurns:
 
 
 def finish(options: Options) -> dict[str, float]:
-    """Write results of most jobs, unmeasured."""
     run = Run.open(str(_folder(options) / RUN))
     records = run.jobs()
     ended = records[: int(len(records) * options.share_done)]

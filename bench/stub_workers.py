@@ -39,7 +39,7 @@ class SimulatedClock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Exclude the block's CPU time, which another machine would spend."""
+        """Exclude the block's CPU time."""
         began = time.process_time()
         try:
             yield
@@ -125,7 +125,6 @@ class StubWorker:
         return self.calls.after(end - now, report)
 
     def _run(self, now: float, deadline: float, *, goes_on: bool) -> tuple[float, list[StubJob]]:
-        """Simulate jobs until the slice ends."""
         ended = list[StubJob]()
         self._refill(now)
         most_jobs = len(self._jobs)

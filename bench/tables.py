@@ -12,7 +12,7 @@ Record = dict[str, Any]
 
 
 def tables(records: Iterable[Record], *, is_markdown: bool = False) -> str:
-    """Return a table per run of records with the same fields, without digests and lists."""
+    """Return a table per run of records with the same fields."""
     parts = []
     for names, alike in itertools.groupby(map(flat, records), key=tuple):
         shown = [name for name in names if not name.endswith("sha256")]

@@ -267,7 +267,7 @@ def shown(records: list[Record], options: Options) -> Iterator[Record]:
 
 
 def _slots_wanted(options: Options, files: ModelFiles, table: PromptTable) -> SlotsWanted | None:
-    """Return the slots for all prompts; None for a folder of caches."""
+    """Return None for a folder of caches."""
     if options.kv_offload is not None:
         return None
     num_tokens = max(options.num_tokens, len(encode(files, NEEDLE)))
@@ -276,7 +276,7 @@ def _slots_wanted(options: Options, files: ModelFiles, table: PromptTable) -> Sl
 
 
 def _read(options: Options, target: TargetModel, prompts: list[Prompt]) -> PromptArms:
-    """Read the prompts and move them to the arms' place."""
+    """Read the prompts into the arms' place."""
     num_expected = len(prompts[0].expected_ids)
     num_tokens = num_expected or options.num_tokens
     num_plain = num_expected or num_plain_tokens(options.num_tokens, options.prefill)
@@ -297,7 +297,7 @@ def _arms_behind(table: PromptTable, prompts: Prompts) -> Iterator[tuple[tuple[s
 
 
 def new_drafter(target: TargetModel, costs: Costs, arm: PromptArm, parts_folder: Path | None) -> SelfSpeculationDrafter:
-    """Make a fresh drafter. Raises ModelError if no draft model fits."""
+    """Raises ModelError if no draft model fits."""
     if arm.plan == "naive":
         return _naive_policy(target, costs, parts_folder)
     return triforce(target, costs, parts_folder, triforce_options(arm))
@@ -315,7 +315,6 @@ class NaivePlanner(MeasuredPlanner):
 
 
 def _naive_policy(target: TargetModel, costs: Costs, parts_folder: Path | None) -> SelfSpeculationDrafter:
-    """Make a drafter whose draft tokens go directly to the full verification."""
     proposer = DraftModelProposer(DraftModel.load(parts_folder, target), 1, target.forwards.new_batch_sampler())
     planner = NaivePlanner(costs(), NUM_PINNED, proposer.node_seconds)
     return SelfSpeculationDrafter(

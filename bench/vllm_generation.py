@@ -9,7 +9,6 @@ from typing import Any
 
 
 def main(asked: dict[str, Any]) -> None:
-    """Load the model, warm up, then generate all texts at once."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
 
     jobs_file, found_file = asked.pop("jobs"), asked.pop("found")

@@ -69,7 +69,7 @@ class Message(Strict):
 
 
 def _with_one_thought(values: dict[str, Any]) -> dict[str, Any]:
-    """Merge both names of a thought into `reasoning_content`, dropping empty ones."""
+    """Merge both names of a thought."""
     said = {name: values.pop(name) for name in ("reasoning_content", "reasoning") if name in values}
     thoughts = [value for value in said.values() if value not in (None, [], "")]
     if len(thoughts) > 1 and thoughts[0] != thoughts[1]:
@@ -101,7 +101,6 @@ class TemplateOptions(Strict):
 
 
 def checked_kwargs(value: object) -> dict[str, Scalar]:
-    """Return a valid `chat_template_kwargs`. Raises FieldError."""
     if not isinstance(value, dict):
         raise FieldError("", f"found {shown(value)}, expected an object")
     for name, each in value.items():

@@ -47,7 +47,7 @@ def _tell_interrupted() -> None:
 
 
 def _end_interrupted() -> None:
-    """Exit directly, because Python would wait for interrupted work."""
+    """Skip Python's wait for interrupted work."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -194,7 +194,6 @@ class StageProcess:
             )
 
     def run(self, seconds: float) -> Record:
-        """Run the stage and return its last record."""
         started, path = time.monotonic(), self._stage.path(self._folder)
         path.write_text("")
         assert self._process.stdin is not None
@@ -234,7 +233,7 @@ def _add(path: Path, record: Record) -> Record:
 
 
 def tried(stage: GPUStage, trial: Trial, folder: Path) -> Record:
-    """Run a stage's attempts and save records; an exception becomes a finding."""
+    """Save records; an exception becomes a finding."""
     started, all_passed = time.perf_counter(), True
     for name, attempt in stage.tries(trial):
         before = time.perf_counter()
@@ -268,7 +267,7 @@ def main(name: str, place: str, folder: Path) -> None:
 
 
 def _end_with_the_command() -> None:
-    """Wait until the parent closes the pipe, then kill this process group."""
+    """Kill this process group when the parent closes the pipe."""
     while os.read(0, 1):  # not by the stream, whose lock would block the exit
         pass
     os.killpg(os.getpgid(0), signal.SIGKILL)

@@ -51,7 +51,7 @@ class IdleDevice:
         return Repeated(lambda: times.append(time.thread_time()))
 
     def take(self) -> tuple[float, float]:
-        """Return when the first forward and the last draw were launched."""
+        """Return the times of the first forward and the last draw."""
         found = self.launched[FORWARD][0], self.launched[DRAW][-1]
         for times in self.launched.values():
             times.clear()
@@ -66,7 +66,6 @@ def host(trial: Trial) -> Iterator[Try]:
 
 
 def _steps(parts: Parts, num_jobs: int, num_steps: int) -> Finding:
-    """Run the same jobs with every engine."""
     rows, most = list[Row](), ONE_STEP + ONE_JOB * num_jobs
     for name in ENGINES:
         rows.append(_times(parts, name, num_jobs, num_steps))
@@ -97,7 +96,7 @@ def _times(parts: Parts, engine: str, num_jobs: int, num_steps: int) -> Row:
 
 
 def _begun(target: ArenaTarget, engine: str, num_jobs: int, num_steps: int) -> tuple[BenchEngine, DrawnTokens]:
-    """Make an engine with jobs whose caches count as filled."""
+    """Make an engine whose jobs' caches count as filled."""
     running = BenchEngine(target, create_bench_drafter(engine, target, lambda: _costs(target)))
     prompts = [random_ids(target.vocab_size, LENGTH, number) for number in range(num_jobs)]
     for sequence in sequences_of(target, prompts, TOKENS_A_STEP * num_steps):
@@ -111,14 +110,13 @@ def _begun(target: ArenaTarget, engine: str, num_jobs: int, num_steps: int) -> t
 
 
 class DrawnTokens:
-    """Tokens for a device's draws, so few that some drafts are accepted."""
+    """Few tokens, so that some drafts are accepted."""
 
     def __init__(self, out: torch.Tensor) -> None:
         """`out` holds the results of a draw."""
         self._rng, self._out = np.random.default_rng(0), out.numpy()
 
     def renew(self) -> None:
-        """Replace the tokens and their candidates."""
         num_rows = len(self._out) // WORDS_OUT
         tokens, _, ids, logprobs = np.split(self._out, np.cumsum([1, 1, TOP_K]) * num_rows)
         rows = np.argsort(self._rng.random((num_rows, TOP_K)), axis=1) + FIRST_TOKEN

@@ -40,7 +40,7 @@ NUM_WARM_STEPS = 4
 
 @dataclass(frozen=True)
 class Decoded:
-    """The tokens of some sequences, and the steps after the warm-up."""
+    """The tokens of sequences, and the steps after the warm-up."""
 
     token_ids: list[list[int]]
     seconds: float
@@ -96,7 +96,7 @@ def decoded(
 
 
 def jobs(trial: Trial) -> Iterator[Try]:
-    """Yield all numbers of jobs; most jobs use wider forwards, too."""
+    """Yield all numbers of jobs."""
     parts = trial.deep_parts()
     for num_jobs in trial.sizes.job_counts:
         yield f"{num_jobs} at a time", functools.partial(_steps, trial, parts, num_jobs, ENGINES)
@@ -106,7 +106,6 @@ def jobs(trial: Trial) -> Iterator[Try]:
 
 
 def families(trial: Trial) -> Iterator[Try]:
-    """Yield each family with all numbers of jobs."""
     for family in trial.sizes.families:
         parts = trial.family_parts(family)
         for num_jobs in trial.sizes.family_counts:
@@ -115,7 +114,6 @@ def families(trial: Trial) -> Iterator[Try]:
 
 
 def _steps(trial: Trial, parts: Parts, num_jobs: int, engines: tuple[str, ...]) -> Finding:
-    """Run the same jobs with every engine."""
     num_tokens = TOKENS_A_STEP * (trial.sizes.num_steps + NUM_WARM_STEPS)
     length = _length(trial, parts, num_jobs, num_tokens)
     target = target_of(parts, num_jobs + 1, length + num_tokens)

@@ -79,7 +79,6 @@ class _Worker:
         )
 
     def number_of_tokens(self) -> int:
-        """Wait until it prints a number of tokens."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

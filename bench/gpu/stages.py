@@ -87,7 +87,7 @@ def untried(why: str) -> Finding:
 
 
 def _checks(parts: Parts, *names: str) -> Iterator[Try]:
-    """Yield the named checks of `doctor`; a failure stops none."""
+    """Yield the checks of `doctor`; a failure stops none."""
     for check in CHECKS:
         if check.name in names:
             yield check.name, functools.partial(check.run, parts)
@@ -164,7 +164,7 @@ def _chaos(trial: Trial) -> Finding:
 
 
 def _ran(command: list[str], folder: Path) -> Finding:
-    """Run a command; its last words go into the finding."""
+    """Put a command's last words into the finding."""
     environment = environment_of_code() | {"TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0")}
     lines = []
     with subprocess.Popen(
@@ -315,7 +315,7 @@ def _checkpoint(trial: Trial, parts: Parts) -> Finding:
 
 
 def _step_seconds(target: TargetModel, cache: FullKVCache) -> float:
-    """Return the median seconds of a one-row step after the same positions."""
+    """Return the median of a one-row step."""
     seconds = []
     for token_id in random_ids(target.vocab_size, NUM_STEPS if target.device.type == "cuda" else 2, 3):
         started = time.perf_counter()
@@ -333,7 +333,6 @@ def offloaded_target(parts: Parts, num_slots: int, longest: int) -> ArenaTarget:
 
 
 def _offloaded_steps(trial: Trial, parts: Parts) -> Finding:
-    """Compare a step with layers from the host to the copy alone."""
     length = trial.sizes.checkpoint_length
     started = time.perf_counter()
     target = offloaded_target(parts, 1, length + NUM_STEPS)
@@ -457,7 +456,6 @@ def _taken(device: torch.device) -> dict[str, float]:
 
 
 def engines(trial: Trial) -> Iterator[Try]:
-    """Measure steps, prompts, a resume and all engines."""
     yield "bench gpu", functools.partial(_benched, trial)
 
 

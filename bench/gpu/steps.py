@@ -63,7 +63,7 @@ def measured(parts: Parts, options: Options) -> Iterator[Record]:
 
 
 def _fitting(parts: Parts, options: Options) -> dict[int, list[int]]:
-    """Return the lengths that fit per number of slots. Raises BenchError."""
+    """Raises BenchError."""
     sizes = read_sizes(parts.files, options.dtype)
     assert sizes is not None
     kernels = parts.kernels
@@ -118,7 +118,6 @@ class Stopwatch:
 def step_records(
     parts: Parts, fitting: dict[int, list[int]], row_counts: Sequence[int], bandwidth: float
 ) -> Iterator[Record]:
-    """Yield step records; `bandwidth` is in bytes a second."""
     for num_slots, lengths in fitting.items():
         if not lengths:
             continue
@@ -141,7 +140,7 @@ def _step(
     place: tuple[int, int],
     bandwidth: float,
 ) -> Record:
-    """Return medians of rounds; `place` is length and rows of each slot."""
+    """`place` is length and rows of each slot."""
     length, num_rows = place
     busy, whole = [], []
     for seed in range(1 + parts.extent.num_rounds):
@@ -225,7 +224,7 @@ def resume_record(parts: Parts, length: int) -> Record:
 
 
 def _same_bits(ours: FullKVCache, theirs: FullKVCache, length: int) -> bool:
-    """Compare all bits layer by layer, in little memory."""
+    """Compare layer by layer, in little memory."""
     whole = torch.int16 if ours.shape.row_dtype.itemsize == 2 else torch.int32
     return all(
         torch.equal(a.view(whole), b.view(whole))
@@ -243,7 +242,7 @@ def free_bytes(device: torch.device) -> int:
 def fitting_lengths(
     sizes: ModelSizes, gpu: GPUMemory, lengths: list[int], num_behind: int, num_slots: int
 ) -> list[int]:
-    """Return the lengths that fit so many slots with `num_behind` further positions."""
+    """Return the lengths that fit so many slots."""
     behind = num_behind + GPU_PAGE  # part of the last page stays empty
     return [length for length in lengths if one_slot(sizes, gpu, length + behind).num_fitting >= num_slots]
 

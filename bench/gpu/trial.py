@@ -1,4 +1,4 @@
-"""What stages share: a device, models in published shapes with random weights, and sizes.
+"""What stages share: a device, random models in published shapes, and sizes.
 
 `families.jsonl` has configs with one layer of each kind; `deepened` repeats layers.
 """
@@ -83,7 +83,6 @@ class Family:
 
 
 def _packed(form: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> PackedMatrix:
-    """Make a packed matrix, or all experts'."""
     code, most, scale, _ = PACKED[form]
     columns, depth = math.prod(shape[:-1]), shape[-1]
     random: dict[str, Any] = {"generator": generator, "device": generator.device}
@@ -226,7 +225,7 @@ class Trial:
         return made
 
     def family_parts(self, family: Family) -> Parts:
-        """Return a family's model; weights are made on demand."""
+        """Make the family's weights on demand."""
         config, dtype, device = family.text_config, torch.bfloat16, self.device
         sizes, num_splits = sizes_of(config, 0, "bfloat16"), NUM_SPLITS_ELSEWHERE
         assert sizes is not None
@@ -248,7 +247,7 @@ class Trial:
 
 
 def written(family: Family, folder: Path, device: torch.device) -> ModelFiles:
-    """Write a random dense model once; its tokenizer is a placeholder."""
+    """Write once, with a placeholder tokenizer."""
     if not folder.exists():
         made = Path(tempfile.mkdtemp(dir=folder.parent))
         tensors = {name: plain(each).cpu() for name, each in family.tensors(torch.bfloat16, device).items()}
@@ -294,7 +293,7 @@ def deepened(weights: StackedWeights | None, num_layers: int, num_first: int = 0
 
 
 def here(scratch: Path) -> Trial:
-    """Return a trial of this machine's GPU, or a small one in Triton's interpreter."""
+    """Without a GPU the trial is small, in Triton's interpreter."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return Trial(torch.device("cpu"), scratch, SMALL_SIZES)
     return Trial(torch.device("cuda"), scratch)

@@ -239,7 +239,7 @@ class CheckedFiles:
         return self.decoded(path, self._store.read(path), verified)
 
     def decoded(self, path: str, data: bytes | None, decode: Decode[Content]) -> Content | None:
-        """Decode `data` read from `path`; None if absent, damaged or another job's."""
+        """Return None if the file is absent, damaged or another job's."""
         try:
             if data is None:
                 raise DamagedFileError("found no file")

@@ -124,7 +124,6 @@ class CheckpointStore:
         return None if claim is None else claim.numerics
 
     def write_resume(self, job_id: str, attempt: int, record: ResumeRecord) -> None:
-        """Record how an attempt resumed; due in every attempt but the first."""
         data = dump_file(ResumeFile(**record.model_dump()), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "resume.json"), data)
 
@@ -172,7 +171,7 @@ class CheckpointStore:
         return furthest, its_logprobs
 
     def _logs(self, job_id: str, attempts: Sequence[int]) -> list[TokenLog]:
-        """Return all attempts' logs, the furthest first, then an empty one."""
+        """Return attempts' logs, the furthest first, then an empty one."""
         logs, decode = [_EMPTY], partial(decode_log, identity=self._identity(job_id))
         for attempt in attempts:
             path = _path(job_id, attempt, "tokens.bin")
@@ -196,7 +195,7 @@ class CheckpointStore:
         )
 
     def read_segment(self, job_id: str, entry: SegmentEntry) -> Segment | None:
-        """Read a segment, its arrays read-only; None if damaged or absent."""
+        """Return None if damaged or absent."""
 
         def decode(data: bytes) -> Segment:
             segment = decode_segment(data)
@@ -222,7 +221,7 @@ class CheckpointStore:
         )
 
     def read_drafter(self, job_id: str, entry: DrafterEntry) -> State | None:
-        """Read a drafter's state; None if damaged or absent."""
+        """Return None if damaged or absent."""
         path = f"checkpoints/{job_id}/{entry.file}"
         known = Known(entry.size, entry.sha256)
         return self._files.read_verified(path, known, self._identity(job_id), identity_of_state, decode_state)
@@ -250,7 +249,7 @@ class CheckpointStore:
         return len(data)
 
     def read_manifest(self, job_id: str, attempt: int) -> StateManifest | None:
-        """Read an attempt's manifest; None if absent or damaged."""
+        """Return None if absent or damaged."""
         path = _path(job_id, attempt, "manifest.json")
         data = self._store.read(path)
         # without a manifest there must be no state files
@@ -260,7 +259,7 @@ class CheckpointStore:
         return self._files.decoded(path, data, lambda data: parse_file(data, StateManifest, identity))
 
     def read_manifests(self, job_id: str) -> list[StateManifest]:
-        """Return all readable manifests: most positions first, then the newest attempt."""
+        """Return the most positions first, then the newest attempt."""
         manifests = [(attempt, self.read_manifest(job_id, attempt)) for attempt in self.attempts(job_id)]
         found = [(manifest.num_positions, attempt, manifest) for attempt, manifest in manifests if manifest is not None]
         return [manifest for *_, manifest in sorted(found, key=lambda entry: entry[:2], reverse=True)]

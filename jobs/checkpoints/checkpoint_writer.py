@@ -102,7 +102,7 @@ class PendingCheckpoint:
 
     @property
     def _may_write_states(self) -> bool:
-        """Return whether the segments reach the pending layer states."""
+        """Return whether segments reach the pending layer states."""
         return self.layer_states is not None and self.layer_states.num_positions <= self.num_written_positions
 
     def rewind(self, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
@@ -131,7 +131,7 @@ class PendingCheckpoint:
         self.log = self.timeline = None
 
     def begun(self, write: WriteFile) -> WriteFile:
-        """Return a `write` that first claims the attempt if no file does."""
+        """Claim the attempt first, if no file does."""
 
         def write_both(checkpoints: CheckpointStore) -> int:
             if self.start is not None and not self.is_begun:
@@ -420,7 +420,7 @@ class CheckpointWriter:
                 self._changed.notify_all()
 
     def _next_file(self) -> tuple[FileKind, WriteFile] | None:
-        """Wait for the next file, logs first and states last; None at the end."""
+        """Return logs first and states last; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or not self._is_idle())
             if self._is_over():

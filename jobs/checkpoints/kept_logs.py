@@ -61,7 +61,6 @@ class KeptLogs:
         return decode_log(data, self._identity(job_id))
 
     def read_logprobs(self, job_id: str, log: TokenLog) -> TokenLogprobs:
-        """Read all log-probabilities of a log. Raises `DamagedFileError`."""
         data = self._store.read(_path(job_id, LOGPROBS))
         if data is None:
             raise DamagedFileError("found no log-probabilities")
@@ -127,15 +126,12 @@ def inherit(
 
 
 class _State:
-    """Copies the earlier job's state files for the later one, each once."""
-
     def __init__(self, checkpoints: CheckpointStore, job_id: str, earlier_id: str) -> None:
         self._checkpoints = checkpoints
         self._job_id, self._earlier_id = job_id, earlier_id
         self._segments: dict[str, SegmentEntry | None] = {}  # by the earlier job's file; None if unreadable
 
     def take(self) -> None:
-        """Copy what the manifests name, then each manifest."""
         for attempt in self._checkpoints.attempts(self._earlier_id):
             if (manifest := self._checkpoints.read_manifest(self._earlier_id, attempt)) is not None:
                 own = {

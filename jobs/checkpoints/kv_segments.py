@@ -80,7 +80,7 @@ def _field(name: str, array: NDArray[Any]) -> Any:
 
 
 def _column(array: NDArray[Any]) -> Any:
-    """Return a value with the array's bytes, copied only if out of order."""
+    """Copy only if out of order."""
     import pyarrow as pa
 
     values = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
@@ -167,7 +167,7 @@ def identity_of_segment(data: bytes) -> Identity | None:
 
 
 def _read_head(source: Any) -> tuple[int, memoryview]:
-    """Read the first position and the owner's bytes from a segment's reader."""
+    """Read the first position and the owner's bytes."""
     import pyarrow as pa
 
     header = pa.ipc.read_tensor(source).to_numpy()

@@ -72,7 +72,7 @@ def decode_span(data: bytes, identity: Identity) -> LogprobSpan:
 
 
 def _checked(data: bytes, identity: Identity) -> tuple[int, int, int, bytes, memoryview]:
-    """Return first token, counts, digest and numbers of a valid file."""
+    """Return first token, counts, digest and numbers."""
     if len(data) < HEADER.size + CHECKSUM.size:
         raise DamagedFileError(f"found {len(data)} bytes, expected a header of {HEADER.size + CHECKSUM.size}")
     magic, start, num_tokens, num_top, before = HEADER.unpack_from(data)
@@ -101,7 +101,7 @@ class WrittenSpans:
         return self.files[-1][1] if self.files else self.num_before
 
     def start_of_next(self, num_tokens: int) -> int:
-        """Return the first token of a file that ends at `num_tokens`."""
+        """Return the first token of the next file."""
         start = self.end
         for first, end, _ in reversed(self.files):
             if end - first > num_tokens - start:
@@ -183,6 +183,5 @@ class LogprobFiles:
                     yield int(found[1]), int(found[2]), f"{folder}/{name}"
 
     def _reaching(self, places: Sequence[tuple[int, int, str]], num_found: int) -> list[tuple[int, str]]:
-        """Return the files that continue after `num_found` tokens, farthest first."""
         reaching = [(end, path) for start, end, path in places if start <= num_found < end]
         return sorted(reaching, reverse=True)

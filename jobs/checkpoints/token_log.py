@@ -95,7 +95,7 @@ def decode_log(data: bytes, identity: Identity) -> TokenLog:
 
 
 def _size_of_rewinds(payload: bytes) -> int:
-    """Return the bytes of the rewinds, which precede the tokens."""
+    """Return the bytes of the rewinds."""
     if len(payload) < NUM_REWINDS.size:
         raise DamagedFileError(f"found {len(payload)} bytes behind the header, expected the number of rewinds")
     (num_rewinds,) = NUM_REWINDS.unpack_from(payload)
@@ -185,7 +185,7 @@ def unpack(data: bytes) -> tuple[list[PackedLog], int]:
 
 
 def _next_entry(data: bytes, files: int, end: int) -> int:
-    """Find the entry after one with files from `files` to `end`, or earlier if bytes are missing."""
+    """Find the next entry, or earlier if bytes are missing."""
     if end == len(data) or data.startswith(ENTRY_HEAD, end):
         return end
     sooner = data.find(ENTRY_HEAD, files, end + len(ENTRY_HEAD) - 1)
@@ -288,7 +288,7 @@ class PackedLogs:
         return sum(map(len, files.values()))
 
     def _attempts(self, name: str) -> dict[str, RunningAttempt] | None:
-        """Return a file's attempts by job; None if it is gone."""
+        """Return None if the file is gone."""
         if (entries := self.entries(name)) is None:
             return None
         found = {}
@@ -346,7 +346,6 @@ class WorkerLogs:
             self._leaving.append((job_id, attempt))
 
     def forget(self, job_ids: Collection[str]) -> None:
-        """Drop jobs with a result or own files."""
         for key in [key for key in self._entries if key[0] in job_ids and key not in self._leaving]:
             del self._entries[key]
 

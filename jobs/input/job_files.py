@@ -116,7 +116,7 @@ def open_input(path: str, name: str | None = None) -> Iterator[BufferedReader]:
 
 
 def _codec(file: BufferedReader) -> str | None:
-    """Detect the compression; None for plain text."""
+    """Return None for plain text."""
     return next((codec for magic, codec in CODECS.items() if file.peek(4).startswith(magic)), None)
 
 
@@ -221,7 +221,6 @@ def joined(folder_uri: str, path: str) -> str:
 
 
 def _check_object(place: str) -> None:
-    """Raise InputFileError for an object store's URI without an object."""
     if _scheme(place) in OBJECT_STORES:
         bucket, _, name = shown_uri(place).partition("://")[2].partition("/")
         if not bucket or not name.rpartition("/")[2]:
@@ -233,14 +232,13 @@ def _check_object(place: str) -> None:
 
 
 def _identity(place: str) -> str:
-    """Return a text that is equal for all names of a file."""
+    """Return an equal text for all names of a file."""
     if _scheme(place) == "file":
         return os.path.realpath(_path_of(place))
     return place if "://" in place or place == STANDARD_INPUT else os.path.realpath(place)
 
 
 def _copy(place: str, name: str, target: IO[bytes]) -> None:
-    """Copy a remote file. Raises InputFileError, StoreError."""
     folder, file = split(place)
     try:
         is_there = Store(folder).copy_to(file, target) if _scheme(place) in OURS else copy_foreign(place, target)
@@ -262,7 +260,6 @@ def _path_of(uri: str) -> str:
 
 
 def _matching(place: str) -> list[str]:
-    """List a pattern's files, sorted. Raises InputFileError, StoreError."""
     if "://" not in place:
         found = _on_disk(place)
     elif _scheme(place) in OURS:

@@ -164,7 +164,10 @@ def line_from_object(values: dict[str, Any], run_seed: int) -> JobLine:
 
 
 def _request(form: type[Form], values: dict[str, Any], url: JobUrl, prefix: str = "") -> tuple[Form, tuple[str, ...]]:
-    """Return the fields that count, and ignored names. Raises `LineError`."""
+    """Return fields that count, and ignored names.
+
+    Raises `LineError`.
+    """
     known, idle, refused = taken_apart(values, form.model_fields, url)
     if refused:
         raise LineError("; ".join(f"field '{prefix}{name}': {problem}" for name, problem in refused))
@@ -259,7 +262,6 @@ class ParsedLineCache:
     _firsts: dict[str, JobLine] = field(default_factory=dict)
 
     def line(self, values: dict[str, Any]) -> JobLine:
-        """Return what `line_from_object` would. Raises `LineError`."""
         body = values.get("body")
         fields = body if isinstance(body, dict) else values
         try:
@@ -279,7 +281,7 @@ class ParsedLineCache:
         return line
 
     def _own(self, custom_id: object, fields: dict[str, Any], first: JobLine) -> JobLine | None:
-        """Copy `first` with own fields; None if one needs a full check."""
+        """Return None for a line that needs a full check."""
         prompt, messages = fields.get("prompt"), fields.get("messages")
         max_tokens, seed = fields.get("max_tokens", 1), fields.get("seed", 0)
         is_named = isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID and custom_id.isascii()

@@ -125,7 +125,7 @@ def parquet_rows(file: IO[bytes], name: str, columns: Columns) -> Iterator[Row]:
 
 
 def _chosen(names: list[str], name: str, columns: Columns) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Choose (field, column) pairs and ignored columns. Raises InputFileError."""
+    """Raises InputFileError."""
     names = [column for column in names if not INDEX.fullmatch(column)]
     found = f"its columns are: {', '.join(map(shown, names))}"
     twice = sorted({column for column in names if names.count(column) > 1})
@@ -165,7 +165,6 @@ def _objects(batch: Any) -> Iterator[dict[str, Any] | LineError]:
 def _fields(
     values: dict[str, Any], pairs: list[tuple[str, str]], short: set[str], custom_id: str
 ) -> dict[str, Any] | LineError:
-    """Return a row's fields without nulls."""
     try:
         fields = {name: _value(name, values[column], column in short) for name, column in pairs}
     except LineError as error:
@@ -176,7 +175,7 @@ def _fields(
 
 
 def _value(name: str, value: Any, is_short: bool) -> Any:
-    """Convert a field to its JSON value. Raises LineError."""
+    """Raises LineError."""
     if value is not None and is_short:
         import numpy as np  # `status` reads no tables and should not import numpy
 

@@ -134,7 +134,6 @@ def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list
 
 
 def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:
-    """Yield a file's lines or Parquet rows."""
     with open_input(path, name) as file:
         if file.peek(len(MAGIC)).startswith(MAGIC):
             with _seekable(file, path) as whole:
@@ -152,7 +151,7 @@ def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:
 
 
 def _job_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, bytes | None]]:
-    """Yield a file's lines. Raises `InputFileError` for another kind of file."""
+    """Raises `InputFileError` for another kind of file."""
     head = file.peek(NUM_BYTES)
     if kind := other_kind(head):
         raise InputFileError(f"cannot read the job file {name}: {kind}")

@@ -132,7 +132,6 @@ def parsed_line(
 def written_line(
     place: LinePlace, data: bytes | None, damaged: dict[str, str], fingerprint: str | None
 ) -> bytes | None:
-    """Return the bytes of `parsed_line`, mostly copied."""
     try:
         text = unsealed(data) if data else None
     except ValueError:
@@ -173,7 +172,7 @@ def read_lines(
 
 
 def _some(places: Iterator[LinePlace | None]) -> list[LinePlace | None]:
-    """Take the next places, fewer if lines are long."""
+    """Take the next places."""
     some, num_bytes = list[LinePlace | None](), 0
     for place in islice(places, NUM_SHORT_AHEAD):
         some.append(place)

@@ -29,7 +29,6 @@ CHARACTERS_PER_PART = 64 * 2**20  # characters of JSON jobs plus bytes of prompt
 
 
 def paths(store: Store) -> list[str]:
-    """List a run's tables, oldest first."""
     return [FIRST, *(f"{LATER}/{name}" for name in store.list(LATER) if name.endswith(".parquet"))]
 
 
@@ -202,7 +201,7 @@ def _read_all(store: Store, read: Callable[[BinaryIO], Iterator[Value]]) -> Iter
 
 
 def _refuse_if_it_was_there(store: Store, path: str) -> None:
-    """Raise DamagedError for a missing table whose jobs have results or checkpoints."""
+    """Raise DamagedError if a missing table's jobs have results or checkpoints."""
     if any(store.list(folder) for folder in ("results", "checkpoints")):
         raise DamagedError(store, path, "it is missing, but its jobs have results or checkpoints")
 

@@ -80,7 +80,6 @@ def _usage(bodies: Sequence[tuple[JobRecord, Line]]) -> dict[str, Any]:
 
 
 def _error(failed: Sequence[tuple[JobRecord, Line]]) -> dict[str, str]:
-    """Return the error of a line without any result."""
     codes = {error["code"] for _, error in failed}
     messages = list(dict.fromkeys(error["message"] for _, error in failed))
     more = f"; and {len(messages) - MAX_MESSAGES} more" if len(messages) > MAX_MESSAGES else ""
@@ -153,7 +152,6 @@ def _put_together(jsonl: BinaryIO, table: BinaryIO, lines: Iterable[dict[str, An
 
 
 def _write_lines(target: BinaryIO, lines: Iterable[dict[str, Any]]) -> dict[str, type]:
-    """Write the lines and rewind; return the numeric metrics with their types."""
     metric_types = dict(METRIC_COLUMNS)
     for line in lines:
         target.write(dump_line(line))
@@ -164,7 +162,7 @@ def _write_lines(target: BinaryIO, lines: Iterable[dict[str, Any]]) -> dict[str,
 
 
 def _rows(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row per choice; one for a failed line."""
+    """Return a row per choice."""
     if line["error"] is not None:
         return [_failure(line, line["error"])]
     body = line["response"]["body"]
@@ -184,7 +182,6 @@ def _failure(line: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(line: dict[str, Any], choice: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return the fixed columns and all numeric metrics."""
     metrics = numbers["metrics"].items()
     return {name: value for name, value in metrics if type(value) in (int, float) and name not in FIXED_COLUMNS} | {
         "custom_id": plain(line["custom_id"]),

@@ -261,7 +261,6 @@ class ResultFiles:
         return moved
 
     def _look(self) -> None:
-        """Update the index with new and removed segments."""
         with self._looking:
             found = self._store.sizes(SEGMENTS).items()
             sizes = {f"{SEGMENTS}/{name}": size for name, size in found if name.endswith(SUFFIX)}
@@ -303,7 +302,7 @@ class ResultFiles:
         return SegmentIndex.of(path, rows)
 
     def _whole_of(self, path: str) -> list[Row] | None:
-        """Return a segment's intact results; None if all agree with its index."""
+        """Return None if all results agree with the index."""
         data = self._store.read(path) or b""
         is_as_said = all(is_whole(data, place) for place in self._segments[path].places())
         return None if is_as_said else list(found_lines(data, self._fingerprint))
@@ -328,7 +327,10 @@ class _Copies:
         self._writing = Lock()
 
     def part(self, place: LinePlace) -> bytes | None:
-        """Return the bytes at a place; None if gone. Raises `StoreError`."""
+        """Return None if the segment is gone.
+
+        Raises `StoreError`.
+        """
         with self._copying[place.path]:
             if place.path not in self._starts:
                 data = self._store.read(place.path)

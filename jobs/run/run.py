@@ -195,13 +195,12 @@ class Run(RunJobs):
         return filter(None, read_lines(self._results.data, places, write, self._results.elsewhere))
 
     def _lines(self, extended: Mapping[str, list[str]]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
-        """Yield every job with its line, or a superseded job's."""
         records, again = tee(self.records())
         places = self._output_places((record.job_id for record in again), extended)
         return zip(records, self._read_places(places), strict=True)
 
     def _output_places(self, job_ids: Iterable[str], extended: Mapping[str, list[str]]) -> Iterator[LinePlace | None]:
-        """Yield the place of each job's line for `_lines`."""
+        """Yield places for `_lines`."""
         finished, failed = self.finished_ids(), self._errors.job_ids()
 
         def place(job_id: str) -> LinePlace | None:
@@ -218,7 +217,6 @@ class Run(RunJobs):
         return read_lines(self._results.data, places, parse, self._results.elsewhere)
 
     def result_file(self, job_id: str) -> str:
-        """Return the file with a job's result, "" if not read yet."""
         place = self._results.place(job_id)
         return "" if place is None else place.path
 

@@ -56,7 +56,7 @@ def _at(parts: Iterator[pa.Table], places: NDArray[np.int64]) -> Iterator[pa.Tab
 
 
 def _write(file: BinaryIO, part: pa.Table) -> NDArray[np.int64]:
-    """Write a part's bodies, see `JobRecord.body`; return the bytes of each."""
+    """Return the bytes of each body."""
     import numpy as np
     import pyarrow as pa
     from pyarrow import compute
@@ -121,7 +121,6 @@ class RunJobs:
         return read_records(self.store, places, self._run_id)
 
     def job_index(self) -> JobIndex:
-        """Index all jobs in their newest forms."""
         from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
 
         return JobIndex.of(self.parts(*COLUMNS))
@@ -156,7 +155,6 @@ class RunJobs:
         return pa.chunked_array([chunk for part in parts for chunk in part.column("job_id").chunks], pa.string())
 
     def lineages(self) -> list[list[str]]:
-        """Return each job's ids from its first form to its newest."""
         parts = self.parts("job_id", "supersedes")
         rows = (zip(*(column.to_pylist() for column in part.columns), strict=True) for part in parts)
         return lineages(pair for pairs in rows for pair in pairs)

@@ -220,7 +220,6 @@ def failed_row(record: JobRecord, revision: int, failure: Failure) -> Row:
 
 
 def _asked(record: JobRecord, revision: int) -> Row:
-    """Return the columns that describe the request."""
     job = record.job
     messages = job.messages and [{name: getattr(message, name) for name in MESSAGE} for message in job.messages]
     return {
@@ -339,7 +338,7 @@ class Shards:
         return written + [shard for lines in full if (shard := self._added(lines)) is not None], num_waiting
 
     def _due(self, is_end: bool) -> Iterator[SizedLine]:
-        """Yield ended lines whose outcome differs from their plan, in input order."""
+        """Yield ended lines whose outcome differs from their plan."""
         sizes, failed = self._run.ended_sizes()
         failures = self._failures(failed) if is_end else {}
         for custom_id, choices in self._lines.items():
@@ -363,7 +362,7 @@ class Shards:
         }
 
     def _planned(self, custom_id: str, jobs: Sequence[str], failures: dict[str, Failure]) -> PlannedLine | None:
-        """Return the line as it ended now; None if unchanged."""
+        """Return None if the line is unchanged."""
         before = self._newest.get(custom_id)
         own = {job_id: failures[job_id] for job_id in jobs if job_id in failures}
         revision = 0 if before is None else before.revision + 1
@@ -371,7 +370,7 @@ class Shards:
         return None if before is not None and before.key == line.key else line
 
     def _completed(self, number: int) -> WrittenShard | None:
-        """Write a planned shard; None while one of its results is damaged."""
+        """Return None while one of the results is damaged."""
         plan = self._missing[number]
         with temporary_file() as file:
             return self._published(number, file) if self._fill(file, plan.lines) == plan.lines else None
@@ -396,7 +395,6 @@ class Shards:
         return WrittenShard(path, sum(len(line.jobs) for line in plan.lines))
 
     def _fill(self, file: BinaryIO, lines: Sequence[PlannedLine]) -> tuple[PlannedLine, ...]:
-        """Write the rows of readable lines and rewind; return these lines."""
         readable = []
 
         def rows() -> Iterator[Row]:

@@ -87,7 +87,7 @@ def throughput(found: Intervals, begin: float, end: float) -> Throughput:
 
 
 def _drawn_by(moments: Column, starts: Column, rates: Column) -> Column:
-    """Return tokens drawn up to each moment if all intervals never ended."""
+    """Return tokens drawn up to each moment."""
     firsts = np.searchsorted(moments, starts)  # the first moment after each start
     rate, before = (
         np.bincount(firsts, weights, len(moments) + 1)[: len(moments)].cumsum() for weights in (rates, rates * starts)
@@ -109,7 +109,7 @@ def ms_per_token_by_length(found: Intervals) -> ByLength | None:
 
 
 def _by_length(length: Column, amount: Column, weight: Column, offset: float) -> ByLength | None:
-    """Return `offset` + amount / weight per bin: sums for the mean, intervals for the band."""
+    """Return `offset` + amount / weight per bin."""
     if len(length) == 0:
         return None
     num_bins = int(np.clip(len(length) / INTERVALS_PER_BIN, 1, MAX_LENGTH_BINS))

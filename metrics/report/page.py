@@ -148,7 +148,6 @@ def render(facts: RunFacts, store: Store, folder: str | None) -> str:
 
 
 def _charts(facts: RunFacts, found: Intervals, begin: float, end: float) -> dict[str, Any]:
-    """Draw the three curves as SVG, None without data."""
     losses = sorted(end - begin for end in facts.tally.losses)
     acceptance, pace = acceptance_by_length(found), ms_per_token_by_length(found)
     return {
@@ -159,7 +158,7 @@ def _charts(facts: RunFacts, found: Intervals, begin: float, end: float) -> dict
 
 
 def _span(facts: RunFacts, found: Intervals) -> tuple[float, float]:
-    """Return the first start and the last end, in seconds since the epoch."""
+    """Return seconds since the epoch."""
     tally = facts.tally
     if not tally.starts:
         return facts.progress.started, facts.progress.started
@@ -191,7 +190,7 @@ def _row(job: JobFacts, begin: float, store: Store, folder: str | None) -> dict[
 
 
 def _link(store: Store, file: str, folder: str | None) -> str | None:
-    """Link a run's file; None if no browser could open it."""
+    """Return None if no browser could open the file."""
     if folder is None or not store.is_local:
         return None
     path = os.path.relpath(os.path.join(store.uri, file), folder)

@@ -190,7 +190,7 @@ def excerpt(text: str) -> str:
 
 
 def _checkpoints(run: Run, finished: Container[str]) -> dict[str, Logged]:
-    """Return the attempts and logged tokens of unfinished jobs."""
+    """Return attempts and logged tokens of unfinished jobs."""
     checkpoints, started = CheckpointStore.of(run), set(run.store.list("checkpoints"))
     packed = PackedLogs.of(run).read()
 
@@ -209,7 +209,6 @@ def _checkpoints(run: Run, finished: Container[str]) -> dict[str, Logged]:
 
 
 def _with_running(history: list[AttemptRecord], running: AttemptRecord) -> list[AttemptRecord]:
-    """Add the running attempt, or its timeline if the start is known."""
     known = {record.number: record for record in history}
     own = known.get(running.number)
     known[running.number] = running if own is None else own.model_copy(update={"timeline": running.timeline})
@@ -227,13 +226,12 @@ def _may_close_loops(job: JobFacts) -> bool:
 
 
 def _closes_loops(job: Job) -> bool:
-    """Return whether the job closes a looping thought."""
     loops = job.sampling.repetition_detection
     return loops is not None and loops.action == "close"
 
 
 def _prompt(job: Job) -> str:
-    """Return a prompt's start; there is no tokenizer for token ids."""
+    """There is no tokenizer for token ids."""
     if job.prompt_ids is not None:
         return excerpt(f"tokens {' '.join(map(str, job.prompt_ids[:EXCERPT_CHARACTERS]))}")
     return excerpt(job.prompt or "\n".join(message.content for message in job.messages or ()))
@@ -297,7 +295,7 @@ class _Reader:
     def _unfinished(
         self, number: int, entry: JobEntry, line: dict[str, Any] | None, history: list[AttemptRecord], num_logged: int
     ) -> JobFacts:
-        """Return an unfinished job's facts from its error and checkpoints."""
+        """Take the facts from error and checkpoints."""
         error = None if line is None else (str(line["error"]["code"]), str(line["error"]["message"]))
         state = self._state(entry, error)
         last_end = self._progress.updated if state == "running" else 0.0

@@ -149,7 +149,6 @@ class DisturbedRun:
         return kills
 
     def _carry_out(self, planned: PlannedKill) -> Kill | None:
-        """Do a kill when it is due; None if the run ended first."""
         while self._is_running():
             progress = self._progress()
             if progress is not None and progress.num_generated_tokens >= planned.num_tokens:
@@ -163,7 +162,7 @@ class DisturbedRun:
         return None
 
     def _is_running(self) -> bool:
-        """Return whether the run continues; restart a driver that gave up."""
+        """Restart a driver that gave up."""
         self._troubles.tend()
         if self._driver.has_given_up and self._troubles.may_end_a_driver():
             self._show("the driver gave up; resuming")
@@ -171,7 +170,6 @@ class DisturbedRun:
         return not self._driver.has_ended
 
     def _progress(self) -> Progress | None:
-        """Return the current driver's heartbeat."""
         try:
             progress = self._open().progress()
         except RunError:  # the run is not made yet
@@ -183,7 +181,7 @@ class DisturbedRun:
         return Run.open(self._run_uri, STORE_RETRIES)
 
     def _end_driver(self, number: signal.Signals, _workers: Sequence[object]) -> str:
-        """Signal the driver, wait for its end and start another one."""
+        """Signal the driver and start another one."""
         pid = self._driver.pid
         self._driver.signal(number)
         while not self._driver.has_ended:
@@ -211,7 +209,10 @@ class DisturbedRun:
         return f"process {first.pid}, then {second.pid}"
 
     def _one_of(self, first: DisturbedDriver, second: DisturbedDriver) -> DisturbedDriver:
-        """Wait until one of two drivers leaves; return the other. Raises ChaosError."""
+        """Return the driver that stays.
+
+        Raises ChaosError.
+        """
         last = time.monotonic() + NOTICES_SECONDS
         while time.monotonic() < last:
             for loser, holder in ((first, second), (second, first)):
@@ -222,7 +223,6 @@ class DisturbedRun:
         raise ChaosError(f"processes {first.pid} and {second.pid} both hold {self._run_uri}: expected one to stop")
 
     def _wait(self, seconds: float) -> None:
-        """Sleep, ending due troubles."""
         last = time.monotonic() + seconds
         while time.monotonic() < last:
             self._troubles.tend()

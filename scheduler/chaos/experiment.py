@@ -215,7 +215,6 @@ class Experiment:
         self.disturbed = f"{options.run_uri.rstrip('/')}/disturbed"
 
     def run_undisturbed(self) -> float:
-        """Run without kills; return the seconds."""
         self._show(f"undisturbed run: {self._options.num_jobs} jobs of {self._options.num_tokens:,} tokens")
         started = time.monotonic()
         driver = self.submit(self.undisturbed)
@@ -252,7 +251,6 @@ class Experiment:
 
 @contextlib.contextmanager
 def _folder(run_uri: str) -> Iterator[Path]:
-    """Yield a folder beside local runs, else a temporary one."""
     local = local_path(run_uri)
     if local is None:
         with tempfile.TemporaryDirectory(prefix="swiftbatch-chaos-") as name:
@@ -264,7 +262,7 @@ def _folder(run_uri: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _open_arena(options: ChaosOptions, random: Random, show: Show) -> Iterator[ChaosSetup]:
-    """Connect to the user's cluster, or start one. Raises ChaosError."""
+    """Raises ChaosError."""
     if options.address is not None:
         if options.num_nodes is not None:
             raise ChaosError("--nodes starts a cluster of its own: leave it or --address out")

@@ -193,7 +193,6 @@ class NodeFaults:
         return host.prefix
 
     def _hang(self, _workers: Sequence[WorkerStatus]) -> str | None:
-        """Stop all processes of a node for a while."""
         node = self._choose()
         if node is None:
             return None
@@ -211,7 +210,6 @@ class NodeFaults:
         return f"{node.host.address} for {seconds:.0f} s"
 
     def _drain(self, _workers: Sequence[WorkerStatus]) -> str | None:
-        """Announce a node's end and kill it later."""
         node = self._choose()
         if node is None:
             return None
@@ -246,7 +244,7 @@ class NodeFaults:
         self._is_head_troubled_until = max(self._is_head_troubled_until, self._clock() + seconds)
 
     def _begin(self, longest: float, end: Callable[[], object], troubled: Node | Host) -> float:
-        """End a fault within `longest` seconds; return in how many."""
+        """End within `longest` seconds; return in how many."""
         seconds = self._random.uniform(1, longest)
 
         def end_it() -> None:
@@ -258,6 +256,5 @@ class NodeFaults:
         return seconds
 
     def _choose(self) -> Node | None:
-        """Choose a node without a fault, if any."""
         fine = [node for node in self._cluster.raylets if node not in self._troubled]
         return self._random.choice(fine) if fine else None

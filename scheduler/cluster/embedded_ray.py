@@ -110,7 +110,7 @@ class EmbeddedRay:
         os.close(self._lock)
 
     def _remove_folder(self) -> None:
-        """Remove the folder, repeatedly, because dying processes may still write files."""
+        """Repeat, because dying processes may still write files."""
         last = time.monotonic() + REMOVE_SECONDS
         while self.folder.exists() and time.monotonic() < last:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -120,7 +120,7 @@ class EmbeddedRay:
 
 
 def _without_agents(command: list[str], job: JobConfig) -> list[str]:
-    """Remove the agents from a raylet's command; raylets insist on some command."""
+    """Raylets insist on some command."""
     import ray
 
     agents = ["dashboard_agent"] if job.runtime_env else ["dashboard_agent", "runtime_env_agent"]

@@ -89,7 +89,7 @@ def kill(actor: Any) -> None:
 
 
 def _explain(error: RayError) -> tuple[str, str]:
-    """Return the reason and the message of a loss."""
+    """Return reason and message."""
     from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
 
     if isinstance(error, RayTaskError):
@@ -106,7 +106,6 @@ def _explain(error: RayError) -> tuple[str, str]:
 
 
 def _explain_cause(cause: Exception) -> tuple[str, str]:
-    """Explain a worker's own error, as `_explain` does."""
     if isinstance(cause, OtherCodeError):
         return OTHER_CODE, str(cause)
     if isinstance(cause, OtherModelError):

@@ -169,7 +169,7 @@ def _join(address: str | None) -> None:
 
 
 def _open_watch() -> ClusterWatch | None:
-    """Open a watch with private parts of Ray; None without them."""
+    """Use private parts of Ray; return None without them."""
     import ray
 
     context = ray.get_runtime_context()
@@ -202,7 +202,6 @@ def _leave(embedded: EmbeddedRay | None, _type: object, error: BaseException | N
 
 
 def _end_without_ray(code: int) -> None:
-    """End the process without Ray's waits and output."""
     _silence_ray()
     atexit.register(_end_process, code)  # it runs before Ray's own
 
@@ -223,7 +222,10 @@ def _end_process(code: int) -> None:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Check the address first, since Ray would try for minutes. Raises ClusterError."""
+    """Ray would try for minutes.
+
+    Raises ClusterError.
+    """
     host, separator, port = address.removeprefix("ray://").rpartition(":")
     if not separator or not (port.isascii() and port.isdecimal()):
         raise ClusterError(f"--address {address}: expected HOST:PORT of a running Ray cluster")

@@ -68,7 +68,7 @@ def doctor(json_path: str | None, **options: Any) -> None:
 
 
 def _on_a_gpu(config: Computation, show: Any) -> FirstRun | None:
-    """Return the first run's list; None on a CPU or without kernels."""
+    """Return None on a CPU or without kernels."""
     from swiftbatch.worker.forward.hardware import resolve_device
     from swiftbatch.worker.kernels.gpu_kernel_choice import refuse_kv_dtype
 

@@ -75,7 +75,7 @@ nightly.params += [option for option in submit.params if option.name not in ("jo
 def _run_file(
     context: click.Context, inbox: str, runs_uri: str, path: str, digest: str, options: dict[str, Any]
 ) -> int:
-    """Run one job file, mark it if finished; return the exit code."""
+    """Mark a finished job file; return the exit code."""
     from swiftbatch.jobs.input.job_files import InputFileError, joined
     from swiftbatch.jobs.json_records import dump_line
     from swiftbatch.jobs.run.run_records import RunError
@@ -117,7 +117,7 @@ def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str
 
 
 def _done_digest(runs: Store, path: str) -> str | None:
-    """Return the digest that was run; None without a readable mark."""
+    """Return None without a readable mark."""
     from swiftbatch.jobs.run.run_records import RunError, read_object
 
     try:
@@ -127,7 +127,7 @@ def _done_digest(runs: Store, path: str) -> str | None:
 
 
 def _check_folders(inbox: Store, runs: Store) -> None:
-    """Refuse a folder inside the other: outputs and job files would mix."""
+    """Refuse a folder inside the other, which would mix outputs and job files."""
     places = [f"{store.uri.partition('?')[0].rstrip('/')}/" for store in (inbox, runs)]
     if places[0].startswith(places[1]) or places[1].startswith(places[0]):
         raise click.UsageError(

@@ -55,7 +55,7 @@ def quantize(model: str, format_: str, output: Path, text: Path | None) -> None:
 
 
 def _token_ids(files: ModelFiles, text: Path) -> list[int]:
-    """Tokenize a text. Raises UsageError, ModelError if it has no tokens."""
+    """Raises UsageError, ModelError if the text has no tokens."""
     from swiftbatch.worker.quantization.quantizing import text_token_ids
 
     try:

@@ -124,7 +124,6 @@ serve.params += [option for option in submit.params if option.name not in OF_THE
 
 
 def _driver_options(context: click.Context) -> Any:
-    """Return the options passed to every driver."""
     from swiftbatch.scheduler.serve.batch_driver import DriverOptions
 
     of_start = {option.name for option in resume.params}
@@ -136,7 +135,6 @@ def _driver_options(context: click.Context) -> Any:
 
 
 def _words(context: click.Context, option: click.Option) -> list[str]:
-    """Return an option as given, nothing if not given."""
     name = str(option.name)
     value = context.params[name]
     if value is None or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:

@@ -235,7 +235,6 @@ def _griffin_recipe(
     no_token_enhanced_head: bool,
     seed: int,
 ) -> GriffinRecipe:
-    """Return the paper's recipe with the options' changes."""
     from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE
 
     if no_token_alignment and not (num_passes is None and align_top_k is None):

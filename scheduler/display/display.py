@@ -169,7 +169,7 @@ def _figures(progress: Progress) -> Table:
 
 
 def _worker_rows(progress: Progress, room: int, is_wide: bool) -> list[RenderableType]:
-    """Return a row per worker and, if all fit, per job."""
+    """Return a row per worker and, if they fit, per job."""
     workers = progress.workers
     blocks = [(_worker_row(progress, worker, is_wide), *_jobs(progress, worker)) for worker in workers]
     starting = f"{counted(progress.num_starting_workers, 'worker')} starting" if progress.num_starting_workers else ""
@@ -209,7 +209,6 @@ def _jobs(progress: Progress, worker: WorkerStatus) -> list[Table]:
 
 
 def _bar(done: int, total: int, figures: str) -> Table:
-    """Return a bar with its figures on the right."""
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(ratio=1)
     grid.add_column(justify="right", no_wrap=True, min_width=22)

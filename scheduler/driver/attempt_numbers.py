@@ -128,10 +128,9 @@ class Attempts:
         return AttemptCounts.model_construct(attempts=self._counts.copy(), strikes=self._strikes.copy())
 
     def _base(self, newest: int) -> int:
-        """Return the number before this driver's first attempt at a job.
+        """Return the number before the first attempt.
 
-        If `newest` is of no earlier epoch, files were copied or `drivers/` was deleted; a later driver adds more, so
-        bases stay unique.
+        If `newest` is of no earlier epoch, files were copied or `drivers/` was deleted; a later driver adds more.
         """
         epoch_there = newest // NUMBERS_PER_EPOCH
         epoch = self._epoch if epoch_there < self._epoch else epoch_there + self._epoch

@@ -141,7 +141,7 @@ class Dispatcher:
             self._order_move(now)
 
     def _order_relief(self) -> None:
-        """Let the last-ending worker return jobs, if the run then ends much sooner."""
+        """Let the last-ending worker return jobs if the run then ends sooner."""
         if self._last is not None and not self._last.worker.orders.released:
             for job_id in self._balance.too_many(self._last):
                 self._last.worker.ask_back(job_id)
@@ -176,10 +176,7 @@ class Dispatcher:
             self._fleet.retire(worker)
 
     def _deal(self, workers: Sequence[Worker], now: float) -> dict[str, list[QueuedJob]]:
-        """Assign jobs one at a time to the worker with the least left.
-
-        The worker with the last-ending job only gets what lets that end in time.
-        """
+        """Assign to the worker with the least left; the last-ending worker only gets what lets its job end in time."""
         takers = [(self._turn_of(worker), number) for number, worker in enumerate(workers)]
         heapify(takers)
         dealt: defaultdict[str, list[QueuedJob]] = defaultdict(list)  # by worker
@@ -195,7 +192,7 @@ class Dispatcher:
         return dealt
 
     def _turn_of(self, worker: Worker) -> int:
-        """Return a sort key; with a plan each worker is filled before the next one."""
+        """With a plan, fill each worker before the next one."""
         return self._queue.of(worker.id).num_left if self._plan is None else 0
 
     def _is_spared(self, worker: Worker) -> bool:
@@ -206,7 +203,7 @@ class Dispatcher:
         return bool(self._queue.of(worker.id).running) and not self._balance.may_have_more(last)
 
     def _next_for(self, worker: Worker, now: float) -> QueuedJob | None:
-        """Take a job for a worker, if it should have one more."""
+        """Take a job if the worker should have one more."""
         own = self._queue.of(worker.id)
         num_held = len(own.running)
         if self._slots.is_full(worker, num_held) or self._balance.has_share(own.num_to_run, own.num_left):
@@ -263,7 +260,7 @@ class Dispatcher:
         return self._numbered(job, number, num_attempts)
 
     def _numbered(self, job: QueuedJob, number: int, num_attempts: int) -> Assignment:
-        """Return an attempt; its number keeps earlier holders from touching its files."""
+        """The attempt's number keeps earlier holders from its files."""
         entry = job.entry
         return Assignment(
             *(entry.job_id, entry.line_number, entry.num_prompt_tokens, self._bodies.at(entry.place)),
@@ -276,7 +273,7 @@ class Dispatcher:
 
 
 def _num_left_to_move(job: QueuedJob) -> int:
-    """Return a job's tokens to come, 0 if a move would not pay."""
+    """Return 0 if a move would not pay."""
     num_done = job.num_generated_tokens
     num_left = job.entry.max_tokens - num_done
     return num_left if num_left >= MIN_SHARE_LEFT * (job.entry.num_prompt_tokens + num_done) else 0

@@ -96,7 +96,6 @@ class Driver:
         return state
 
     def _is_to_stop(self) -> bool:
-        """Return whether a user or a limit ends the run."""
         if not self._is_stopping:
             self.reached_limit = self._context.limits.reached(self._context.spent)
         return self._is_stopping or self.reached_limit is not None
@@ -126,7 +125,7 @@ class Driver:
             time.sleep(WAIT_SECONDS)  # every remaining job waits for its next attempt
 
     def _drain_all(self, reason: str, longest: float = math.inf) -> None:
-        """Let all workers write checkpoints and return jobs within the grace period."""
+        """Let workers return jobs within the grace period."""
         seconds = min(self._context.grace_seconds, longest)
         for worker in self._fleet.workers:
             self._fleet.begin_drain(worker, reason, seconds)
@@ -159,7 +158,7 @@ class Driver:
                 raise DriverError(f"no worker starts, {most} tries: {event.message}")
 
     def _write_output(self) -> RunState:
-        """Write the output files and last shards; return the run's state."""
+        """Write last shards too; return the run's state."""
         state = self._end_state()
         self._fleet.stop()
         with self._hold.beating():

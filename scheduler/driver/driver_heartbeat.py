@@ -73,7 +73,6 @@ def stopped(progress: Progress, state: RunState, jobs: dict[str, int]) -> Progre
 
 
 def _without_beat(run: Run) -> Progress:
-    """Make the progress from the folder alone."""
     created, jobs, was_run = run.manifest.created, count_jobs(run), run.has_had_a_driver()
     lines = run.result_lines(run.ended()[0]) if was_run else ()
     return Progress(

@@ -116,14 +116,14 @@ def length_bucket_of(num_prompt_tokens: int, num_tokens: int, max_tokens: int) -
 
 
 def _with_neighbours(of_classes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Add the counts of neighbouring classes, weighted by distance."""
+    """Add neighbouring classes, weighted by distance."""
     reach = len(NEIGHBOURS) // 2
     padded = np.pad(of_classes, ((reach, reach), (0, 0)))
     return sum(weight * padded[n : n + NUM_CLASSES] for n, weight in enumerate(NEIGHBOURS))  # type: ignore[return-value]
 
 
 def _mean_left(end_now: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean share to come, from each share's probability of ending."""
+    """Return the mean share to come from each share's probability of ending."""
     mean_left = np.zeros_like(end_now)
     for share in range(NUM_SHARES - 1, -1, -1):
         end = end_now[..., share]

@@ -253,7 +253,7 @@ class JobQueue:
         return {"pending": self.num_unfinished - num_running, "running": num_running, **self._num_ended}
 
     def _first(self, worker_id: str, now: float, has_room: Callable[[QueuedJob], bool]) -> QueuedJob | None:
-        """Return the worker's next waiting job; none beside one that runs alone."""
+        """Return None beside a job that runs alone."""
         own = self._workers[worker_id]
         if any(job.runs_alone for job in own.running.values()):
             return None
@@ -261,7 +261,6 @@ class JobQueue:
         return self._waiting.first(own.num_to_run > 0, now, own.groups, has_room)
 
     def _hand_to(self, worker_id: str, job: QueuedJob) -> None:
-        """Move a waiting job to a worker."""
         self._waiting.take(job)
         own = self._workers[worker_id]
         if job.prompt.group is not None and job.prompt.group not in own.groups:
@@ -307,7 +306,7 @@ class JobQueue:
         self._expected.count(job, is_there=False)
 
     def _note_left(self, job: QueuedJob, num_left: int) -> None:
-        """Update the totals for a job with `num_left` tokens to go."""
+        """Update the totals."""
         change = job.num_left - num_left
         self._num_tokens_left += change
         if job.turn is None and change:

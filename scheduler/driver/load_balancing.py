@@ -74,7 +74,7 @@ class LoadBalancer:
         return EndPlan(high, per_token) if unplanned > PLAN_SLACK * high else None
 
     def _seconds_per_token(self, most_jobs: int) -> NDArray[np.float64]:
-        """Return seconds per token with 1, 2, ... jobs."""
+        """Return values for 1, 2, ... jobs."""
         pace, numbers = self._fleet.pace, range(1, most_jobs + 1)
         if pace.seconds_per_token(1) > 0:
             return np.maximum.accumulate([pace.seconds_per_token(number) for number in numbers])
@@ -92,7 +92,7 @@ class LoadBalancer:
         return LastJobs(worker, others) if others > 0 and self._fleet.pace.seconds_per_token(1) > 0 else None
 
     def _is_far_from_end(self, ready: list[Worker], now: float) -> bool:
-        """Return whether the longest job ends long before all others, without a slow look at each worker."""
+        """Spare a slow look at each worker."""
         num_jobs = 1 + max(len(self._queue.of(worker.id).running) for worker in ready)
         longest = self._queue.most_tokens
         seconds = longest * self._fleet.pace.seconds_per_token(num_jobs)
@@ -132,7 +132,7 @@ class LoadBalancer:
         return [job.left for job in self._queue.growths(worker.id)]
 
     def _seconds_of(self, lefts: list[int]) -> float:
-        """Return the seconds of jobs with ascending `lefts` on a worker without new ones."""
+        """Return seconds without new jobs; `lefts` ascend."""
         pace, seconds, before = self._fleet.pace, 0.0, 0
         for num_ended, left in enumerate(lefts):
             seconds += (left - before) * pace.seconds_per_token(len(lefts) - num_ended)
@@ -141,7 +141,7 @@ class LoadBalancer:
 
 
 def _seconds_of_first(lefts: list[int], per_token: NDArray[np.float64]) -> float:
-    """Return the seconds of a worker that always runs as many jobs as it can."""
+    """The worker always runs as many jobs as it can."""
     running, waiting, seconds, drawn = lefts[: len(per_token)], deque(lefts[len(per_token) :]), 0.0, 0
     heapify(running)  # keys are the tokens drawn per job when they end
     while running:
@@ -153,6 +153,6 @@ def _seconds_of_first(lefts: list[int], per_token: NDArray[np.float64]) -> float
 
 
 def _worker_seconds(lefts: NDArray[np.int64], per_token: NDArray[np.float64], seconds: float) -> float:
-    """Return worker seconds if each job has all neighbours that `seconds` allow."""
+    """Return worker seconds if jobs have all neighbours that `seconds` allow."""
     num_jobs = np.clip(np.searchsorted(per_token, seconds / lefts, "right"), 1, len(per_token))
     return float((lefts * per_token[num_jobs - 1] / num_jobs).sum())

@@ -64,7 +64,7 @@ def put_logs_in_place(run: Run, have_all_gone: bool = False) -> None:
 
 
 def _clear_finished(run: Run) -> None:
-    """Delete checkpoints of finished jobs, except kept ones, see `--keep-state`."""
+    """Keep what `--keep-state` asks for."""
     found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
     if found and (finished := with_results(run, found - KeptLogs.of(run).sizes().keys())):
         checkpoints = CheckpointStore.of(run)
@@ -102,7 +102,6 @@ def _priorities(run: Run, index: JobIndex) -> NDArray[np.int64]:
 
 
 def _prompts(index: JobIndex) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return each prompt's group and shared tokens."""
     from pyarrow import compute
 
     groups, shared = np.full(len(index), NO_GROUP, np.int32), np.zeros(len(index), np.int32)
@@ -114,7 +113,7 @@ def _prompts(index: JobIndex) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
 
 
 def _started(run: Run, index: JobIndex, attempts: Attempts | None) -> list[tuple[int, int]]:
-    """Return rows and tokens of the jobs that earlier drivers handed out."""
+    """Return rows and tokens of jobs that earlier drivers handed out."""
     last_beat, checkpoints = run.progress(), CheckpointStore.of(run)
     reported = {} if last_beat is None else last_beat.running
     with_checkpoint = set(run.store.list("checkpoints"))

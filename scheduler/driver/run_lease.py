@@ -158,7 +158,7 @@ def _claim(run: Run, number: int, claim: DriverClaim) -> bool:
 
 
 def _is_stale_bid(run: Run, path: str) -> bool:
-    """Return whether a bid is a killed driver's; if so, delete it."""
+    """Delete a bid of a killed driver."""
     if not path.endswith(".bid"):
         return False
     bid = _read(run, path)
@@ -173,7 +173,7 @@ def _read_claim(run: Run, number: int) -> DriverClaim | None:
 
 
 def _read(run: Run, path: str) -> DriverClaim | None:
-    """Read a claim; None if absent or damaged."""
+    """Return None if absent or damaged."""
     try:
         return read_model(run.store, path, DriverClaim)
     except RunError:

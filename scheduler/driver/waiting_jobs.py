@@ -259,7 +259,7 @@ class UntouchedJobs:
 
 
 def _starts(priorities: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[tuple[int, int], int]:
-    """Return each class's first index in order, by priority and class."""
+    """Return first indices by priority and class."""
     is_other = np.ones(len(lengths), bool)
     is_other[1:] = (priorities[1:] != priorities[:-1]) | (lengths[1:] != lengths[:-1])
     starts: dict[tuple[int, int], int] = {}
@@ -314,7 +314,7 @@ class WaitingJobs:
         return next((other for other in self._shorter(job) if has_room(other)), None)
 
     def _first_for(self, has_neighbours: bool, groups: Iterable[int]) -> QueuedJob | None:
-        """Return the first job, or a similar one that suits the worker better."""
+        """Prefer a similar job that suits the worker better."""
         waiting = [self._sociable] if has_neighbours else [self._sociable, self._loners]
         first = _first([*map(_head, waiting), self._untouched.first()])
         if first is None or first.runs_alone:
@@ -345,7 +345,6 @@ class WaitingJobs:
                 yield other
 
     def _admit(self, now: float) -> None:
-        """Queue the jobs whose delay is over."""
         while self._delayed and self._delayed[0][0] <= now:
             _, turn, job = heappop(self._delayed)
             heappush(self._loners if job.runs_alone else self._sociable, (turn, job))
@@ -359,7 +358,7 @@ class WaitingJobs:
 
 
 def _head(heap: Heap) -> QueuedJob | None:
-    """Drop outdated entries and return a heap's first job."""
+    """Drop outdated entries."""
     while heap and heap[0][0] is not heap[0][1].turn:
         heappop(heap)
     return heap[0][1] if heap else None

@@ -227,7 +227,6 @@ class Fleet:
         self.idle.pop(worker, None)
 
     def _silent(self) -> list[Event]:
-        """Give up workers whose answer is overdue."""
         now = self._clock.now()
         if now - self._looked < SILENCE_CHECK_SECONDS:
             return []

@@ -136,7 +136,7 @@ class AttemptSettlement:
         return with_results(self._run, job_ids)
 
     def _still_to_do(self, job_id: str) -> QueuedJob | None:
-        """Return an unfinished job, or cancel it if requested."""
+        """Return None for a job that ends or is cancelled."""
         if job_id in self._cancelling:
             self._cancel({job_id})
         return self._queue.find(job_id)
@@ -227,7 +227,7 @@ class ReportIntake:
             self._settlement.cancel_held(worker)
 
     def _take_in_outcome(self, worker: Worker, outcome: JobOutcome, reason: str) -> None:
-        """Handle a job's outcome; `reason` as in `Lost` if it was released."""
+        """`reason` is that of `Lost` for a released job."""
         settlement, job_id, num_tokens = self._settlement, outcome.job_id, outcome.num_generated_tokens
         if outcome.kind != "unbegun":
             settlement.begin(worker, job_id)
@@ -280,7 +280,6 @@ class ReportIntake:
         self._settlement.lose_backlog(worker, is_unblamed=is_unblamed)
 
     def _left_by(self, worker: Worker) -> list[QueuedJob]:
-        """Return a lost worker's unfinished jobs."""
         own = self._queue.of(worker.id)
         left = [*sorted(own.running), *sorted(own.unsealed)]
         self._settlement.take_results([*left, *own.reserve])

@@ -131,7 +131,6 @@ def _hear_again() -> None:
 
 
 def _unless_same(handler: Handler) -> Handler:
-    """Wrap a handler so that it ignores repeats for a moment."""
     first = time.monotonic()
 
     def handle(number: int, frame: FrameType | None) -> None:

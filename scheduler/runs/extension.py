@@ -166,7 +166,10 @@ def _is_due(record: JobRecord, line: Line | None, max_tokens: int, is_named: boo
 
 
 def _kept_log(kept: KeptLogs, record: JobRecord, line: Line) -> TokenLog:
-    """Return a finished job's tokens, checked against its result. Raises NotExtendedError."""
+    """Check the tokens against the result.
+
+    Raises NotExtendedError.
+    """
     try:
         log = kept.read(record.job_id)
     except DamagedFileError as error:
@@ -179,7 +182,7 @@ def _kept_log(kept: KeptLogs, record: JobRecord, line: Line) -> TokenLog:
 
 
 def _kept_logprobs(kept: KeptLogs, record: JobRecord, log: TokenLog) -> TokenLogprobs | None:
-    """Return a job's log-probabilities, if it asks for them. Raises NotExtendedError."""
+    """Raises NotExtendedError."""
     if record.job.sampling.logprobs is None:
         return None
     try:

@@ -120,7 +120,7 @@ def _other_holder(runs: Store, command: str) -> Holder | None:
 
 
 def _read(runs: Store, command: str) -> Holder | None:
-    """Read the heartbeat; None if absent or damaged."""
+    """Return None if absent or damaged."""
     try:
         return read_model(runs, file_of(command), Holder)
     except RunError:

@@ -99,7 +99,6 @@ def _drive(
     display: Display,
     counters: DriverCounters,
 ) -> tuple[RunState, str | None]:
-    """Drive the run; return its state and the limit reached."""
     if config.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
         raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
     if slow := slow_on_gpu(run.manifest.stored_model, cluster.num_gpus_per_worker(config.device)):
@@ -161,7 +160,7 @@ def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:
 
 
 def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
-    """Return the workers' engine configuration. Raises ModelError, KVRoomError."""
+    """Raises ModelError, KVRoomError."""
     computation = computation_of(manifest, settings)
     check_parts(computation.engine, manifest.stored_model, manifest.model_fingerprint, computation.draft_model)
     if settings.address is None:  # a cluster's workers check their own

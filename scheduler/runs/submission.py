@@ -114,7 +114,6 @@ def make_records(
 
 
 def _encoded(lines: Iterable[tuple[int, JobLine]], codec: TextCodec) -> Iterator[tuple[int, JobLine, list[Encoded]]]:
-    """Yield lines with their encoded prompts, a bounded number at once."""
     _start_tokenizing_threads()
     rest = iter(lines)
     while some := list(_some(rest)):
@@ -134,7 +133,7 @@ def _start_tokenizing_threads() -> None:
 
 
 def _some(lines: Iterator[tuple[int, JobLine]]) -> Iterator[tuple[int, JobLine]]:
-    """Take the next lines, fewer if they are long."""
+    """Take fewer lines if they are long."""
     num_letters = 0
     for line_number, line in islice(lines, LINES_AT_ONCE):
         yield line_number, line
@@ -164,7 +163,7 @@ def _prompts(
 
 
 def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files: ModelFiles) -> int:
-    """Return a prompt's token limit. Raises ValueError beyond the model's positions."""
+    """Raises ValueError beyond the model's positions."""
     num_left = files.max_positions - num_prompt_tokens
     if line.max_tokens is None:
         if num_left < 1:
@@ -305,7 +304,7 @@ def _in_order(reader: JobReader, notes: LineNotes, changed: Iterable[Reject] = (
 
 
 def _made(planned: Run, manifest: RunManifest) -> Run:
-    """Create the planned run. Raises RunError if another one was made."""
+    """Raises RunError if another run was made."""
     run = planned.made()
     if run.manifest.run_id != manifest.run_id:
         raise RunError(f"the run at {run.store.shown_uri} was made by another command just now; submit once more")

@@ -131,7 +131,6 @@ class DriverProcess:
         return thread
 
     def _take(self, line: str) -> None:
-        """Handle a line with an event, and log others."""
         try:
             event = json.loads(line)
             kind = str(event["event"])

@@ -92,7 +92,6 @@ def _keep(batch: Batch, files: StoredFiles, delivery: Delivery, source: Any) -> 
 
 
 def _lines(batch: Batch, run: Run) -> Iterator[dict[str, Any]]:
-    """Yield the run's lines in input order, then its rejects."""
     for line in run.joined_lines():
         for error in _errors(line):
             if error["code"] == CANCELLED:
@@ -194,7 +193,7 @@ def _end_state(batch: Batch, delivered: Delivered) -> EndState:
 
 
 def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
-    """Return the end of a batch whose input was not read."""
+    """Make the end of a batch whose input was not read."""
     if batch.cancellation is not None:
         return _at_once("cancelled", Counts())
     found = problem or "the input file could not be read in time"
@@ -203,7 +202,7 @@ def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
 
 
 def _damaged(batch: Batch, files: StoredFiles, error: DamagedError) -> Ended:
-    """Return the end of a failed batch; the run stays for repair."""
+    """The run stays for repair."""
     message = f"{BATCHES}/{batch.id}/{error.path} is damaged: {error.problem}"
     failed = _at_once("failed", Counts(), LineProblem(code=DAMAGED, message=message))
     try:

@@ -115,7 +115,7 @@ class BatchSupervisor:
         self._start_drivers()
 
     def _check_still_held(self) -> None:
-        """Call `check_hold` regularly; ignore StoreError, which reveals no other server."""
+        """Ignore StoreError, which reveals no other server."""
         if time.monotonic() >= self._next_check:
             with suppress(StoreError):
                 self._check_hold()
@@ -127,7 +127,7 @@ class BatchSupervisor:
             course.stage = "to_settle"
 
     def _cancel(self, course: Course) -> None:
-        """Let a driver cancel its jobs, or settle a waiting batch."""
+        """Let a driver cancel, or settle a waiting batch."""
         if course.batch.cancellation is None or course.is_asked_to_cancel:
             return
         if course.stage == "waiting":
@@ -137,7 +137,7 @@ class BatchSupervisor:
             self._settlers.submit(ask_to_cancel, course.batch, course.driver)
 
     def _settle(self, course: Course) -> None:
-        """End a batch without a driver, if due, in another thread."""
+        """End a batch in another thread."""
         if course.stage == "to_settle" and time.monotonic() >= course.not_before:
             course.stage = "settling"
             course.settling = self._settlers.submit(self._settle_now, course)

@@ -174,7 +174,7 @@ class Batches:
         return Store(joined(self._store.uri, f"{BATCHES}/{batch_id}"))
 
     def _read(self, name: str) -> Batch | None:
-        """Read a batch; None without a readable record."""
+        """Return None without a readable record."""
         store = self._folder(name)
         try:
             record = read_record(store, BATCH, BatchRecord)
@@ -188,7 +188,7 @@ class Batches:
 
 
 def _cancellation(store: Store, record: BatchRecord, ended: Ended | None) -> Cancellation | None:
-    """Read a batch's cancellation; a damaged one counts."""
+    """A damaged cancellation counts."""
     read = read_record if ended is None else read_model  # skips the folders of thousands of ended batches
     try:
         return read(store, CANCEL, Cancellation)
@@ -198,7 +198,7 @@ def _cancellation(store: Store, record: BatchRecord, ended: Ended | None) -> Can
 
 
 def _ended(store: Store) -> Ended | None:
-    """Read a batch's end; move a damaged one away."""
+    """Move a damaged end away."""
     try:
         return read_record(store, ENDED, Ended)
     except DamagedError as error:

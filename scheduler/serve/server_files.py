@@ -119,7 +119,7 @@ class StoredFiles:
         self._store.delete_folder(f"{FILES}/{record.id}")
 
     def _read(self, name: str) -> FileRecord | None:
-        """Read a file's record; None if damaged or incomplete."""
+        """Return None if damaged or incomplete."""
         try:
             record = read_record(self._store, f"{FILES}/{name}/{FILE}", FileRecord)
         except RunError as error:

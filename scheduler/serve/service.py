@@ -69,7 +69,6 @@ class Service:
         self.hooks.tell(batch)
 
     def _rights(self, owner: str | None) -> Rights:
-        """Return an owner's rights, unlimited without keys."""
         return Rights() if self.keyring is None or owner is None else self.keyring.rights(owner)
 
     def _check_number(self, owner: str | None) -> None:

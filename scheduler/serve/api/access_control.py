@@ -85,7 +85,7 @@ class AccessControl:
         await self._app(scope, receive, send)
 
     def _owner(self, scope: Scope) -> str | None:
-        """Return a request's owner. Raises RefusedError."""
+        """Raises RefusedError."""
         headers = Headers(scope=scope)
         if len(headers) > MAX_HEADERS or sum(map(len, chain.from_iterable(headers.raw))) > MAX_HEADER_BYTES:
             raise RefusedError(LONG_HEAD, 431)
@@ -111,7 +111,6 @@ def _is_form_of_page(path: str, headers: Headers) -> bool:
 
 
 def _key(keyring: Keyring, headers: Headers) -> ApiKey:
-    """Return a request's key. Raises RefusedError."""
     scheme, _, secret = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret.strip():
         raise RefusedError(NO_KEY, 401)

@@ -80,7 +80,6 @@ class Polls:
         return None if status is None else batch_object(batch, status)
 
     def _progress(self, batch: Batch) -> Object | None:
-        """Return a running batch's progress."""
         status = self._service.remembered_status(batch)
         if status is None or status.ended is not None:
             return None

@@ -118,7 +118,7 @@ async def _events(service: Service, batch: Batch) -> AsyncIterator[str]:
 
 
 def _last_progress(batch: Batch) -> Progress | None:
-    """Return an ended batch's last progress; None if unusable."""
+    """Return None if unusable."""
     with suppress(RunError):
         return Run.open(batch.store.uri).progress() if is_submitted(batch.store) else None
     return None

@@ -105,7 +105,7 @@ def _results(uri: str, job_ids: list[str]) -> dict[str, dict[str, Any] | None]:
 
 @functools.lru_cache(maxsize=NUM_KNOWN_RUNS)
 def _known_run(uri: str) -> Run:
-    """Return a cached run, which keeps its result index."""
+    """The cached run keeps its result index."""
     return Run.open(uri)
 
 
@@ -207,7 +207,7 @@ def _num_tokens(batch: Batch, progress: Progress | None) -> int:
 
 
 def _speed(batch: Batch, progress: Progress | None) -> float | None:
-    """Return tokens per second, present or, after the end, average."""
+    """Return the present rate, after the end the average."""
     if (ended := batch.ended) is not None:
         if ended.in_progress is None or not ended.num_generated_tokens:
             return None

@@ -82,7 +82,6 @@ def delivered(request: Request, service: Served, visitor: KnownVisitor, batch_id
 
 
 def _take(service: Service, visitor: Visitor, form: FormData) -> Response:
-    """Return a redirect to the new batch, or the form with the refusal."""
     said = {name: str(form.get(name, "")) for name in SAID}
     try:
         batch_id = _new_batch(service, visitor, form.get("file"), said)
@@ -92,7 +91,10 @@ def _take(service: Service, visitor: Visitor, form: FormData) -> Response:
 
 
 def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str, str]) -> str:
-    """Store the file and create the batch; errors delete the file. Raises RefusedError, StoreError."""
+    """Errors delete the file.
+
+    Raises RefusedError, StoreError.
+    """
     metadata, priority = _metadata(said["metadata"]), said["priority"].strip() or "0"
     if WHOLE_NUMBER.fullmatch(priority) is None:
         raise RefusedError(f"priority: found {priority[:40]!a}, expected a whole number")
