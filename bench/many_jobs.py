@@ -1,4 +1,4 @@
-"""Computes docs/gpu.md's table of few and many jobs, without a GPU.
+"""Computes docs/gpu_lab_book.md's table of few and many jobs, without a GPU.
 
 It plans as a worker does. Step times are a model: measured on an H100 with 64 rows, otherwise computed.
 """
@@ -54,7 +54,7 @@ MEASURED_HOST, PROMISED_HOST = HostTime(4e-4, 1.2e-4), HostTime(3e-4, 1e-5)
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU's speed; the A100's is scaled by memory bandwidth."""
+    """A GPU's speed."""
 
     name: str
     capability: int
@@ -91,10 +91,6 @@ class GPU:
 
 
 H100 = GPU("H100 80 GB", 9, 3.104e12, 9.89e14, 7.85e-3, 5.8e-3, 7e-5)
-A100_SHARE = 3.35 / 2.039  # of the published bandwidths
-A100 = GPU(
-    "A100 80 GB", 8, 3.104e12 / A100_SHARE, 3.12e14, 7.85e-3 * A100_SHARE, 5.8e-3 * A100_SHARE, 7e-5 * A100_SHARE
-)
 
 
 @dataclass(frozen=True)
@@ -232,10 +228,12 @@ def table_rows(gpu: GPU) -> Iterator[list[str]]:
 
 
 def run(options: Options) -> Iterator[Record]:
-    """Compute the table of docs/gpu.md of few and of many jobs, planned as a worker plans; --markdown prints it.
+    """Compute the table of few and of many jobs in docs/gpu_lab_book.md, planned as a worker plans.
+
+    --markdown prints it as there.
 
     \b
     Example:
       python -m bench many-jobs --markdown
     """
-    yield from (dict(zip(HEADERS, cells, strict=True)) for gpu in (H100, A100) for cells in table_rows(gpu))
+    yield from (dict(zip(HEADERS, cells, strict=True)) for cells in table_rows(H100))

@@ -44,7 +44,7 @@ REHEARSAL = "**This ran in Triton's interpreter: it shows that all stages run, a
 
 @dataclass(frozen=True)
 class GPUStage:
-    """One stage; `proves` are items of docs/gpu.md."""
+    """One stage; `proves` are items of docs/gpu_lab_book.md."""
 
     name: str
     place: str  # module:function that yields the attempts

@@ -23,7 +23,7 @@ from bench.tables import tables
 from swiftbatch.worker.drafters.tree_budget import PRIOR_ACCEPTANCE
 from tests import ROOT
 
-PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "gpu_lab_book.md").read_text(encoding="utf-8")
 SHORT_JOBS, MIXED = RUNS[2:]
 OF_VLLM = 5030  # tokens/s of 150 jobs at a time, computed from published measurements
 
