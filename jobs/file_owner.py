@@ -58,6 +58,7 @@ class DamagedFileError(ValueError):
 
 
 def refuse_other(found: Identity, expected: Identity) -> None:
+    """Raises `DamagedFileError`."""
     if (problem := expected.difference(found)) is not None:
         raise DamagedFileError(problem)
 

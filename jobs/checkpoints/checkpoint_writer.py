@@ -377,7 +377,7 @@ class CheckpointWriter:
             self._changed.wait_for(lambda: self._is_over() or not self._has_logs_of(job_ids))
 
     def check(self) -> None:
-        """Raise the error that ended the thread."""
+        """Raise the thread's error, such as a `StoreError`."""
         if self._failure is not None:
             raise self._failure
 

@@ -229,6 +229,7 @@ def job_files_in(folder: Store) -> tuple[list[str], dict[str, str]]:
 
 
 def digest_of(folder: Store, path: str) -> str:
+    """Return the SHA-256 in hexadecimal. Raises StoreError."""
     digest = hashlib.sha256()
     for piece in folder.pieces(path) or ():
         digest.update(piece)
