@@ -1,4 +1,4 @@
-"""The engines that benchmarks compare: the user's, and variants as the papers have them or with a part left out."""
+"""The compared engines: users', the papers', and reduced ones."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import TOP_K, Verification
 
-MAX_LAYERS = 6  # layers below and with the root: the paper's depth
-MAX_NODES = 79  # with the root the paper's 80
+MAX_LAYERS = 6  # layers with the root: the paper's depth
+MAX_NODES = 79  # the paper's 80 with the root
 NUM_RANKS = 8
-# Share of steps whose token was the matrix's candidate of this rank: the embedded model on six books, the mean of T = 0
-# and T = 1 with min-p 0.1, 2,000 steps.
+# Share of steps whose token was the candidate of this rank: embedded model, six books, mean of T = 0 and T = 1 with
+# min-p 0.1, 2,000 steps.
 ACCEPTED_BY_RANK = (0.386, 0.076, 0.023, 0.013, 0.006, 0.005, 0.003, 0.002)
 
 
 class StaticTokenRecyclingDrafter(BudgetedDrafter):
-    """Fills the static tree breadth-first from the matrix; each node's candidates are ranked with the noise.
+    """A static tree filled from the matrix; candidates are ranked with the noise.
 
-    Without `costs` it is the paper's tree of 80 nodes, root included: three tiles of rows, made for a GPU.
+    Without `costs` it has the paper's 80 nodes.
     """
 
     needs_top_k = True
@@ -88,10 +88,9 @@ class StaticTokenRecyclingDrafter(BudgetedDrafter):
 
 @lru_cache
 def static_tree(max_nodes: int, max_depth: int) -> tuple[tuple[int, int, int], ...]:
-    """The shape of at most `max_nodes` nodes, breadth-first: (parent, depth, rank among the parent's candidates).
+    """Return the best shape of `max_nodes` nodes: (parent, depth, rank among the parent's candidates).
 
-    A node's worth is the product of the acceptances by rank along its path; the shape holds the nodes of most worth.
-    So smaller shapes are parts of larger ones, and early candidates get more children and longer paths.
+    A node's worth is the product of acceptances along its path.
     """
     num_nodes, num_layers = min(max_nodes, MAX_NODES), min(max_depth, MAX_LAYERS - 1)
     queue: list[tuple[float, tuple[int, ...]]] = [(-ACCEPTED_BY_RANK[0], (0,))] if num_layers > 0 else []
@@ -129,5 +128,4 @@ BY_NAME.update(VARIANTS)
 
 
 def create_bench_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: Path | None = None) -> Drafter:
-    """Create a drafter as `create_drafter` does, for variants, too."""
     return BY_NAME[name](target, costs, parts_folder)

@@ -1,5 +1,3 @@
-"""The engine that chooses by itself: the same tokens whatever it does, and it does what pays."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -41,13 +39,13 @@ SAMPLERS = {
 
 
 def long_caches_cost() -> StepCosts:
-    """A millisecond a forward, and what 100,000 positions take: 18 for a row, 2.5 more for every other."""
+    """A forward takes 1 ms; 100,000 positions cost 18 for a row and 2.5 for each other one."""
     rows = np.array(ROW_COUNTS)
     return StepCosts(LENGTHS, np.array([[0.001 + length / 1e5 * (0.018 + 0.0025 * rows)] for length in LENGTHS])[:, 0])
 
 
 def rounds_always_pay() -> StepCosts:
-    """Return costs by which reading a cache takes so long that a row of it is worth any number of scans."""
+    """A cache row is worth any number of scans."""
     return StepCosts(
         (64, MOST_ENTRIES, 8192), np.array([[0.001] * 6, [0.001] * 6, [10.0 + 0.001 * n for n in ROW_COUNTS]])
     )
@@ -140,7 +138,7 @@ def test_unfit_state_is_refused_and_changes_nothing(target: TargetModel, damage:
 
 
 def best(lengths: list[int], planner: RoundsPlanner | None = None) -> float:
-    """Tokens per second that rounds without trees promise, beside plain decoding."""
+    """Return the rate of rounds without trees over plain decoding's."""
     costs, no_tokens = long_caches_cost(), np.ones((len(lengths), len(NODE_CHOICES)))
     found = (planner or RoundsPlanner(costs)).best(np.array(lengths), no_tokens, 0.0)
     own = costs.own_seconds(np.array([1]), np.array(lengths)).sum()
@@ -162,8 +160,8 @@ def test_on_a_gpu_a_scan_costs_its_share_of_the_bytes() -> None:
 
 def test_a_row_that_brings_all_keys_from_the_host_makes_scans_cheap() -> None:
     beside, here = costs_beside_a_gpu(128, 2), costs_on_a_gpu(128, 2)
-    assert beside.scan_share < here.scan_share / 20  # codes lie on the GPU
-    assert beside.taking_in_rows < 10  # of which each takes as long as all keys to come
+    assert beside.scan_share < here.scan_share / 20  # codes are on the GPU
+    assert beside.taking_in_rows < 10  # each takes as long as all keys
 
 
 def test_one_long_text_makes_no_batch_of_short_ones_wait() -> None:
@@ -222,7 +220,7 @@ def test_a_worker_that_has_seen_texts_does_not_unlearn_by_a_resumed_one() -> Non
 
 
 def test_what_a_planner_says_of_itself_another_one_takes() -> None:
-    """The longest chains that there are have passed: rounds that check trees draw more tokens than were asked for."""
+    """The longest chains have passed: rounds with trees draw more tokens than requested."""
     planner, lengths = RoundsPlanner(long_caches_cost()), np.array([100_000])
     planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)
     for _ in range(400):
@@ -287,26 +285,27 @@ def test_of_new_texts_little_is_known_and_soon_they_are_planned_for_again(
 def test_texts_like_those_that_trees_were_better_for_are_planned_for_later(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short jobs follow each other: to plan at the first step of each is dear."""
+    """Planning at the first step of each short job is expensive."""
     planned = steps_of_plans(target, monkeypatch, lengths=(100, 120), num_steps=130)
     assert planned == [[0, 4, 12, 28, 60, 124], [58]]
 
 
 def test_sequences_that_come_and_go_put_no_plan_off(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = steps_of_plans(target, monkeypatch, lengths=(100,) * 42, num_steps=5)
-    assert sum(len(steps) for steps in planned[2:]) == 4  # behind 12, 28, 60 and 124 of 200 steps
+    assert sum(len(steps) for steps in planned[2:]) == 4  # after 12, 28, 60 and 124 of 200 steps
 
 
 def steps_of_plans(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], num_steps: int = 61
 ) -> list[list[int]]:
-    """Return the steps at which chains are thought of in jobs behind each other, where trees are always better."""
+    """Return the steps at which consecutive jobs consider chains."""
     drafter, step = drafter_with(target, long_caches_cost()), 0
     planned: list[list[int]] = []
     monkeypatch.setattr(drafter, "_rounds_that_pay", lambda requests: planned[-1].append(step))
     engine = Engine(target, drafter)
     for name, length in enumerate(lengths):
-        sequence = new_sequence(target, "T=0", length, 32 * num_steps, str(name))  # it never ends: steps would be empty
+        # it never ends, because steps would be empty
+        sequence = new_sequence(target, "T=0", length, 32 * num_steps, str(name))
         engine.start(sequence)
         planned.append([])
         for step in range(num_steps):  # noqa: B007
@@ -317,7 +316,7 @@ def steps_of_plans(
 
 
 def test_chains_become_as_long_as_forwards_have_rows_where_all_of_them_is_accepted() -> None:
-    dear = StepCosts((64, 8192), np.array([[0.001] * 6, [1.0] * 6]))  # whatever reads the cache, rows are free
+    dear = StepCosts((64, 8192), np.array([[0.001] * 6, [1.0] * 6]))  # rows are free once something reads the cache
     planner, lengths = RoundsPlanner(dear), np.array([8000])
     for _ in range(50):
         planner.begin(planner.best(lengths, np.ones((1, len(NODE_CHOICES))), 0.0), lengths)

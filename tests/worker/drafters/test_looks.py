@@ -1,4 +1,4 @@
-"""Looks at what drafts would bring, now and then, while steps that draft nothing are faster."""
+"""Occasional test drafts while plain steps are faster."""
 
 from __future__ import annotations
 
@@ -44,14 +44,13 @@ def test_where_nothing_pays_nothing_is_drafted_but_a_look_now_and_then() -> None
 
 @pytest.fixture
 def even_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which every step takes what the costs say."""
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: 0.001 * next(ticks))
     monkeypatch.setattr(StepClock, "beside", lambda *_: 0.0)
 
 
 def plain_steps(drafter: Chains, sequence: Sequence, number: int) -> list[int]:
-    """The sizes of the trees of so many steps, none of whose nodes is accepted."""
+    """Return the tree sizes of so many steps without accepted nodes."""
     sizes = []
     for _ in range(number):
         [tree] = drafter.propose([DraftRequest(sequence, 127, 63)])
@@ -62,7 +61,7 @@ def plain_steps(drafter: Chains, sequence: Sequence, number: int) -> list[int]:
 
 @pytest.mark.usefixtures("even_steps")
 def test_steps_that_draft_nothing_are_not_planned_until_something_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To ask for nothing at every step takes a twentieth of a short one."""
+    """Asking at every step takes a twentieth of a short one."""
     drafter, asked = Chains(lambda: DEAR_ROWS), []
     assert drafter.budget is not None
     num_nodes = drafter.budget.num_nodes
@@ -75,7 +74,7 @@ def test_steps_that_draft_nothing_are_not_planned_until_something_is_due(monkeyp
     plain_steps(drafter, first, 160)
     assert 0 < len(asked) <= 160 // 8
     asked.clear()
-    for _ in range(3):  # another one shares the steps: it is asked about at once
+    for _ in range(3):  # a new neighbour is asked about at once
         drafter.propose([DraftRequest(first, 127, 63), DraftRequest(second, 127, 63)])
     assert asked[0] == 2
 
@@ -94,7 +93,7 @@ def test_where_looks_found_nothing_in_a_job_the_next_one_is_looked_at_as_seldom(
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of sequences of each plan that is made."""
+    """The number of sequences of each plan."""
     found: list[int] = []
 
     def noted(costs: StepCosts, tokens: np.ndarray, *others: Any) -> np.ndarray:
@@ -107,7 +106,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.usefixtures("even_steps")
 def test_where_nothing_is_learned_nothing_is_planned_again(planned: list[int]) -> None:
-    """A plan takes half of a short step: a look tells something, a plain step does not."""
+    """A plan takes half of a short step."""
     drafter, sequence = Chains(lambda: DEAR_ROWS), Sequence("a", [1] * 65, SamplingParams(max_tokens=9), 10)
     plain_steps(drafter, sequence, 1000)
     planned.clear()
@@ -119,7 +118,7 @@ def test_where_nothing_is_learned_nothing_is_planned_again(planned: list[int]) -
 def test_trees_that_are_slower_than_their_costs_say_are_left_for_plain_steps(
     planned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Promised is a tenth more than plain steps bring: here a step with a tree takes twice as long as one without."""
+    """A tenth more than plain steps was promised; here a step with a tree takes twice as long."""
     now, rising = [0.0], StepCosts((64, 8192), np.array([[0.001 + 0.00045 * (n > 1) for n in ROW_COUNTS]] * 2))
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     sequence, drafter = Sequence("a", [1] * 65, SamplingParams(max_tokens=9), 10), Chains(lambda: rising)
@@ -138,7 +137,7 @@ def test_trees_that_are_slower_than_their_costs_say_are_left_for_plain_steps(
 
 
 def test_where_trees_were_slow_for_a_moment_they_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is learned of trees that are not made: what a neighbour did to the first ones held for ever."""
+    """Without new trees, a neighbour's disturbance would count for ever."""
     now, slowness, sizes = [0.0], 3.0, list[int]()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     sequence, drafter = Sequence("a", [1] * 65, SamplingParams(max_tokens=9), 10), Chains(lambda: CHEAP_ROWS)
@@ -154,7 +153,7 @@ def test_where_trees_were_slow_for_a_moment_they_are_tried_again(monkeypatch: py
 
 @pytest.mark.usefixtures("even_steps")
 def test_a_job_in_place_of_another_like_it_goes_on_resting(planned: list[int]) -> None:
-    """A plan, a look and what is asked around them take a thirtieth of a short job."""
+    """A plan, a look and their questions take a thirtieth of a short job."""
     drafter = Chains(lambda: DEAR_ROWS)
     first, second, longer = (
         Sequence(name, [1] * n, SamplingParams(max_tokens=9), 10) for name, n in zip("abc", (65, 70, 130), strict=True)

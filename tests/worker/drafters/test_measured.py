@@ -1,4 +1,4 @@
-"""Two ways to draft: steps go the one that is faster by the clock, and the other one is tried now and then."""
+"""Two ways to draft: the faster one by the clock, with occasional tries of the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.worker.drafters.drafter_parts import free_rows
 
 
 class Predicting(Drafter):
-    """Drafts a chain of one token, which is always wrong, and counts what it hears."""
+    """Drafts one wrong token and counts its updates."""
 
     needs_hidden = True
 
@@ -58,7 +58,6 @@ class Clock:
 
 
 def run(target: TargetModel, factor: float, num_tokens: int) -> tuple[list[bool], Sequence]:
-    """Return the way that each step of a text went."""
     clock, repeating = Clock(factor), auto(target, free_rows, None)
     assert isinstance(repeating, RepeatingDrafter)
     clock.drafter = drafter = TrialDrafter(repeating, Predicting(), clock)
@@ -92,8 +91,6 @@ def test_a_way_that_is_faster_is_stayed_with_and_a_slower_one_is_tried_for_a_tur
 
 
 class Distant(Predicting):
-    """Notes at which positions it hears hidden states."""
-
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self.positions = set[int]()
 

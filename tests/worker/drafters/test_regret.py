@@ -1,8 +1,4 @@
-"""The loss of the choice of drafts against the best choice, on simulated machines whose speed wanders.
-
-The clock is simulated: a step takes the seconds of its rows, times a factor that wanders as a shared machine's speed
-does. So the figures are the policy's own, and the same everywhere.
-"""
+"""The loss against the best choice of drafts, on simulated machines of varying speed."""
 
 from __future__ import annotations
 
@@ -21,11 +17,11 @@ STEP_SECONDS, ROW_SECONDS, PROPOSING_SECONDS = 0.5e-3, 0.035e-3, 0.05e-3
 FALL = 0.6 ** np.arange(31)  # of the acceptance of nodes, best first
 MAX_ROWS = 31
 NUM_JOBS, JOB_TOKENS = 8, 256
-WANDERING, MEMORY = 0.2, 0.98  # of the logarithm of the speed: its spread, and what a step keeps of the last one's
+WANDERING, MEMORY = 0.2, 0.98  # of the logarithm of the speed: spread, and share kept per step
 
 
 class _Costs:
-    """The true costs of rows, as a quiet machine's probe would have them."""
+    """The true costs of rows, as on a quiet machine."""
 
     has_experts, rows_per_forward = False, 1
 
@@ -43,8 +39,6 @@ class _Costs:
 
 
 class _Text:
-    """The parts of a sequence that a budget needs."""
-
     def __init__(self, name: str) -> None:
         self.sequence_id, self.length = name, 2048
 
@@ -57,7 +51,7 @@ def _seconds(num_nodes: int) -> float:
 
 
 def _acceptance(gain: float) -> np.ndarray:
-    """Shares of steps that accept node i, such that the best size of trees has `gain` times plain decoding's rate."""
+    """Return acceptances whose best tree has `gain` times plain decoding's rate."""
     shares = np.linspace(0.0, 3.0, 3001)
     gains = [
         max((1 + share * FALL[:nodes].sum()) / _seconds(nodes) for nodes in NODE_CHOICES if nodes) * _seconds(0)
@@ -67,7 +61,7 @@ def _acceptance(gain: float) -> np.ndarray:
 
 
 def _rate(gain: float, seed: int, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Return the rate beside plain decoding's on the same machine at the same moments."""
+    """Return the rate over plain decoding's on the same machine at the same time."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(step_clock, "seconds_now", lambda: clock.now)
     budget, generator, acceptance = SharedBudget(cast(Any, _Costs())), np.random.default_rng(seed), _acceptance(gain)

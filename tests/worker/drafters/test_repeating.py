@@ -1,4 +1,4 @@
-"""Drafts of what a text repeats of itself: found, followed, and counted for what they have brought."""
+"""Drafts of repeats in the text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def sequence_of(tokens: list[int], room: int = 200) -> Sequence:
 
 
 def grown(tokens: list[int], shares: RepeatShares, first: int) -> tuple[Sequence, RepeatedText]:
-    """A text that came token by token behind its first ones."""
     sequence = sequence_of(tokens[:first])
     text = RepeatedText(sequence, shares)
     for token in tokens[first:]:
@@ -77,7 +76,7 @@ def test_a_text_without_repeats_promises_its_next_token_alone(length: int) -> No
 
 
 def test_a_text_that_grows_agrees_with_one_that_is_there() -> None:
-    """However it came, the repeat is one that stands there, unless an older one is still under way."""
+    """The repeat is one in the text, unless an older one still continues."""
     chance = random.Random(3)
     for _ in range(30):
         tokens = [chance.randrange(4) for _ in range(5)]
@@ -169,7 +168,7 @@ def test_what_repeats_bring_is_not_learned_of_trees(target: TargetModel) -> None
 
 
 def count_repeating_steps(drafter: RepeatingDrafter) -> list[int]:
-    """A number that grows with every step in which the drafter itself proposed."""
+    """Count the steps in which the drafter proposed."""
     counted, choose = [0], drafter._sizes_that_pay
 
     def counting(*given: object) -> list[int] | None:
@@ -215,7 +214,7 @@ def test_repeats_that_did_not_pay_are_planned_for_again_after_a_while(target: Ta
 
 
 def plain_steps(drafter: RepeatingDrafter, sequences: list[Sequence], num_steps: int) -> None:
-    """Steps that draft nothing, or have nothing accepted, over texts that repeat nothing."""
+    """Nothing is accepted, and texts have no repeats."""
     for _ in range(num_steps):
         trees = drafter.propose([DraftRequest(sequence, 31, 31, 0.0) for sequence in sequences])
         for sequence, tree in zip(sequences, trees, strict=True):
@@ -243,7 +242,7 @@ def test_steps_that_rest_ask_nobody_and_are_counted_behind_the_rest(target: Targ
 
     drafter._budget.rested = resting  # type: ignore[method-assign]
     first, second = (Sequence(name, [*range(9)], SamplingParams(max_tokens=800), VOCAB) for name in "ab")
-    for sequence in (first, second):  # of the second one there is text to read yet
+    for sequence in (first, second):  # the second one still has unread text
         drafter.start(sequence, target.new_cache(900))
     plain_steps(drafter, [first], 300)
     drafter.state(first)

@@ -1,4 +1,4 @@
-"""The costs of drafting beside its rows are measured while steps pass, and both kinds of steps stay known."""
+"""Drafting's own costs are measured during steps."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from swiftbatch.worker.drafters.step_clock import (
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> StepClock:
-    """One whose time stands still unless a test moves it."""
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     return StepClock()
 
 
 def steps(monkeypatch: pytest.MonkeyPatch, clock: StepClock, seconds: list[float], kind: StepKind) -> None:
-    """Steps of so many seconds, each of which should have taken one."""
+    """Each step should have taken one second."""
     for each in seconds:
         monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
         clock.begin(1.0, kind)
@@ -51,17 +50,17 @@ def test_what_drafting_adds_is_what_steps_with_drafts_take_longer(
 
 
 def test_steps_that_are_sooner_done_than_expected_say_so_too(monkeypatch: pytest.MonkeyPatch, clock: StepClock) -> None:
-    """The machine was busy when costs were measured: drafts promise what they bring beside plain steps as they are."""
+    """The machine was busy when costs were measured, but drafts compare with plain steps as they are."""
     steps(monkeypatch, clock, [0.7] * (SETTLED + FEWEST), "plain")
     steps(monkeypatch, clock, [1.2] * (SETTLED + FEWEST), "tree")
     assert clock.beside("plain", 7.0) == pytest.approx(-0.3)
     assert clock.drafting_seconds == pytest.approx(0.5)
     assert together(1.0, -0.3) == pytest.approx(0.7)
-    assert together(0.1, -0.3) == 0.05  # of shorter texts; a step never takes nothing
+    assert together(0.1, -0.3) == 0.05  # of shorter texts; a step always takes some time
 
 
 def test_what_was_slow_once_is_tried_again(monkeypatch: pytest.MonkeyPatch, clock: StepClock) -> None:
-    clock.doubt("tree")  # of which nothing is known
+    clock.doubt("tree")  # nothing is known of it
     steps(monkeypatch, clock, [1.0] * (SETTLED + FEWEST), "plain")
     steps(monkeypatch, clock, [1.2] * (SETTLED + 1) + [1.9] * NUM_KEPT, "tree")
     seen = []
@@ -82,7 +81,7 @@ def test_the_first_steps_of_a_kind_are_not_counted(monkeypatch: pytest.MonkeyPat
 def test_plain_steps_that_nobody_was_asked_for_tell_what_one_takes(
     monkeypatch: pytest.MonkeyPatch, clock: StepClock
 ) -> None:
-    """To be asked takes a fifth of a short step: one that was asked for seems to take longer than those that rest."""
+    """Asking takes a fifth of a short step, so asked steps seem slower."""
     steps(monkeypatch, clock, [1.9] * 3, "tree")
     clock.begin(1.0, "plain")
     assert clock.num_plain_due == SETTLED + FEWEST - 1
@@ -90,7 +89,7 @@ def test_plain_steps_that_nobody_was_asked_for_tell_what_one_takes(
     assert clock.num_plain_due == 0
     assert clock.beside("plain", 7.0) == pytest.approx(0.2)
     monkeypatch.setattr(time, "perf_counter", lambda: 60.0)
-    clock.end()  # the one that was begun in front of them has no end
+    clock.end()  # the step before them has no end
     assert clock.beside("plain", 7.0) == pytest.approx(0.2)
 
 
@@ -118,7 +117,7 @@ def test_steps_without_drafts_come_now_and_then_where_all_draft(clock: StepClock
     begins = [n for n, is_plain in enumerate(kinds) if is_plain and not kinds[n - 1]]
     assert all(all(kinds[n : n + SETTLED + FEWEST]) for n in begins)
     waits = [after - before - SETTLED - FEWEST for before, after in pairwise((-SETTLED - FEWEST, *begins))]
-    soon = ENOUGH // FEWEST  # few are no measure: all may have been slow
+    soon = ENOUGH // FEWEST  # a few may all have been slow
     assert waits[:soon] == [PROBE_SOON] * soon
     assert set(waits[soon:]) == {PROBE_EVERY}
     assert sum(kinds) == len(begins) * (SETTLED + FEWEST)

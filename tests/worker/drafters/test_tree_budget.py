@@ -1,4 +1,4 @@
-"""The number of draft nodes follows measured costs and the running acceptance."""
+"""The number of draft nodes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_costs_are_linear_between_and_beyond_what_was_measured() -> None:
 
 
 def test_measured_costs_rise_with_rows_and_length(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of a forward takes a millisecond here for every thousand positions before it."""
+    """A row takes a millisecond per thousand positions before it."""
     clock = SimulatedClock()
     clock.rule(monkeypatch)
     verify = clock.taking(lambda groups: sum(len(g) * g.first_entry for g in groups) / 1e6, target.verify)
@@ -72,7 +72,7 @@ def test_measured_costs_rise_with_rows_and_length(target: TargetModel, monkeypat
 def test_what_disturbs_one_of_the_times_makes_no_row_dear_or_free(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first forward in a long cache took twenty times as long as the next one: all drafts seemed to be free."""
+    """The first forward in a long cache took twenty times as long, so that drafts seemed free."""
     calls = itertools.count()
 
     def seconds_of(_: TargetModel, forward: functools.partial[object]) -> float:
@@ -93,8 +93,6 @@ def test_a_short_generation_is_not_led_by_the_prior() -> None:
 
 
 class Chains(BudgetedDrafter):
-    """Chains as long as they may be."""
-
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         return DraftTree.chain([0] * min(max_nodes, max_depth))
 
@@ -103,7 +101,7 @@ class Chains(BudgetedDrafter):
 def test_trees_are_as_large_as_pays_for_sequences_that_share_a_forward(num_sequences: int) -> None:
     sequence = Sequence("a", [1] * 8193, SamplingParams(max_tokens=9), 10)
     lengths = []
-    for overhead in (0.0, 100.0):  # what a step takes beside its forward makes larger trees pay
+    for overhead in (0.0, 100.0):  # a step's fixed time makes larger trees pay
         trees = Chains(lambda: DEAR_ROWS).propose([DraftRequest(sequence, 127, 63, overhead)] * num_sequences)
         assert len(trees) == num_sequences
         lengths.append(len(trees[0]))
@@ -117,7 +115,7 @@ def test_no_sequences_get_no_trees() -> None:
 
 
 def shares(acceptance: list[float], lengths: list[int], costs: StepCosts = DEAR_ROWS) -> list[int]:
-    """Nodes of sequences whose every node is accepted in such a share of steps in which its parent was."""
+    """Return the tokens per node of sequences with these acceptances."""
     tokens = [[1.0 + sum(share**i for i in range(1, nodes + 1)) for nodes in NODE_CHOICES] for share in acceptance]
     chosen = best_shares(costs, np.array(tokens), np.array(lengths), overhead=0.0, proposing=0.0)
     return [NODE_CHOICES[choice] for choice in chosen]
@@ -135,7 +133,7 @@ def test_rows_go_where_they_are_cheap() -> None:
 
 
 def test_shares_promise_no_less_than_any_others() -> None:
-    """All that three sequences can have is tried: the search looks at few of these choices."""
+    """Compares with all choices of three sequences."""
     lengths, acceptance = [64, 2000, 8192], [0.9, 0.8, 0.6]
     tokens = np.array([[1.0 + sum(s**i for i in range(1, n + 1)) for n in NODE_CHOICES] for s in acceptance])
     rows, own = np.array(NODE_CHOICES) + 1, DEAR_ROWS.own_seconds(np.array(NODE_CHOICES) + 1, np.array(lengths))
@@ -161,7 +159,7 @@ def test_seconds_of_many_sequences_at_once_are_those_of_each() -> None:
 
 
 def test_small_trees_tell_of_large_ones() -> None:
-    """Looks are small: where none of their nodes comes, no more of those behind them would."""
+    """If no node of a small tree is accepted, none after them would be."""
     acceptance = NodeAcceptance()
     before = acceptance.tokens(NODE_CHOICES)
     for _ in range(100):
@@ -183,8 +181,6 @@ def test_a_drafter_learns_what_pays() -> None:
 
 
 class Recorder(Drafter):
-    """Takes its time when it learns, and proposes nothing."""
-
     def __init__(self, clock: SimulatedClock) -> None:
         self.overheads: list[float] = []
         self._clock = clock

@@ -1,4 +1,4 @@
-"""Turns with drafts and without: steps go the way that really brings more, and trials become rare."""
+"""Turns with and without drafts: the better way wins, and trials become rare."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Verification
 
 AT_ONCE = 8  # plain steps
-FIRST = (PLAIN_CALLS + 1) * AT_ONCE  # steps: of the first call nothing is learned
+FIRST = (PLAIN_CALLS + 1) * AT_ONCE  # steps; the first call teaches nothing
 
 
 class Clock:
-    """A clock that the test moves."""
-
     now = 0.0
 
     def __call__(self) -> float:
@@ -46,7 +44,7 @@ def verified(num_tokens: int, num_steps: int, num_draft_tokens: int) -> list[Ver
 
 @dataclass
 class Machine:
-    """A simulated one: plain steps pass by eight and take a second each, steps with drafts bring two tokens."""
+    """Eight plain steps of a second each at once; drafts bring two tokens a step."""
 
     tree_seconds: float
     slowed: Callable[[], float] = lambda: 1.0  # a factor of each call's time
@@ -57,7 +55,6 @@ class Machine:
         self.turns = DraftTrials(self.clock)
 
     def run(self, num_steps: int, *sequences: Sequence, are_promised: bool = True) -> list[bool]:
-        """Return the ways of so many steps."""
         requests = [DraftRequest(each, 31, 31, 0.0) for each in sequences or (sequence_of("a"),)]
         before = len(self.went)
         while len(self.went) < before + num_steps:
@@ -88,7 +85,7 @@ def test_trees_that_bring_less_are_tried_ever_more_seldom() -> None:
 
 def test_trees_that_promise_nothing_in_a_trial_end_it() -> None:
     went = Machine(3.0).run(FIRST + PLAIN_PERIODS[1], are_promised=False)
-    assert sum(went) == 1  # the step behind which nothing was promised
+    assert sum(went) == 1  # the step after which nothing was promised
 
 
 def test_a_trial_of_trees_that_come_near_lasts_longer() -> None:

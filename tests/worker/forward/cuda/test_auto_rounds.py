@@ -1,4 +1,4 @@
-"""On a GPU auto draws chains behind scanned texts, and the tokens are those of plain decoding all the same."""
+"""On a GPU auto drafts over scanned texts, with plain decoding's tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.long
 
 CHUNK, NUM_RECENT, NUM_TOKENS, LONGEST = 64, 16, 4, 192
 SHORTEST = 16 + NUM_RECENT + CHUNK
-LENGTHS = (110, 20)  # of prompts: a chunk of one is scanned, the other is too short
+LENGTHS = (110, 20)  # of prompts: one has a chunk to scan, the other is too short
 MakeTarget = Callable[..., TargetModel]
 PLACES = ((cuda_target, "on the device"), (offloaded_target, "on the host"))
 PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20}
@@ -47,7 +47,7 @@ PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten chunks, so that short texts are scanned."""
+    """Shortens chunks, so that short texts are scanned."""
     for module in (coding, scan_arena, scan_cache, texts_module):
         monkeypatch.setattr(module, "SCAN_CHUNK", CHUNK)
     monkeypatch.setattr(scan_cache, "NUM_RECENT", NUM_RECENT)
@@ -60,7 +60,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SAMPLED_PER_PROGRAM", 4)
     monkeypatch.setattr(auto_module, "NUM_BEST", 20)
     monkeypatch.setattr(auto_module, "TREES_PER_PLAN", 1)
-    monkeypatch.setattr(auto_module, "ALWAYS_BETTER", 1.0)  # chains of three tokens bring little more than trees
+    monkeypatch.setattr(auto_module, "ALWAYS_BETTER", 1.0)  # chains of three tokens gain little over trees
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def files(one_layer_model: Path) -> ModelFiles:
 
 
 def rounds_always_pay() -> StepCosts:
-    """Return costs by which reading a cache takes so long that a row of it is worth any number of scans."""
+    """A cache row is worth any number of scans."""
     rows = 0.001 * np.array(ROW_COUNTS)
     return StepCosts((16, 32, 1000), np.array([0 * rows + 0.001, 0 * rows + 0.001, 10.0 + rows]), 64)
 
@@ -96,7 +96,7 @@ def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
     files: ModelFiles, make: MakeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for taking_in in ("LAUNCHES_IN_ROWS", "CROSSINGS_IN_ROWS"):
-        monkeypatch.setattr(plan_module, taking_in, 0)  # few tokens as there are
+        monkeypatch.setattr(plan_module, taking_in, 0)  # because there are few tokens
     reference = TargetModel.load(files, "float32", "cpu")
     plain = run(reference, AutoregressiveDrafter(reference, free_rows, None), sequences(reference))
     target = make(files, torch.float32, 2, LONGEST, linear="cublas")
@@ -143,7 +143,7 @@ def test_rounds_rest_while_more_jobs_run_than_have_room_for_their_texts(
 def test_a_round_says_nearly_what_the_target_says(
     files: ModelFiles, make: MakeTarget, num_best: int, away: float
 ) -> None:
-    """Every layer reads its own scanned keys: without them a round says something else."""
+    """Every layer reads its own scanned keys."""
     target = make(files, torch.float32, 1, LONGEST, linear="cublas")
     new_entries = target.forwards.room_for(ScanKVCache, num_best)
     sequence = sequences(target)[0]
