@@ -6,30 +6,76 @@ does not know is silently wrong, and so is a cache that a layer with a state of 
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.attention_masks import MaskFunction, Span, UnsupportedError, span_of
+from swiftbatch.worker.model.architectures.catalogue import MIXER_CLASSES, layer_types
+from swiftbatch.worker.model.architectures.recurrent_layers import STATELESS
 from swiftbatch.worker.model.causal_lm import decoder_of
-from swiftbatch.worker.model.layer_types import STATELESS, layer_types
+
+NUM_SAMPLES = 16  # positions at which a span is held against the model's own mask
+
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`transformers`' own: (batch index, head index, query positions, key positions) to whether one sees the other."""
 
 OBSERVER_NAME = "swiftbatch_observer"
 NUM_ROWS = 3
-DELTA_NETS, MAMBA, CONVOLUTIONS = "gated delta nets", "Mamba-2", "short convolutions"
-DELTA_ATTENTION = "delta attention (KDA)"
-FORMS = {  # of recurrent layers, by the names of their classes
-    **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), DELTA_NETS),
-    **dict.fromkeys(("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), MAMBA),
-    "KimiLinearDeltaAttention": DELTA_ATTENTION,
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), CONVOLUTIONS),
-}
 UNDERSTOOD = {"row_groups", "scaling", "softcap", "s_aux"}
 SAID_BY_THE_MASK = {"sliding_window"}  # what `transformers`' own attentions take from it, we do too
 NO_CHANGE = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_router_logits"}
+
+
+class UnsupportedError(ValueError):
+    """An attention that can't be given; the text says what it is that a model does, from `its` on."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A row at a position sees the positions from `first(position)` to its own."""
+
+    kind: Literal["full", "window", "chunk"] = "full"
+    size: int = 0  # positions in the window (the row's own included) or in a chunk
+
+    def first(self, position: int) -> int:
+        """The first position that a row sees."""
+        if self.kind == "window":
+            return max(0, position - self.size + 1)
+        return position // self.size * self.size if self.kind == "chunk" else 0
+
+
+FULL = Span()
+
+
+def span_of(mask_function: MaskFunction, num_positions: int, device: torch.device) -> Span:
+    """The span that a model's mask has at its first positions. Raises UnsupportedError for other masks."""
+    cut = bisect_left(range(num_positions), True, key=lambda position: _first(mask_function, position, device) > 0)
+    if cut == num_positions:
+        span = FULL
+    else:
+        first = _first(mask_function, cut, device)
+        span = Span("chunk", cut) if first == cut > 1 else Span("window", cut)
+    step = max(1, num_positions // NUM_SAMPLES)
+    for position in sorted({0, 1, cut - 1, cut, cut + 1, *range(0, num_positions, step), num_positions - 1}):
+        if 0 <= position < num_positions and _first(mask_function, position, device) != span.first(position):
+            raise UnsupportedError("its mask is neither causal, nor a sliding window, nor chunks")
+    return span
+
+
+def _first(mask_function: MaskFunction, position: int, device: torch.device) -> int:
+    """The first position that a row sees. Raises UnsupportedError where it sees not all from there to its own."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    keys = torch.arange(position + 2, device=device)
+    sees = torch.as_tensor(mask_function(zero, zero, zero + position, keys)).expand(position + 2)
+    first = position + 1 - int(sees.count_nonzero())
+    if not 0 <= first <= position or not sees[first : position + 1].all():
+        raise UnsupportedError("its mask shows a row others than the positions up to its own")
+    return first
 
 
 @dataclass(frozen=True)
@@ -95,18 +141,18 @@ def recurrent_layers(model: Any) -> dict[int, Any]:
     """The recurrent parts of a model, by their layers; those that `transformers_recurrent.py` knows."""
     layers = enumerate(getattr(decoder_of(model), "layers", ()))
     parts = ((number, part) for number, layer in layers for part in layer.children())
-    return {number: part for number, part in parts if type(part).__name__ in FORMS}
+    return {number: part for number, part in parts if type(part).__name__ in MIXER_CLASSES}
 
 
 def form_of(part: Any) -> str:
     """The form of a recurrent part, in words."""
-    return FORMS[type(part).__name__]
+    return MIXER_CLASSES[type(part).__name__]
 
 
 def attention_of(layer: Any) -> Any:
     """The part of a layer that attends; None where none does."""
     names = ((part, type(part).__name__) for part in layer.children())
-    return next((part for part, name in names if name.endswith("Attention") and name not in FORMS), None)
+    return next((part for part, name in names if name.endswith("Attention") and name not in MIXER_CLASSES), None)
 
 
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:

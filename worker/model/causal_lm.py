@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.quantized_weights import plain
-from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
 from swiftbatch.worker.model.text_config import class_name, is_another, is_transposed

@@ -26,8 +26,6 @@ from swiftbatch.worker.model.architectures.moe_layers import ROLES, FusedNames, 
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig
 from swiftbatch.worker.model.architectures.spec import ATTENTION
 from swiftbatch.worker.model.decoder_config import (
-    MLP_LINEARS,
-    SINKS,
     DecoderConfig,
     OtherDecoderError,
     read_decoder_config,
@@ -132,7 +130,7 @@ def recurrent_weights(
     tensors: Mapping[str, Weight], prefix: str, mixer: RecurrentConfig, dtype: torch.dtype
 ) -> RecurrentWeights:
     """The mixer of one layer. Raises ValueError for tensors that are not of its sizes."""
-    linears = dict(_mixer_linears(tensors, f"{prefix}{mixer.names.part}.", mixer))
+    linears = dict(_mixer_linears(tensors, f"{prefix}{mixer.spec.part}.", mixer))
     stored = {role: plain(tensors[prefix + name]) for role, name in mixer.numbers.items()}
     numbers = {role: _number(role, each.to(dtype).float(), mixer) for role, each in stored.items()}
     if mixer.part_scales is not None:
@@ -144,9 +142,9 @@ def _mixer_linears(
     tensors: Mapping[str, Weight], prefix: str, mixer: RecurrentConfig
 ) -> Iterator[tuple[str, AnyLinear]]:
     columns = mixer.sizes.columns()
-    for name, roles in mixer.names.linears.items():
+    for name, roles in mixer.spec.linears.items():
         weight, bias = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
-        if (order := mixer.names.orders.get(name)) is not None:
+        if (order := mixer.spec.orders.get(name)) is not None:
             weight = of_rows(weight, order(mixer.shape))
         if len(roles) == 1:
             yield roles[0], linear_from(weight, None if bias is None else plain(bias))
@@ -323,7 +321,8 @@ def _floats_of(dense: DecoderConfig) -> frozenset[str]:
     """The tensors that are float32 in the kernels, whatever the model's dtype."""
     if dense.experts is None:
         return frozenset()
-    names = (dense.experts.names.router, dense.experts.names.router_bias, dense.experts.names.choice_bias, SINKS)
+    experts = dense.experts.names
+    names = (experts.router, experts.router_bias, experts.choice_bias, dense.form.sinks)
     layers = range(dense.num_layers)
     return frozenset(f"model.layers.{number}.{name}" for number in layers for name in names if name is not None)
 
@@ -341,13 +340,13 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
     view: dict[str, Any] = {"is_nope": number in dense.nope_layers, "window": dense.windows[number]}
     view["rotary"] = dense.other_rotary if number in dense.other_layers else None
     view["curve"] = _curve([plain(tensors[prefix + part]) for part in dense.form.curve])
-    if dense.form.has_sinks:
-        view["sinks"] = plain(tensors[prefix + SINKS]).float()
+    if dense.form.sinks is not None:
+        view["sinks"] = plain(tensors[prefix + dense.form.sinks]).float()
     if dense.experts is not None and number in dense.experts.layers:
         view["experts"] = expert_weights(tensors, prefix, dense.experts, dtype)
     if dense.mixer is not None and number in dense.mixer.layers:
         view["mixer"] = recurrent_weights(tensors, prefix, dense.mixer, dtype)
-    absent: dict[str, Any] = dict.fromkeys((*ATTENTION, *MLP_LINEARS))
+    absent: dict[str, Any] = dict.fromkeys((*ATTENTION, *ROLES))
     return LayerWeights(**absent | linears, **norms, **view)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX, link_names
 from swiftbatch.worker.model.gguf.header import GGUFError, read_head
 

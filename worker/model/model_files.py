@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.config_conflicts import config_fault, keys_fault, unsaid_fault
+from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES, NESTED, what_it_lacks
+from swiftbatch.worker.model.compute_path import shifting_rotary
+from swiftbatch.worker.model.config_faults import config_fault, keys_fault, unsaid_fault
 from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, download_fault, weight_files
-from swiftbatch.worker.model.dynamic_rope import shifting_rotary
 from swiftbatch.worker.model.file_checks import (
     ADAPTER_FILE,
     GENERATION_FILE,
@@ -28,8 +29,7 @@ from swiftbatch.worker.model.formats.layout import Layout, layout_in
 from swiftbatch.worker.model.gguf.gguf_folder import gguf_folder
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.hub import at_commit, commit_of, hub_snapshot
-from swiftbatch.worker.model.supported_models import SUPPORTED_ARCHITECTURES, what_it_lacks
-from swiftbatch.worker.model.text_config import NESTING, nested_config, text_view
+from swiftbatch.worker.model.text_config import nested_config, text_view
 
 CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that decide whether a model runs here
 ALL_FILES = ("*.json", "*.safetensors", *TEXT_FILES)
@@ -142,16 +142,14 @@ def what_refuses(config: dict[str, Any], path: Path) -> str | None:
     """
     view, whole = text_view(config), config.get("model_type")
     fault = config_fault(view)
-    has_sense = (
-        fault is None or view["model_type"] not in SUPPORTED_ARCHITECTURES
-    )  # else what else it says may have none
+    has_sense = fault is None or view["model_type"] not in ARCHITECTURES  # else what else it says may have none
     lack = what_it_lacks(view) or shifting_rotary(view) if has_sense else None
-    if lack is None and nested_config(config) and str(whole) not in NESTING:
+    if lack is None and nested_config(config) and str(whole) not in NESTED:
         lack = f"its kind {whole!r:.80} was not compared with transformers' own forward"
     fault = fault or _format_fault(view, path)
     if lack is None:
         return fault or unsaid_fault(view)
-    return f"{lack}{f'; {fault}' if fault else ''}; kinds that run here: {', '.join(SUPPORTED_ARCHITECTURES)}"
+    return f"{lack}{f'; {fault}' if fault else ''}; kinds that run here: {', '.join(ARCHITECTURES)}"
 
 
 def _format_fault(config: dict[str, Any], path: Path) -> str | None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import NormForm
-from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.architectures.catalogue import layer_types
+from swiftbatch.worker.model.config_values import Config, shown
 from swiftbatch.worker.model.decoder_config import (
     DecoderConfig,
     OtherDecoderError,
@@ -25,8 +26,7 @@ from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
 from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
-from swiftbatch.worker.model.layer_types import layer_types
-from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, LAYER, PREDICTORS, WHOLE_DECODER, Config
+from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, LAYER, PREDICTORS, WHOLE_DECODER
 
 OWN = "predictor."  # begins the names of what stands in front of the layer, and of the norm behind it
 ROLES = ("token_norm", "hidden_norm", "join", "final_norm")

@@ -8,10 +8,9 @@ from typing import Any
 
 from swiftbatch.worker.kernels.kernel_sizes import LANES
 from swiftbatch.worker.kernels.layer_specs import Routing, Score
-from swiftbatch.worker.model.config_value_rules import number_of
-from swiftbatch.worker.model.layer_types import EXPERTS_ALONE, layer_types
+from swiftbatch.worker.model.config_values import Config, integer_of, list_of_layers, number_of, switch_of
 
-MoELayers = Callable[[Mapping[str, Any]], frozenset[int]]
+MoELayers = Callable[[Config], frozenset[int]]
 """Reads which layers have experts. Raises KeyError for what is left to a default, ValueError for no such numbers."""
 
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -20,7 +19,7 @@ ROLES = ("gate", "up", "down")
 
 
 def mlp_linears(part: str) -> dict[str, str]:
-    """The names of the products of such a part, by their roles."""
+    """Return the names of the products of a part, by their roles."""
     return {role: f"{part}.{role}_proj" for role in ROLES}
 
 
@@ -53,7 +52,7 @@ class MoETensorNames:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """Names that a kind has for its experts: keys of its config, and what it does with their numbers."""
+    """Names that a family has for its experts: keys of its config, and what it does with their numbers."""
 
     score: Score
     layers: MoELayers
@@ -74,6 +73,7 @@ class MoESpec:
     gate_limit: str | None = None
     gate_slope: str | None = None
     jitter: str | None = None
+    may_be_none: bool = False  # in models of the kind that have products alone
     keys: tuple[str, ...] = ()  # more numbers that are read here, or that change no forward
     one_meaning: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
 
@@ -85,37 +85,25 @@ class MoESpec:
         return of_experts | {*COUNT_KEYS, *CHOSEN_KEYS, "router_aux_loss_coef"}
 
 
-def experts_in_all_layers(config: Mapping[str, Any]) -> frozenset[int]:
-    """Every layer has experts."""
+def experts_in_all_layers(config: Config) -> frozenset[int]:
     return frozenset(range(config["num_hidden_layers"]))
 
 
-def by_their_names(config: Mapping[str, Any]) -> frozenset[int]:
-    """Layers that are called so have experts, and nothing else."""
-    return frozenset(number for number, each in enumerate(layer_types(config) or ()) if each in EXPERTS_ALONE)
-
-
-def in_each_so_many(config: Mapping[str, Any]) -> frozenset[int]:
-    """Every `decoder_sparse_step`-th layer has them, but for those that are named."""
-    step, without = _whole(config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
+def in_each_so_many(config: Config) -> frozenset[int]:
+    """Give experts to every `decoder_sparse_step`-th layer, but for those that `mlp_only_layers` names."""
+    step, without = integer_of(config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
     if not isinstance(without, list):
         raise ValueError(f"its mlp_only_layers are {without!r:.80}")
     return frozenset(each for each in experts_in_all_layers(config) if (each + 1) % step == 0) - set(without)
 
 
-def behind_the_first(config: Mapping[str, Any]) -> frozenset[int]:
-    """All layers have them but for the first few."""
-    first = _whole(config, "first_k_dense_replace", least=0)
+def behind_the_first(config: Config, key: str = "first_k_dense_replace") -> frozenset[int]:
+    """Give experts to all layers but the first few."""
+    first = integer_of(config, key, least=0)
     return frozenset(each for each in experts_in_all_layers(config) if each >= first)
 
 
-def behind_the_dense_ones(config: Mapping[str, Any]) -> frozenset[int]:
-    """The same, under another key."""
-    return behind_the_first(dict(config) | {"first_k_dense_replace": config["num_dense_layers"]})
-
-
-def all_but_the_first(config: Mapping[str, Any]) -> frozenset[int]:
-    """Every layer but the first one has experts."""
+def all_but_the_first(config: Config) -> frozenset[int]:
     return experts_in_all_layers(config) - {0}
 
 
@@ -125,33 +113,11 @@ class SparseOr:
 
     otherwise: MoELayers
 
-    def __call__(self, config: Mapping[str, Any]) -> frozenset[int]:
-        if (types := config.get("mlp_layer_types")) is None:
+    def __call__(self, config: Config) -> frozenset[int]:
+        if config.get("mlp_layer_types") is None:
             return self.otherwise(config)
-        if not isinstance(types, list) or len(types) != config["num_hidden_layers"] or set(types) - {"dense", "sparse"}:
-            raise ValueError("its mlp_layer_types do not tell of each layer")
+        types = list_of_layers(config, "mlp_layer_types", ("dense", "sparse"))
         return frozenset(number for number, each in enumerate(types) if each == "sparse")
-
-
-def between(config: Mapping[str, Any]) -> frozenset[int]:
-    """Every so-manieth layer from one to another has them; -1, or none, is the last."""
-    step, first = _whole(config, "moe_layer_interval"), _whole(config, "moe_layer_start_index", least=0)
-    last = _whole({"moe_layer_end_index": -1} | dict(config), "moe_layer_end_index", least=-1)
-    last = config["num_hidden_layers"] - 1 if last == -1 else last
-    return frozenset(each for each in range(first, last + 1) if (each + 1) % step == 0) & experts_in_all_layers(config)
-
-
-def _whole(config: Mapping[str, Any], key: str, least: int = 1) -> int:
-    value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"its {key} is {value!r:.80}")
-    return value
-
-
-# Reads what our kernels must know of a model's experts from its config alone. Without torch: the driver asks, too.
-
-
-Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -195,11 +161,10 @@ class MoEConfig:
             yield from (f"{each}{suffix}" for each in (fused.gate_up, fused.down) for suffix in suffixes)
 
 
-def read_moe(config: Config, form: MoESpec) -> MoEConfig | None:
-    """None where no layer has them.
-
-    Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take.
-    """
+def read_moe(config: Config, form: MoESpec | None) -> MoEConfig | None:
+    """Return None where no layer has them. Raises KeyError or ValueError for numbers unsaid, or not taken."""
+    if form is None or (form.may_be_none and config.get("num_local_experts") == 0):
+        return None
     if not (layers := form.layers(config)):
         return None
     width = _width(config, form.width)
@@ -208,7 +173,7 @@ def read_moe(config: Config, form: MoESpec) -> MoEConfig | None:
         num_experts=_agreed(config, COUNT_KEYS),
         num_chosen=_agreed(config, CHOSEN_KEYS),
         score=form.score,
-        is_normalised=_switch(config, form.normalises),
+        is_normalised=form.normalises if isinstance(form.normalises, bool) else switch_of(config, form.normalises),
         least_sum=_number(config, form.least_sum),
         scale=_number(config, form.scale, 1.0),
         num_groups=groups[0],
@@ -232,7 +197,7 @@ def read_moe(config: Config, form: MoESpec) -> MoEConfig | None:
 
 
 def _groups(config: Config, form: MoESpec) -> tuple[int, int]:
-    """The number of groups of experts, and of those that a row chooses from. Raises KeyError or ValueError."""
+    """Read the number of groups of experts, and of those that a row chooses from. Raises KeyError or ValueError."""
     if form.groups is None or (form.grouping is not None and config.get(form.grouping[0]) != form.grouping[1]):
         return 1, 1
     number, chosen = (int(number_of(config, key)) for key in form.groups)
@@ -240,7 +205,7 @@ def _groups(config: Config, form: MoESpec) -> tuple[int, int]:
 
 
 def _agreed(config: Config, keys: tuple[str, ...]) -> int:
-    """The number that all of these keys say that are there."""
+    """Read the number that those of these keys say that are there: one and the same."""
     said = {key: _of_all_layers(config[key]) for key in keys if config.get(key) is not None}
     if not said:
         raise KeyError(keys[0])
@@ -252,7 +217,7 @@ def _agreed(config: Config, keys: tuple[str, ...]) -> int:
 
 
 def _of_all_layers(said: Any) -> Any:
-    """The number that a list has for every layer; what is none, as it is."""
+    """Return the one number of a list with the same for every layer; any other value as it is."""
     return said[0] if isinstance(said, list) and said and all(each == said[0] for each in said) else said
 
 
@@ -265,18 +230,9 @@ def _shared_width(config: Config, form: MoESpec, width: int) -> int:
 
 
 def _width(config: Config, key: str) -> int:
-    width = config[key]
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1 or width % LANES:
-        raise ValueError(f"its {key} is {width!r:.80}, no multiple of {LANES}")
+    if (width := integer_of(config, key)) % LANES:
+        raise ValueError(f"its {key} is {width}, no multiple of {LANES}")
     return width
-
-
-def _switch(config: Config, said: str | bool) -> bool:
-    if isinstance(said, bool):
-        return said
-    if not isinstance(config[said], bool):
-        raise ValueError(f"its {said} is {config[said]!r:.80}")
-    return bool(config[said])
 
 
 def _number(config: Config, said: str | float | None, default: float = 0.0) -> float:

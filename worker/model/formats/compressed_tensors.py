@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.formats.contract import (
     WHOLE,
     Format,

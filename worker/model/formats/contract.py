@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.gguf.header import BITS, PackedKind
 
 if TYPE_CHECKING:

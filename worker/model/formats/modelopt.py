@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.formats.contract import (
     WHOLE,
     Format,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.config_value_rules import line_of
+from swiftbatch.worker.model.config_values import line_of
 from swiftbatch.worker.model.gguf.gguf_config import config_of
 from swiftbatch.worker.model.gguf.gguf_model import (
     FREQUENCIES,
@@ -78,7 +78,7 @@ def _refuse_unknown_tensors(model: GGUFModel) -> None:
     """Raise GGUFError for a tensor that the architecture has no place for."""
     for name in model.tensors:
         if name != FREQUENCIES:
-            transformers_name(name, model.architecture)
+            transformers_name(name, model.form)
 
 
 def _write_small_files(model: GGUFModel, folder: Path) -> None:

@@ -13,11 +13,27 @@ from typing import Any
 
 import numpy as np
 
-from swiftbatch.worker.model.gguf.gguf_architectures import ARCHITECTURES, LAYER, WHOLE, Architecture
+from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES, GGUF_KINDS
+from swiftbatch.worker.model.architectures.spec import GGUFSpec
 from swiftbatch.worker.model.gguf.header import GGUFError, GGUFHead, TensorHead, read_head
+from swiftbatch.worker.model.text_config import EMBEDDING, HEAD
 
 SUFFIX = ".gguf"
 INDEX_FILE = "gguf.json"
+WHOLE = {"token_embd.weight": EMBEDDING, "output.weight": HEAD, "output_norm.weight": "model.norm.weight"}
+LAYER = {  # parts by llama.cpp's names, which `GGUFSpec.names` adds to
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 def link_names(folder: Path) -> list[str]:
@@ -25,14 +41,20 @@ def link_names(folder: Path) -> list[str]:
     try:
         said = _said(folder)
         names = [link_name(number, len(said["files"])) for number in range(len(said["files"]))]
-        return names if names == said["files"] and said["architecture"] in ARCHITECTURES else []
+        return names if names == said["files"] and said["architecture"] in GGUF_KINDS else []
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return []
 
 
-def architecture_of(link: Path) -> Architecture:
-    """The architecture of the model that a link belongs to."""
-    return ARCHITECTURES[_said(link.parent)["architecture"]]
+def form_of_link(link: Path) -> GGUFSpec:
+    """Return the architecture of the model that a link belongs to."""
+    return _form_of(_said(link.parent)["architecture"])
+
+
+def _form_of(name: str) -> GGUFSpec:
+    form = ARCHITECTURES[GGUF_KINDS[name]].gguf
+    assert form is not None
+    return form
 
 
 def write_index(folder: Path, architecture: str, files: list[str]) -> None:
@@ -92,12 +114,12 @@ class GGUFModel:
         return str(self.metadata.get("general.architecture"))
 
     @cached_property
-    def architecture(self) -> Architecture:
+    def form(self) -> GGUFSpec:
         """Raises GGUFError for one that is not read here."""
-        if self.name not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
+        if self.name not in GGUF_KINDS:
+            known = ", ".join(GGUF_KINDS)
             raise GGUFError(f"its architecture {self.name!r:.80} is not read here; expected one of {known}")
-        return ARCHITECTURES[self.name]
+        return _form_of(self.name)
 
     @cached_property
     def tensors(self) -> dict[str, TensorHead]:
@@ -132,16 +154,16 @@ def read_gguf(file: Path) -> GGUFModel:
     return model
 
 
-def transformers_name(name: str, architecture: Architecture) -> str:
+def transformers_name(name: str, form: GGUFSpec) -> str:
     """A tensor's name in `transformers`, with a star for the numbers of experts that lie in one tensor.
 
     Raises GGUFError for one that the architecture has not.
     """
     if name in WHOLE:
         return WHOLE[name]
-    parts, found = {**LAYER, **architecture.names}, IN_LAYER.match(name)
+    parts, found = {**LAYER, **form.names}, IN_LAYER.match(name)
     if found is None or found["part"] not in parts:
-        raise GGUFError(f"its tensor {name} has no place in a {architecture.kind}")
+        raise GGUFError(f"its tensor {name} has no place in a {form.name}")
     return f"model.layers.{found['number']}.{parts[found['part']]}.{found['what']}"
 
 
@@ -189,7 +211,7 @@ def forms_in_gguf(file: Path) -> Iterator[tuple[str, Form]]:
     for tensor in read_head(file).tensors:
         if tensor.name == FREQUENCIES:
             continue
-        name = transformers_name(tensor.name, architecture_of(file))
+        name = transformers_name(tensor.name, form_of_link(file))
         if "*" not in name:
             yield name, (tensor.type.name, tensor.shape)
             continue

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftbatch.worker.model.gguf.gguf_architectures import Config
 from swiftbatch.worker.model.gguf.gguf_model import GGUFModel
 from swiftbatch.worker.model.gguf.header import GGUFError
 
@@ -100,7 +99,7 @@ def refuse_unknown_split(model: GGUFModel) -> None:
             raise GGUFError(f"its tokenizer adds a token to each text, and no tokenizer.ggml.{name}_token_id names it")
 
 
-def generation_of(model: GGUFModel) -> Config:
+def generation_of(model: GGUFModel) -> dict[str, Any]:
     """The tokens that end a text: those that the metadata names, and those that end a turn in all models."""
     found = {number for key in ENDS if (number := token_of(model, key)) is not None}
     found |= {number for number, text, _ in tokens_of(model) if text in ENDING}
@@ -225,7 +224,7 @@ def _add_whole_tokens(tokenizer: Tokenizer, model: GGUFModel) -> None:
     """Add the tokens that stand in texts as a whole: those that control the model, and are no text, and others."""
     from tokenizers import AddedToken
 
-    takes_spaces = model.name == "phi3" and model.metadata["tokenizer.ggml.model"] == "llama"
+    takes_spaces = model.form.tokens_take_spaces and model.metadata["tokenizer.ggml.model"] == "llama"
     for kinds in ((CONTROL, UNKNOWN), (USER_DEFINED,)):
         special = CONTROL in kinds
         found = [

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.quantized_weights import PackedMatrix, Weight
+from swiftbatch.worker.model.architectures.spec import GGUFSpec
 from swiftbatch.worker.model.digests import Hashing, exactly, fill
 from swiftbatch.worker.model.gguf.blocks import packed_from
-from swiftbatch.worker.model.gguf.gguf_architectures import Architecture
-from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, architecture_of, num_experts_in, transformers_name
+from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, form_of_link, num_experts_in, transformers_name
 from swiftbatch.worker.model.gguf.header import GGUFError, TensorHead, read_head
 
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -34,7 +34,7 @@ def gguf_weights(
 
     `config` is the model's. Raises ValueError for a damaged file, one that changes meanwhile, and one that is cut off.
     """
-    head, architecture = read_head(file), architecture_of(file)
+    head, form = read_head(file), form_of_link(file)
     if hashlib.sha256(_taken(stream, head.num_bytes, hashing)).hexdigest() != head.sha256:
         raise GGUFError("it has changed while it was read")
     place = 0
@@ -46,8 +46,8 @@ def gguf_weights(
         hashing.take(room)
         place = tensor.offset + tensor.num_bytes
         if tensor.name != FREQUENCIES:
-            name = transformers_name(tensor.name, architecture)
-            yield from weights_of(name, tensor, data, architecture, config, dtype)
+            name = transformers_name(tensor.name, form)
+            yield from weights_of(name, tensor, data, form, config, dtype)
     _pass_over(stream, os.fstat(stream.fileno()).st_size - head.num_bytes - place, hashing)
 
 
@@ -63,7 +63,7 @@ def _pass_over(stream: RawIOBase, size: int, hashing: Hashing) -> None:
 
 
 def weights_of(
-    name: str, tensor: TensorHead, data: Tensor, architecture: Architecture, config: dict[str, Any], dtype: torch.dtype
+    name: str, tensor: TensorHead, data: Tensor, form: GGUFSpec, config: dict[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, Weight]]:
     """The weights of a stored tensor, by the names that `transformers`' layers have for them.
 
@@ -79,10 +79,10 @@ def weights_of(
         return
     shape = (1, *tensor.shape) if name.endswith(SHARED_GATE) and len(tensor.shape) == 1 else tensor.shape
     weight = _weight(tensor, data, shape, dtype)
-    if architecture.has_raised_norms and name.endswith(RAISED):
+    if form.has_raised_norms and name.endswith(RAISED):
         weight = _numbers(weight) - 1
     for part, key in PAIRED.items():
-        if architecture.has_paired_heads and part in name:
+        if form.has_paired_heads and part in name:
             weight = _apart(weight, config[key], tensor.name)
     yield name, weight
 

@@ -17,11 +17,11 @@ from transformers.activations import ACT2CLS
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.inspection import inspect_model
 from swiftbatch.worker.kv.kv_capacity import bytes_per_position
+from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES
 from swiftbatch.worker.model.compute_path import path_on
-from swiftbatch.worker.model.config_conflicts import LATENT_KINDS, OF_ATTENTION, OF_LATENT
-from swiftbatch.worker.model.config_value_rules import KNOWN_ACTIVATIONS
+from swiftbatch.worker.model.config_faults import OF_ATTENTION, OF_LATENT
+from swiftbatch.worker.model.config_values import KNOWN_ACTIVATIONS
 from swiftbatch.worker.model.model_files import locate_model, what_refuses
-from swiftbatch.worker.model.supported_models import SUPPORTED_ARCHITECTURES
 from swiftbatch.worker.model.text_config import text_view
 from tests.worker.model.dense_configs import PUBLISHED as DENSE
 from tests.worker.model.expert_configs import WITH_EXPERTS
@@ -34,6 +34,11 @@ ODD: tuple[Any, ...] = (-1, 0, 0.5, 1e30, math.nan, "x", None, [], True)
 DEVICES: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
 NOWHERE = Path("/nowhere")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+UNREAD = {  # by all but transformers' classes, which look at their types: they change no token
+    *("attention_dropout", "attn_pdrop", "bos_token_id", "classifier_dropout", "embd_pdrop", "eos_token_id"),
+    *("hidden_dropout", "initializer_range", "input_jitter_noise", "mamba_chunk_size", "num_logits_to_keep"),
+    *("pad_token_id", "resid_pdrop", "router_aux_loss_coef", "z_loss_coefficient"),
+}
 NOT_OF_NUMBERS = (  # counts that are other models' counts
     *("its weights lack", "its weights hold", "its weights have"),
     "Initializing zero-element tensors",  # a warning, of parts that these weights have and no layer is made of
@@ -72,13 +77,13 @@ def told(config: dict[str, Any]) -> str | None:
 @pytest.mark.parametrize(
     ("name", "place", "value", "words"),
     [
-        ("Gemma 2 27B", "attn_logit_softcapping", -3.0, "a finite number above 0 with a decimal point, or null"),
+        ("Gemma 2 27B", "attn_logit_softcapping", -3.0, "a finite number above 0, or null"),
         ("Gemma 2 27B", "query_pre_attn_scalar", -1, "a positive integer"),
         ("Gemma 2 27B", "sliding_window", 0, "a positive integer"),
         ("Gemma 2 27B", "layer_types", ["full_attention"], "a list of 2, each a word"),
         ("Qwen3 8B", "num_attention_heads", -4, "a positive integer"),
         ("Qwen3 8B", "num_key_value_heads", 0, "a positive integer"),
-        ("Qwen3 8B", "rms_norm_eps", math.nan, "a finite number above 0 with a decimal point"),
+        ("Qwen3 8B", "rms_norm_eps", math.nan, "a finite number above 0"),
         ("Qwen3 8B", "rope_theta", 0, "a finite number above 0"),
         ("Qwen3 8B", "rope_theta", 1, "a finite number above 0, other than 1"),
         ("Qwen3 8B", "rope_theta", "1000000", "a finite number above 0"),
@@ -119,7 +124,7 @@ def test_numbers_of_angles_are_told_by_their_place(key: str, value: Any) -> None
     [
         *((kind, key) for kind in ("llama", "bamba") for key in (*OF_ATTENTION, "num_hidden_layers")),
         ("nemotron_h", "layers_block_type"),
-        *((kind, key) for kind in LATENT_KINDS for key in OF_LATENT),
+        *((kind, key) for kind, form in ARCHITECTURES.items() if form.latent for key in OF_LATENT),
     ],
 )
 def test_a_size_that_is_left_to_a_class_is_asked_for_by_its_key(kind: str, key: str) -> None:
@@ -146,7 +151,7 @@ def test_kimi_linear_s_layers_are_each_numbered_once(numbers: Any) -> None:
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("kind", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_no_key_has_to_be_there_for_a_config_to_be_told_in_a_line(kind: str) -> None:
     config = tiny_config(kind).to_dict()
     for key in config:
@@ -186,7 +191,7 @@ def dies(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_what_inspect_calls_runnable_is_loaded_whatever_its_numbers_are(kind: str, tmp_path: Path) -> None:
     tiny_model(tiny_config(kind, has_wide_heads=True)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -194,7 +199,8 @@ def test_what_inspect_calls_runnable_is_loaded_whatever_its_numbers_are(kind: st
     for place in places(config):
         for value in ODD:
             error = dies(tmp_path, changed(config, place, value))
-            assert error is None or any(words in error for words in NOT_OF_NUMBERS), (place, value, error)
+            told_late = error is not None and place[-1] in UNREAD and "\n" not in error
+            assert error is None or told_late or any(words in error for words in NOT_OF_NUMBERS), (place, value, error)
 
 
 @pytest.mark.parametrize("name", ["Qwen3 8B", "Phi 3.5 MoE"])

@@ -1,4 +1,7 @@
-"""The kinds with experts that our kernels run, each by what it does otherwise than Llama. Without torch."""
+"""Decoders with experts, each by what it does otherwise than Llama: Mixtral, Qwen's, gpt-oss, GLM, MiniMax. No torch.
+
+Those with latent attention stand in `deepseek.py`, those with states in `hybrid.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,16 @@ from dataclasses import replace
 
 from swiftbatch.worker.kernels.layer_specs import NormForm, Score
 from swiftbatch.worker.model.architectures.attention_layers import (
-    MLASpec,
+    Windows,
     by_layer_types,
-    by_layer_types_if_said,
-    by_thetas,
-    never,
+    from_max_window_layers,
+    no_windows,
     window_in_all_layers_if_said,
-    without_windows_but_dense,
+    without_windows,
     without_windows_if_said,
 )
+from swiftbatch.worker.model.architectures.deepseek import SCORED_BY_SIGMOID, SHARED
+from swiftbatch.worker.model.architectures.llama_like import COHERE, GRANITE, HUNYUAN, OLMO2, TIED
 from swiftbatch.worker.model.architectures.moe_layers import (
     ROLES,
     FusedNames,
@@ -23,47 +27,24 @@ from swiftbatch.worker.model.architectures.moe_layers import (
     SparseOr,
     all_but_the_first,
     behind_the_first,
-    between,
     experts_in_all_layers,
     in_each_so_many,
     mlp_linears,
 )
 from swiftbatch.worker.model.architectures.spec import (
-    COHERE,
-    GRANITE,
-    HUNYUAN,
-    OLMO2,
-    SHARED_GATES,
+    NULL_HEADS,
+    NULL_WIDTH,
+    SILU,
     ArchitectureSpec,
+    GGUFSpec,
     WindowAngles,
 )
+from swiftbatch.worker.model.config_values import POSITIVE, Config, integer_of
 
 MIXTRAL = "block_sparse_moe"
 OF_MIXTRAL = {role: f"{MIXTRAL}.experts.{{}}.w{number}.weight" for role, number in zip(ROLES, (1, 3, 2), strict=True)}
-SHARED = mlp_linears("mlp.shared_experts")
-CORRECTED = MoETensorNames(choice_bias="mlp.gate.e_score_correction_bias", shared=SHARED)
-SPARSE_KEYS = ("decoder_sparse_step", "mlp_only_layers")
-SCORED_BY_SIGMOID = MoESpec(  # as DeepSeek V3
-    Score.SIGMOID,
-    behind_the_first,
-    names=CORRECTED,
-    normalises="norm_topk_prob",
-    least_sum=1e-20,
-    scale="routed_scaling_factor",
-    groups=("n_group", "topk_group"),
-    rounds_logits=False,
-    rounds_weights=False,
-    num_shared="n_shared_experts",
-    keys=("first_k_dense_replace",),
-    one_meaning={"moe_layer_freq": (1,), "ep_size": (1,)},
-)
-BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
-CHOSEN_WITHIN_GROUPS = replace(SCORED_BY_SIGMOID, one_meaning=SCORED_BY_SIGMOID.one_meaning | BIASES)
-DEEPSEEK_V3 = ArchitectureSpec(
-    latent=MLASpec("rope_interleave"),
-    experts=CHOSEN_WITHIN_GROUPS,
-    unused=("aux_loss_alpha", "num_mtp_layers"),
-)
+MIXTRAL_NAMES = MoETensorNames(router=f"{MIXTRAL}.gate.weight", each=OF_MIXTRAL)
+GRANITE_SHARED = {**dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"), "down": "shared_mlp.output_linear"}
 GRANITE_EXPERTS = MoESpec(
     Score.SOFTMAX_OF_CHOSEN,
     experts_in_all_layers,
@@ -72,23 +53,84 @@ GRANITE_EXPERTS = MoESpec(
         router=f"{MIXTRAL}.router.layer.weight",
         each=None,
         fused=FusedNames(f"{MIXTRAL}.input_linear.weight", f"{MIXTRAL}.output_linear.weight"),
-        shared=SHARED_GATES,
+        shared=GRANITE_SHARED,
     ),
     normalises=False,
 )
-GRANITE_MOE = ArchitectureSpec("attention_bias", "attention_bias", scales=GRANITE, experts=GRANITE_EXPERTS)
-MOE_ARCHITECTURES = {
+GRANITE_MOE = replace(GRANITE, mlp_bias=None, experts=GRANITE_EXPERTS)
+SPARSE_KEYS = ("decoder_sparse_step", "mlp_only_layers")
+SWITCHED_OFF = {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}
+MIXTURE = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+GGUF_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",  # one behind the other, each a tensor of its own
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+
+def never_windowed(config: Config) -> Windows:
+    """Pass over `sliding_window`. Raises ValueError where it is switched on."""
+    if config.get("use_sliding_window", False) is not False:
+        raise ValueError(f"its use_sliding_window is {config['use_sliding_window']!r:.80}")
+    return no_windows(config)
+
+
+def by_layer_types_if_said(config: Config) -> Windows:
+    """Read `layer_types`; without them, all layers from `max_window_layers` on have the window, if there is one."""
+    if config.get("layer_types") is not None:
+        return by_layer_types(config)
+    return no_windows(config) if config.get("sliding_window") is None else from_max_window_layers(config)
+
+
+def without_windows_but_dense(config: Config, windows: Windows) -> frozenset[int]:
+    """Find Cohere's layers that turn no heads: with experts and no window.
+
+    With a pattern other than 1, those without experts and a window are among them.
+    """
+    with_experts = SparseOr(behind_the_first)({"first_k_dense_replace": 0} | dict(config))
+    has_turned_dense = config.get("prefix_dense_sliding_window_pattern", 1) == 1
+    return without_windows(config, windows) & (with_experts if has_turned_dense else experts_in_all_layers(config))
+
+
+def by_thetas(config: Config, windows: Windows) -> frozenset[int]:
+    """Find the layers with a 0 in `layer_rope_theta`, which turn no heads."""
+    thetas = config["layer_rope_theta"]
+    if thetas is not None and (not isinstance(thetas, list) or len(thetas) != len(windows)):
+        raise ValueError("its layer_rope_theta do not tell of each layer")
+    return frozenset(number for number, theta in enumerate(thetas or []) if not theta)
+
+
+def between(config: Config) -> frozenset[int]:
+    """Give experts to each `moe_layer_interval`-th layer between two of Ernie's; -1, or none, is the last."""
+    step, first = integer_of(config, "moe_layer_interval"), integer_of(config, "moe_layer_start_index", least=0)
+    last = integer_of({"moe_layer_end_index": -1} | dict(config), "moe_layer_end_index", least=-1)
+    last = config["num_hidden_layers"] - 1 if last == -1 else last
+    return frozenset(each for each in range(first, last + 1) if (each + 1) % step == 0) & experts_in_all_layers(config)
+
+
+MIXTURES: dict[str, ArchitectureSpec] = {
+    "afmoe": ArchitectureSpec(rules=NULL_HEADS, kernels_lack="its attention has gates"),
     "cohere2_moe": replace(
         COHERE,
         windows=by_layer_types,
-        still=without_windows_but_dense,
+        nope=without_windows_but_dense,
         intermediate_key="prefix_dense_intermediate_size",
         one_meaning={
             "expert_selection_fn": ("sigmoid",),
             "rms_norm_eps": (None,),
             "shared_expert_combination_strategy": ("sum",),
         },
-        unused=("sliding_window_pattern",),
+        known_keys=("sliding_window_pattern",),
+        rules=NULL_HEADS | {"rms_norm_eps": POSITIVE.or_null()},
         experts=MoESpec(
             Score.SIGMOID_OF_CHOSEN,
             SparseOr(behind_the_first),
@@ -99,33 +141,12 @@ MOE_ARCHITECTURES = {
             keys=("first_k_dense_replace", "prefix_dense_sliding_window_pattern"),
         ),
     ),
-    "deepseek_v2": replace(
-        DEEPSEEK_V3,
-        latent=MLASpec(),
-        rounds_angles=False,
-        experts=MoESpec(
-            Score.SOFTMAX,
-            behind_the_first,
-            names=MoETensorNames(shared=SHARED),
-            normalises=False,
-            scale="routed_scaling_factor",
-            rounds_logits=False,
-            rounds_weights=False,
-            num_shared="n_shared_experts",
-            groups=("n_group", "topk_group"),
-            grouping=("topk_method", "group_limited_greedy"),
-            num_best_of_group=1,
-            keys=("first_k_dense_replace",),
-            one_meaning=CHOSEN_WITHIN_GROUPS.one_meaning
-            | {"topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,)},
-        ),
-    ),
-    "deepseek_v3": DEEPSEEK_V3,
     "dots1": ArchitectureSpec(
         "attention_bias",
         "attention_bias",
         has_qk_norms=True,
         windows=by_layer_types_if_said,
+        rules=NULL_HEADS,
         experts=SCORED_BY_SIGMOID,
     ),
     "ernie4_5_moe": ArchitectureSpec(
@@ -144,16 +165,17 @@ MOE_ARCHITECTURES = {
             keys=("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index", "moe_capacity"),
             one_meaning={"compression_ratio": (1, 1.0)},
         ),
+        defaults=TIED | {"moe_norm_min": 1e-12},
     ),
     "exaone_moe": ArchitectureSpec(
         has_qk_norms=True,
         windows=by_layer_types,
-        still=without_windows_if_said,
-        unused=("sliding_window_pattern",),
+        nope=without_windows_if_said,
+        known_keys=("sliding_window_pattern",),
         experts=replace(
             SCORED_BY_SIGMOID,
             layers=SparseOr(behind_the_first),
-            names=replace(CORRECTED, choice_bias="mlp.e_score_correction_bias"),
+            names=MoETensorNames(choice_bias="mlp.e_score_correction_bias", shared=SHARED),
             num_shared="num_shared_experts",
         ),
     ),
@@ -167,21 +189,13 @@ MOE_ARCHITECTURES = {
         partial_rotary_factor=0.5,
         experts=SCORED_BY_SIGMOID,
     ),
-    "glm4_moe_lite": replace(
-        DEEPSEEK_V3,
-        experts=replace(
-            CHOSEN_WITHIN_GROUPS,
-            layers=SparseOr(all_but_the_first),
-            keys=(),
-            one_meaning=CHOSEN_WITHIN_GROUPS.one_meaning | {"first_k_dense_replace": (1,)},
-        ),
-    ),
     "gpt_oss": ArchitectureSpec(
         "attention_bias",
         "attention_bias",
         norm_form=NormForm.ONCE,
         windows=by_layer_types,
-        has_sinks=True,
+        sinks="self_attn.sinks",
+        defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         experts=MoESpec(
             Score.SOFTMAX_OF_CHOSEN,
             experts_in_all_layers,
@@ -202,16 +216,16 @@ MOE_ARCHITECTURES = {
     "granitemoe_swa": replace(
         GRANITE_MOE,
         windows=by_layer_types,
-        still=by_thetas,
+        nope=by_thetas,
         thetas_key="layer_rope_theta",
-        has_sinks=True,
+        sinks="self_attn.sinks",
         experts=replace(
             GRANITE_EXPERTS,
             names=MoETensorNames(
                 router=f"{MIXTRAL}.router.weight",
                 each=None,
                 fused=FusedNames(f"{MIXTRAL}.experts.gate_up_proj", f"{MIXTRAL}.experts.down_proj"),
-                shared=SHARED_GATES,
+                shared=GRANITE_SHARED,
             ),
             shared_width="shared_intermediate_size",
         ),
@@ -245,6 +259,12 @@ MOE_ARCHITECTURES = {
             num_shared="num_shared_experts",
         ),
     ),
+    "laguna": ArchitectureSpec(
+        kernels_lack="its attention has gates, and its layers different numbers of heads",
+    ),
+    "llama4_text": ArchitectureSpec(
+        nested_in=("llama4",), kernels_lack="its layers have experts and chunks", attends_in_chunks=True
+    ),
     "mellum": ArchitectureSpec(
         "attention_bias",
         "attention_bias",
@@ -261,9 +281,7 @@ MOE_ARCHITECTURES = {
             Score.SIGMOID,
             experts_in_all_layers,
             "intermediate_size",
-            MoETensorNames(
-                router=f"{MIXTRAL}.gate.weight", each=OF_MIXTRAL, choice_bias=f"{MIXTRAL}.e_score_correction_bias"
-            ),
+            replace(MIXTRAL_NAMES, choice_bias=f"{MIXTRAL}.e_score_correction_bias"),
             rounds_weights=False,
             keys=("rotary_dim", "router_jitter_noise", "mtp_transformer_layers", "num_mtp_modules"),
             one_meaning={
@@ -278,11 +296,12 @@ MOE_ARCHITECTURES = {
     ),
     "mixtral": ArchitectureSpec(
         windows=window_in_all_layers_if_said,
+        rules=NULL_WIDTH,
         experts=MoESpec(
             Score.SOFTMAX,
             experts_in_all_layers,
             "intermediate_size",
-            MoETensorNames(router=f"{MIXTRAL}.gate.weight", each=OF_MIXTRAL),
+            MIXTRAL_NAMES,
             rounds_weights=False,
             keys=("router_jitter_noise",),
         ),
@@ -299,6 +318,7 @@ MOE_ARCHITECTURES = {
             normalises="norm_topk_prob",
             one_meaning={"clip_qkv": (None,)},
         ),
+        rules=NULL_HEADS,
     ),
     "phimoe": ArchitectureSpec(
         "attention_bias",
@@ -312,7 +332,7 @@ MOE_ARCHITECTURES = {
             Score.SPARSE_MIXER,
             experts_in_all_layers,
             "intermediate_size",
-            MoETensorNames(router=f"{MIXTRAL}.gate.weight", each=OF_MIXTRAL),
+            MIXTRAL_NAMES,
             normalises=False,
             jitter="router_jitter_noise",
             keys=("input_jitter_noise",),
@@ -321,7 +341,7 @@ MOE_ARCHITECTURES = {
     ),
     "qwen2_moe": ArchitectureSpec(
         "qkv_bias",
-        windows=never,
+        windows=never_windowed,
         experts=MoESpec(
             Score.SOFTMAX,
             in_each_so_many,
@@ -330,12 +350,19 @@ MOE_ARCHITECTURES = {
             shared_width="shared_expert_intermediate_size",
             keys=SPARSE_KEYS,
         ),
+        defaults={"qkv_bias": True},
+        gguf=GGUFSpec(
+            "qwen2moe",
+            SILU | SWITCHED_OFF | {"norm_topk_prob": False, "qkv_bias": True},
+            said=MIXTURE | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+            names=GGUF_NAMES,
+        ),
     ),
     "qwen3_moe": ArchitectureSpec(
         "attention_bias",
         "attention_bias",
         has_qk_norms=True,
-        windows=never,
+        windows=never_windowed,
         experts=MoESpec(
             Score.SOFTMAX,
             in_each_so_many,
@@ -346,6 +373,14 @@ MOE_ARCHITECTURES = {
             keys=SPARSE_KEYS,
             one_meaning={"shared_expert_intermediate_size": (0,)},
         ),
+        aliases=("qwen3_vl_moe_text",),
+        nested_in=("qwen3_vl_moe",),
+        gguf=GGUFSpec(
+            "qwen3moe",
+            SILU | SWITCHED_OFF | {"norm_topk_prob": True, "attention_bias": False},
+            said=MIXTURE,
+            names=GGUF_NAMES,
+        ),
     ),
     "solar_open": ArchitectureSpec(
         "attention_bias",
@@ -355,6 +390,6 @@ MOE_ARCHITECTURES = {
             layers=experts_in_all_layers,
             one_meaning=SCORED_BY_SIGMOID.one_meaning | {"first_k_dense_replace": (0,), "use_qk_norm": (False,)},
         ),
-        unused=("intermediate_size",),
+        known_keys=("intermediate_size",),
     ),
 }
