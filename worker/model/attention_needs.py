@@ -1,7 +1,6 @@
-"""Finds out by one small forward what every layer of a model asks of its attention; refuses what is not understood.
+"""The attention that every layer of a model asks for, found by one small forward; what is not understood is refused.
 
-A model may ask for more than queries, keys and values: a window, sinks, a soft cap. An attention that drops what it
-does not know is silently wrong, and so is a cache that a layer with a state of its own never reads.
+An attention that drops a window, sinks or a soft cap is silently wrong, and so is a cache that a layer never reads.
 """
 
 from __future__ import annotations
@@ -32,18 +31,17 @@ NO_CHANGE = {"dropout", "is_causal", "position_ids", "use_cache", "output_attent
 
 
 class UnsupportedError(ValueError):
-    """An attention that can't be given; the text says what it is that a model does, from `its` on."""
+    """An attention that is not supported; the text says what the model does, from `its` on."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A row at a position sees the positions from `first(position)` to its own."""
+    """The positions that a row sees: all up to its own, a sliding window, or its own chunk."""
 
     kind: Literal["full", "window", "chunk"] = "full"
     size: int = 0  # positions in the window (the row's own included) or in a chunk
 
     def first(self, position: int) -> int:
-        """The first position that a row sees."""
         if self.kind == "window":
             return max(0, position - self.size + 1)
         return position // self.size * self.size if self.kind == "chunk" else 0
@@ -53,7 +51,7 @@ FULL = Span()
 
 
 def span_of(mask_function: MaskFunction, num_positions: int, device: torch.device) -> Span:
-    """The span that a model's mask has at its first positions. Raises UnsupportedError for other masks."""
+    """Find the span of a model's mask at its first positions. Raises UnsupportedError for other masks."""
     cut = bisect_left(range(num_positions), True, key=lambda position: _first(mask_function, position, device) > 0)
     if cut == num_positions:
         span = FULL
@@ -68,7 +66,7 @@ def span_of(mask_function: MaskFunction, num_positions: int, device: torch.devic
 
 
 def _first(mask_function: MaskFunction, position: int, device: torch.device) -> int:
-    """The first position that a row sees. Raises UnsupportedError where it sees not all from there to its own."""
+    """Find the first position that a row sees. Raises UnsupportedError for a gap from there to its own."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     keys = torch.arange(position + 2, device=device)
     sees = torch.as_tensor(mask_function(zero, zero, zero + position, keys)).expand(position + 2)
@@ -80,7 +78,7 @@ def _first(mask_function: MaskFunction, position: int, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class LayerNeeds:
-    """One layer: heads and sizes of its keys and values, and what its rows see."""
+    """The heads and sizes of a layer's keys and values, and what its rows see."""
 
     num_kv_heads: int
     key_dim: int
@@ -90,7 +88,7 @@ class LayerNeeds:
 
 
 class _Observer:
-    """Stands for attention during one forward, and keeps what each layer asked for."""
+    """Stands in for attention during one forward, and keeps what each layer asked for."""
 
     def __init__(self, num_positions: int, device: torch.device, dtype: torch.dtype) -> None:
         self.layers: dict[int, LayerNeeds] = {}
@@ -138,25 +136,23 @@ class _Observer:
 
 
 def recurrent_layers(model: Any) -> dict[int, Any]:
-    """The recurrent parts of a model, by their layers; those that `transformers_recurrent.py` knows."""
+    """Return the recurrent parts of a model, by layer."""
     layers = enumerate(getattr(decoder_of(model), "layers", ()))
     parts = ((number, part) for number, layer in layers for part in layer.children())
     return {number: part for number, part in parts if type(part).__name__ in MIXER_CLASSES}
 
 
 def form_of(part: Any) -> str:
-    """The form of a recurrent part, in words."""
     return MIXER_CLASSES[type(part).__name__]
 
 
 def attention_of(layer: Any) -> Any:
-    """The part of a layer that attends; None where none does."""
     names = ((part, type(part).__name__) for part in layer.children())
     return next((part for part, name in names if name.endswith("Attention") and name not in MIXER_CLASSES), None)
 
 
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:
-    """Tell what each attending layer asks for, in order. Raises a one-line ModelError for what is not supported."""
+    """Return what each attending layer asks for, in order. Raises ModelError for what is not supported."""
     observer = _Observer(num_positions, model.device, model.dtype)
     AttentionInterface.register(OBSERVER_NAME, observer.attend)
     AttentionMaskInterface.register(OBSERVER_NAME, observer.mask)
@@ -177,7 +173,7 @@ def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds
 
 
 def _in_order(model: Any, layers: dict[int, LayerNeeds]) -> list[LayerNeeds]:
-    """The layers from the first to the last. Raises UnsupportedError where one is missing or has other sizes."""
+    """Raises UnsupportedError where a layer is missing or has other sizes."""
     num_layers, types = model.config.num_hidden_layers, layer_types(model.config.to_dict()) or []
     stateless = {number for number, each in enumerate(types) if each in STATELESS}
     others = set(range(num_layers)) - set(layers) - set(recurrent_layers(model)) - stateless

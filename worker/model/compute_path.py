@@ -25,14 +25,14 @@ SHIFTING = {"dynamic", "longrope", "su"}  # types of angles that change with the
 
 @dataclass(frozen=True)
 class ComputePath:
-    """Our kernels for all of a forward, for its attention alone, or the layers of `transformers`; and why no more."""
+    """Our kernels for a whole forward, for its attention alone, or `transformers`' layers; and why no more."""
 
     name: PathName
     reason: str | None = None
 
 
 def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | None = None) -> ComputePath:
-    """Tell the path of a text model that runs here. `stored` are the names of its tensors, where they are known."""
+    """Return the path of a text model that runs here. `stored` are its tensors' names, where they are known."""
     try:
         dense = read_decoder_config(config)
         if stored is not None:
@@ -46,9 +46,9 @@ def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | N
 
 
 def _are_taken_over(config: Config) -> bool:
-    """Tell whether the kernels take the layers once `transformers` has loaded them, and filled in its defaults.
+    """Tell whether the kernels take the layers once `transformers` has filled in its defaults.
 
-    As whoever loads a model asks, on one without numbers: `transformers` takes seconds, and few models need it.
+    It is tried without numbers: `transformers` takes seconds to import, and few models need it.
     """
     form, num_layers = architecture_of(config), config.get("num_hidden_layers")
     if form is None or not form.is_taken_over or not isinstance(num_layers, int) or num_layers > MOST_LAYERS:
@@ -69,7 +69,6 @@ def _are_taken_over(config: Config) -> bool:
 
 
 def _attends_in_kernels(config: Config) -> bool:
-    """Tell whether the kernels take all layers' heads and what these see."""
     form = architecture_of(config)
     if form is None or form.attends_in_chunks or set(layer_types(config) or ()) - KNOWN_LAYERS:
         return False
@@ -97,12 +96,12 @@ def shifting_rotary(config: Config) -> str | None:
 
 
 def short_length(config: Config) -> int | None:
-    """The most positions of jobs that turn by the short factors of longrope; None for a model without these."""
+    """Return the most positions of jobs that turn by longrope's short factors; None for other angles."""
     return read_decoder_config(config).rotary.short_length if shifting_types(config) else None
 
 
 def shifting_types(config: Config) -> set[str]:
-    """The types of angles that change with the length of a text."""
+    """Return the types of angles that change with the length of a text."""
     form = architecture_of(config)
     is_fixed_by_alpha = form is not None and form.has_fixed_alpha
     return {
@@ -114,7 +113,7 @@ def shifting_types(config: Config) -> set[str]:
 
 
 def _rotary_parameters(config: Config) -> Iterator[Config]:
-    """The words about angles anywhere in a config: for all layers, or by the kind of layer."""
+    """Yield the parts of a config that may hold angles."""
     yield config
     for value in config.values():
         if isinstance(value, dict):

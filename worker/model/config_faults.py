@@ -128,10 +128,7 @@ OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def config_fault(config: Config) -> str | None:
-    """Say what keeps a text model's config from running; None where nothing does.
-
-    Of a kind that is not known here, the meaning of most keys is not either.
-    """
+    """Say what keeps a text model's config from running; None where nothing does."""
     for key in OF_ALL_KINDS:
         value = config.get(key)
         if (value is not None or key in NEEDED) and not RULES[key].holds(value):
@@ -144,7 +141,7 @@ def config_fault(config: Config) -> str | None:
 
 
 def unsaid_fault(config: Config) -> str | None:
-    """Say which size the config of a kind that runs here leaves to the class, whose defaults are not known here."""
+    """Say which size a config leaves to the default of its class, which is not known here."""
     form = architecture_of(config)
     needed = [*OF_ATTENTION, *(OF_LATENT if form is not None and form.latent else ())]
     if form is None or not form.does_one_thing:
@@ -157,7 +154,7 @@ def unsaid_fault(config: Config) -> str | None:
 
 
 def _value_fault(config: Config) -> str | None:
-    """Say which value of a text model's config is none that a forward can take, and what was expected."""
+    """Say which value no forward can take, and what was expected."""
     form = architecture_of(config)
     rules: dict[str, KeyRule | None] = {**RULES, **(form.rules if form else {})}
     if config.get("use_sliding_window") is False:
@@ -175,7 +172,6 @@ def fault_of(key: str, value: Any, rule: KeyRule) -> str:
 
 
 def _angles_fault(name: str, said: Any) -> str | None:
-    """Say the same of angles, for all layers or by their type."""
     if said is None:
         return None
     if not isinstance(said, dict):
@@ -225,7 +221,7 @@ def _heads(config: Config) -> Iterator[str]:
 
 
 def _experts(config: Config) -> Iterator[str]:
-    """More experts for a row than there are, and groups that do not divide them."""
+    """Find more experts for a row than there are, and groups that do not divide them."""
     count, chosen = (_said(config, keys) for keys in (COUNT_KEYS, CHOSEN_KEYS))
     form = architecture_of(config)
     may_be_none = form is not None and form.experts is not None and form.experts.may_be_none
@@ -258,7 +254,7 @@ def _states(config: Config) -> Iterator[str]:
 
 
 def _state_heads(config: Config) -> Iterator[str]:
-    """Heads of Mamba-2 that are not as wide together as its rows are."""
+    """Find heads of Mamba-2 that are not as wide together as its rows."""
     if "mamba_d_head" not in config or config["mamba_d_head"] == "auto":
         return
     width, heads = config["mamba_d_head"], config.get("mamba_n_heads") or 1

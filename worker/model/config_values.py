@@ -1,4 +1,4 @@
-"""The values that keys of a config may have, each rule with the words for it. Without torch."""
+"""Values of keys in configs: how they are read, and rules for them with the words. Without torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def number_of(config: Config, key: str) -> float:
 
 
 def numbers_of(config: Config, key: str, count: int) -> list[float]:
-    """Read `count` numbers, all 1 where the config says null. Raises KeyError or ValueError."""
+    """Read `count` numbers, all 1 for null. Raises KeyError or ValueError."""
     values = [1.0] * count if config[key] is None else config[key]
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"its {key} is {values!r:.80}")
@@ -36,7 +36,7 @@ def numbers_of(config: Config, key: str, count: int) -> list[float]:
 
 
 def integer_of(config: Config, key: str, least: int = 1) -> int:
-    """Read an integer of at least so much. Raises KeyError or ValueError."""
+    """Read an integer from `least` on. Raises KeyError or ValueError."""
     value = config[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"its {key} is {value!r:.80}")
@@ -51,7 +51,7 @@ def switch_of(config: Config, key: str) -> bool:
 
 
 def list_of_layers(config: Config, key: str, allowed: Collection[Any]) -> list[Any]:
-    """Read a list with one of some values for each layer. Raises KeyError or ValueError."""
+    """Read a list with an allowed value for each layer. Raises KeyError or ValueError."""
     values = config[key]
     if not isinstance(values, list) or len(values) != config["num_hidden_layers"] or set(values) - set(allowed):
         raise ValueError(f"its {key} do not tell of each layer")
@@ -64,14 +64,14 @@ def shown(name: str) -> str:
 
 
 def line_of(error: Exception, most: int) -> str:
-    """Return the words of an error that quotes a file: one line of printable characters."""
+    """Return the words of an error in one line of printable characters."""
     words = " ".join(str(error).split())[:most]
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
 
 
 @dataclass(frozen=True)
 class KeyRule:
-    """A test of a key's value, and the words for what the value must be."""
+    """A test of a key's value, and the words for what it must be."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -96,8 +96,6 @@ def whole(least: int, words: str, most: int = MOST) -> KeyRule:
 
 
 def real(words: str, is_open: bool = True) -> KeyRule:
-    """Return a rule for a finite number above 0, or 0 as well."""
-
     def holds(value: Any) -> bool:
         return type(value) in (int, float) and (value > 0 if is_open else value >= 0) and value <= MOST_REAL
 

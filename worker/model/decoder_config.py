@@ -1,4 +1,4 @@
-"""Read what our kernels need to know of a decoder from its config alone, or tell what keeps them from it. No torch.
+"""A decoder as our kernels need to know it, read from its config alone, or the reason why they do not run it. No torch.
 
 A config is taken only if each of its numbers is understood here; any other goes through `transformers`.
 """
@@ -65,7 +65,7 @@ SAID_ELSEWHERE = {  # numbers of training, of generation, of towers beside the t
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The sizes of a dense decoder, its rotation, and what its layers store."""
+    """The sizes of a decoder, its rotary positions, and the tensors of its layers."""
 
     num_layers: int
     hidden: int
@@ -96,10 +96,9 @@ class DecoderConfig:
 
     @property
     def head_order(self) -> list[int] | None:
-        """Return the places of the kernels' dimensions of a head in the stored one; None where they are the same.
+        """The stored places of a head's dimensions in the kernels' order; None where they are the same.
 
-        The kernels turn pairs half a head apart, so other pairs are brought there. What is not turned stands in pairs,
-        too, whose angle is 0.
+        The kernels turn pairs half a head apart. Dimensions that are not turned stand in pairs, too, with the angle 0.
         """
         if self.latent is not None:
             return None
@@ -112,23 +111,21 @@ class DecoderConfig:
         return [*firsts, *still[: rest // 2], *seconds, *still[rest // 2 :]]
 
     def widths(self, number: int) -> dict[str, int]:
-        """Rows of a layer's linear layers that some kinds store as one."""
+        """Return the rows of linear layers that some kinds store as one."""
         keys, width = self.num_kv_heads * self.head_dim, self.intermediate
         if self.experts is not None and number in self.experts.layers:
             width = self.experts.shared_width
         return {"query": self.num_heads * self.head_dim, "key": keys, "value": keys, "gate": width, "up": width}
 
     def attends(self, number: int) -> bool:
-        """Tell whether a layer has keys and values."""
         return self.mixer is None or number in self.mixer.attending
 
     def has_mlp(self, number: int) -> bool:
-        """Tell whether a layer has products or experts behind its attention or its mixer, or has them alone."""
         mixes = self.mixer is not None and number in self.mixer.layers
         return not self.form.does_one_thing or not (mixes or self.attends(number))
 
     def linears(self, number: int) -> dict[str, str]:
-        """The names of a layer's linear layers by their roles; of one with experts, those that all rows meet."""
+        """Return a layer's linear layers by role; of one with experts, those of the shared ones."""
         has = {True: self.attends(number), False: self.has_mlp(number)}
         names = {role: name for role, name in self.linear_names.items() if has[role in ATTENTION]}
         if self.experts is None or number not in self.experts.layers:
@@ -137,7 +134,7 @@ class DecoderConfig:
         return {role: name for role, name in names.items() if role not in ROLES} | dict(shared)
 
     def tensor_names(self, stored: set[str]) -> set[str]:
-        """The names of all tensors, where some of them may be stored in more than one way."""
+        """Return the names of all tensors; `stored` decides where there are two ways to store them."""
         names = {name for number in range(self.num_layers) for name in self._layer_names(number, stored)}
         of_the_model = {EMBEDDING, *self.form.norm_tensors(self.form.final_norm)}
         of_the_model |= (set() if self.is_tied else {HEAD}) | ({HEAD_BIAS} if self.has_head_bias else set())
@@ -161,7 +158,7 @@ class DecoderConfig:
 
 
 class OtherDecoderError(ValueError):
-    """A decoder that the kernels do not take; its text says why, in words for the user."""
+    """A decoder that the kernels do not take; its text says why, for the user."""
 
 
 def read_decoder_config(config: Config) -> DecoderConfig:
@@ -201,14 +198,14 @@ def what_is_not_understood(config: Config, form: ArchitectureSpec) -> str | None
 
 
 def _is_said(value: Any, meant: tuple[Any, ...]) -> bool:
-    """Tell whether a value is one of those that are meant, also where it is said layer by layer."""
+    """Tell whether a value is one of those meant, also where a list has one for each layer."""
     return value in meant or (isinstance(value, list) and bool(value) and all(each in meant for each in value))
 
 
 def _may_matter(key: str, value: Any, form: ArchitectureSpec) -> bool:
-    """Tell whether a key may be a number of a layer that is not understood here; words and switches are none.
+    """Tell whether a key may be a number of a layer that is not understood here.
 
-    The classes of these kinds look at no other keys than those named above. Other numbers are of somebody's tools.
+    The classes read no other keys than those named here. Other numbers, and words and switches, belong to other tools.
     """
     known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE | form.number_keys()
     beginnings = (*form.known_keys, *(() if form.mixer is None else form.mixer.known_keys))
@@ -219,7 +216,7 @@ def _may_matter(key: str, value: Any, form: ArchitectureSpec) -> bool:
 
 
 def latent_sizes(config: Config) -> MLASizes | None:
-    """The sizes of latent attention as the kernels run a text model; None where they do not."""
+    """Return the sizes of latent attention in the kernels; None where they run none."""
     try:
         latent = read_decoder_config(config).latent
     except OtherDecoderError:
@@ -228,7 +225,7 @@ def latent_sizes(config: Config) -> MLASizes | None:
 
 
 def kernel_windows(config: Config) -> Windows:
-    """The windows of a text model's layers as the kernels run it; none where they do not."""
+    """Return the windows of a model's layers in the kernels; none where they do not run it."""
     try:
         return read_decoder_config(config).windows
     except OtherDecoderError:
@@ -244,7 +241,7 @@ def refuse_other_tensors(dense: DecoderConfig, stored: set[str]) -> None:
 
 
 def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
-    """Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take."""
+    """Raises KeyError for numbers left to a default, ValueError for those that the kernels do not take."""
     latent = None if form.latent is None else read_mla(config, form.latent)
     sizes = _sizes(config, form, latent)
     head_dim = sizes["head_dim"] if latent is None else latent.sizes.rope_dim
@@ -286,7 +283,6 @@ def _scales(config: Config, form: ArchitectureSpec, latent: MLAConfig | None) ->
 
 
 def _mixer(config: Config, form: ArchitectureSpec) -> RecurrentConfig | None:
-    """Raises KeyError or ValueError, also where layers that do one thing each are left to those with products."""
     found = None
     if form.mixer is not None:
         found = read_recurrent_layers(config, form.mixer, layer_types(config) or [], recurrent_shape(config))
@@ -296,7 +292,6 @@ def _mixer(config: Config, form: ArchitectureSpec) -> RecurrentConfig | None:
 
 
 def _listed_scales(config: Config, form: ArchitectureSpec) -> dict[str, float]:
-    """Raises KeyError or ValueError for lists that are left to a default, or of other lengths."""
     found: dict[str, float] = {}
     for key, names in form.scale_lists.items():
         found |= dict(zip(names, numbers_of(config, key, len(names)), strict=True))
@@ -304,7 +299,6 @@ def _listed_scales(config: Config, form: ArchitectureSpec) -> dict[str, float]:
 
 
 def _sizes(config: Config, form: ArchitectureSpec, latent: MLAConfig | None) -> dict[str, int]:
-    """Raises KeyError, TypeError or ValueError for sizes that the kernels do not take."""
     of_cache = (
         (config["num_key_value_heads"], _head_dim(config, form)) if latent is None else (1, latent.sizes.entry_dim)
     )
@@ -323,7 +317,7 @@ def _sizes(config: Config, form: ArchitectureSpec, latent: MLAConfig | None) -> 
 
 
 def _head_dim(config: Config, form: ArchitectureSpec) -> int:
-    """Read a head's width. Raises KeyError, TypeError or ValueError for none, or one left to another default."""
+    """Raises ValueError for a width that is left to another default than the usual one."""
     head_dim = config.get("head_dim")
     if head_dim is None and not form.defaults_head_dim:
         head_dim = config["hidden_size"] // config["num_attention_heads"]
@@ -333,7 +327,7 @@ def _head_dim(config: Config, form: ArchitectureSpec) -> int:
 
 
 def _parts(config: Config, form: ArchitectureSpec, names: Mapping[str, str], qk_norms: Mapping[str, str]) -> list[str]:
-    """The tensors of a layer with linear layers and norms of heads of these names."""
+    """Return the tensors of a layer with linear layers and norms of heads of these names."""
     parts = [tensor for part in form.norms.values() for tensor in form.norm_tensors(part)]
     parts += [f"{part}.weight" for part in dict.fromkeys(names.values())] + list(form.curve)
     parts += dict.fromkeys(f"{names[role]}.bias" for role in form.biased(config) if role in names)

@@ -1,4 +1,4 @@
-"""Builds a decoder's weights from a model's files: attention, MLP, experts, layers with a state."""
+"""The weights of a decoder from the tensors in a model's files: attention, products, experts, mixers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Experts = tuple[Sequence[AnyLinear], Sequence[AnyLinear], Sequence[AnyLinear]]  
 
 
 def expert_weights(tensors: Tensors, prefix: str, config: MoEConfig, dtype: torch.dtype) -> ExpertWeights:
-    """The experts of the layer whose tensors begin so. Raises ValueError for others than those of the config."""
+    """Gather a layer's experts. Raises ValueError for widths other than the config's."""
     names, is_fused = config.names, config.is_fused(set(tensors), prefix)
     gates, ups, downs = (_fused if is_fused else _one_by_one)(tensors, prefix, config)
     shared_gate = None if not config.shared_width else _floats(tensors, prefix, names.shared_gate)
@@ -104,7 +104,7 @@ def _fused(tensors: Tensors, prefix: str, config: MoEConfig) -> Experts:
 
 
 def _experts_of(weight: Weight, names: FusedNames, shape: tuple[int, int]) -> Sequence[Weight]:
-    """The matrix `shape` of each expert, its rows the columns of the product."""
+    """Return the matrix of each expert, its rows the columns of the product."""
     if isinstance(weight, PackedExperts):
         return weight.experts()
     assert isinstance(weight, Tensor)
@@ -129,7 +129,7 @@ def _rows_of(weight: Weight, bias: Tensor | None, rows: slice) -> AnyLinear:
 def recurrent_weights(
     tensors: Mapping[str, Weight], prefix: str, mixer: RecurrentConfig, dtype: torch.dtype
 ) -> RecurrentWeights:
-    """The mixer of one layer. Raises ValueError for tensors that are not of its sizes."""
+    """Gather a layer's mixer. Raises ValueError for tensors of other sizes."""
     linears = dict(_mixer_linears(tensors, f"{prefix}{mixer.spec.part}.", mixer))
     stored = {role: plain(tensors[prefix + name]) for role, name in mixer.numbers.items()}
     numbers = {role: _number(role, each.to(dtype).float(), mixer) for role, each in stored.items()}
@@ -157,7 +157,7 @@ def _mixer_linears(
 
 
 def of_rows(weight: Weight, rows: list[int]) -> Weight:
-    """Some rows of a stored matrix, in this order. Raises ValueError for more than it has."""
+    """Take some rows of a stored matrix, in this order. Raises ValueError for more than it has."""
     if len(rows) > weight.shape[0] or max(rows) >= weight.shape[0]:
         raise ValueError(f"found {weight.shape[0]} rows, expected {len(rows)}")
     chosen = torch.tensor(rows, device=weight.device)
@@ -165,7 +165,7 @@ def of_rows(weight: Weight, rows: list[int]) -> Weight:
 
 
 def _scales(parts: tuple[float, ...], mixer: RecurrentConfig) -> Tensor:
-    """The scales of all columns in the order of the kernels' roles."""
+    """Return the scales of all columns in the order of the kernels' roles."""
     gates, values, keys, queries, steps = parts
     width, key_width = mixer.sizes.width, mixer.shape.num_key_heads * mixer.shape.key_dim
     runs = ((values, width), (keys, key_width), (queries, key_width), (gates, width), (steps, mixer.shape.num_heads))
@@ -173,10 +173,7 @@ def _scales(parts: tuple[float, ...], mixer: RecurrentConfig) -> Tensor:
 
 
 def _number(role: str, numbers: Tensor, mixer: RecurrentConfig) -> Tensor:
-    """Float32 numbers as the kernels take them: taps by their places, norms of heads for each head.
-
-    Raises ValueError for others than are stored, of these two.
-    """
+    """Arrange float32 numbers for the kernels: taps by place, norms for each head. Raises ValueError."""
     sizes = mixer.sizes
     if role == "taps":
         _refuse_shape(role, numbers, (sizes.num_channels, 1, sizes.conv_width), (sizes.num_channels, sizes.conv_width))
@@ -193,10 +190,10 @@ def _refuse_shape(role: str, numbers: Tensor, *expected: tuple[int, ...]) -> Non
 
 
 def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[str, AnyLinear]:
-    """The products of a layer by their roles in the kernels. Raises ValueError for rows that are no heads.
+    """Arrange latent attention's products for the kernels. Raises ValueError for rows that are no heads.
 
-    The turned dimensions of queries and keys are brought where the kernels turn them. Of the product from the latent
-    vector to keys and values each head's keys stand transposed: they lead from its query to the latent vector.
+    Kernels turn other dimensions of queries and keys than those stored. Each head's up-projection of keys is
+    transposed, to lead from its query to the latent vector.
     """
     sizes = latent.sizes
     heads = range(0, linears["query"].weight.shape[0], sizes.query_dim)
@@ -226,10 +223,9 @@ SCALES_WITHIN = ("attention_in_scale", "key_scale", "attention_out_scale", "gate
 
 
 def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights | None:
-    """The weights of a model folder; None for one that is not such a decoder, or whose tensors are not all there or do
-    not fit its config, of which `transformers` tells more.
+    """Load a model folder; None for a decoder that the kernels do not take, or whose tensors do not fit its config.
 
-    Each tensor goes to the device as it is read: for another one than the CPU, the host holds one of them at a time.
+    For another device than the CPU, the host holds one tensor at a time.
     """
     config = read_config(files.name, files.path)
     try:
@@ -246,7 +242,7 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
 
 
 def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
-    """A decoder of tensors where they lie. Raises ValueError or IndexError for those that do not fit its config."""
+    """Build a decoder of tensors where they lie. Raises ValueError or IndexError where they do not fit its config."""
     layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
     head_bias = plain(tensors[HEAD_BIAS]) if dense.has_head_bias else None
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
@@ -257,10 +253,7 @@ def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch
 def layer_alone(
     tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch.dtype
 ) -> tuple[DecoderSizes, LayerWeights]:
-    """The sizes and the layer of a model of one layer, from its tensors as they are stored.
-
-    Raises ValueError or IndexError for those that do not fit.
-    """
+    """Build the layer of a one-layer model, as stored. Raises ValueError or IndexError where tensors do not fit."""
     kept = _floats_of(dense)
     placed = {name: each if name in kept else _placed(each, CPU, dtype) for name, each in tensors.items()}
     return _sizes(dense, dtype), _layer(placed, 0, dense, dtype)
@@ -309,16 +302,13 @@ def _embedding_scale(dense: DecoderConfig, dtype: torch.dtype) -> float:
 
 
 def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
-    """The names of a text model's tensors in its files, without a head that is tied.
-
-    None of them where one is there twice, as nobody says which of the two it is.
-    """
+    """Return the names of a text model's tensors without a tied head; none where one is stored twice."""
     layout = stored_layout(files.name, files.path)
     return set() if layout.repeated else {name for name in layout.heads if is_of_text(name, config)}
 
 
 def _floats_of(dense: DecoderConfig) -> frozenset[str]:
-    """The tensors that are float32 in the kernels, whatever the model's dtype."""
+    """Return the tensors that stay float32, whatever the model's dtype."""
     if dense.experts is None:
         return frozenset()
     experts = dense.experts.names
@@ -351,7 +341,7 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
 
 
 def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, AnyLinear]:
-    """Queries and keys in the kernels' order of a head's dimensions, and gates of their own."""
+    """Order queries and keys as the kernels do, and split gates from queries."""
     found = {role: linears[role] for role in ("query", "key")}
     if dense.form.gates_heads:
         dim, query = dense.head_dim, found["query"]
@@ -363,13 +353,13 @@ def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, 
 
 
 def _norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> Tensor:
-    """The weights of a norm of rows, and behind them its biases."""
+    """Return a norm's weights, with its biases behind them."""
     found = [plain(tensors[name]) for name in dense.form.norm_tensors(part)]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _qk_norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> Tensor:
-    """The weights of a norm of heads, in the kernels' order of a head's dimensions."""
+    """Return the weights of a norm of heads, in the kernels' order of dimensions."""
     weight = plain(tensors[f"{part}.weight"]).flatten()
     if (order := dense.head_order) is None:
         return weight
@@ -379,7 +369,7 @@ def _qk_norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> 
 
 
 def _curve(trained: list[Tensor]) -> Tensor | None:
-    """The numbers of XIELU from what is stored of it; None for another activation."""
+    """Return the numbers of XIELU; None for another activation."""
     if not trained:
         return None
     squares, exponentials, share, bound = (number.flatten() for number in trained)
@@ -388,7 +378,7 @@ def _curve(trained: list[Tensor]) -> Tensor | None:
 
 
 def _parts(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """The stored linear layers, and the roles whose rows each holds one behind the other."""
+    """Group the roles that share a stored linear layer."""
     parts: dict[str, list[str]] = {}
     for role, part in names.items():
         parts.setdefault(part, []).append(role)
@@ -398,7 +388,7 @@ def _parts(names: Mapping[str, str]) -> dict[str, list[str]]:
 def _linears(
     tensors: Mapping[str, Weight], prefix: str, part: tuple[str, list[str]], rows: Mapping[str, int]
 ) -> Iterator[tuple[str, AnyLinear]]:
-    """The roles of a stored linear layer, each with its rows. Raises ValueError for one of other rows."""
+    """Split a stored linear layer among its roles. Raises ValueError for another number of rows."""
     name, roles = part
     weight, stored = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
     bias = None if stored is None else plain(stored)
@@ -413,7 +403,7 @@ def _linears(
 
 
 def _of_heads(linear: AnyLinear, dims: list[int], width: int) -> AnyLinear:
-    """Some dimensions of each head, in this order; heads are so wide. Raises ValueError where rows are no heads."""
+    """Take some dimensions of each head of `width`, in this order. Raises ValueError where rows are no heads."""
     rows = [head + dim for head in range(0, linear.weight.shape[0], width) for dim in dims]
     if not rows:
         raise ValueError("found 0 rows, expected those of heads")

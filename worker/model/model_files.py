@@ -1,4 +1,4 @@
-"""Finds a model's files and tells what they are, without loading them."""
+"""A model's files: found, and told apart, without loading them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')  # in a `tokenizer.json`
 
 
 class OtherModelError(ModelError):
-    """A model's file that is not the one that was expected: a run's tokens would be others with it."""
+    """A model's file that is not the expected one: a run's tokens would differ."""
 
 
 @dataclass(frozen=True)
@@ -58,26 +58,25 @@ class ModelFiles:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over config, tokenizer and weights: what drafts are trained for."""
+        """SHA-256 over config, tokenizer and weights."""
         return self.digests.fingerprint
 
     @property
     def commit(self) -> str | None:
-        """The commit of a model of the hub."""
         return commit_of(self.path)
 
     @property
     def text_fingerprint(self) -> str:
-        """SHA-256 over all else that makes tokens of a text."""
+        """SHA-256 over chat templates and all else that makes tokens of a text."""
         return self.digests.text_fingerprint
 
     def refuse_other(self, expected: Mapping[str, str]) -> None:
-        """Raise OtherModelError where a file is not as expected: a SHA-256 for each name."""
+        """Raise OtherModelError where a file has another SHA-256 than expected."""
         if different := self.digests.difference(expected):
             self._refuse(*different)
 
     def refuse_other_weights(self, name: str, found: str) -> None:
-        """Raise OtherModelError where a file of weights, as it was loaded, has another SHA-256 than `digests` says."""
+        """Raise OtherModelError where weights, as loaded, have another SHA-256 than `digests`."""
         if found != self.digests.model.get(name):
             self._refuse(name, found, self.digests.model.get(name))
 
@@ -92,11 +91,9 @@ class ModelFiles:
 
 
 def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> ModelFiles:
-    """Find `embedded`, a folder, or a hub id's local snapshot (downloaded where the hub can be reached).
+    """Find `embedded`, a folder, or a hub id's snapshot, downloaded where it is missing. Raises ModelError.
 
-    Weights whose SHA-256 is in `known_weights` are taken at its word until they are loaded, and compared then.
-
-    Raises ModelError with one line that says what was looked for, also for a kind of model that does not run here.
+    Weights with a SHA-256 in `known_weights` are not read now, but compared when they are loaded.
     """
     small = model_folder(model, CONFIG_FILES)  # of a model on the hub: what is refused is not downloaded
     if fault := adapter_fault(small):
@@ -117,10 +114,7 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
 
 
 def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
-    """The folder of a model's files, of which the hub gives those that are `wanted`. Raises as `locate_model` does.
-
-    That of a GGUF file is made of it, with a tokenizer where all files are wanted, which takes seconds the first time.
-    """
+    """Return the folder of a model's files; the hub gives those that are `wanted`. Raises ModelError."""
     path = EMBEDDED if model == "embedded" else Path(model)
     if path.suffix == SUFFIX and path.is_file():
         return gguf_folder(model, path, with_tokenizer=wanted == ALL_FILES)
@@ -128,7 +122,7 @@ def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
 
 
 def stored_layout(model: str, path: Path) -> Layout:
-    """The tensors in a model's folder. Raises ModelError for weights that are damaged or not understood."""
+    """Read the layout of a model's tensors. Raises ModelError for damaged weights."""
     try:
         return layout_in(path, read_whole_config(model, path))
     except FormatError as error:
@@ -136,10 +130,7 @@ def stored_layout(model: str, path: Path) -> Layout:
 
 
 def what_refuses(config: dict[str, Any], path: Path) -> str | None:
-    """Say why a published config does not run here, by the layer or the format that is missing; None for one that does.
-
-    Both are said where both are missing. ModelOpt says the format in a file of its own, in the same folder.
-    """
+    """Say which layer or format of a published config does not run here; None for a model that runs."""
     view, whole = text_view(config), config.get("model_type")
     fault = config_fault(view)
     has_sense = fault is None or view["model_type"] not in ARCHITECTURES  # else what else it says may have none
@@ -161,12 +152,12 @@ def _format_fault(config: dict[str, Any], path: Path) -> str | None:
 
 
 def read_config(model: str, path: Path) -> dict[str, Any]:
-    """The text model's part of a `config.json`. Raises ModelError where there is none."""
+    """Read the text model's part of a `config.json`. Raises ModelError where there is none."""
     return text_view(read_whole_config(model, path))
 
 
 def read_whole_config(model: str, path: Path) -> dict[str, Any]:
-    """A model's `config.json` as it was published. Raises ModelError where there is none."""
+    """Read a published `config.json`. Raises ModelError where there is none."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -183,10 +174,9 @@ def let_others_read(path: Path) -> None:
 
 
 def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:
-    """The tokens that end a text, as vLLM has them: the generation config's, else the config's, and the tokenizer's.
+    """Return the tokens that end a text: the generation config's, else the config's, and the tokenizer's, as in vLLM.
 
-    A fine-tune of a base model often has its end of a turn in the tokenizer alone. What the model has no token for
-    ends nothing.
+    A fine-tune often has its end of a turn in the tokenizer alone.
     """
     said = _values_in(files.path / GENERATION_FILE).get("eos_token_id")
     eos = read_config(files.name, files.path).get("eos_token_id") if said is None else said
@@ -195,7 +185,7 @@ def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:
 
 
 def _eos_of_tokenizer(path: Path) -> int | None:
-    """The id of the token that a tokenizer's files name as `eos_token`, as `transformers` reads them; None without."""
+    """Return the id of a tokenizer's `eos_token`, as `transformers` reads it."""
     config = _values_in(path / "tokenizer_config.json")
     older = {} if "added_tokens_decoder" in config else _values_in(path / "special_tokens_map.json")
     said = older.get("eos_token", config.get("eos_token"))
@@ -204,7 +194,7 @@ def _eos_of_tokenizer(path: Path) -> int | None:
 
 
 def _known_tokens(path: Path, config: dict[str, Any]) -> Iterator[dict[str, int]]:
-    """The ids of a tokenizer's tokens, first of the few where its end is most often: a vocabulary takes a second."""
+    """Yield the ids of tokens, first from short lists: a vocabulary takes a second."""
     yield {each["content"]: int(number) for number, each in config.get("added_tokens_decoder", {}).items()}
     text = (path / "tokenizer.json").read_text(encoding="utf-8") if (path / "tokenizer.json").is_file() else "{}"
     if found := ADDED_TOKENS.search(text):
@@ -216,5 +206,4 @@ def _known_tokens(path: Path, config: dict[str, Any]) -> Iterator[dict[str, int]
 
 
 def _values_in(file: Path) -> dict[str, Any]:
-    """The object in a file of JSON; an empty one where there is no file."""
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}

@@ -1,7 +1,6 @@
 """The text model of a published config: one view for everything that reads a config or a tensor's name.
 
-Models of text and images keep the text model's keys in `text_config`, and its tensors behind a prefix. Layers that
-predict further tokens (MTP) and towers for images change no text.
+Models of text and images nest its keys in `text_config`, and put a prefix in front of its tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ HEAD, HEAD_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "model.embed_toke
 
 
 def text_view(config: Config) -> dict[str, Any]:
-    """Return the config of a model's text part, as if it were published alone, under the kind whose layers it has."""
+    """Return the config of a model's text part as if it were published alone, under its architecture's own name."""
     view, kind = dict(config), config.get("model_type")
     if nested := nested_config(config):
         whole = {key: config[key] for key in OF_THE_WHOLE if key in config}
@@ -38,7 +37,6 @@ def text_view(config: Config) -> dict[str, Any]:
 
 
 def nested_config(config: Config) -> dict[str, Any]:
-    """The config of the text model within that of a whole one; empty where there is none."""
     nested = config.get("text_config")
     return nested if isinstance(nested, dict) else {}
 
@@ -49,9 +47,9 @@ def is_another(config: Config) -> bool:
 
 
 def text_name(name: str, config: Config) -> str | None:
-    """The name of a stored tensor in the text model of this view; None for one that changes no text.
+    """Return a stored tensor's name in the text model of this view; None for one that changes no text.
 
-    A layer behind the last one is passed over only where the config counts it among those that predict further tokens.
+    Layers behind the last one are passed over only if the config counts them among MTP layers.
     """
     if OTHER_TOWERS.match(name) or PREDICTORS.match(name):
         return None
@@ -68,7 +66,7 @@ def text_name(name: str, config: Config) -> str | None:
 
 
 def class_name(name: str, config: Config) -> str:
-    """Return the name that the class of this view's kind has for a tensor, by its name in the text model."""
+    """Return the name that the class of this view's kind has for a tensor of the text model."""
     form = architecture_of(config)
     return form.own_embedding if name == EMBEDDING and form is not None and form.own_embedding else name
 
@@ -82,8 +80,7 @@ def is_of_text(name: str, config: Config) -> bool:
 def is_transposed(name: str, shape: tuple[int, ...], config: Config) -> bool:
     """Tell whether a model, by its whole config, stores this tensor of experts with rows for columns.
 
-    As it was published; newer versions of `transformers` write it as its layers have it. Where a width is the same in
-    both directions, it is taken as published.
+    Newer versions of `transformers` do not. Square tensors are taken as published.
     """
     nested, form = nested_config(config), architecture_of(text_view(config))
     fused = form.experts.names.fused if form is not None and form.experts else None

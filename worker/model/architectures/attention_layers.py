@@ -1,4 +1,4 @@
-"""Attention of an architecture by layer: sliding windows, no rotary positions (NoPE), latents (MLA). Without torch."""
+"""Attention by layer, as configs say it: windows, no rotary positions (NoPE), latents (MLA). Without torch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def no_windows(config: Config) -> Windows:
 
 
 def that_hide(windows: Windows, config: Config) -> Windows:
-    """Leave out windows as long as the longest text, which hide nothing."""
+    """Leave out windows as long as the longest text."""
     longest = config.get("max_position_embeddings") or math.inf
     return tuple(None if size is None or size >= longest else size for size in windows)
 
 
 def window_in_all_layers(config: Config) -> Windows:
-    """Read `sliding_window`, which is that of all layers, or null. With types of layers, another class may be meant."""
+    """Read `sliding_window`, which is that of all layers, or null. Raises ValueError beside types of layers."""
     without = no_windows(config)
     if config["sliding_window"] is None:
         return without
@@ -54,14 +54,13 @@ def by_layer_types(config: Config) -> Windows:
 
 
 def from_max_window_layers(config: Config) -> Windows:
-    """Give the window to all layers from `max_window_layers` on."""
     size = window_size(config)
     return tuple(size if each >= config["max_window_layers"] else None for each in range(config["num_hidden_layers"]))
 
 
 @dataclass(frozen=True)
 class TypesOrPattern:
-    """`layer_types` as above; without types, of each `pattern` layers all but the last have the window."""
+    """Windows by `layer_types`; without types, in all but the last of each `pattern` layers."""
 
     pattern: int
     key: str | None = "sliding_window_pattern"  # of another pattern; None: none is looked at
@@ -79,12 +78,11 @@ def window_size(config: Config) -> int:
 
 
 def without_windows(config: Config, windows: Windows) -> frozenset[int]:
-    """Find the layers without a window, which turn no heads."""
     return frozenset(number for number, size in enumerate(windows) if size is None)
 
 
 def without_windows_if_said(config: Config, windows: Windows) -> frozenset[int]:
-    """Find the layers without a window, which turn no heads; where the config says that there is none, all turn."""
+    """Find the layers without a window; none where the config has no window."""
     return frozenset() if config["sliding_window"] is None else without_windows(config, windows)
 
 
@@ -101,7 +99,7 @@ UP = "key_value_up"  # the role of the product from a latent vector to all heads
 
 @dataclass(frozen=True)
 class MLASpec:
-    """The tensors of a family with latent attention, and the key in which its kinds differ."""
+    """The tensors of latent attention, and the key in which architectures differ."""
 
     linears: dict[str, str]  # by role
     queries_of_vectors: dict[str, str]  # beside these where queries are made of a latent vector of their own,
@@ -122,25 +120,25 @@ class MLAConfig:
 
     @property
     def linears(self) -> dict[str, str]:
-        """The names of stored products by their roles."""
+        """Stored products by role."""
         spec = self.spec
         return spec.linears | (spec.queries_of_vectors if self.sizes.query_rank else spec.queries_of_rows)
 
     @property
     def norms(self) -> dict[str, str]:
-        """The names of norms of latent vectors, by what is made of these."""
+        """Norms of latent vectors by what is made of these."""
         of_queries = {"query_norm": self.spec.query_norm} if self.sizes.query_rank else {}
         return of_queries | {"key_norm": self.spec.key_norm}
 
     @property
     def turned_order(self) -> list[int]:
-        """The places of the kernels' turned dimensions among the stored ones. Kernels turn pairs half of them apart."""
+        """The stored places of turned dimensions in the kernels' order, where pairs lie half of them apart."""
         turned = range(self.sizes.rope_dim)
         return [*turned[::2], *turned[1::2]] if self.is_interleaved else [*turned]
 
 
 def read_mla(config: Config, spec: MLASpec) -> MLAConfig:
-    """Raises KeyError or ValueError for numbers left to a default, or that make no latent attention."""
+    """Raises KeyError for numbers left to a default, ValueError for those of no latent attention."""
     if config["num_key_value_heads"] != config["num_attention_heads"]:
         raise ValueError("it has other heads of keys than of queries")
     sizes = MLASizes(

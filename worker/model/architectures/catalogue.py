@@ -1,7 +1,7 @@
-"""The architectures that run here, by the `model_type` of their config, and what keeps others from it. Without torch.
+"""The architectures that run here, by the `model_type` of their config, and the reasons against others. No torch.
 
-Each was compared with transformers' own forward: one that nobody compared may be silently wrong, so it is refused
-before any job is taken in. The test that compares them writes the table in `docs/models.md`.
+Each was compared with transformers' own forward: one that nobody compared may be silently wrong, so it is refused. The
+test that compares them writes the table in `docs/models.md`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def architecture_of(config: Config) -> ArchitectureSpec | None:
 
 
 def what_it_lacks(config: Config) -> str | None:
-    """Say what a text model would need that is not here; None for one that runs."""
+    """Say what a text model needs that is not here; None for one that runs."""
     kind, form = str(config.get("model_type")), architecture_of(config)
     if kind in REFUSED:
         return f"its kind {kind!r:.80} needs {REFUSED[kind]}"
@@ -94,7 +94,6 @@ def what_it_lacks(config: Config) -> str | None:
 
 
 def _named(layers: set[str]) -> Iterator[str]:
-    """Yield the first few kinds of layers, with what they are in words."""
     for layer in sorted(layers)[:MOST_NAMED]:
         yield f"{layer} ({OTHER_LAYERS[layer]})" if layer in OTHER_LAYERS else shown(layer)
     if len(layers) > MOST_NAMED:
@@ -102,7 +101,7 @@ def _named(layers: set[str]) -> Iterator[str]:
 
 
 def layer_types(config: Config) -> list[str] | None:
-    """Return what the config of a text model calls its layers, in order; None for one whose layers are all alike."""
+    """Return a config's names of layers, in order; None where all are alike."""
     form = architecture_of(config)
     return listed_layers(config) or (None if form is None else form.unlisted_layers(config))
 
@@ -116,7 +115,7 @@ def num_attending_layers(config: Config) -> int:
 
 
 def recurrent_shape(config: Config) -> RecurrentShape | None:
-    """Return the sizes of a model's states; None where its layers have none, or a size is not said."""
+    """Return the sizes of a model's states; None without, or where a size is not said."""
     form, num_layers = architecture_of(config), sum(each in RECURRENT for each in layer_types(config) or ())
     if form is None or form.mixer is None or not num_layers:
         return None

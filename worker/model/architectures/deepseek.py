@@ -1,7 +1,4 @@
-"""DeepSeek's decoders and those with their latent attention (MLA), each by what it does otherwise than Llama. No torch.
-
-Kimi K2 is DeepSeek V3 under a name of its own.
-"""
+"""DeepSeek's decoders, and others with their latent attention (MLA). Kimi K2 is DeepSeek V3. Without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma's decoders, each by what it does otherwise than Llama. Without torch."""
+"""Gemma's decoders. Without torch."""
 
 from __future__ import annotations
 
@@ -50,10 +50,7 @@ GGUF2 = GGUFSpec(
 
 
 def _score_width(config: dict[str, Any], num_layers_of_largest: int) -> int:
-    """Return the number by whose root queries are divided.
-
-    No metadata says that it is another one in the largest model.
-    """
+    """Return the number by whose root queries are divided; no metadata says that the largest model has another."""
     is_largest = config["num_hidden_layers"] == num_layers_of_largest
     return int(config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"])
 

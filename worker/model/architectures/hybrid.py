@@ -1,6 +1,6 @@
-"""Hybrid decoders, with layers that have a state or a convolution: Mamba-2, gated delta nets, LFM2. Without torch.
+"""Hybrid decoders, whose layers have a state or a convolution. Without torch.
 
-Bamba, Falcon-H1, Granite 4 h, Kimi Linear, LFM2, Nemotron-H, Qwen3-Next and Qwen3.5, each by what differs from Llama.
+Qwen3-Next and Qwen3.5 (gated delta nets), Bamba, Falcon-H1, Granite 4 h and Nemotron-H (Mamba-2), LFM2, Kimi Linear.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _delta_shape(config: Config, num_layers: int) -> RecurrentShape:
 
 
 def _by_key_heads(shape: RecurrentShape, widths: tuple[int, ...]) -> list[int]:
-    """Order the rows of parts that stand side by side for each head of keys, part by part."""
+    """Order rows part by part that are stored head by head of keys."""
     starts = [sum(widths[:number]) for number in range(len(widths))]
     heads = range(shape.num_key_heads)
     return [
@@ -153,7 +153,7 @@ def nope_if_said(config: Config, windows: Windows) -> frozenset[int]:
 
 
 def _with_count(config: Config) -> dict[str, Any]:
-    """Add the number of Nemotron-H's layers, which are named."""
+    """Count the layers of Nemotron-H, which are named."""
     types = listed_layers(config)
     return ({"num_hidden_layers": len(types)} if types else {}) | dict(config)
 

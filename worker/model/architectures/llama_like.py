@@ -1,7 +1,4 @@
-"""Dense decoders, each by what it does otherwise than Llama: Mistral, Qwen2 and Qwen3, Phi, GLM, OLMo, Cohere, Granite.
-
-Gemma has a file of its own. Without torch.
-"""
+"""Dense decoders: Llama, Mistral, Qwen2, Qwen3, Phi, GLM, OLMo, Cohere, Granite and others. Without torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Decoders with experts, each by what it does otherwise than Llama: Mixtral, Qwen's, gpt-oss, GLM, MiniMax. No torch.
+"""Decoders with experts: Mixtral, Qwen's, gpt-oss, GLM, MiniMax, Granite, Cohere, OLMo and others. Without torch.
 
-Those with latent attention stand in `deepseek.py`, those with states in `hybrid.py`.
+Those with latent attention are in `deepseek.py`, those with states in `hybrid.py`.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ def never_windowed(config: Config) -> Windows:
 
 
 def by_layer_types_if_said(config: Config) -> Windows:
-    """Read `layer_types`; without them, all layers from `max_window_layers` on have the window, if there is one."""
+    """Read `layer_types`; without them, the window begins at `max_window_layers`."""
     if config.get("layer_types") is not None:
         return by_layer_types(config)
     return no_windows(config) if config.get("sliding_window") is None else from_max_window_layers(config)
 
 
 def without_windows_but_dense(config: Config, windows: Windows) -> frozenset[int]:
-    """Find Cohere's layers that turn no heads: with experts and no window.
+    """Find Cohere's layers that turn no heads: those with experts and without a window.
 
-    With a pattern other than 1, those without experts and a window are among them.
+    With a pattern other than 1, dense layers without a window are among them.
     """
     with_experts = SparseOr(behind_the_first)({"first_k_dense_replace": 0} | dict(config))
     has_turned_dense = config.get("prefix_dense_sliding_window_pattern", 1) == 1

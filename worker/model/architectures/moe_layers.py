@@ -1,4 +1,4 @@
-"""The experts of an architecture: which layers have them, their tensors' names, their sizes."""
+"""Experts of an architecture: their layers, tensors and sizes. Without torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ ROLES = ("gate", "up", "down")
 
 
 def mlp_linears(part: str) -> dict[str, str]:
-    """Return the names of the products of a part, by their roles."""
     return {role: f"{part}.{role}_proj" for role in ROLES}
 
 
 @dataclass(frozen=True)
 class FusedNames:
-    """All experts of a layer in two tensors, each with the experts one behind the other."""
+    """Two tensors with all experts of a layer, one behind the other."""
 
     gate_up: str
     down: str
@@ -52,7 +51,7 @@ class MoETensorNames:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """Names that a family has for its experts: keys of its config, and what it does with their numbers."""
+    """The keys of a config about experts, and how rows choose them."""
 
     score: Score
     layers: MoELayers
@@ -78,7 +77,6 @@ class MoESpec:
     one_meaning: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
 
     def known_keys(self) -> set[str]:
-        """All keys whose numbers are understood."""
         said = (self.width, self.normalises, self.least_sum, self.scale, self.shared_width, self.num_shared)
         more = (self.latent_width, self.gate_limit, self.gate_slope, self.jitter, *(self.groups or ()), *self.keys)
         of_experts = {each for each in (*said, *more, *self.one_meaning) if isinstance(each, str)}
@@ -90,7 +88,7 @@ def experts_in_all_layers(config: Config) -> frozenset[int]:
 
 
 def in_each_so_many(config: Config) -> frozenset[int]:
-    """Give experts to every `decoder_sparse_step`-th layer, but for those that `mlp_only_layers` names."""
+    """Give experts to every `decoder_sparse_step`-th layer, but for those in `mlp_only_layers`."""
     step, without = integer_of(config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
     if not isinstance(without, list):
         raise ValueError(f"its mlp_only_layers are {without!r:.80}")
@@ -98,7 +96,6 @@ def in_each_so_many(config: Config) -> frozenset[int]:
 
 
 def behind_the_first(config: Config, key: str = "first_k_dense_replace") -> frozenset[int]:
-    """Give experts to all layers but the first few."""
     first = integer_of(config, key, least=0)
     return frozenset(each for each in experts_in_all_layers(config) if each >= first)
 
@@ -109,7 +106,7 @@ def all_but_the_first(config: Config) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class SparseOr:
-    """Give experts to the layers that `mlp_layer_types` calls sparse; without that key, as `otherwise` has it."""
+    """Gives experts to the layers that `mlp_layer_types` calls sparse; without that key, as `otherwise` has it."""
 
     otherwise: MoELayers
 
@@ -122,7 +119,7 @@ class SparseOr:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The experts of a model's layers: which layers have them, how rows choose, how wide all is."""
+    """The experts of a model's layers."""
 
     form: MoESpec
     routing: Routing
@@ -139,14 +136,14 @@ class MoEConfig:
         return self.form.names
 
     def is_fused(self, stored: set[str], prefix: str) -> bool:
-        """Tell whether the experts of a layer lie in two tensors, of which it is clear what rows are."""
+        """Tell whether the experts of a layer lie in two tensors whose orientation is clear."""
         if (fused := self.names.fused) is None or self.names.each is None:
             return fused is not None
         is_clear = fused.is_transposed is not None or self.hidden not in (self.width, 2 * self.width)
         return is_clear and prefix + fused.down in stored
 
     def parts(self, is_fused: bool) -> Iterator[str]:
-        """Yield the names of a layer's tensors, but those of a dense layer and of what all rows meet."""
+        """Yield a layer's tensors of routers and experts."""
         names = self.names
         for each in (names.router, names.router_bias, names.choice_bias, names.shared_gate):
             if each is not None and (each != names.shared_gate or self.shared_width):
@@ -162,7 +159,7 @@ class MoEConfig:
 
 
 def read_moe(config: Config, form: MoESpec | None) -> MoEConfig | None:
-    """Return None where no layer has them. Raises KeyError or ValueError for numbers unsaid, or not taken."""
+    """Return None where no layer has them. Raises KeyError for numbers left to a default, ValueError for others."""
     if form is None or (form.may_be_none and config.get("num_local_experts") == 0):
         return None
     if not (layers := form.layers(config)):
@@ -197,7 +194,7 @@ def read_moe(config: Config, form: MoESpec | None) -> MoEConfig | None:
 
 
 def _groups(config: Config, form: MoESpec) -> tuple[int, int]:
-    """Read the number of groups of experts, and of those that a row chooses from. Raises KeyError or ValueError."""
+    """Read the number of groups, and of those that a row chooses from."""
     if form.groups is None or (form.grouping is not None and config.get(form.grouping[0]) != form.grouping[1]):
         return 1, 1
     number, chosen = (int(number_of(config, key)) for key in form.groups)
@@ -205,7 +202,7 @@ def _groups(config: Config, form: MoESpec) -> tuple[int, int]:
 
 
 def _agreed(config: Config, keys: tuple[str, ...]) -> int:
-    """Read the number that those of these keys say that are there: one and the same."""
+    """Read the number that all of these keys agree on, of those that are there."""
     said = {key: _of_all_layers(config[key]) for key in keys if config.get(key) is not None}
     if not said:
         raise KeyError(keys[0])
@@ -217,7 +214,7 @@ def _agreed(config: Config, keys: tuple[str, ...]) -> int:
 
 
 def _of_all_layers(said: Any) -> Any:
-    """Return the one number of a list with the same for every layer; any other value as it is."""
+    """Return the one number of a list with the same for every layer."""
     return said[0] if isinstance(said, list) and said and all(each == said[0] for each in said) else said
 
 

@@ -45,12 +45,12 @@ class RecurrentShape:
         return 4 * self.num_layers * self.num_heads * self.key_dim * self.value_dim
 
     def step_bytes(self, item_size: int) -> int:
-        """Count the bytes that a position leaves in all layers until it is behind the boundary."""
+        """Count the bytes that a position leaves in all layers until the next boundary."""
         numbers = self.num_key_heads * self.key_dim + self.num_heads * (self.value_dim + self.num_decays)
         return self.num_layers * (4 * numbers + item_size * self.num_channels)
 
     def checkpoint_bytes(self, item_size: int) -> int:
-        """Count the bytes of a checkpoint: the states, and the last inputs of the convolutions."""
+        """Count the bytes of states and of the convolutions' last inputs."""
         return self.state_bytes + (self.conv_width - 1) * self.num_channels * item_size * self.num_layers
 
 
@@ -60,9 +60,9 @@ Order = Callable[[RecurrentShape], list[int]]
 
 @dataclass(frozen=True)
 class MixerSpec:
-    """A family's mixer: its stored products with the roles whose rows each holds in turn, and float32 numbers.
+    """A mixer's stored products, with the roles whose rows each holds in turn, and its float32 numbers.
 
-    Products have biases, and the convolution has one, where the config's keys of these names say so.
+    Products and the convolution have biases where the config's keys of these names say so.
     """
 
     words: str  # for users
@@ -101,12 +101,12 @@ class RecurrentConfig:
 
     @property
     def numbers(self) -> dict[str, str]:
-        """The names of tensors of float32 numbers within a layer, by role."""
+        """Tensors of float32 numbers within a layer, by role."""
         roles = self.sizes.needed() | ({"tap_bias"} if self.has_tap_bias else set())
         return {role: f"{self.spec.part}.{name}" for role, name in self.spec.numbers.items() if role in roles}
 
     def parts(self) -> Iterator[str]:
-        """Yield the tensors of a layer with a mixer, beside those that all layers have."""
+        """Yield the tensors of a mixer."""
         yield from self.numbers.values()
         for name in self.spec.linears:
             yield f"{self.spec.part}.{name}.weight"
@@ -115,7 +115,7 @@ class RecurrentConfig:
 
 
 def listed_layers(config: Config) -> list[str] | None:
-    """Read what a config calls its layers, in order; None where it does not name them one by one."""
+    """Read a config's list of names of layers; None without one."""
     said = (config.get(key) for key in LAYER_LISTS)
     return next((list(map(str, each)) for each in said if isinstance(each, list | str) and each), None)
 
@@ -123,7 +123,7 @@ def listed_layers(config: Config) -> list[str] | None:
 def read_recurrent_layers(
     config: Config, spec: MixerSpec, types: list[str], shape: RecurrentShape | None
 ) -> RecurrentConfig | None:
-    """Return None for a model without. Raises KeyError or ValueError for numbers left to a default, or not taken."""
+    """Return None for a model without. Raises KeyError for numbers left to a default, ValueError for others."""
     if len(types) != config["num_hidden_layers"]:
         raise ValueError("its layers are not named one by one")
     if not (layers := frozenset(number for number, each in enumerate(types) if each in RECURRENT)):
@@ -164,7 +164,7 @@ def _sizes(config: Config, spec: MixerSpec, shape: RecurrentShape) -> RecurrentS
 
 
 def _has_norm(config: Config, spec: MixerSpec) -> bool:
-    """Raises KeyError or ValueError, also for a norm that the kernels have in another place."""
+    """Raises ValueError for a norm in front of the gates."""
     has_norm = spec.norm is None or switch_of(config, spec.norm)
     if has_norm and _is_said(config, spec.norm_in_front):
         raise ValueError(f"its {spec.norm_in_front} is True")

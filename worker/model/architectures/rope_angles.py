@@ -1,4 +1,4 @@
-"""The angles by which a dense decoder's layers turn heads, as its config says them. Without torch."""
+"""The angles by which layers turn heads, as a config says them. Without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swiftbatch.worker.model.config_values import Config, number_of
 
 
 def num_rotary_dims_of(config: Config, form: ArchitectureSpec, head_dim: int) -> int:
-    """The dimensions of a head that are turned by its position. Raises ValueError for an odd number."""
+    """Count the dimensions of a head that turn. Raises ValueError for an odd number."""
     default = 1.0 if form.partial_rotary_factor is None else form.partial_rotary_factor
     if "rotary_dim" in config:
         default = number_of(config, "rotary_dim") / head_dim
@@ -24,7 +24,6 @@ def num_rotary_dims_of(config: Config, form: ArchitectureSpec, head_dim: int) ->
 
 
 def _angles(config: Config, form: ArchitectureSpec, layers: str = "full_attention") -> dict[str, Any]:
-    """Read the angles of some layers, with their base, as a config has them."""
     if form.nope is all_layers:
         return {"rope_type": "default", "rope_theta": 1e4}  # which no layer reads
     if form.window_angles:
@@ -34,7 +33,7 @@ def _angles(config: Config, form: ArchitectureSpec, layers: str = "full_attentio
 
 
 def _angles_by_type(config: Config, own: WindowAngles, layers: str) -> dict[str, Any]:
-    """The words about one type of layers: named by it, or in keys of their own. Only layers without windows stretch."""
+    """Read the angles of one type of layers; in keys of their own, those with windows do not stretch."""
     parameters = config.get("rope_parameters") or {}
     if isinstance(parameters.get(layers), dict):
         words: dict[str, Any] = parameters[layers]
@@ -48,7 +47,7 @@ def _angles_by_type(config: Config, own: WindowAngles, layers: str) -> dict[str,
 
 
 def other_rotary(config: Config, form: ArchitectureSpec, head_dim: int) -> Rotary | None:
-    """Read the angles of those layers that turn otherwise; None where all turn alike. Raises as `own_rotary` does."""
+    """Read the angles of layers that turn otherwise; None where all turn alike."""
     if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)[1:]):
         said = _angles(config, form) | {"rope_theta": bases[0]}
     elif form.window_angles is not None:
@@ -59,7 +58,7 @@ def other_rotary(config: Config, form: ArchitectureSpec, head_dim: int) -> Rotar
 
 
 def other_layers(config: Config, form: ArchitectureSpec, windows: Windows) -> frozenset[int]:
-    """Find the layers of `other_rotary`: by their bases, or those with windows, also with such that hide nothing."""
+    """Find the layers of `other_rotary`, also those whose window hides nothing."""
     if form.thetas_key is None:
         return frozenset(number for number, size in enumerate(windows) if size is not None)
     thetas, bases = config[form.thetas_key] or [], thetas_of(config, form.thetas_key)[1:]
@@ -67,7 +66,7 @@ def other_layers(config: Config, form: ArchitectureSpec, windows: Windows) -> fr
 
 
 def thetas_of(config: Config, key: str) -> list[float]:
-    """The bases that layers turn by. Raises KeyError or ValueError for more than the kernels take."""
+    """Return the bases that layers turn by. Raises ValueError for more than two."""
     found = list(dict.fromkeys(theta for theta in config[key] or [] if theta))
     if len(found) > 2:
         raise ValueError(f"its {key} has {len(found)} bases")
@@ -75,7 +74,7 @@ def thetas_of(config: Config, key: str) -> list[float]:
 
 
 def own_rotary(config: Config, form: ArchitectureSpec, head_dim: int, num_rotary_dims: int) -> Rotary:
-    """Read the angles. Raises KeyError, TypeError or ValueError for those left to a default, or none of ours."""
+    """Raises KeyError, TypeError or ValueError for angles left to a default, or unknown here."""
     beside = {"partial_rotary_factor", form.growth_key, "max_position_embeddings" if form.growth_key else None}
     said = {name: value for name, value in _angles(config, form).items() if name not in beside}
     if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)):
@@ -91,7 +90,6 @@ def own_rotary(config: Config, form: ArchitectureSpec, head_dim: int, num_rotary
 
 
 def _growth(config: Config, form: ArchitectureSpec) -> QueryGrowth | None:
-    """Read how queries grow. Raises KeyError or ValueError."""
     if form.growth_key is None:
         return None
     said = _angles(config, form)
@@ -102,13 +100,13 @@ def _growth(config: Config, form: ArchitectureSpec) -> QueryGrowth | None:
 
 
 def _fixed_angles(said: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """The words about another base in place of those about an `alpha`. Raises KeyError or ValueError."""
+    """Return the angles of another base in place of those with an `alpha`."""
     base = number_of(said, "rope_theta") * number_of(said, "alpha") ** (head_dim / (head_dim - 2))
     return {"rope_type": "default", "rope_theta": base}
 
 
 def _long_angles(said: dict[str, Any], config: Config, form: ArchitectureSpec) -> dict[str, Any]:
-    """Read longrope from the angles and beside them. Raises KeyError, TypeError or ValueError."""
+    """Read longrope, among the angles and beside them."""
     if not form.has_long_angles:
         raise ValueError("its kind was not tried with longrope")
     most, original = (number_of(config, f"{which}max_position_embeddings") for which in ("", "original_"))

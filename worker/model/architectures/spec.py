@@ -71,7 +71,7 @@ class GGUFSpec:
 
 @dataclass(frozen=True)
 class WindowAngles:
-    """The bases of the two types of layers where the config says none, and the key of those with windows."""
+    """The default bases of layers without and with windows, and the key of the latter."""
 
     full: float
     windowed: float
@@ -91,7 +91,7 @@ def no_faults(config: Config) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ArchitectureSpec:
-    """An architecture, by all that it does otherwise than Llama. Biases are there where the keys named here say so."""
+    """All that an architecture does otherwise than Llama. It has biases where its config's keys named here say so."""
 
     query_key_value_bias: str | None = None
     output_bias: str | None = None
@@ -170,11 +170,11 @@ class ArchitectureSpec:
 
     @property
     def linears(self) -> dict[str, str]:
-        """The names of linear layers by their roles."""
+        """Linear layers by role."""
         return {role: self.names.get(role, name) for role, name in LINEARS.items() if role != "gate" or self.has_gates}
 
     def activation(self, config: Config) -> Activation:
-        """Return the function between the products. Raises KeyError for none that is known here."""
+        """Return the function between the products. Raises KeyError for an unknown one."""
         return Activation.SILU if self.activation_key is None else self.activations[config[self.activation_key]]
 
     def intermediate(self, config: Config) -> Any:
@@ -185,13 +185,11 @@ class ArchitectureSpec:
         return [f"{part}.weight", *([f"{part}.bias"] if self.norm_form == NormForm.SHIFTED else [])]
 
     def qk_norms(self, config: Config) -> dict[str, str]:
-        """Return the names of norms of heads by their roles. Raises KeyError where the config does not say them."""
+        """Return the norms of heads by role. Raises KeyError where the config does not say them."""
         has_norms = config[self.qk_norms_key] if self.qk_norms_key else self.has_qk_norms
         return {role: self.names.get(role, part) for role, part in QK_NORMS.items() if has_norms}
 
     def biased(self, config: Config) -> list[str]:
-        """Return the roles of linear layers that have a bias."""
-
         def has(key: str | None) -> bool:
             return key == ALWAYS or (key is not None and bool(config.get(key, False)))
 
@@ -199,7 +197,7 @@ class ArchitectureSpec:
         return roles + ["gate", "up", "down"] * has(self.mlp_bias)
 
     def number_keys(self) -> set[str]:
-        """Return the keys whose numbers are read because this description names them."""
+        """Return the keys of numbers that this description names."""
         keys = {self.intermediate_key, self.epsilon_key, *self.one_meaning, *self.scales.values(), *self.caps.values()}
         keys |= {*self.scale_lists, self.thetas_key or "", *(LATENT_KEYS if self.latent else ())}
         keys |= {self.window_angles.windowed_key or ""} if self.window_angles else set()

@@ -1,4 +1,4 @@
-"""Matrices of 8-bit floats (e4m3: FP8) and of 4-bit floats (e2m1: NVFP4, MXFP4), with their scales. Without torch."""
+"""Matrices of 8-bit floats (FP8: e4m3) and 4-bit floats (NVFP4, MXFP4: e2m1), with scales. Without torch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 @dataclass(frozen=True)
 class FloatScheme:
-    """`weight` of e4m3 and a part of scales that multiply; `block` has the rows and columns that share one.
+    """`weight` of e4m3, times a part of scales: for blocks of rows and columns, for rows, or for all.
 
-    Without a block there is one scale, or one for each row. Experts that are stored in one tensor have a dimension in
-    front.
+    Experts in one tensor have a dimension in front.
     """
 
     scale: str
@@ -71,7 +70,7 @@ NVFP4_GROUP, MXFP4_GROUP = 16, 32
 
 @dataclass(frozen=True)
 class NVFP4Scheme:
-    """Two codes in a byte, a scale of e4m3 for 16 of them, and one for all: `whole`, which divides in some programs."""
+    """Two codes in a byte, an e4m3 scale for 16 of them, and one for all: `whole`, or its inverse."""
 
     codes: str
     whole: str

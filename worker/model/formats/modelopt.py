@@ -1,4 +1,4 @@
-"""FP8 and NVFP4 as NVIDIA's ModelOpt writes them: `hf_quant_config.json`, or the model's own config. Without torch."""
+"""FP8 and NVFP4 as NVIDIA's ModelOpt writes them, in `hf_quant_config.json` or the model's config. Without torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ KNOWN = (
 
 
 def read_modelopt(said: Mapping[str, Any]) -> Format:
-    """Read the `quantization` of the file, or the config's own. Raises FormatError."""
     where = "its quantization by ModelOpt"
     refuse_unknown(said, KNOWN, where)
     one_of(said, "group_size", (None, NVFP4_GROUP), where)

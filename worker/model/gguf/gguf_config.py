@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as the `config.json` of its dequantized twin, rotary positions included. Without torch."""
+"""A GGUF file's metadata as the `config.json` of its dequantized twin. Without torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def rotary_of_gguf(model: GGUFModel, said: Mapping[str, Any], head_dim: int) -> Config:
-    """The keys of the config that say how heads are turned. Raises GGUFError for a way that is not understood."""
+    """Return the config's keys of rotary positions. Raises GGUFError."""
     base, turned = _base(said.get("rope.freq_base", DEFAULT_BASE)), said.get("rope.dimension_count", head_dim)
     scaling = _scaling(model, said, head_dim, base)
     if model.form.local_base is not None:
@@ -51,7 +51,7 @@ def rotary_of_gguf(model: GGUFModel, said: Mapping[str, Any], head_dim: int) -> 
 
 
 def shortest(value: float) -> float:
-    """The shortest number that float32 rounds to this one: what was in the config that the file was written from."""
+    """Return the shortest number that float32 rounds to this one, as the original config had it."""
     return float(str(np.float32(value)))
 
 
@@ -62,7 +62,7 @@ def _base(value: Any) -> float:
 
 
 def _scaling(model: GGUFModel, said: Mapping[str, Any], head_dim: int, base: float) -> Config | None:
-    """The way in which angles are stretched; None for none. Raises GGUFError for one that is not understood."""
+    """Return the stretch of angles; None for none. Raises GGUFError."""
     kind, factor, original = (said.get(key) for key in SCALING)
     if FREQUENCIES in model.tensors:
         if kind not in (None, "none"):
@@ -82,7 +82,7 @@ def _scaling(model: GGUFModel, said: Mapping[str, Any], head_dim: int, base: flo
 
 
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> Config | None:
-    """The numbers of Llama 3 that give these factors, one for each angle. Raises GGUFError where none do."""
+    """Find Llama 3's numbers from its factors of angles. Raises GGUFError where none give them."""
     if (factors == 1).all():
         return None
     frequencies = base ** -(np.arange(0, head_dim, 2) / head_dim)
@@ -104,7 +104,7 @@ UNUSED = (None, 0, False)  # values of keys that are not understood with which t
 
 
 def config_of(model: GGUFModel) -> Config:
-    """The config of the model. Raises GGUFError for one that is not understood."""
+    """Return the model's config. Raises GGUFError for one that is not understood."""
     form, said = model.form, _said(model)
     config: Config = {"model_type": GGUF_KINDS[model.name], **form.fixed}
     for key, name in (SIZES | dict(form.said)).items():
@@ -123,7 +123,7 @@ def config_of(model: GGUFModel) -> Config:
 
 
 def _said(model: GGUFModel) -> dict[str, Any]:
-    """The metadata of the architecture. Raises GGUFError for a key that may change a forward unnoticed."""
+    """Return the architecture's metadata. Raises GGUFError for a key that may change a forward."""
     prefix = f"{model.name}."
     said = {key.removeprefix(prefix): value for key, value in model.metadata.items() if key.startswith(prefix)}
     known = {*SIZES, *model.form.said, *OTHER_SIZES, *NO_CHANGE, *ROTARY_KEYS, model.form.local_base}
@@ -138,7 +138,7 @@ def _said(model: GGUFModel) -> dict[str, Any]:
 
 
 def _scalar(value: Any, key: str) -> Any:
-    """A number as it was written before float32. Raises GGUFError for a text."""
+    """Return a number as it was before float32. Raises GGUFError for a text."""
     if isinstance(value, str):
         raise GGUFError(f"its metadata has {key} = {value!r:.60}, expected a number")
     return shortest(value) if isinstance(value, float) else value
@@ -166,7 +166,7 @@ def _head_dim(said: Mapping[str, Any], config: Config, name: str) -> int:
 
 
 def _vocab_size(model: GGUFModel, said: Mapping[str, Any]) -> int:
-    """The rows of the embedding. Raises GGUFError where there is none, or the metadata says another number."""
+    """Count the rows of the embedding. Raises GGUFError where the metadata says another number."""
     embedding = model.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise GGUFError("it holds no tensor token_embd.weight of two dimensions")

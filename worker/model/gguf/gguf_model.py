@@ -37,7 +37,7 @@ LAYER = {  # parts by llama.cpp's names, which `GGUFSpec.names` adds to
 
 
 def link_names(folder: Path) -> list[str]:
-    """The links of a folder in order; none for any other one, whatever its own file of that name says."""
+    """Return the links of such a folder in order; none for any other folder."""
     try:
         said = _said(folder)
         names = [link_name(number, len(said["files"])) for number in range(len(said["files"]))]
@@ -47,7 +47,6 @@ def link_names(folder: Path) -> list[str]:
 
 
 def form_of_link(link: Path) -> GGUFSpec:
-    """Return the architecture of the model that a link belongs to."""
     return _form_of(_said(link.parent)["architecture"])
 
 
@@ -63,7 +62,7 @@ def write_index(folder: Path, architecture: str, files: list[str]) -> None:
 
 
 def link_name(number: int, count: int) -> str:
-    """The link to one of so many files, by its place alone: a model is the same one under another name."""
+    """Name a link by its place alone: a model under another name is the same one."""
     return f"model{SUFFIX}" if count == 1 else f"model-{number + 1:05}-of-{count:05}{SUFFIX}"
 
 
@@ -99,7 +98,7 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of what files of all 
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """The files of a model and their heads, in order. The first one's says what the model is."""
+    """The files of a model and their heads, in order; the first one says what the model is."""
 
     files: tuple[Path, ...]
     heads: tuple[GGUFHead, ...]
@@ -115,7 +114,7 @@ class GGUFModel:
 
     @cached_property
     def form(self) -> GGUFSpec:
-        """Raises GGUFError for one that is not read here."""
+        """Raises GGUFError for an architecture that is not read here."""
         if self.name not in GGUF_KINDS:
             known = ", ".join(GGUF_KINDS)
             raise GGUFError(f"its architecture {self.name!r:.80} is not read here; expected one of {known}")
@@ -133,7 +132,7 @@ class GGUFModel:
         return found
 
     def floats(self, name: str) -> np.ndarray:
-        """The numbers of a small tensor. Raises GGUFError for one that is not float32, or is cut off meanwhile."""
+        """Read a small float32 tensor. Raises GGUFError for any other."""
         for file, head in zip(self.files, self.heads, strict=True):
             for tensor in head.tensors:
                 if tensor.name == name and tensor.type.name == "F32":
@@ -142,7 +141,7 @@ class GGUFModel:
 
 
 def read_gguf(file: Path) -> GGUFModel:
-    """Read the heads of a model's files, of which this is the first. Raises GGUFError for a damaged or missing one."""
+    """Read the heads of a model's files from its first one on. Raises GGUFError."""
     files = tuple(_files(file))
     model = GGUFModel(files, tuple(_head(each) for each in files))
     for number, head in enumerate(model.heads):
@@ -155,10 +154,7 @@ def read_gguf(file: Path) -> GGUFModel:
 
 
 def transformers_name(name: str, form: GGUFSpec) -> str:
-    """A tensor's name in `transformers`, with a star for the numbers of experts that lie in one tensor.
-
-    Raises GGUFError for one that the architecture has not.
-    """
+    """Return a tensor's name in `transformers`, with a star for experts' numbers. Raises GGUFError."""
     if name in WHOLE:
         return WHOLE[name]
     parts, found = {**LAYER, **form.names}, IN_LAYER.match(name)
@@ -168,7 +164,7 @@ def transformers_name(name: str, form: GGUFSpec) -> str:
 
 
 def _files(file: Path) -> Iterator[Path]:
-    """The files of a model. Raises GGUFError where this is not the first one, or one is missing."""
+    """Raises GGUFError where this is not the first file, or one is missing."""
     said = SPLIT.match(file.name)
     if said is None:
         yield file
@@ -200,14 +196,13 @@ def _refuse_other_types(metadata: Mapping[str, Any]) -> None:
 
 
 def num_experts_in(tensor: TensorHead) -> int:
-    """Count the matrices of a tensor of experts. Raises GGUFError for a tensor without three dimensions."""
     if len(tensor.shape) != 3:
         raise GGUFError(f"its tensor {tensor.name} has the shape {list(tensor.shape)}, expected three dimensions")
     return tensor.shape[0]
 
 
 def forms_in_gguf(file: Path) -> Iterator[tuple[str, Form]]:
-    """The tensors of a file that a folder links to, each expert on its own. Raises GGUFError."""
+    """Yield the tensors of a linked file, each expert on its own. Raises GGUFError."""
     for tensor in read_head(file).tensors:
         if tensor.name == FREQUENCIES:
             continue

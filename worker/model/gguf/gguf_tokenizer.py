@@ -1,7 +1,6 @@
-"""The tokenizer of a GGUF file: how it cuts text, which tokens end one, and its files for the library `tokenizers`.
+"""The tokenizer of a GGUF file: how it cuts text, which tokens end one, and its files for `tokenizers`.
 
-A file holds a vocabulary, merges or scores, and the name of a way to cut text; all else about a tokenizer is known by
-that name alone: so converters leave it out. `transformers` reads GGUF as well, with one way for many of these names.
+A file holds a vocabulary, merges or scores, and the name of a way to cut text; nothing else describes that way.
 """
 
 from __future__ import annotations
@@ -100,17 +99,14 @@ def refuse_unknown_split(model: GGUFModel) -> None:
 
 
 def generation_of(model: GGUFModel) -> dict[str, Any]:
-    """The tokens that end a text: those that the metadata names, and those that end a turn in all models."""
+    """Return the tokens that end a text: named ones, and those that end a turn in all models."""
     found = {number for key in ENDS if (number := token_of(model, key)) is not None}
     found |= {number for number, text, _ in tokens_of(model) if text in ENDING}
     return {"eos_token_id": sorted(found)} if found else {}
 
 
 def token_of(model: GGUFModel, key: str) -> int | None:
-    """The id of a token that the metadata names; None where it names none. Raises GGUFError for what is no token.
-
-    A number that is no token's is how some converters write that there is none.
-    """
+    """Return a token that the metadata names; None for none, as for a number beyond all tokens. Raises GGUFError."""
     token, tokens = model.metadata.get(key), model.metadata.get("tokenizer.ggml.tokens", [])
     if token is not None and type(token) is not int:
         raise GGUFError(f"its metadata has {key} = {token!r:.60}, expected a token id")
@@ -120,7 +116,7 @@ def token_of(model: GGUFModel, key: str) -> int | None:
 
 
 def adds(model: GGUFModel, name: str) -> bool:
-    """Tell whether the tokenizer puts a `bos` in front of each text, or an `eos` behind it."""
+    """Tell whether the tokenizer puts `bos` in front of each text, or `eos` behind it."""
     said = model.metadata.get(f"tokenizer.ggml.add_{name}_token")
     if said is not None:
         return bool(said)
@@ -129,11 +125,7 @@ def adds(model: GGUFModel, name: str) -> bool:
 
 
 def tokens_of(model: GGUFModel) -> Iterator[tuple[int, str, int]]:
-    """The tokens that have a text: their ids, texts and types.
-
-    Converters fill a vocabulary up to the rows of the embedding, under types that differ. Of tokens that control a
-    model in all that have them some are marked as text.
-    """
+    """Yield ids, texts and types of the tokens that have a text; converters fill vocabularies up, and mistype some."""
     tokens, types = (model.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     for number, text in enumerate(tokens or []):
         kind = NORMAL if types is None else int(types[number])
@@ -142,7 +134,7 @@ def tokens_of(model: GGUFModel) -> Iterator[tuple[int, str, int]]:
 
 
 def save_tokenizer(model: GGUFModel, folder: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`. Raises what the library does for metadata without sense."""
+    """Write `tokenizer.json` and `tokenizer_config.json`. Raises any error of the library."""
     tokenizer = (_of_pieces if model.metadata["tokenizer.ggml.model"] == "llama" else _of_bytes)(model)
     _add_whole_tokens(tokenizer, model)
     numbers = {name: token_of(model, key) for name, key in NAMED.items()}
@@ -156,7 +148,7 @@ def save_tokenizer(model: GGUFModel, folder: Path) -> None:
 
 
 def _of_bytes(model: GGUFModel) -> Tokenizer:
-    """A tokenizer that merges bytes."""
+    """Make a tokenizer that merges bytes."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = model.metadata["tokenizer.ggml.pre"]
@@ -178,13 +170,13 @@ def _of_bytes(model: GGUFModel) -> Tokenizer:
 
 
 def _halves(merge: str) -> tuple[str, str]:
-    """The tokens of a merge; the first one may begin with the space that stands between them."""
+    """Split a merge; its first token may begin with a space."""
     place = merge.find(" ", 1)
     return merge[:place], merge[place + 1 :]
 
 
 def _of_pieces(model: GGUFModel) -> Tokenizer:
-    """A tokenizer of SentencePiece, whose spaces are characters, and which knows bytes of all others."""
+    """Make a tokenizer of SentencePiece, whose spaces are characters, with bytes for unknown ones."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = {text: number for number, text, _ in tokens_of(model)}
@@ -208,7 +200,7 @@ def _of_pieces(model: GGUFModel) -> Tokenizer:
 
 
 def _merges_of(model: GGUFModel) -> list[tuple[str, str]]:
-    """The merges of SentencePiece: any two pieces that make a third, by its score."""
+    """Return SentencePiece's merges: any two pieces that make a third, by its score."""
     scores = model.metadata["tokenizer.ggml.scores"].tolist()
     pieces = {text: -scores[number] for number, text, kind in tokens_of(model) if kind == NORMAL}
     found = [
@@ -221,7 +213,7 @@ def _merges_of(model: GGUFModel) -> list[tuple[str, str]]:
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, model: GGUFModel) -> None:
-    """Add the tokens that stand in texts as a whole: those that control the model, and are no text, and others."""
+    """Add the tokens that are never split: control tokens, and others."""
     from tokenizers import AddedToken
 
     takes_spaces = model.form.tokens_take_spaces and model.metadata["tokenizer.ggml.model"] == "llama"
@@ -236,7 +228,7 @@ def _add_whole_tokens(tokenizer: Tokenizer, model: GGUFModel) -> None:
 
 
 def _add_ends(tokenizer: Tokenizer, model: GGUFModel, texts: dict[str, Any]) -> None:
-    """Make the tokenizer put its first and last token around each text, where it has them."""
+    """Let the tokenizer add its first and last token to each text, where it has them."""
     from tokenizers import processors
 
     first, last = ([texts[f"{name}_token_id"]] if adds(model, name) else [] for name in ("bos", "eos"))

@@ -1,4 +1,4 @@
-"""Reads the weights of a GGUF file from the first byte to the last, all of which are hashed."""
+"""The weights of a GGUF file, read and hashed from the first byte to the last."""
 
 from __future__ import annotations
 
@@ -30,10 +30,7 @@ PIECE = 1 << 24  # bytes, of those between tensors
 def gguf_weights(
     file: Path, stream: RawIOBase, hashing: Hashing, config: dict[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, Weight]]:
-    """The weights of a file that a folder links to, by their names in `transformers`, read from its stream.
-
-    `config` is the model's. Raises ValueError for a damaged file, one that changes meanwhile, and one that is cut off.
-    """
+    """Yield the weights of a linked file by their names in `transformers`. Raises ValueError for a damaged file."""
     head, form = read_head(file), form_of_link(file)
     if hashlib.sha256(_taken(stream, head.num_bytes, hashing)).hexdigest() != head.sha256:
         raise GGUFError("it has changed while it was read")
@@ -65,13 +62,9 @@ def _pass_over(stream: RawIOBase, size: int, hashing: Hashing) -> None:
 def weights_of(
     name: str, tensor: TensorHead, data: Tensor, form: GGUFSpec, config: dict[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, Weight]]:
-    """The weights of a stored tensor, by the names that `transformers`' layers have for them.
+    """Yield the weights of a stored tensor by name: one, or one for each expert. Raises GGUFError.
 
-    It is one, or one for each expert. Packed ones stand for numbers of this dtype. What llama.cpp changes when it
-    writes a file is undone, as in `transformers`' own loader: the order of rows of queries and keys, and norms that
-    hold one more.
-
-    Raises GGUFError for a tensor that is damaged, or not of the model that the config says.
+    As in `transformers`' loader, the order of rows of queries and keys, and norms raised by one, are undone.
     """
     if "*" in name:
         for number, one in enumerate(data.view(num_experts_in(tensor), -1)):
@@ -88,7 +81,7 @@ def weights_of(
 
 
 def _weight(tensor: TensorHead, data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-    """A matrix in blocks stays packed; all else is numbers."""
+    """Return a matrix in blocks packed, any other tensor as numbers."""
     if tensor.type.name in NUMBERS:
         return data.view(NUMBERS[tensor.type.name]).view(shape)
     num_rows = shape[0] if len(shape) == 2 else 1
@@ -100,12 +93,11 @@ def _weight(tensor: TensorHead, data: Tensor, shape: tuple[int, ...], dtype: tor
 
 
 def _numbers(weight: Weight) -> Tensor:
-    """Return a weight's numbers in float32, whatever it is stored as."""
     return (weight.dequantized() if isinstance(weight, PackedMatrix) else weight).float()
 
 
 def _apart(weight: Weight, num_heads: int, name: str) -> Weight:
-    """The same heads with the two halves of each apart, of which rows lie side by side in the file."""
+    """Move the two halves of each head apart, whose rows alternate in the file."""
     num_rows = weight.shape[0]
     if num_rows % (2 * num_heads):
         raise GGUFError(f"its tensor {name} has {num_rows:,} rows for {num_heads} heads")
