@@ -13,9 +13,7 @@ from swiftbatch.worker.model.config_values import (
     BASE,
     COUNT,
     DTYPE,
-    LAST_LAYER,
     LAYERS,
-    LIMIT,
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
@@ -31,71 +29,26 @@ from swiftbatch.worker.model.file_checks import eos_fault
 from swiftbatch.worker.model.formats.contract import StoredTensor
 
 SIZES = (
-    *("attention_chunk_size", "block_multiple_of", "conv_L_cache", "conv_kernel"),
-    *("decoder_sparse_step", "expand", "experts_per_token", "floor_scale", "full_attention_interval", "head_dim"),
-    *("hidden_size", "interleave_moe_layer_step", "intermediate_size", "intermediate_size_mlp", "kv_lora_rank"),
-    *("linear_conv_kernel_dim", "linear_head_dim", "linear_key_head_dim", "linear_num_heads", "linear_num_key_heads"),
-    *("linear_num_value_heads", "linear_value_head_dim", "mamba_d_conv", "mamba_d_ssm"),
-    *("mamba_d_state", "mamba_expand", "mamba_head_dim", "mamba_n_groups", "mamba_n_heads", "mamba_num_heads"),
-    *("max_position_embeddings", "moe_intermediate_size", "moe_k", "moe_latent_size", "moe_layer_interval"),
-    *("moe_num_experts",),
-    *("moe_shared_expert_intermediate_size", "n_group", "n_groups", "n_routed_experts", "no_rope_layer_interval"),
-    *("num_attention_heads", "num_experts", "num_experts_per_tok", "num_key_value_heads"),
-    *("original_max_position_embeddings", "prefix_dense_intermediate_size", "pretraining_tp", "q_lora_rank"),
-    *("qk_nope_head_dim", "qk_rope_head_dim", "query_pre_attn_scalar", "rotary_dim", "ssm_state_size", "topk_group"),
-    *("sliding_window", "v_head_dim", "vocab_size"),
+    *("experts_per_token", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "moe_k"),
+    *("moe_num_experts", "n_routed_experts", "num_attention_heads", "num_experts", "num_experts_per_tok"),
+    *("num_key_value_heads", "original_max_position_embeddings", "pretraining_tp", "vocab_size"),
 )
-COUNTS = (
-    *("global_attn_every_n_layers", "max_window_layers", "moe_num_shared_experts", "n_shared_experts"),
-    *("num_local_experts", "num_shared_experts", "prefix_dense_sliding_window_pattern"),
-    *("shared_expert_intermediate_size", "shared_intermediate_size"),
-)
-COUNTS_OF_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "num_nextn_predict_layers")
-POSITIVES = (
-    *("attention_in_multiplier", "attention_multiplier", "attention_out_multiplier", "attn_logit_softcapping"),
-    *("block_ffn_dim_multiplier", "clip_qkv", "embedding_multiplier", "final_logit_softcapping", "key_multiplier"),
-    *("layer_norm_eps", "layer_norm_epsilon", "lm_head_multiplier", "logit_scale", "logits_scaling"),
-    *("moe_routed_scaling_factor", "norm_eps", "norm_epsilon", "residual_multiplier", "rms_norm_eps"),
-    *("rope_local_base_freq", "rotary_emb_base", "route_scale", "routed_scaling_factor", "router_scaling_factor"),
-    *("ssm_in_multiplier", "ssm_out_multiplier", "swiglu_alpha", "swiglu_limit", "time_step_min"),
-)
-NUMBERS = ("attn_scale", "moe_norm_min", "moe_router_logit_softcapping", "router_jitter_noise")  # 0 or more
-SWITCHES = (
-    *("attention_bias", "attention_out_bias", "attn_temperature_tuning", "bias", "conv_bias", "lm_head_bias"),
-    *("mlp_bias", "moe_apply_router_weight_on_input", "mup_enabled", "norm_topk_prob", "qk_layernorm", "qkv_bias"),
-    *("rope_interleave", "tie_word_embeddings", "use_bias", "use_bidirectional_attention", "use_conv_bias"),
-    *("use_expert_bias", "use_parallel_residual", "use_qk_norm", "use_sliding_window"),
-)
-OR_NULL = (  # in all kinds that have them
-    *("attn_logit_softcapping", "clip_qkv", "final_logit_softcapping", "global_attn_every_n_layers", "mamba_d_ssm"),
-    *("moe_latent_size", "num_nextn_predict_layers", "partial_rotary_factor", "prefix_dense_intermediate_size"),
-    *("q_lora_rank", "sliding_window", "use_bidirectional_attention"),
-)
-RULES: dict[str, KeyRule] = {  # of what changes a token, in our kernels or in `transformers`
+RULES: dict[str, KeyRule] = {  # of keys that architectures share; each adds those that its description names
     **dict.fromkeys(SIZES, SIZE),
-    **dict.fromkeys(COUNTS, COUNT),
-    **dict.fromkeys(COUNTS_OF_LAYERS, SOME_LAYERS),
-    **dict.fromkeys(POSITIVES, POSITIVE),
-    **dict.fromkeys(NUMBERS, NOT_NEGATIVE),
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), SHARE),
-    **dict.fromkeys(SWITCHES, SWITCH),
-    **dict.fromkeys(("hidden_act", "hidden_activation", "mamba_hidden_act", "mlp_hidden_act"), ACTIVATION.or_null()),
+    **dict.fromkeys(("max_window_layers", "num_local_experts"), COUNT),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), SWITCH),
     **dict.fromkeys(("dtype", "torch_dtype"), DTYPE.or_null()),
-    "attn_layer_indices": COUNT.list_of(),
-    "full_attn_idxs": COUNT.list_of().or_null(),
-    "layers_block_type": WORD.list_of().or_null(),
-    "mlp_multipliers": POSITIVE.list_of(2),
-    "mlp_only_layers": COUNT.list_of().or_null(),
-    "moe_layer_end_index": LAST_LAYER,
-    "moe_layers": COUNT.list_of().or_null(),
+    "hidden_act": ACTIVATION.or_null(),
     "num_hidden_layers": LAYERS,
-    "position_embedding_type": WORD.or_null(),
+    "num_nextn_predict_layers": SOME_LAYERS.or_null(),
+    "partial_rotary_factor": SHARE.or_null(),
+    "rms_norm_eps": POSITIVE,
     "rope_theta": BASE,
+    "rotary_pct": SHARE,
+    "sliding_window": SIZE.or_null(),
     "sliding_window_pattern": SIZE.or_else(WORD).or_null(),
-    "ssm_multipliers": POSITIVE.list_of(5),
-    "time_step_limit": LIMIT.list_of(2),
+    "use_bidirectional_attention": SWITCH.or_null(),
 }
-RULES |= {key: RULES[key].or_null() for key in OR_NULL}
 ANGLES: dict[str, KeyRule] = {  # within `rope_parameters` and `rope_scaling`
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), POSITIVE),
     "rope_theta": BASE,
@@ -156,7 +109,7 @@ def unsaid_fault(config: Config) -> str | None:
 def _value_fault(config: Config) -> str | None:
     """Say which value no forward can take, and what was expected."""
     form = architecture_of(config)
-    rules: dict[str, KeyRule | None] = {**RULES, **(form.rules if form else {})}
+    rules: dict[str, KeyRule | None] = {**form.own_rules(), **RULES, **form.rules} if form else {}
     if config.get("use_sliding_window") is False:
         rules["sliding_window"] = COUNT.or_null()
     for key, value in config.items():

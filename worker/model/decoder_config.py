@@ -21,7 +21,7 @@ from swiftbatch.worker.model.architectures.attention_layers import (
     that_hide,
 )
 from swiftbatch.worker.model.architectures.catalogue import architecture_of, layer_types, recurrent_shape
-from swiftbatch.worker.model.architectures.moe_layers import ROLES, MoEConfig, read_moe
+from swiftbatch.worker.model.architectures.moe_layers import CHOSEN_KEYS, COUNT_KEYS, ROLES, MoEConfig, read_moe
 from swiftbatch.worker.model.architectures.recurrent_layers import (
     ATTENDING,
     RECURRENT,
@@ -54,6 +54,7 @@ GENERATING = {  # numbers that older versions of `transformers` wrote into every
     *("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "repetition_penalty"),
     *("temperature", "top_k", "top_p", "typical_p"),
 }
+OF_EXPERTS = {*COUNT_KEYS, *CHOSEN_KEYS, "router_aux_loss_coef"}
 SAID_ELSEWHERE = {  # numbers of training, of generation, of towers beside the text, or said by the weights themselves
     *("attention_bias", "attention_dropout", "attention_out_bias", "chunk_size_feed_forward", "embd_pdrop"),
     *("embedding_dropout", "hidden_dropout", "initializer_range", "layer_types", "max_position_embeddings"),
@@ -207,7 +208,8 @@ def _may_matter(key: str, value: Any, form: ArchitectureSpec) -> bool:
 
     The classes read no other keys than those named here. Other numbers, and words and switches, belong to other tools.
     """
-    known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE | form.number_keys()
+    known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE | {*form.own_rules(), *form.one_meaning}
+    known |= {*OF_EXPERTS, *form.experts.one_meaning} if form.experts else set()
     beginnings = (*form.known_keys, *(() if form.mixer is None else form.mixer.known_keys))
     if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(beginnings):
         return False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftbatch.worker.kernels.kernel_sizes import MLASizes
-from swiftbatch.worker.model.config_values import Config, integer_of, list_of_layers
+from swiftbatch.worker.model.config_values import SIZE, SWITCH, Config, KeyRule, integer_of, list_of_layers
 
 Windows = tuple[int | None, ...]
 """For each layer the positions that a row sees, the last of them its own; None for all."""
@@ -93,7 +93,7 @@ def all_layers(config: Config, windows: Windows) -> frozenset[int]:
 # Latent attention (MLA): all heads share one latent vector per position.
 
 
-LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+LATENT_KEYS = ("kv_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 UP = "key_value_up"  # the role of the product from a latent vector to all heads' keys and values
 
 
@@ -107,6 +107,11 @@ class MLASpec:
     query_norm: str
     key_norm: str
     interleaving_key: str | None = None  # says whether neighbours are turned, as they are without it
+
+    def rules(self) -> dict[Any, KeyRule | None]:
+        """Return the rules of its keys."""
+        rules: dict[Any, KeyRule | None] = dict.fromkeys(LATENT_KEYS, SIZE)
+        return rules | {"q_lora_rank": SIZE.or_null(), self.interleaving_key: SWITCH}
 
 
 @dataclass(frozen=True)

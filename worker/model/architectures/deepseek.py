@@ -15,6 +15,7 @@ from swiftbatch.worker.model.architectures.moe_layers import (
     mlp_linears,
 )
 from swiftbatch.worker.model.architectures.spec import NULL_HEADS, ArchitectureSpec
+from swiftbatch.worker.model.config_values import SOME_LAYERS
 
 SHARED = mlp_linears("mlp.shared_experts")
 SCORED_BY_SIGMOID = MoESpec(
@@ -28,7 +29,7 @@ SCORED_BY_SIGMOID = MoESpec(
     rounds_logits=False,
     rounds_weights=False,
     num_shared="n_shared_experts",
-    keys=("first_k_dense_replace",),
+    keys={"first_k_dense_replace": SOME_LAYERS},
     one_meaning={"moe_layer_freq": (1,), "ep_size": (1,)},
 )
 WITHOUT_BIASES = SCORED_BY_SIGMOID.one_meaning | {"attention_bias": (False,), "mlp_bias": (False,)}
@@ -61,7 +62,7 @@ DEEPSEEKS: dict[str, ArchitectureSpec] = {
             groups=("n_group", "topk_group"),
             grouping=("topk_method", "group_limited_greedy"),
             num_best_of_group=1,
-            keys=("first_k_dense_replace",),
+            keys=SCORED_BY_SIGMOID.keys,
             one_meaning=WITHOUT_BIASES
             | {"topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,)},
         ),
@@ -73,7 +74,7 @@ DEEPSEEKS: dict[str, ArchitectureSpec] = {
         experts=replace(
             SCORED_BY_SIGMOID,
             layers=SparseOr(all_but_the_first),
-            keys=(),
+            keys={},
             one_meaning=WITHOUT_BIASES | {"first_k_dense_replace": (1,)},
         ),
     ),

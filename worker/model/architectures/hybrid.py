@@ -13,7 +13,7 @@ from swiftbatch.worker.kernels.layer_specs import NormForm, RecurrentForm, Score
 from swiftbatch.worker.model.architectures.attention_layers import Windows, all_layers
 from swiftbatch.worker.model.architectures.deepseek import LATENT, SCORED_BY_SIGMOID
 from swiftbatch.worker.model.architectures.llama_like import GRANITE, TIED
-from swiftbatch.worker.model.architectures.moe import GRANITE_EXPERTS, GRANITE_SHARED
+from swiftbatch.worker.model.architectures.moe import GRANITE_EXPERTS, GRANITE_SHARED, SPARSE_KEYS
 from swiftbatch.worker.model.architectures.moe_layers import (
     FusedNames,
     MoESpec,
@@ -30,7 +30,7 @@ from swiftbatch.worker.model.architectures.recurrent_layers import (
     listed_layers,
 )
 from swiftbatch.worker.model.architectures.spec import LINEARS, ArchitectureSpec
-from swiftbatch.worker.model.config_values import COUNT, SIZE, WORD, Config, KeyRule
+from swiftbatch.worker.model.config_values import COUNT, LIMIT, POSITIVE, SIZE, SOME_LAYERS, WORD, Config, KeyRule
 
 OUTPUT: dict[str, tuple[str, ...]] = {"out_proj": ("output",)}
 TAPS = {"taps": "conv1d.weight", "tap_bias": "conv1d.bias", "rates": "A_log", "step_bias": "dt_bias"}
@@ -75,6 +75,10 @@ def _next_layers(config: Config) -> list[str]:
     return ["linear_attention" if number % interval else "full_attention" for number in numbers]
 
 
+DELTA_SIZES = (
+    *("full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads"),
+    *("linear_num_value_heads", "linear_value_head_dim"),
+)
 DELTA_NET = MixerSpec(
     "gated delta nets",
     ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
@@ -83,6 +87,7 @@ DELTA_NET = MixerSpec(
     "linear_attn",
     {"in_proj_qkv": ("inputs",), "in_proj_z": ("gates",), "in_proj_b": ("betas",), "in_proj_a": ("steps",), **OUTPUT},
     TAPS,
+    keys=dict.fromkeys(DELTA_SIZES, SIZE),
     known_keys=("linear_", "full_attention_interval", "mtp_"),
     one_meaning=SILU_ALONE,
 )
@@ -168,9 +173,12 @@ MAMBA = MixerSpec(
     TAPS | {"skip": "D"},
     bias="mamba_proj_bias",
     tap_bias="mamba_conv_bias",
+    keys=dict.fromkeys(("mamba_d_conv", "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads"), SIZE)
+    | {"mamba_d_ssm": SIZE.or_null(), "time_step_limit": LIMIT.list_of(2)},
     known_keys=("mamba_", "time_step_limit"),
     one_meaning=SILU_ALONE,
 )
+NEMOTRON_SIZES = ("conv_kernel", "expand", "n_groups", "ssm_state_size")
 NEMOTRON_MAMBA = replace(
     MAMBA,
     shape=_nemotron_shape,
@@ -179,7 +187,8 @@ NEMOTRON_MAMBA = replace(
     tap_bias="use_conv_bias",
     epsilon="layer_norm_epsilon",
     least_step="time_step_min",
-    known_keys=("mamba_", "time_step_", "chunk_size", "conv_kernel", "expand", "n_groups", "ssm_state_size"),
+    keys=dict.fromkeys((*NEMOTRON_SIZES, "mamba_head_dim", "mamba_num_heads"), SIZE),
+    known_keys=("mamba_", "time_step_", "chunk_size", *NEMOTRON_SIZES),
     one_meaning={"mamba_hidden_act": ("silu",), "mlp_bias": (False,), "residual_in_fp32": (False,)},
 )
 FALCON_MAMBA = replace(
@@ -215,7 +224,7 @@ NEMOTRON_EXPERTS = replace(
     num_shared=None,
     shared_width="moe_shared_expert_intermediate_size",
     latent_width="moe_latent_size",
-    keys=(),
+    keys={},
     one_meaning={"n_shared_experts": (1,)},
 )
 
@@ -264,6 +273,12 @@ LFM2 = ArchitectureSpec(
         {"taps": "conv.weight", "tap_bias": "conv.bias"},
         bias="conv_bias",
         tap_bias="conv_bias",
+        keys={
+            "block_ffn_dim_multiplier": POSITIVE,
+            "block_multiple_of": SIZE,
+            "conv_L_cache": SIZE,
+            "full_attn_idxs": COUNT.list_of().or_null(),
+        },
         known_keys=("block_", "conv_", "full_attn_idxs", "num_heads"),
         one_meaning={"tie_embedding": (True,), "block_use_swiglu": (True,), "use_pos_enc": (True,)},
     ),
@@ -340,6 +355,7 @@ HYBRIDS: dict[str, ArchitectureSpec] = {
         partial_rotary_factor=0.5,
         known_keys=("attn_layer_indices", "attn_rotary_emb", "num_logits_to_keep", "z_loss_coefficient"),
         unlisted_layers=_bamba_layers,
+        rules={"attn_layer_indices": COUNT.list_of()},
     ),
     "falcon_h1": replace(
         BAMBA,
@@ -371,7 +387,13 @@ HYBRIDS: dict[str, ArchitectureSpec] = {
     ),
     "kimi_linear": ArchitectureSpec(
         latent=LATENT,
-        mixer=MixerSpec("delta attention (KDA)", ("KimiLinearDeltaAttention",), _kimi_shape),
+        experts=SCORED_BY_SIGMOID,
+        mixer=MixerSpec(
+            "delta attention (KDA)",
+            ("KimiLinearDeltaAttention",),
+            _kimi_shape,
+            keys=dict.fromkeys(LINEAR_SIZES.values(), SIZE),
+        ),
         unlisted_layers=_kimi_layers,
         rules=KIMI_RULES,
         faults=_kimi_faults,
@@ -393,7 +415,7 @@ HYBRIDS: dict[str, ArchitectureSpec] = {
             normalises="norm_topk_prob",
             least_sum=1e-6,
             scale="routed_scaling_factor",
-            keys=("num_dense_layers",),
+            keys={"num_dense_layers": SOME_LAYERS},
             one_meaning={"use_expert_bias": (True,)},
         ),
         rules={"layer_types": WORD.list_of()},
@@ -428,7 +450,7 @@ HYBRIDS: dict[str, ArchitectureSpec] = {
             SHARED_EXPERT,
             layers=in_each_so_many,
             normalises="norm_topk_prob",
-            keys=("decoder_sparse_step", "mlp_only_layers"),
+            keys=SPARSE_KEYS,
         ),
     ),
 }

@@ -31,7 +31,7 @@ from swiftbatch.worker.model.architectures.spec import (
     GGUFSpec,
     WindowAngles,
 )
-from swiftbatch.worker.model.config_values import Config, list_of_layers, switch_of
+from swiftbatch.worker.model.config_values import POSITIVE, SWITCH, Config, list_of_layers, switch_of
 
 SIDE_BY_SIDE = "its norms subtract means, and its layers attend and feed forward side by side"
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
@@ -84,7 +84,7 @@ HUNYUAN = ArchitectureSpec(
         *("mask_init_id", "moe_", "num_experts", "num_media_embeds", "num_shared_expert", "org_vocab_size", "pad_id"),
         *("routed_scaling_factor", "sep_id", "text_", "video_", "vit_"),
     ),
-    rules=NULL_HEADS | {"moe_intermediate_size": None},
+    rules=NULL_HEADS,
 )
 
 
@@ -155,7 +155,11 @@ LLAMA_LIKE: dict[str, ArchitectureSpec] = {
     "glm4": replace(
         GLM, norms=IN_FRONT | {"output_norm": "post_self_attn_layernorm", "down_norm": "post_mlp_layernorm"}
     ),
-    "gpt_neox": ArchitectureSpec(kernels_lack=SIDE_BY_SIDE),
+    "gpt_neox": ArchitectureSpec(
+        epsilon_key="layer_norm_eps",
+        rules={"rotary_emb_base": POSITIVE, "use_parallel_residual": SWITCH},
+        kernels_lack=SIDE_BY_SIDE,
+    ),
     "granite": replace(
         GRANITE,
         gguf=GGUFSpec(
@@ -170,7 +174,7 @@ LLAMA_LIKE: dict[str, ArchitectureSpec] = {
             has_paired_heads=True,
         ),
     ),
-    "granite_swa": ArchitectureSpec(rules=NULL_HEADS, kernels_lack="its layers have sinks, and angles of their own"),
+    "granite_swa": replace(GRANITE, kernels_lack="its layers have sinks, and angles of their own"),
     "helium": ArchitectureSpec("attention_bias", None, "mlp_bias", is_interleaved=True, norm_form=NormForm.ONCE),
     "hunyuan_v1_dense": HUNYUAN,
     "internlm3": ArchitectureSpec("qkv_bias", "bias", "bias", rules=NULL_SIZES),
@@ -193,10 +197,15 @@ LLAMA_LIKE: dict[str, ArchitectureSpec] = {
     "mistral": ArchitectureSpec(
         windows=window_in_all_layers, rules=NULL_WIDTH, nested_in=("mistral3",), is_taken_over=True
     ),
-    "olmo": ArchitectureSpec(rules=NULL_HEADS, kernels_lack="its norms have no weights, and subtract means"),
+    "olmo": ArchitectureSpec(
+        rules=NULL_HEADS | {"clip_qkv": POSITIVE.or_null()},
+        kernels_lack="its norms have no weights, and subtract means",
+    ),
     "olmo2": OLMO2,
     "olmo3": replace(OLMO2, windows=TypesOrPattern(4, None), window_angles=WindowAngles(5e5, 5e5)),
-    "phi": ArchitectureSpec(rules=NULL_HEADS, kernels_lack=SIDE_BY_SIDE),
+    "phi": ArchitectureSpec(
+        epsilon_key="layer_norm_eps", rules=NULL_HEADS | {"qk_layernorm": SWITCH}, kernels_lack=SIDE_BY_SIDE
+    ),
     "phi3": ArchitectureSpec(
         partial_rotary_factor=1.0,
         names=FUSED_QUERIES | FUSED_GATES,

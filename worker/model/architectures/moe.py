@@ -39,7 +39,17 @@ from swiftbatch.worker.model.architectures.spec import (
     GGUFSpec,
     WindowAngles,
 )
-from swiftbatch.worker.model.config_values import POSITIVE, Config, integer_of
+from swiftbatch.worker.model.config_values import (
+    COUNT,
+    LAST_LAYER,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    SOME_LAYERS,
+    SWITCH,
+    Config,
+    integer_of,
+)
 
 MIXTRAL = "block_sparse_moe"
 OF_MIXTRAL = {role: f"{MIXTRAL}.experts.{{}}.w{number}.weight" for role, number in zip(ROLES, (1, 3, 2), strict=True)}
@@ -58,7 +68,7 @@ GRANITE_EXPERTS = MoESpec(
     normalises=False,
 )
 GRANITE_MOE = replace(GRANITE, mlp_bias=None, experts=GRANITE_EXPERTS)
-SPARSE_KEYS = ("decoder_sparse_step", "mlp_only_layers")
+SPARSE_KEYS = {"decoder_sparse_step": SIZE, "mlp_only_layers": COUNT.list_of().or_null()}
 SWITCHED_OFF = {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}
 MIXTURE = {
     "expert_count": "num_experts",
@@ -118,7 +128,18 @@ def between(config: Config) -> frozenset[int]:
 
 
 MIXTURES: dict[str, ArchitectureSpec] = {
-    "afmoe": ArchitectureSpec(rules=NULL_HEADS, kernels_lack="its attention has gates"),
+    "afmoe": ArchitectureSpec(
+        rules=NULL_HEADS
+        | {
+            "global_attn_every_n_layers": COUNT.or_null(),
+            "moe_intermediate_size": SIZE,
+            "mup_enabled": SWITCH,
+            "num_dense_layers": SOME_LAYERS,
+            "num_shared_experts": COUNT,
+            "route_scale": POSITIVE,
+        },
+        kernels_lack="its attention has gates",
+    ),
     "cohere2_moe": replace(
         COHERE,
         windows=by_layer_types,
@@ -130,7 +151,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             "shared_expert_combination_strategy": ("sum",),
         },
         known_keys=("sliding_window_pattern",),
-        rules=NULL_HEADS | {"rms_norm_eps": POSITIVE.or_null()},
+        rules=NULL_HEADS | {"prefix_dense_intermediate_size": SIZE.or_null(), "rms_norm_eps": POSITIVE.or_null()},
         experts=MoESpec(
             Score.SIGMOID_OF_CHOSEN,
             SparseOr(behind_the_first),
@@ -138,7 +159,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             MoETensorNames(shared=SHARED),
             normalises="norm_topk_prob",
             num_shared="num_shared_experts",
-            keys=("first_k_dense_replace", "prefix_dense_sliding_window_pattern"),
+            keys={"first_k_dense_replace": SOME_LAYERS, "prefix_dense_sliding_window_pattern": COUNT},
         ),
     ),
     "dots1": ArchitectureSpec(
@@ -162,7 +183,12 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             rounds_logits=False,
             keeps_router=True,
             num_shared="moe_num_shared_experts",
-            keys=("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index", "moe_capacity"),
+            keys={
+                "moe_layer_interval": SIZE,
+                "moe_layer_start_index": SOME_LAYERS,
+                "moe_layer_end_index": LAST_LAYER,
+                "moe_capacity": None,
+            },
             one_meaning={"compression_ratio": (1, 1.0)},
         ),
         defaults=TIED | {"moe_norm_min": 1e-12},
@@ -209,7 +235,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             normalises=False,
             gate_limit="swiglu_limit",
             gate_slope="swiglu_alpha",
-            keys=("initial_context_length",),  # that of the angles once more
+            keys={"initial_context_length": None},  # that of the angles once more
         ),
     ),
     "granitemoe": GRANITE_MOE,
@@ -260,10 +286,23 @@ MIXTURES: dict[str, ArchitectureSpec] = {
         ),
     ),
     "laguna": ArchitectureSpec(
+        rules={
+            "moe_apply_router_weight_on_input": SWITCH,
+            "moe_intermediate_size": SIZE,
+            "moe_routed_scaling_factor": POSITIVE,
+            "moe_router_logit_softcapping": NOT_NEGATIVE,
+            "shared_expert_intermediate_size": COUNT,
+        },
         kernels_lack="its attention has gates, and its layers different numbers of heads",
     ),
     "llama4_text": ArchitectureSpec(
-        nested_in=("llama4",), kernels_lack="its layers have experts and chunks", attends_in_chunks=True
+        rules=dict.fromkeys(("attention_chunk_size", "floor_scale", "intermediate_size_mlp"), SIZE)
+        | dict.fromkeys(("interleave_moe_layer_step", "no_rope_layer_interval"), SIZE)
+        | dict.fromkeys(("attn_temperature_tuning", "use_qk_norm"), SWITCH)
+        | {"attn_scale": NOT_NEGATIVE, "moe_layers": COUNT.list_of().or_null()},
+        nested_in=("llama4",),
+        kernels_lack="its layers have experts and chunks",
+        attends_in_chunks=True,
     ),
     "mellum": ArchitectureSpec(
         "attention_bias",
@@ -283,7 +322,8 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             "intermediate_size",
             replace(MIXTRAL_NAMES, choice_bias=f"{MIXTRAL}.e_score_correction_bias"),
             rounds_weights=False,
-            keys=("rotary_dim", "router_jitter_noise", "mtp_transformer_layers", "num_mtp_modules"),
+            keys={"rotary_dim": SIZE}
+            | dict.fromkeys(("mtp_transformer_layers", "num_mtp_modules", "router_jitter_noise")),
             one_meaning={
                 "attn_type_list": (1,),  # attention to all positions
                 "shared_intermediate_size": (0,),
@@ -303,7 +343,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             "intermediate_size",
             MIXTRAL_NAMES,
             rounds_weights=False,
-            keys=("router_jitter_noise",),
+            keys={"router_jitter_noise": None},
         ),
     ),
     "olmoe": ArchitectureSpec(
@@ -335,7 +375,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             MIXTRAL_NAMES,
             normalises=False,
             jitter="router_jitter_noise",
-            keys=("input_jitter_noise",),
+            keys={"input_jitter_noise": None},
             one_meaning={"num_experts_per_tok": (2,)},
         ),
     ),

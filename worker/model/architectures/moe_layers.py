@@ -8,7 +8,19 @@ from typing import Any
 
 from swiftbatch.worker.kernels.kernel_sizes import LANES
 from swiftbatch.worker.kernels.layer_specs import Routing, Score
-from swiftbatch.worker.model.config_values import Config, integer_of, list_of_layers, number_of, switch_of
+from swiftbatch.worker.model.config_values import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    SWITCH,
+    Config,
+    KeyRule,
+    integer_of,
+    list_of_layers,
+    number_of,
+    switch_of,
+)
 
 MoELayers = Callable[[Config], frozenset[int]]
 """Reads which layers have experts. Raises KeyError for what is left to a default, ValueError for no such numbers."""
@@ -73,14 +85,15 @@ class MoESpec:
     gate_slope: str | None = None
     jitter: str | None = None
     may_be_none: bool = False  # in models of the kind that have products alone
-    keys: tuple[str, ...] = ()  # more numbers that are read here, or that change no forward
+    keys: Mapping[str, KeyRule | None] = field(default_factory=dict)  # of more numbers; None: they change no forward
     one_meaning: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
 
-    def known_keys(self) -> set[str]:
-        said = (self.width, self.normalises, self.least_sum, self.scale, self.shared_width, self.num_shared)
-        more = (self.latent_width, self.gate_limit, self.gate_slope, self.jitter, *(self.groups or ()), *self.keys)
-        of_experts = {each for each in (*said, *more, *self.one_meaning) if isinstance(each, str)}
-        return of_experts | {*COUNT_KEYS, *CHOSEN_KEYS, "router_aux_loss_coef"}
+    def rules(self) -> dict[Any, KeyRule | None]:
+        """Return the rules of the keys that are named here."""
+        rules: dict[Any, KeyRule | None] = dict.fromkeys((self.width, *(self.groups or ())), SIZE)
+        rules |= dict.fromkeys((self.num_shared, self.shared_width), COUNT) | {self.latent_width: SIZE.or_null()}
+        rules |= dict.fromkeys((self.scale, self.gate_limit, self.gate_slope), POSITIVE) | {self.normalises: SWITCH}
+        return rules | dict.fromkeys((self.least_sum, self.jitter), NOT_NEGATIVE) | dict(self.keys)
 
 
 def experts_in_all_layers(config: Config) -> frozenset[int]:

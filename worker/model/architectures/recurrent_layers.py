@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentSizes
-from swiftbatch.worker.model.config_values import Config, number_of, numbers_of, switch_of
+from swiftbatch.worker.model.config_values import POSITIVE, SWITCH, Config, KeyRule, number_of, numbers_of, switch_of
 
 # names that configs have for kinds of layers
 ATTENDING = {"attention", "full_attention", "sliding_attention", "chunked_attention", "hybrid", "*"}
@@ -82,8 +82,17 @@ class MixerSpec:
     in_scale: str | None = None  # keys of numbers that multiply what the mixer reads, what it gives,
     out_scale: str | None = None
     part_scales: str | None = None  # and gates, values, keys, queries and steps: a list, or null
+    keys: Mapping[str, KeyRule] = field(default_factory=dict)  # of its sizes
     known_keys: tuple[str, ...] = ()  # beginnings of keys whose numbers are read here, or change no forward
     one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
+
+    def rules(self) -> dict[Any, KeyRule | None]:
+        """Return the rules of the keys that are named here."""
+        rules: dict[Any, KeyRule | None] = {self.part_scales: POSITIVE.list_of(NUM_PARTS)}
+        rules |= dict.fromkeys((self.epsilon, self.least_step, self.in_scale, self.out_scale), POSITIVE)
+        return (
+            rules | dict.fromkeys((self.bias, self.tap_bias, self.norm, self.norm_in_front), SWITCH) | dict(self.keys)
+        )
 
 
 @dataclass(frozen=True)

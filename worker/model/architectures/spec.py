@@ -9,14 +9,13 @@ from typing import Any
 from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
 from swiftbatch.worker.model.architectures.attention_layers import (
     IS_WINDOWED,
-    LATENT_KEYS,
     MLASpec,
     NoPESpec,
     WindowSpec,
 )
 from swiftbatch.worker.model.architectures.moe_layers import MoESpec
 from swiftbatch.worker.model.architectures.recurrent_layers import MixerSpec
-from swiftbatch.worker.model.config_values import SIZE, Config, KeyRule
+from swiftbatch.worker.model.config_values import ACTIVATION, POSITIVE, SIZE, SWITCH, Config, KeyRule
 
 ALWAYS = "always"  # in place of a key that says whether there are biases
 ATTENTION = ("query", "key", "value", "output")
@@ -196,9 +195,16 @@ class ArchitectureSpec:
         roles = ["query", "key", "value"] * has(self.query_key_value_bias) + ["output"] * has(self.output_bias)
         return roles + ["gate", "up", "down"] * has(self.mlp_bias)
 
-    def number_keys(self) -> set[str]:
-        """Return the keys of numbers that this description names."""
-        keys = {self.intermediate_key, self.epsilon_key, *self.one_meaning, *self.scales.values(), *self.caps.values()}
-        keys |= {*self.scale_lists, self.thetas_key or "", *(LATENT_KEYS if self.latent else ())}
-        keys |= {self.window_angles.windowed_key or ""} if self.window_angles else set()
-        return keys | (self.experts.known_keys() if self.experts else set())
+    def own_rules(self) -> dict[str, KeyRule | None]:
+        """Return the rules of the keys that are named here, whose numbers are understood."""
+        windowed = self.window_angles.windowed_key if self.window_angles else None
+        rules: dict[Any, KeyRule | None] = {self.intermediate_key: SIZE, self.activation_key: ACTIVATION.or_null()}
+        biases = (self.query_key_value_bias, self.output_bias, self.mlp_bias, self.head_bias, self.qk_norms_key)
+        rules |= dict.fromkeys(biases, SWITCH)
+        rules |= dict.fromkeys((self.epsilon_key, *self.scales.values(), windowed), POSITIVE)
+        rules |= dict.fromkeys(self.caps.values(), POSITIVE.or_null())
+        rules |= {key: POSITIVE.list_of(len(names)) for key, names in self.scale_lists.items()}
+        rules |= {self.thetas_key: None}  # which all lists with a value for each layer have
+        for part in (self.experts, self.mixer, self.latent):
+            rules |= part.rules() if part else {}
+        return {key: rule for key, rule in rules.items() if isinstance(key, str)}
