@@ -79,7 +79,7 @@ class DecoderConfig:
     rotary: Rotary
     is_tied: bool
     form: ArchitectureSpec
-    parts: tuple[str, ...]  # the tensors of a layer without experts, no more and no less
+    biased: list[str]  # the roles of linear layers that have a bias
     activation: Activation
     num_rotary_dims: int  # dimensions of a head that are turned
     nope_layers: frozenset[int]  # that turn no heads
@@ -142,20 +142,17 @@ class DecoderConfig:
         return names | of_the_model
 
     def _layer_names(self, number: int, stored: set[str]) -> Iterator[str]:
-        prefix, linears, own = f"model.layers.{number}.", self.linear_names, self.linears(number)
-        of_attention = {self.form.sinks, *(f"{part}.weight" for part in self.qk_norms.values())}
-        for part in self.parts:
-            if part in of_attention and not self.attends(number):
-                continue
-            stem, _, what = part.rpartition(".")
-            roles = [role for role, name in linears.items() if name == stem]
-            yield from (f"{prefix}{own[role]}.{what}" for role in roles if role in own)
-            if not roles:
-                yield prefix + part
+        form, prefix, linears = self.form, f"model.layers.{number}.", self.linears(number)
+        parts = [tensor for part in form.norms.values() for tensor in form.norm_tensors(part)] + list(form.curve)
+        parts += [f"{part}.weight" for part in linears.values()]
+        parts += [f"{linears[role]}.bias" for role in self.biased if role in linears]
+        if self.attends(number):
+            parts += [f"{part}.weight" for part in self.qk_norms.values()] + ([form.sinks] if form.sinks else [])
         if self.mixer is not None and number in self.mixer.layers:
-            yield from (prefix + part for part in self.mixer.parts())
+            parts += self.mixer.parts()
         if self.experts is not None and number in self.experts.layers:
-            yield from (prefix + part for part in self.experts.parts(self.experts.is_fused(stored, prefix)))
+            parts += self.experts.parts(self.experts.is_fused(stored, prefix))
+        yield from (prefix + part for part in parts)
 
 
 class OtherDecoderError(ValueError):
@@ -260,7 +257,7 @@ def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
         rotary=own_rotary(config, form, head_dim, num_rotary_dims),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         form=form,
-        parts=tuple(_parts(config, form, linears, qk_norms)),
+        biased=form.biased(config),
         activation=form.activation(config),
         num_rotary_dims=num_rotary_dims,
         nope_layers=form.nope(config, windows) if form.nope else frozenset(),
@@ -279,9 +276,11 @@ def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
 
 
 def _scales(config: Config, form: ArchitectureSpec, latent: MLAConfig | None) -> dict[str, float]:
-    of_scores = {} if latent is None else {"scores": latent.scale}
-    said = {what: number_of(config, key) for what, key in form.scales.items()}
-    return of_scores | said | _listed_scales(config, form)
+    found = {} if latent is None else {"scores": latent.scale}
+    found |= {what: number_of(config, key) for what, key in form.scales.items()}
+    for key, names in form.scale_lists.items():
+        found |= dict(zip(names, numbers_of(config, key, len(names)), strict=True))
+    return found
 
 
 def _mixer(config: Config, form: ArchitectureSpec) -> RecurrentConfig | None:
@@ -293,23 +292,13 @@ def _mixer(config: Config, form: ArchitectureSpec) -> RecurrentConfig | None:
     return found
 
 
-def _listed_scales(config: Config, form: ArchitectureSpec) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for key, names in form.scale_lists.items():
-        found |= dict(zip(names, numbers_of(config, key, len(names)), strict=True))
-    return found
-
-
 def _sizes(config: Config, form: ArchitectureSpec, latent: MLAConfig | None) -> dict[str, int]:
-    of_cache = (
-        (config["num_key_value_heads"], _head_dim(config, form)) if latent is None else (1, latent.sizes.entry_dim)
-    )
     sizes = {
         "num_layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
         "num_heads": config["num_attention_heads"],
-        "num_kv_heads": of_cache[0],
-        "head_dim": of_cache[1],
+        "num_kv_heads": config["num_key_value_heads"] if latent is None else 1,
+        "head_dim": _head_dim(config, form) if latent is None else latent.sizes.entry_dim,
         "intermediate": form.intermediate(config),
         "vocab": config["vocab_size"],
     }
@@ -326,12 +315,3 @@ def _head_dim(config: Config, form: ArchitectureSpec) -> int:
     if not isinstance(head_dim, int):
         raise ValueError("transformers tells more of it")
     return head_dim
-
-
-def _parts(config: Config, form: ArchitectureSpec, names: Mapping[str, str], qk_norms: Mapping[str, str]) -> list[str]:
-    """Return the tensors of a layer with linear layers and norms of heads of these names."""
-    parts = [tensor for part in form.norms.values() for tensor in form.norm_tensors(part)]
-    parts += [f"{part}.weight" for part in dict.fromkeys(names.values())] + list(form.curve)
-    parts += dict.fromkeys(f"{names[role]}.bias" for role in form.biased(config) if role in names)
-    parts += [form.sinks] if form.sinks else []
-    return parts + [f"{part}.weight" for part in qk_norms.values()]

@@ -12,8 +12,8 @@ from typing import Any
 from swiftbatch.worker.kernels.layer_specs import NormForm, RecurrentForm, Score
 from swiftbatch.worker.model.architectures.attention_layers import Windows, all_layers
 from swiftbatch.worker.model.architectures.deepseek import LATENT, SCORED_BY_SIGMOID
-from swiftbatch.worker.model.architectures.llama_like import GRANITE, TIED
-from swiftbatch.worker.model.architectures.moe import GRANITE_EXPERTS, GRANITE_SHARED, SPARSE_KEYS
+from swiftbatch.worker.model.architectures.llama_like import BIASED, QK_NORMED, TIED
+from swiftbatch.worker.model.architectures.moe import GRANITE_EXPERTS, GRANITE_MOE, GRANITE_SHARED, SPARSE_KEYS
 from swiftbatch.worker.model.architectures.moe_layers import (
     FusedNames,
     MoESpec,
@@ -97,15 +97,7 @@ JOINT_DELTA_NET = replace(
     linears={"in_proj_qkvz": ("inputs", "gates"), "in_proj_ba": ("betas", "steps"), **OUTPUT},
     orders={"in_proj_qkvz": _queries_to_gates, "in_proj_ba": _betas_and_steps},
 )
-QWEN35 = ArchitectureSpec(
-    "attention_bias",
-    "attention_bias",
-    has_qk_norms=True,
-    norm_form=NormForm.ONE_MORE,
-    partial_rotary_factor=0.25,
-    gates_heads=True,
-    mixer=DELTA_NET,
-)
+QWEN35 = replace(QK_NORMED, norm_form=NormForm.ONE_MORE, partial_rotary_factor=0.25, gates_heads=True, mixer=DELTA_NET)
 SHARED_EXPERT = MoESpec(
     Score.SOFTMAX,
     experts_in_all_layers,
@@ -201,10 +193,9 @@ FALCON_MAMBA = replace(
     known_keys=("mamba_", "time_step_limit", "ssm_"),
     one_meaning=SILU_ALONE | {"mamba_use_mlp": (True,), "projectors_bias": (False,)},
 )
-BAMBA = ArchitectureSpec(
-    "attention_bias",
-    "attention_bias",
-    "mlp_bias",
+BAMBA = replace(
+    BIASED,
+    mlp_bias="mlp_bias",
     norms={"input_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"},
     names=mlp_linears("feed_forward"),
     mixer=MAMBA,
@@ -371,11 +362,9 @@ HYBRIDS: dict[str, ArchitectureSpec] = {
         unlisted_layers=lambda config: ["hybrid"] * (config.get("num_hidden_layers") or 0),
         known_keys=("num_logits_to_keep",),
     ),
-    "granitemoehybrid": ArchitectureSpec(
-        "attention_bias",
-        "attention_bias",
+    "granitemoehybrid": replace(
+        GRANITE_MOE,
         names=GRANITE_SHARED,
-        scales=GRANITE.scales,
         intermediate_key="shared_intermediate_size",
         nope=nope_if_said,
         experts=replace(GRANITE_EXPERTS, shared_width="shared_intermediate_size", may_be_none=True),
@@ -446,11 +435,6 @@ HYBRIDS: dict[str, ArchitectureSpec] = {
         QWEN35,
         mixer=JOINT_DELTA_NET,
         unlisted_layers=_next_layers,
-        experts=replace(
-            SHARED_EXPERT,
-            layers=in_each_so_many,
-            normalises="norm_topk_prob",
-            keys=SPARSE_KEYS,
-        ),
+        experts=replace(SHARED_EXPERT, layers=in_each_so_many, normalises="norm_topk_prob", keys=SPARSE_KEYS),
     ),
 }

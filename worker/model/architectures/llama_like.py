@@ -39,7 +39,9 @@ FUSED_GATES = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
 TIED = {"tie_word_embeddings": True}
 NOPE_LAYERS = 4  # one of so many layers of a SmolLM3 turns no heads
 
-LLAMA = ArchitectureSpec("attention_bias", "attention_bias", "mlp_bias", rules=NULL_SIZES)
+BIASED = ArchitectureSpec("attention_bias", "attention_bias")
+QK_NORMED = replace(BIASED, has_qk_norms=True)
+LLAMA = replace(BIASED, mlp_bias="mlp_bias", rules=NULL_SIZES)
 GLM = ArchitectureSpec("attention_bias", is_interleaved=True, partial_rotary_factor=0.5, names=FUSED_GATES)
 GRANITE = replace(
     LLAMA,
@@ -51,19 +53,11 @@ GRANITE = replace(
     },
     rules=NULL_HEADS,
 )
-OLMO2 = ArchitectureSpec(
-    "attention_bias",
-    "attention_bias",
-    has_qk_norms=True,
-    joins_heads=True,
-    norms=BEHIND,
-    norm_form=NormForm.ONCE,
-    rounds_angles=False,
-    rules=NULL_HEADS,
+OLMO2 = replace(
+    QK_NORMED, joins_heads=True, norms=BEHIND, norm_form=NormForm.ONCE, rounds_angles=False, rules=NULL_HEADS
 )
-COHERE = ArchitectureSpec(
-    "attention_bias",
-    "attention_bias",
+COHERE = replace(
+    BIASED,
     is_interleaved=True,
     norms={"input_norm": "input_layernorm"},
     norm_form=NormForm.CENTRED,
@@ -72,10 +66,8 @@ COHERE = ArchitectureSpec(
     scales={"logits_factor": "logit_scale"},
     rules=NULL_HEADS,
 )
-HUNYUAN = ArchitectureSpec(
-    "attention_bias",
-    "attention_bias",
-    has_qk_norms=True,
+HUNYUAN = replace(
+    QK_NORMED,
     norms_after_rope=True,
     names={"query_norm": "self_attn.query_layernorm", "key_norm": "self_attn.key_layernorm"},
     has_fixed_alpha=True,
@@ -117,10 +109,8 @@ def _smollm3_of_gguf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 LLAMA_LIKE: dict[str, ArchitectureSpec] = {
-    "apertus": ArchitectureSpec(
-        "attention_bias",
-        "attention_bias",
-        has_qk_norms=True,
+    "apertus": replace(
+        QK_NORMED,
         norms={"input_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"},
         activations={"xielu": Activation.XIELU},
         has_gates=False,
@@ -232,10 +222,8 @@ LLAMA_LIKE: dict[str, ArchitectureSpec] = {
         gguf=GGUFSpec("qwen2", SILU | {"use_sliding_window": False}),
         is_taken_over=True,
     ),
-    "qwen3": ArchitectureSpec(
-        "attention_bias",
-        "attention_bias",
-        has_qk_norms=True,
+    "qwen3": replace(
+        QK_NORMED,
         windows=where_switched_on,
         rules=NULL_HEADS,
         defaults_head_dim=True,

@@ -18,7 +18,7 @@ from swiftbatch.worker.model.architectures.attention_layers import (
     without_windows_if_said,
 )
 from swiftbatch.worker.model.architectures.deepseek import SCORED_BY_SIGMOID, SHARED
-from swiftbatch.worker.model.architectures.llama_like import COHERE, GRANITE, HUNYUAN, OLMO2, TIED
+from swiftbatch.worker.model.architectures.llama_like import BIASED, COHERE, GRANITE, HUNYUAN, OLMO2, QK_NORMED, TIED
 from swiftbatch.worker.model.architectures.moe_layers import (
     ROLES,
     FusedNames,
@@ -51,6 +51,7 @@ from swiftbatch.worker.model.config_values import (
     integer_of,
 )
 
+PLAIN = MoESpec(Score.SOFTMAX, experts_in_all_layers, "intermediate_size")
 MIXTRAL = "block_sparse_moe"
 OF_MIXTRAL = {role: f"{MIXTRAL}.experts.{{}}.w{number}.weight" for role, number in zip(ROLES, (1, 3, 2), strict=True)}
 MIXTRAL_NAMES = MoETensorNames(router=f"{MIXTRAL}.gate.weight", each=OF_MIXTRAL)
@@ -162,14 +163,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             keys={"first_k_dense_replace": SOME_LAYERS, "prefix_dense_sliding_window_pattern": COUNT},
         ),
     ),
-    "dots1": ArchitectureSpec(
-        "attention_bias",
-        "attention_bias",
-        has_qk_norms=True,
-        windows=by_layer_types_if_said,
-        rules=NULL_HEADS,
-        experts=SCORED_BY_SIGMOID,
-    ),
+    "dots1": replace(QK_NORMED, windows=by_layer_types_if_said, rules=NULL_HEADS, experts=SCORED_BY_SIGMOID),
     "ernie4_5_moe": ArchitectureSpec(
         "use_bias",
         "use_bias",
@@ -205,19 +199,12 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             num_shared="num_shared_experts",
         ),
     ),
-    "flex_olmo": replace(
-        OLMO2,
-        experts=MoESpec(Score.SOFTMAX, experts_in_all_layers, "intermediate_size", normalises="norm_topk_prob"),
-    ),
+    "flex_olmo": replace(OLMO2, experts=replace(PLAIN, normalises="norm_topk_prob")),
     "glm4_moe": ArchitectureSpec(
-        "attention_bias",
-        qk_norms_key="use_qk_norm",
-        partial_rotary_factor=0.5,
-        experts=SCORED_BY_SIGMOID,
+        "attention_bias", qk_norms_key="use_qk_norm", partial_rotary_factor=0.5, experts=SCORED_BY_SIGMOID
     ),
-    "gpt_oss": ArchitectureSpec(
-        "attention_bias",
-        "attention_bias",
+    "gpt_oss": replace(
+        BIASED,
         norm_form=NormForm.ONCE,
         windows=by_layer_types,
         sinks="self_attn.sinks",
@@ -259,19 +246,15 @@ MIXTURES: dict[str, ArchitectureSpec] = {
     "granitemoeshared": replace(GRANITE_MOE, experts=replace(GRANITE_EXPERTS, shared_width="shared_intermediate_size")),
     "hunyuan_v1_moe": replace(
         HUNYUAN,
-        experts=MoESpec(
-            Score.SOFTMAX,
-            experts_in_all_layers,
-            "intermediate_size",
-            MoETensorNames(router="mlp.gate.wg.weight", shared=mlp_linears("mlp.shared_mlp")),
+        experts=replace(
+            PLAIN,
+            names=MoETensorNames(router="mlp.gate.wg.weight", shared=mlp_linears("mlp.shared_mlp")),
             shared_width="intermediate_size",
         ),
     ),
-    "hy_v3": ArchitectureSpec(
-        "attention_bias",
-        "attention_bias",
-        "mlp_bias",
-        has_qk_norms=True,
+    "hy_v3": replace(
+        QK_NORMED,
+        mlp_bias="mlp_bias",
         experts=MoESpec(
             Score.SIGMOID,
             SparseOr(all_but_the_first),
@@ -304,10 +287,8 @@ MIXTURES: dict[str, ArchitectureSpec] = {
         kernels_lack="its layers have experts and chunks",
         attends_in_chunks=True,
     ),
-    "mellum": ArchitectureSpec(
-        "attention_bias",
-        "attention_bias",
-        has_qk_norms=True,
+    "mellum": replace(
+        QK_NORMED,
         windows=by_layer_types,
         window_angles=WindowAngles(5e5, 1e4),
         experts=MoESpec(Score.SOFTMAX, SparseOr(experts_in_all_layers), normalises="norm_topk_prob"),
@@ -337,32 +318,16 @@ MIXTURES: dict[str, ArchitectureSpec] = {
     "mixtral": ArchitectureSpec(
         windows=window_in_all_layers_if_said,
         rules=NULL_WIDTH,
-        experts=MoESpec(
-            Score.SOFTMAX,
-            experts_in_all_layers,
-            "intermediate_size",
-            MIXTRAL_NAMES,
-            rounds_weights=False,
-            keys={"router_jitter_noise": None},
-        ),
+        experts=replace(PLAIN, names=MIXTRAL_NAMES, rounds_weights=False, keys={"router_jitter_noise": None}),
     ),
-    "olmoe": ArchitectureSpec(
-        "attention_bias",
-        "attention_bias",
-        has_qk_norms=True,
+    "olmoe": replace(
+        QK_NORMED,
         joins_heads=True,
-        experts=MoESpec(
-            Score.SOFTMAX,
-            experts_in_all_layers,
-            "intermediate_size",
-            normalises="norm_topk_prob",
-            one_meaning={"clip_qkv": (None,)},
-        ),
+        experts=replace(PLAIN, normalises="norm_topk_prob", one_meaning={"clip_qkv": (None,)}),
         rules=NULL_HEADS,
     ),
-    "phimoe": ArchitectureSpec(
-        "attention_bias",
-        "attention_bias",
+    "phimoe": replace(
+        BIASED,
         norm_form=NormForm.SHIFTED,
         windows=window_in_all_layers_if_said,
         has_long_angles=True,
@@ -398,10 +363,8 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             names=GGUF_NAMES,
         ),
     ),
-    "qwen3_moe": ArchitectureSpec(
-        "attention_bias",
-        "attention_bias",
-        has_qk_norms=True,
+    "qwen3_moe": replace(
+        QK_NORMED,
         windows=never_windowed,
         experts=MoESpec(
             Score.SOFTMAX,

@@ -90,9 +90,8 @@ class MixerSpec:
         """Return the rules of the keys that are named here."""
         rules: dict[Any, KeyRule | None] = {self.part_scales: POSITIVE.list_of(NUM_PARTS)}
         rules |= dict.fromkeys((self.epsilon, self.least_step, self.in_scale, self.out_scale), POSITIVE)
-        return (
-            rules | dict.fromkeys((self.bias, self.tap_bias, self.norm, self.norm_in_front), SWITCH) | dict(self.keys)
-        )
+        rules |= dict.fromkeys((self.bias, self.tap_bias, self.norm, self.norm_in_front), SWITCH)
+        return rules | dict(self.keys)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import Activation, NormForm
-from swiftbatch.worker.model.architectures.attention_layers import (
-    IS_WINDOWED,
-    MLASpec,
-    NoPESpec,
-    WindowSpec,
-)
+from swiftbatch.worker.model.architectures.attention_layers import IS_WINDOWED, MLASpec, NoPESpec, WindowSpec
 from swiftbatch.worker.model.architectures.moe_layers import MoESpec
 from swiftbatch.worker.model.architectures.recurrent_layers import MixerSpec
 from swiftbatch.worker.model.config_values import ACTIVATION, POSITIVE, SIZE, SWITCH, Config, KeyRule
@@ -31,11 +26,7 @@ LINEARS = {
 QK_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 IN_FRONT = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 BEHIND = {"output_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
-ACTIVATIONS = {
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-    "relu2": Activation.RELU2,
-    "silu": Activation.SILU,
-}
+ACTIVATIONS = {"gelu_pytorch_tanh": Activation.GELU_TANH, "relu2": Activation.RELU2, "silu": Activation.SILU}
 NULL_HEADS = {"num_key_value_heads": SIZE.or_null()}  # as many of keys as of queries
 NULL_WIDTH = {"head_dim": SIZE.or_null()}  # heads share the width of a row
 NULL_SIZES = NULL_HEADS | NULL_WIDTH

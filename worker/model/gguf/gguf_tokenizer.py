@@ -39,10 +39,7 @@ WHOLE_WORDS = (  # a word of the vocabulary is one token, though no merges may l
 )
 SPLITS = {
     **dict.fromkeys(("gpt-2", "granite-docling", "jais", "mpt", "olmo", "phi-2", "trillion"), GPT2),
-    **dict.fromkeys(
-        ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"),
-        DIGITS,
-    ),
+    **dict.fromkeys(("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"), DIGITS),
     **dict.fromkeys(("dbrx", "smaug-bpe", *WHOLE_WORDS), LLAMA3),
     **dict.fromkeys(("deepseek-r1-qwen", "f2llmv2", "kormo", "megrez", "qwen2"), QWEN2),
     **dict.fromkeys(("gpt-4o", "kanana2", "llama4", "minimax-m2", "talkie"), GPT4O),
