@@ -46,7 +46,6 @@ RULES: dict[str, KeyRule] = {  # of keys that architectures share; each adds tho
     "rope_theta": BASE,
     "rotary_pct": SHARE,
     "sliding_window": SIZE.or_null(),
-    "sliding_window_pattern": SIZE.or_else(WORD).or_null(),
     "use_bidirectional_attention": SWITCH.or_null(),
 }
 ANGLES: dict[str, KeyRule] = {  # within `rope_parameters` and `rope_scaling`

@@ -10,15 +10,18 @@ from swiftbatch.worker.model.architectures.attention_layers import TypesOrPatter
 from swiftbatch.worker.model.architectures.spec import (
     ACTIVATIONS,
     BEHIND,
+    PATTERN_RULE,
     WINDOW,
     ArchitectureSpec,
     GGUFSpec,
     WindowAngles,
 )
+from swiftbatch.worker.model.config_values import SIZE
 
 TIED = {"tie_word_embeddings": True}
 IN_FRONT = {"mlp_norm": "pre_feedforward_layernorm", "input_norm": "input_layernorm"}
 SOFTCAPS = {"scores": "attn_logit_softcapping", "logits": "final_logit_softcapping"}
+SCORE_RULE = {"query_pre_attn_scalar": SIZE}
 PATTERN = 6  # one of so many layers of a Gemma 3 has no window
 GEMMA = ArchitectureSpec(
     "attention_bias", "attention_bias", norm_form=NormForm.ONE_MORE, scales_by_width=True, defaults=TIED
@@ -31,6 +34,7 @@ GEMMA2 = replace(
     caps=SOFTCAPS,
     windows=TypesOrPattern(2, None),
     known_keys=("sliding_window_size",),
+    rules=SCORE_RULE,
 )
 
 GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
@@ -88,6 +92,7 @@ GEMMAS: dict[str, ArchitectureSpec] = {
             "tie_word_embeddings": True,
             "vocab_size": 262_208,
         },
+        rules=SCORE_RULE | PATTERN_RULE,
         nested_in=("gemma3",),
         gguf=replace(
             GGUF2,

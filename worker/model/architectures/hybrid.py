@@ -425,6 +425,7 @@ HYBRIDS: dict[str, ArchitectureSpec] = {
         epsilon_key="layer_norm_epsilon",
         known_keys=("attention_head_dim", "norm_eps", "num_logits_to_keep"),
         defaults={"head_dim": 128, "layer_norm_epsilon": 1e-5, "moe_latent_size": None},
+        rules={"num_nextn_predict_layers": SOME_LAYERS},
         view=_with_count,
     ),
     "qwen3_5_moe_text": replace(

@@ -29,6 +29,7 @@ BEHIND = {"output_norm": "post_attention_layernorm", "down_norm": "post_feedforw
 ACTIVATIONS = {"gelu_pytorch_tanh": Activation.GELU_TANH, "relu2": Activation.RELU2, "silu": Activation.SILU}
 NULL_HEADS = {"num_key_value_heads": SIZE.or_null()}  # as many of keys as of queries
 NULL_WIDTH = {"head_dim": SIZE.or_null()}  # heads share the width of a row
+PATTERN_RULE = {"sliding_window_pattern": SIZE.or_null()}
 NULL_SIZES = NULL_HEADS | NULL_WIDTH
 
 # parts of GGUF's metadata and tensors that several families have
