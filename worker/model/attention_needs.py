@@ -1,6 +1,6 @@
-"""The attention that every layer of a model asks for, found by one small forward; what is not understood is refused.
+"""The attention that each layer of a model asks for, found by one small forward.
 
-An attention that drops a window, sinks or a soft cap is silently wrong, and so is a cache that a layer never reads.
+A window, sinks or a soft cap that is dropped would be silently wrong, so unknown ones are refused.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ NO_CHANGE = {"dropout", "is_causal", "position_ids", "use_cache", "output_attent
 
 
 class UnsupportedError(ValueError):
-    """An attention that is not supported; the text says what the model does, from `its` on."""
+    """An attention that is not supported; the text begins with `its`."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The positions that a row sees: all up to its own, a sliding window, or its own chunk."""
+    """The positions that a row sees: all, a window, or its own chunk."""
 
     kind: Literal["full", "window", "chunk"] = "full"
     size: int = 0  # positions in the window (the row's own included) or in a chunk
@@ -51,7 +51,7 @@ FULL = Span()
 
 
 def span_of(mask_function: MaskFunction, num_positions: int, device: torch.device) -> Span:
-    """Find the span of a model's mask at its first positions. Raises UnsupportedError for other masks."""
+    """Find a mask's span at its first positions. Raises UnsupportedError for other masks."""
     cut = bisect_left(range(num_positions), True, key=lambda position: _first(mask_function, position, device) > 0)
     if cut == num_positions:
         span = FULL
@@ -66,7 +66,7 @@ def span_of(mask_function: MaskFunction, num_positions: int, device: torch.devic
 
 
 def _first(mask_function: MaskFunction, position: int, device: torch.device) -> int:
-    """Find the first position that a row sees. Raises UnsupportedError for a gap from there to its own."""
+    """Find the first position that a row sees. Raises UnsupportedError for gaps."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     keys = torch.arange(position + 2, device=device)
     sees = torch.as_tensor(mask_function(zero, zero, zero + position, keys)).expand(position + 2)
@@ -78,7 +78,7 @@ def _first(mask_function: MaskFunction, position: int, device: torch.device) -> 
 
 @dataclass(frozen=True)
 class LayerNeeds:
-    """The heads and sizes of a layer's keys and values, and what its rows see."""
+    """The heads and sizes of a layer's cache, and what its rows see."""
 
     num_kv_heads: int
     key_dim: int
@@ -88,7 +88,7 @@ class LayerNeeds:
 
 
 class _Observer:
-    """Stands in for attention during one forward, and keeps what each layer asked for."""
+    """Stands in for attention during one forward."""
 
     def __init__(self, num_positions: int, device: torch.device, dtype: torch.dtype) -> None:
         self.layers: dict[int, LayerNeeds] = {}
@@ -152,7 +152,7 @@ def attention_of(layer: Any) -> Any:
 
 
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:
-    """Return what each attending layer asks for, in order. Raises ModelError for what is not supported."""
+    """Return what each attending layer asks for. Raises ModelError for what is not supported."""
     observer = _Observer(num_positions, model.device, model.dtype)
     AttentionInterface.register(OBSERVER_NAME, observer.attend)
     AttentionMaskInterface.register(OBSERVER_NAME, observer.mask)
@@ -173,7 +173,6 @@ def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds
 
 
 def _in_order(model: Any, layers: dict[int, LayerNeeds]) -> list[LayerNeeds]:
-    """Raises UnsupportedError where a layer is missing or has other sizes."""
     num_layers, types = model.config.num_hidden_layers, layer_types(model.config.to_dict()) or []
     stateless = {number for number, each in enumerate(types) if each in STATELESS}
     others = set(range(num_layers)) - set(layers) - set(recurrent_layers(model)) - stateless

@@ -1,4 +1,4 @@
-"""Causal language models of `transformers`: loaded with all their weights, and split into layers and head."""
+"""Causal language models of `transformers`: loaded whole, and split into layers and head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias
 
 
 def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
-    """Load safetensors weights from a folder, without pickles or remote code. Raises ModelError or OtherModelError."""
+    """Load safetensors weights, without pickles or remote code. Raises ModelError or OtherModelError."""
     weights, whole = read_tensors(files, dtype, plain), read_whole_config(files.name, files.path)
     view = read_config(files.name, files.path)
     tensors = {class_name(name, view): plain(weight) for name, weight in weights.items()}
@@ -60,7 +60,6 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
 
 
 def _config(files: ModelFiles) -> PreTrainedConfig:
-    """Make the text model's config of `transformers`' own class."""
     if is_another(read_whole_config(files.name, files.path)):
         view = {key: each for key, each in read_config(files.name, files.path).items() if key not in CONFIG_KEYS}
         return AutoConfig.for_model(view.pop("model_type"), **view)
@@ -71,7 +70,7 @@ def _config(files: ModelFiles) -> PreTrainedConfig:
 
 
 class _Once:
-    """A tensor that is given away when it is asked for, so that experts are not held twice when they are joined."""
+    """A tensor that is given away when it is asked for, so that experts are held once."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], name: str) -> None:
         self._tensors, self._name = tensors, name
@@ -81,7 +80,7 @@ class _Once:
 
 
 def _problem(found: dict[str, Any]) -> str | None:
-    """Say which tensors `transformers` would pass over, or fill with random numbers; None without."""
+    """Say which tensors `transformers` would pass over or make up."""
     mismatched = sorted(found["mismatched_keys"])
     if mismatched:
         name, shape, expected = mismatched[0]
@@ -97,7 +96,6 @@ def _problem(found: dict[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence tables and advice of `transformers`."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -114,7 +112,7 @@ def decoder_of(model: Any) -> Any:
 
 
 class Head:
-    """The model's own forward behind its layers, with its class's scales or soft caps."""
+    """The model's own forward behind its layers."""
 
     def __init__(self, model: Any) -> None:
         decoder = decoder_of(model)
@@ -130,7 +128,7 @@ class Head:
 
 
 class _GivenStates(torch.nn.Module):
-    """Stands in for layers: returns its embeddings as final hidden states."""
+    """Returns its embeddings as final hidden states."""
 
     def __init__(self, decoder: torch.nn.Module) -> None:
         super().__init__()

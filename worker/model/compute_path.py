@@ -1,7 +1,7 @@
 """The path that a text model takes on a device, told from its config, and why it is not faster. Without torch.
 
-`transformers` chooses some angles by the longest text of a forward, so a row's bits would depend on its company. Of
-these, longrope runs where our kernels run all of a forward: each job's own length chooses its angles there.
+Of angles that change with a text's length only longrope's run, and in our kernels alone: each job's own length chooses
+them there, so a row's bits do not depend on other texts.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SHIFTING = {"dynamic", "longrope", "su"}  # types of angles that change with the
 
 @dataclass(frozen=True)
 class ComputePath:
-    """Our kernels for a whole forward, for its attention alone, or `transformers`' layers; and why no more."""
+    """What computes a forward, and why not more of it runs in our kernels."""
 
     name: PathName
     reason: str | None = None
 
 
 def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | None = None) -> ComputePath:
-    """Return the path of a text model that runs here. `stored` are its tensors' names, where they are known."""
+    """Return the path of a text model; `stored` are its tensors' names, where known."""
     try:
         dense = read_decoder_config(config)
         if stored is not None:
@@ -46,10 +46,7 @@ def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | N
 
 
 def _are_taken_over(config: Config) -> bool:
-    """Tell whether the kernels take the layers once `transformers` has filled in its defaults.
-
-    It is tried without numbers: `transformers` takes seconds to import, and few models need it.
-    """
+    """Tell whether the kernels take the layers once `transformers` has filled in its defaults, without numbers."""
     form, num_layers = architecture_of(config), config.get("num_hidden_layers")
     if form is None or not form.is_taken_over or not isinstance(num_layers, int) or num_layers > MOST_LAYERS:
         return False
@@ -82,7 +79,7 @@ def _head_dim(config: Config) -> int:
 
 
 def shifting_rotary(config: Config) -> str | None:
-    """Say which angles of a text model change with the length of the text; None where none do."""
+    """Say which angles change with the length of a text; None where none do."""
     if not (types := shifting_types(config)):
         return None
     shifts = f"its rotary positions ({', '.join(sorted(types))}) change with the length of the text"
@@ -96,7 +93,7 @@ def shifting_rotary(config: Config) -> str | None:
 
 
 def short_length(config: Config) -> int | None:
-    """Return the most positions of jobs that turn by longrope's short factors; None for other angles."""
+    """Return the most positions of jobs that turn by longrope's short factors."""
     return read_decoder_config(config).rotary.short_length if shifting_types(config) else None
 
 

@@ -1,4 +1,4 @@
-"""Faults in a text model's config: values that no forward can take, or that do not fit together. Without torch."""
+"""Faults in a text model's config: values that do not run, or do not fit together. Without torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def config_fault(config: Config) -> str | None:
-    """Say what keeps a text model's config from running; None where nothing does."""
+    """Say what keeps a text model's config from running; None for nothing."""
     for key in OF_ALL_KINDS:
         value = config.get(key)
         if (value is not None or key in NEEDED) and not RULES[key].holds(value):
@@ -93,7 +93,7 @@ def config_fault(config: Config) -> str | None:
 
 
 def unsaid_fault(config: Config) -> str | None:
-    """Say which size a config leaves to the default of its class, which is not known here."""
+    """Say which size a config leaves to its class."""
     form = architecture_of(config)
     needed = [*OF_ATTENTION, *(OF_LATENT if form is not None and form.latent else ())]
     if form is None or not form.does_one_thing:
@@ -106,7 +106,6 @@ def unsaid_fault(config: Config) -> str | None:
 
 
 def _value_fault(config: Config) -> str | None:
-    """Say which value no forward can take, and what was expected."""
     form = architecture_of(config)
     rules: dict[str, KeyRule | None] = {**form.own_rules(), **RULES, **form.rules} if form else {}
     if config.get("use_sliding_window") is False:
@@ -137,7 +136,6 @@ def _angles_fault(name: str, said: Any) -> str | None:
 
 
 def _layers(config: Config) -> Iterator[str]:
-    """Find lists that are too short or too long."""
     form = architecture_of(config)
     if form is not None and form.does_one_thing and "layers_block_type" in config and not layer_types(config):
         yield fault_of("layers_block_type", config["layers_block_type"], WORD.list_of())
@@ -173,7 +171,6 @@ def _heads(config: Config) -> Iterator[str]:
 
 
 def _experts(config: Config) -> Iterator[str]:
-    """Find more experts for a row than there are, and groups that do not divide them."""
     count, chosen = (_said(config, keys) for keys in (COUNT_KEYS, CHOSEN_KEYS))
     form = architecture_of(config)
     may_be_none = form is not None and form.experts is not None and form.experts.may_be_none
@@ -206,7 +203,6 @@ def _states(config: Config) -> Iterator[str]:
 
 
 def _state_heads(config: Config) -> Iterator[str]:
-    """Find heads of Mamba-2 that are not as wide together as its rows."""
     if "mamba_d_head" not in config or config["mamba_d_head"] == "auto":
         return
     width, heads = config["mamba_d_head"], config.get("mamba_n_heads") or 1
@@ -216,7 +212,7 @@ def _state_heads(config: Config) -> Iterator[str]:
 
 
 def keys_fault(config: Config, stored: Mapping[str, StoredTensor]) -> str | None:
-    """Say that the first layer's keys are not as wide as the config says; None where they are."""
+    """Say that the first layer's keys are not as wide as the config says."""
     found, head_dim = stored.get(KEYS), config.get("head_dim")
     if found is None or not head_dim or "qk_nope_head_dim" in config:
         return None

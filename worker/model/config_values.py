@@ -1,4 +1,4 @@
-"""Values of keys in configs: how they are read, and rules for them with the words. Without torch."""
+"""Values in configs: how they are read, and rules for them. Without torch."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def list_of_layers(config: Config, key: str, allowed: Collection[Any]) -> list[A
 
 
 def shown(name: str) -> str:
-    """Shorten a name that a config has made up, without what would break a line."""
+    """Shorten a config's own name, without line breaks."""
     return repr(name)[1:-1][:80]
 
 
 def line_of(error: Exception, most: int) -> str:
-    """Return the words of an error in one line of printable characters."""
+    """Return an error's words in one printable line."""
     words = " ".join(str(error).split())[:most]
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
 

@@ -1,6 +1,6 @@
-"""A decoder as our kernels need to know it, read from its config alone, or the reason why they do not run it. No torch.
+"""A decoder as our kernels need to know it, read from its config alone. Without torch.
 
-A config is taken only if each of its numbers is understood here; any other goes through `transformers`.
+Other configs, such as those with numbers that are not understood here, go through `transformers`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class DecoderConfig:
         return not self.form.does_one_thing or not (mixes or self.attends(number))
 
     def linears(self, number: int) -> dict[str, str]:
-        """Return a layer's linear layers by role; of one with experts, those of the shared ones."""
+        """Return a layer's linear layers by role, shared experts among them."""
         has = {True: self.attends(number), False: self.has_mlp(number)}
         names = {role: name for role, name in self.linear_names.items() if has[role in ATTENTION]}
         if self.experts is None or number not in self.experts.layers:
@@ -135,7 +135,7 @@ class DecoderConfig:
         return {role: name for role, name in names.items() if role not in ROLES} | dict(shared)
 
     def tensor_names(self, stored: set[str]) -> set[str]:
-        """Return the names of all tensors; `stored` decides where there are two ways to store them."""
+        """Return the names of all tensors; `stored` decides between two ways."""
         names = {name for number in range(self.num_layers) for name in self._layer_names(number, stored)}
         of_the_model = {EMBEDDING, *self.form.norm_tensors(self.form.final_norm)}
         of_the_model |= (set() if self.is_tied else {HEAD}) | ({HEAD_BIAS} if self.has_head_bias else set())
@@ -156,11 +156,11 @@ class DecoderConfig:
 
 
 class OtherDecoderError(ValueError):
-    """A decoder that the kernels do not take; its text says why, for the user."""
+    """A decoder that the kernels do not take; its text tells a user why."""
 
 
 def read_decoder_config(config: Config) -> DecoderConfig:
-    """Read a text model's config. Raises OtherDecoderError for one that is left to `transformers`."""
+    """Read a text model's config. Raises OtherDecoderError."""
     form = architecture_of(config)
     if form is None:
         raise OtherDecoderError("its layers are of another form")
@@ -174,7 +174,7 @@ def read_decoder_config(config: Config) -> DecoderConfig:
 
 
 def what_is_not_understood(config: Config, form: ArchitectureSpec) -> str | None:
-    """Say which words or numbers of a config the kernels do not have; None where they have all."""
+    """Say which words or numbers the kernels do not have; None where they have all."""
     known = {name for name, is_windowed in IS_WINDOWED.items() if form.windows or not is_windowed}
     known |= set() if form.mixer is None else ATTENDING | RECURRENT | STATELESS
     if others := set(map(str, config.get("layer_types") or ())) - known:
@@ -196,15 +196,12 @@ def what_is_not_understood(config: Config, form: ArchitectureSpec) -> str | None
 
 
 def _is_said(value: Any, meant: tuple[Any, ...]) -> bool:
-    """Tell whether a value is one of those meant, also where a list has one for each layer."""
+    """Tell whether a value, or each in a list, is one of those meant."""
     return value in meant or (isinstance(value, list) and bool(value) and all(each in meant for each in value))
 
 
 def _may_matter(key: str, value: Any, form: ArchitectureSpec) -> bool:
-    """Tell whether a key may be a number of a layer that is not understood here.
-
-    The classes read no other keys than those named here. Other numbers, and words and switches, belong to other tools.
-    """
+    """Tell whether a key may be a number of a layer; words and switches belong to other tools."""
     known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE | {*form.own_rules(), *form.one_meaning}
     known |= {*OF_EXPERTS, *form.experts.one_meaning} if form.experts else set()
     beginnings = (*form.known_keys, *(() if form.mixer is None else form.mixer.known_keys))
@@ -215,7 +212,7 @@ def _may_matter(key: str, value: Any, form: ArchitectureSpec) -> bool:
 
 
 def latent_sizes(config: Config) -> MLASizes | None:
-    """Return the sizes of latent attention in the kernels; None where they run none."""
+    """Return the sizes of latent attention; None where the kernels run none."""
     try:
         latent = read_decoder_config(config).latent
     except OtherDecoderError:
@@ -224,7 +221,7 @@ def latent_sizes(config: Config) -> MLASizes | None:
 
 
 def kernel_windows(config: Config) -> Windows:
-    """Return the windows of a model's layers in the kernels; none where they do not run it."""
+    """Return the windows of layers; none where the kernels do not run the model."""
     try:
         return read_decoder_config(config).windows
     except OtherDecoderError:
@@ -240,7 +237,7 @@ def refuse_other_tensors(dense: DecoderConfig, stored: set[str]) -> None:
 
 
 def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
-    """Raises KeyError for numbers left to a default, ValueError for those that the kernels do not take."""
+    """Raises KeyError for numbers left to a default, ValueError for others."""
     latent = None if form.latent is None else read_mla(config, form.latent)
     sizes = _sizes(config, form, latent)
     head_dim = sizes["head_dim"] if latent is None else latent.sizes.rope_dim
@@ -308,7 +305,6 @@ def _sizes(config: Config, form: ArchitectureSpec, latent: MLAConfig | None) -> 
 
 
 def _head_dim(config: Config, form: ArchitectureSpec) -> int:
-    """Raises ValueError for a width that is left to another default than the usual one."""
     head_dim = config.get("head_dim")
     if head_dim is None and not form.defaults_head_dim:
         head_dim = config["hidden_size"] // config["num_attention_heads"]

@@ -1,4 +1,4 @@
-"""The weights of a decoder from the tensors in a model's files: attention, products, experts, mixers."""
+"""A decoder's weights from the tensors in a model's files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Experts = tuple[Sequence[AnyLinear], Sequence[AnyLinear], Sequence[AnyLinear]]  
 
 
 def expert_weights(tensors: Tensors, prefix: str, config: MoEConfig, dtype: torch.dtype) -> ExpertWeights:
-    """Gather a layer's experts. Raises ValueError for widths other than the config's."""
+    """Gather a layer's experts. Raises ValueError for other widths."""
     names, is_fused = config.names, config.is_fused(set(tensors), prefix)
     gates, ups, downs = (_fused if is_fused else _one_by_one)(tensors, prefix, config)
     shared_gate = None if not config.shared_width else _floats(tensors, prefix, names.shared_gate)
@@ -157,7 +157,7 @@ def _mixer_linears(
 
 
 def of_rows(weight: Weight, rows: list[int]) -> Weight:
-    """Take some rows of a stored matrix, in this order. Raises ValueError for more than it has."""
+    """Take some rows of a stored matrix. Raises ValueError for more than it has."""
     if len(rows) > weight.shape[0] or max(rows) >= weight.shape[0]:
         raise ValueError(f"found {weight.shape[0]} rows, expected {len(rows)}")
     chosen = torch.tensor(rows, device=weight.device)
@@ -165,7 +165,6 @@ def of_rows(weight: Weight, rows: list[int]) -> Weight:
 
 
 def _scales(parts: tuple[float, ...], mixer: RecurrentConfig) -> Tensor:
-    """Return the scales of all columns in the order of the kernels' roles."""
     gates, values, keys, queries, steps = parts
     width, key_width = mixer.sizes.width, mixer.shape.num_key_heads * mixer.shape.key_dim
     runs = ((values, width), (keys, key_width), (queries, key_width), (gates, width), (steps, mixer.shape.num_heads))
@@ -173,7 +172,7 @@ def _scales(parts: tuple[float, ...], mixer: RecurrentConfig) -> Tensor:
 
 
 def _number(role: str, numbers: Tensor, mixer: RecurrentConfig) -> Tensor:
-    """Arrange float32 numbers for the kernels: taps by place, norms for each head. Raises ValueError."""
+    """Arrange float32 numbers for the kernels. Raises ValueError."""
     sizes = mixer.sizes
     if role == "taps":
         _refuse_shape(role, numbers, (sizes.num_channels, 1, sizes.conv_width), (sizes.num_channels, sizes.conv_width))
@@ -192,8 +191,7 @@ def _refuse_shape(role: str, numbers: Tensor, *expected: tuple[int, ...]) -> Non
 def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[str, AnyLinear]:
     """Arrange latent attention's products for the kernels. Raises ValueError for rows that are no heads.
 
-    Kernels turn other dimensions of queries and keys than those stored. Each head's up-projection of keys is
-    transposed, to lead from its query to the latent vector.
+    Each head's up-projection of keys is transposed, to lead from its query to the latent vector.
     """
     sizes = latent.sizes
     heads = range(0, linears["query"].weight.shape[0], sizes.query_dim)
@@ -223,10 +221,7 @@ SCALES_WITHIN = ("attention_in_scale", "key_scale", "attention_out_scale", "gate
 
 
 def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights | None:
-    """Load a model folder; None for a decoder that the kernels do not take, or whose tensors do not fit its config.
-
-    For another device than the CPU, the host holds one tensor at a time.
-    """
+    """Load a model folder tensor by tensor; None where the kernels do not take it, or tensors do not fit."""
     config = read_config(files.name, files.path)
     try:
         dense = read_decoder_config(config)
@@ -242,7 +237,7 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
 
 
 def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
-    """Build a decoder of tensors where they lie. Raises ValueError or IndexError where they do not fit its config."""
+    """Build a decoder of placed tensors. Raises ValueError or IndexError where they do not fit."""
     layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
     head_bias = plain(tensors[HEAD_BIAS]) if dense.has_head_bias else None
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
@@ -253,7 +248,7 @@ def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch
 def layer_alone(
     tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch.dtype
 ) -> tuple[DecoderSizes, LayerWeights]:
-    """Build the layer of a one-layer model, as stored. Raises ValueError or IndexError where tensors do not fit."""
+    """Build the layer of a one-layer model. Raises ValueError or IndexError."""
     kept = _floats_of(dense)
     placed = {name: each if name in kept else _placed(each, CPU, dtype) for name, each in tensors.items()}
     return _sizes(dense, dtype), _layer(placed, 0, dense, dtype)
@@ -302,7 +297,7 @@ def _embedding_scale(dense: DecoderConfig, dtype: torch.dtype) -> float:
 
 
 def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
-    """Return the names of a text model's tensors without a tied head; none where one is stored twice."""
+    """Return a text model's tensors without a tied head; none where one is stored twice."""
     layout = stored_layout(files.name, files.path)
     return set() if layout.repeated else {name for name in layout.heads if is_of_text(name, config)}
 
@@ -359,7 +354,7 @@ def _norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> Ten
 
 
 def _qk_norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> Tensor:
-    """Return the weights of a norm of heads, in the kernels' order of dimensions."""
+    """Return a norm of heads in the kernels' order of dimensions."""
     weight = plain(tensors[f"{part}.weight"]).flatten()
     if (order := dense.head_order) is None:
         return weight
@@ -378,7 +373,6 @@ def _curve(trained: list[Tensor]) -> Tensor | None:
 
 
 def _parts(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Group the roles that share a stored linear layer."""
     parts: dict[str, list[str]] = {}
     for role, part in names.items():
         parts.setdefault(part, []).append(role)
@@ -388,7 +382,7 @@ def _parts(names: Mapping[str, str]) -> dict[str, list[str]]:
 def _linears(
     tensors: Mapping[str, Weight], prefix: str, part: tuple[str, list[str]], rows: Mapping[str, int]
 ) -> Iterator[tuple[str, AnyLinear]]:
-    """Split a stored linear layer among its roles. Raises ValueError for another number of rows."""
+    """Split a stored linear layer among its roles. Raises ValueError."""
     name, roles = part
     weight, stored = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
     bias = None if stored is None else plain(stored)
@@ -403,7 +397,7 @@ def _linears(
 
 
 def _of_heads(linear: AnyLinear, dims: list[int], width: int) -> AnyLinear:
-    """Take some dimensions of each head of `width`, in this order. Raises ValueError where rows are no heads."""
+    """Take some dimensions of each head of `width`. Raises ValueError where rows are no heads."""
     rows = [head + dim for head in range(0, linear.weight.shape[0], width) for dim in dims]
     if not rows:
         raise ValueError("found 0 rows, expected those of heads")

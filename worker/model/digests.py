@@ -1,4 +1,4 @@
-"""The SHA-256 of each file of a model, and the fingerprints made of these."""
+"""SHA-256 of a model's files, and fingerprints of these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXT_FILES = (
 
 @dataclass(frozen=True)
 class Digests:
-    """The SHA-256 of each file that decides a model's tokens, by its place in the folder."""
+    """The SHA-256 of each file that decides a model's tokens."""
 
     model: Mapping[str, str]  # config, tokenizer and weights, in the order in which the fingerprint takes them
     text: Mapping[str, str]  # all else that makes tokens of a text: chat templates among them
@@ -45,14 +45,14 @@ class Digests:
         return _fingerprint(self.text)
 
     def difference(self, expected: Mapping[str, str]) -> tuple[str, str | None, str | None] | None:
-        """Return a file that is not as expected, with the SHA-256 found and expected; None for one that is missing."""
+        """Return a file that is not as expected, with what was found and expected."""
         found = {**self.model, **self.text}
         names = (name for name in sorted({*found, *expected}) if found.get(name) != expected.get(name))
         return next(((name, found.get(name), expected.get(name)) for name in names), None)
 
 
 def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Digests:
-    """Hash a model folder. Weights in `known_weights` are not read: `read_tensors` compares them later."""
+    """Hash a model folder, but for weights in `known_weights`."""
     known = known_weights or {}
     names = (*HASHED_FIRST, *((TEKKEN_FILE,) if has_tekken_alone(path) else ()))
     first = {name: _digest(path / name) for name in names if (path / name).is_file()}
@@ -61,7 +61,7 @@ def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Di
 
 
 def download_fault(path: Path, hashed: Mapping[str, str]) -> str | None:
-    """Say that weights in the hub's cache differ from the hub's, which names large files by their SHA-256."""
+    """Say that weights differ from the hub's, whose cache names them by SHA-256."""
     for file in weight_files(path):
         download = file.resolve()
         expected, found = download.name, hashed.get(file.name, download.name)
@@ -79,12 +79,12 @@ def has_tekken_alone(path: Path) -> bool:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files with a model's weights as `transformers` chooses them: the single file, else the index's."""
+    """Return a model's weight files: the single one, else the index's."""
     return sorted(path / name for name in weight_names(path))
 
 
 def text_files(path: Path) -> list[Path]:
-    """Return the files that make tokens of a text and are not in `fingerprint`, as chat templates."""
+    """Return further files that make tokens of a text."""
     found = {file for pattern in TEXT_FILES for file in path.glob(pattern)}
     return sorted(file for file in found if file.name not in HASHED_FIRST and file.is_file())
 

@@ -1,4 +1,4 @@
-"""Checks for files of a model that are missing, damaged or cut off, before its weights are read."""
+"""Checks for files that are missing, damaged or cut off, before weights are read."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ SINGLE_FILE = "model.safetensors"
 
 
 def adapter_fault(path: Path) -> str | None:
-    """Say that a folder holds an adapter; None for any other."""
     if (path / ADAPTER_FILE).exists():
         return f"{path / ADAPTER_FILE} says that it is an adapter; merge it into its base model, and give that folder"
     return None
 
 
 def folder_fault(path: Path) -> str | None:
-    """Say what keeps a folder with a config from being a model; None where nothing does."""
+    """Say what keeps a folder with a config from being a model."""
     if fault := small_files_fault(path) or _shards_fault(path):
         return fault
     if weight_names(path):
@@ -35,12 +34,11 @@ def folder_fault(path: Path) -> str | None:
 
 
 def small_files_fault(path: Path) -> str | None:
-    """Say the same where the weights are not there to be looked at."""
     return _generation_fault(path) or _index_fault(path)
 
 
 def _generation_fault(path: Path) -> str | None:
-    """Say that a generation config is damaged: `transformers` would pass over it, and over its end tokens."""
+    """Say that a generation config is damaged, which `transformers` passes over."""
     file = path / GENERATION_FILE
     if not file.exists():
         return None
@@ -57,7 +55,7 @@ def eos_fault(source: str, settings: Mapping[str, Any]) -> str | None:
 
 
 def weight_names(path: Path) -> set[str]:
-    """Return the names of a folder's weight files; none without a single file or a sound index."""
+    """Return the names of weight files; none without a sound index."""
     if links := link_names(path):
         return set(links)
     if (path / SINGLE_FILE).exists():
@@ -78,7 +76,7 @@ def _index_fault(path: Path) -> str | None:
 
 
 def _shards_fault(path: Path) -> str | None:
-    """Say that an index names files of other folders, which no fingerprint covers."""
+    """Say that an index names files of other folders."""
     if (path / SINGLE_FILE).exists() or not (path / INDEX_FILE).exists():
         return None
     for name in sorted(weight_names(path)):
@@ -113,7 +111,7 @@ RUN = 32  # zeros at a row's end that a sound one may have
 
 
 def zero_tail_fault(files: Iterable[Path]) -> str | None:
-    """Say that one of these files ends in zeros, as an unfinished download does; None for any other fault."""
+    """Say that a file ends in zeros, as an unfinished download does."""
     for file in files:
         try:
             with file.open("rb") as stream:
@@ -127,7 +125,7 @@ def zero_tail_fault(files: Iterable[Path]) -> str | None:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The last matrix of a tensor, or a list of numbers, by the bytes of its file."""
+    """The last matrix of a tensor, or a list, by its bytes."""
 
     name: str
     start: int
@@ -135,7 +133,7 @@ class _Matrix:
     num_rows: int  # 1: a list
 
     def may_end_in(self, num_zeros: int) -> bool:
-        """Tell whether so many zeros may be sound: whole rows of padding, or a few small numbers."""
+        """Tell whether so many zeros may be padding, or a few small numbers."""
         num_bytes = self.end - self.start
         if self.num_rows == 1 or num_zeros < BLOCK:
             return True
@@ -174,7 +172,7 @@ def _num_zeros(stream: BinaryIO, start: int, end: int) -> int:
 
 
 def _last_matrices(file: Path, stream: BinaryIO) -> Iterator[_Matrix]:
-    """Yield the tensors of a file in the order of their bytes; of several matrices in one, the last."""
+    """Yield a file's tensors in order; of several matrices in one, the last."""
     for name, shape, start, end in _gguf_spans(file) if file.suffix == SUFFIX else _safetensors_spans(stream):
         if not _is_matrix(name, shape):
             yield _Matrix(name, start, end, 1)
@@ -184,10 +182,7 @@ def _last_matrices(file: Path, stream: BinaryIO) -> Iterator[_Matrix]:
 
 
 def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Tell whether a tensor holds matrices of weights, which are never zeros.
-
-    Of four dimensions are codes of experts, and filters of images, which are no such matrices.
-    """
+    """Tell whether a tensor holds matrices of weights, which are never zeros."""
     is_other = name.endswith(("bias", "zeros", "zero_point")) or "norm" in name
     has_matrices = len(shape) in (2, 3) or (len(shape) == 4 and name.endswith("_blocks"))
     return has_matrices and min(shape) > 0 and min(shape[-2:]) > 1 and not is_other

@@ -1,4 +1,4 @@
-"""Models on the hub: snapshots in this machine's cache, and the reasons why one is not to be had."""
+"""Models on the hub: their snapshots here, and why one is not to be had."""
 
 from __future__ import annotations
 
@@ -29,18 +29,16 @@ def split_revision(model: str) -> tuple[str, str | None]:
 
 
 def at_commit(model: str, commit: str | None) -> str:
-    """Return the model's name with this commit as its revision."""
     return model if commit is None else f"{split_revision(model)[0]}@{commit}"
 
 
 def commit_of(path: Path) -> str | None:
-    """Return the commit of a snapshot in the hub's cache; None for another folder."""
     is_snapshot = path.parent.name == SNAPSHOTS and path.parent.parent.name.startswith("models--")
     return path.name if is_snapshot else None
 
 
 def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
-    """Get a model's files of these patterns; a name that looks like a path is not asked for. Raises ModelError."""
+    """Get a model's files of these patterns. Raises ModelError."""
     name, revision = split_revision(model)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
@@ -58,7 +56,7 @@ def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
 
 @contextmanager
 def _alone_on_this_machine(name: str) -> Iterator[None]:
-    """Wait until no other process here downloads this model."""
+    """Wait until no other process downloads this model."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
@@ -76,7 +74,7 @@ def _alone_on_this_machine(name: str) -> Iterator[None]:
 
 
 def _patiently(model: str, ask: Callable[[], Result]) -> Result:
-    """`ask` again while the hub is busy, within `PATIENCE_SECONDS`. Raises ModelError."""
+    """`ask` again while the hub is busy. Raises ModelError."""
     last, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
     while True:
         try:
@@ -110,7 +108,6 @@ def _status(error: BaseException) -> int | None:
 
 
 def _told_pause(error: BaseException) -> float | None:
-    """Return the seconds that an answer says to wait."""
     headers = getattr(getattr(error, "response", None), "headers", None) or {}
     retry_after, limit = headers.get("retry-after", ""), headers.get("ratelimit", "")
     found = re.fullmatch(r"\s*([0-9]{1,6})\s*", retry_after) or re.search(r";\s*t=([0-9]{1,6})", limit)
@@ -118,7 +115,7 @@ def _told_pause(error: BaseException) -> float | None:
 
 
 def _problem(model: str, causes: list[BaseException], status: int | None) -> str:
-    """Return the reason why a model is not to be had, and what to do."""
+    """Say why a model is not to be had, and what to do."""
     from huggingface_hub import constants
 
     (name, revision), endpoint = split_revision(model), constants.ENDPOINT

@@ -43,7 +43,7 @@ ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')  # in a `tokenizer.json`
 
 
 class OtherModelError(ModelError):
-    """A model's file that is not the expected one: a run's tokens would differ."""
+    """A file that is not the expected one: tokens would differ."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ModelFiles:
             self._refuse(*different)
 
     def refuse_other_weights(self, name: str, found: str) -> None:
-        """Raise OtherModelError where weights, as loaded, have another SHA-256 than `digests`."""
+        """Raise OtherModelError where loaded weights have another SHA-256."""
         if found != self.digests.model.get(name):
             self._refuse(name, found, self.digests.model.get(name))
 
@@ -91,9 +91,9 @@ class ModelFiles:
 
 
 def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> ModelFiles:
-    """Find `embedded`, a folder, or a hub id's snapshot, downloaded where it is missing. Raises ModelError.
+    """Find `embedded`, a folder, or a hub id's snapshot. Raises ModelError.
 
-    Weights with a SHA-256 in `known_weights` are not read now, but compared when they are loaded.
+    Weights with a SHA-256 in `known_weights` are compared when they are loaded.
     """
     small = model_folder(model, CONFIG_FILES)  # of a model on the hub: what is refused is not downloaded
     if fault := adapter_fault(small):
@@ -114,7 +114,7 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
 
 
 def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
-    """Return the folder of a model's files; the hub gives those that are `wanted`. Raises ModelError."""
+    """Return a model's folder with the `wanted` files. Raises ModelError."""
     path = EMBEDDED if model == "embedded" else Path(model)
     if path.suffix == SUFFIX and path.is_file():
         return gguf_folder(model, path, with_tokenizer=wanted == ALL_FILES)
@@ -122,7 +122,7 @@ def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
 
 
 def stored_layout(model: str, path: Path) -> Layout:
-    """Read the layout of a model's tensors. Raises ModelError for damaged weights."""
+    """Raises ModelError for damaged weights."""
     try:
         return layout_in(path, read_whole_config(model, path))
     except FormatError as error:
@@ -130,7 +130,7 @@ def stored_layout(model: str, path: Path) -> Layout:
 
 
 def what_refuses(config: dict[str, Any], path: Path) -> str | None:
-    """Say which layer or format of a published config does not run here; None for a model that runs."""
+    """Say which layer or format of a config does not run here; None for none."""
     view, whole = text_view(config), config.get("model_type")
     fault = config_fault(view)
     has_sense = fault is None or view["model_type"] not in ARCHITECTURES  # else what else it says may have none
@@ -168,16 +168,13 @@ def read_whole_config(model: str, path: Path) -> dict[str, Any]:
 
 
 def let_others_read(path: Path) -> None:
-    """Give weights the rights of any other new file: safetensors writes them for their owner alone."""
+    """Undo safetensors' rights, which are the owner's alone."""
     os.umask(umask := os.umask(0))
     path.chmod(0o666 & ~umask)
 
 
 def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:
-    """Return the tokens that end a text: the generation config's, else the config's, and the tokenizer's, as in vLLM.
-
-    A fine-tune often has its end of a turn in the tokenizer alone.
-    """
+    """Return the tokens that end a text as vLLM does; a fine-tune may have them in the tokenizer alone."""
     said = _values_in(files.path / GENERATION_FILE).get("eos_token_id")
     eos = read_config(files.name, files.path).get("eos_token_id") if said is None else said
     found = [*(eos if isinstance(eos, list) else [eos]), _eos_of_tokenizer(files.path)]
@@ -185,7 +182,6 @@ def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:
 
 
 def _eos_of_tokenizer(path: Path) -> int | None:
-    """Return the id of a tokenizer's `eos_token`, as `transformers` reads it."""
     config = _values_in(path / "tokenizer_config.json")
     older = {} if "added_tokens_decoder" in config else _values_in(path / "special_tokens_map.json")
     said = older.get("eos_token", config.get("eos_token"))
@@ -194,7 +190,7 @@ def _eos_of_tokenizer(path: Path) -> int | None:
 
 
 def _known_tokens(path: Path, config: dict[str, Any]) -> Iterator[dict[str, int]]:
-    """Yield the ids of tokens, first from short lists: a vocabulary takes a second."""
+    """Yield ids of tokens, first from short lists."""
     yield {each["content"]: int(number) for number, each in config.get("added_tokens_decoder", {}).items()}
     text = (path / "tokenizer.json").read_text(encoding="utf-8") if (path / "tokenizer.json").is_file() else "{}"
     if found := ADDED_TOKENS.search(text):

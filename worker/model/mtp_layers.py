@@ -1,7 +1,7 @@
 """A layer of a checkpoint that predicts one more token (MTP), as it is published. Without torch.
 
-It joins the target's final hidden state at a token with the embedding of the next one, each behind a norm, and goes on
-as one layer of the model's own kind. So it is read as a model of one layer.
+It joins the target's final hidden state with the next token's embedding. Behind that it is a layer of the model's own
+kind, and is read as a model of one layer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OF_LAYERS = ("hybrid_override_pattern", "layers_block_type", "layer_types")
 
 @dataclass(frozen=True)
 class MTPSpec:
-    """The names of a published MTP layer; `{}` stands for the number of the target's layers."""
+    """The names of a published MTP layer; `{}` is the number of the target's layers."""
 
     layer: str  # begins the names of its layer
     names: Mapping[str, str]  # of its own parts, by `ROLES`
@@ -91,7 +91,7 @@ class Predictor:
 
 
 class NoPredictorError(ValueError):
-    """A checkpoint whose MTP layers are not used; its text says why, empty where it has none."""
+    """MTP layers that are not used; the text says why, or is empty."""
 
 
 def one_layer_config(config: Config) -> dict[str, Any]:
@@ -125,7 +125,6 @@ def predictor_of(stored: Iterable[tuple[str, StoredTensor]], config: Config, pat
 
 
 def _plain(name: str) -> str:
-    """Return a stored name without the prefix of models of text and images."""
     name = WHOLE_DECODER.sub("model.", name).removeprefix("language_model.")
     return name.removeprefix("model.") if name.startswith("model.mtp.") else name
 
@@ -138,7 +137,7 @@ def _is_further(name: str, num_layers: int) -> bool:
 def _read(
     form: MTPSpec, heads: dict[str, StoredTensor], plain: Mapping[str, str], config: Config, path: Path
 ) -> Predictor:
-    """Raises NoPredictorError for other tensors than those of a layer of the model's kind."""
+    """Raises NoPredictorError for tensors of another layer."""
     num_layers = config.get("num_hidden_layers") or 0
     names = {name: each for name in heads if (each := _own_name(plain[name], form, num_layers)) is not None}
     one = one_layer_config(config)
@@ -159,7 +158,6 @@ def _read(
 
 
 def _refuse_other_shapes(layout: Layout, hidden: int) -> None:
-    """Raise NoPredictorError where norms and join are not of the model's width."""
     expected: dict[str, tuple[int, ...]] = dict.fromkeys(ROLES, (hidden,)) | {"join": (hidden, 2 * hidden)}
     for role, shape in expected.items():
         if (found := layout.heads[f"{OWN}{role}.weight"].shape) != shape:
@@ -167,7 +165,6 @@ def _refuse_other_shapes(layout: Layout, hidden: int) -> None:
 
 
 def _layout(heads: list[tuple[str, StoredTensor]], config: dict[str, Any], path: Path) -> Layout:
-    """Read the layout, which may be plain in a quantized model. Raises FormatError."""
     try:
         return layout_of(heads, config, format_of(config, path))
     except FormatError:
@@ -175,7 +172,7 @@ def _layout(heads: list[tuple[str, StoredTensor]], config: dict[str, Any], path:
 
 
 def _own_name(name: str, form: MTPSpec, num_layers: int) -> str | None:
-    """Return the name in the one-layer model; None for copies and for later layers."""
+    """Return the name in the one-layer model; None for copies and later layers."""
     if name in [each.format(num_layers) for each in form.copies]:
         return None
     for role in ROLES:

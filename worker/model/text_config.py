@@ -22,7 +22,7 @@ HEAD, HEAD_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "model.embed_toke
 
 
 def text_view(config: Config) -> dict[str, Any]:
-    """Return the config of a model's text part as if it were published alone, under its architecture's own name."""
+    """Return the config of a model's text part, as if it were published alone."""
     view, kind = dict(config), config.get("model_type")
     if nested := nested_config(config):
         whole = {key: config[key] for key in OF_THE_WHOLE if key in config}
@@ -42,14 +42,14 @@ def nested_config(config: Config) -> dict[str, Any]:
 
 
 def is_another(config: Config) -> bool:
-    """Tell whether the text model is another one than the class of the whole config makes."""
+    """Tell whether the text model's class is another one than the config's."""
     return bool(nested_config(config)) or config.get("model_type") in ALIASES
 
 
 def text_name(name: str, config: Config) -> str | None:
-    """Return a stored tensor's name in the text model of this view; None for one that changes no text.
+    """Return a stored tensor's name in the text model; None for one that changes no text (MTP, towers).
 
-    Layers behind the last one are passed over only if the config counts them among MTP layers.
+    Layers behind the last one are passed over only if the config counts them as MTP layers.
     """
     if OTHER_TOWERS.match(name) or PREDICTORS.match(name):
         return None
@@ -66,22 +66,19 @@ def text_name(name: str, config: Config) -> str | None:
 
 
 def class_name(name: str, config: Config) -> str:
-    """Return the name that the class of this view's kind has for a tensor of the text model."""
+    """Return the name that a kind's class has for a tensor of the text model."""
     form = architecture_of(config)
     return form.own_embedding if name == EMBEDDING and form is not None and form.own_embedding else name
 
 
 def is_of_text(name: str, config: Config) -> bool:
-    """Tell whether a stored tensor takes memory in the text model of this view."""
+    """Tell whether a stored tensor takes memory in the text model."""
     known = text_name(name, config)
     return known is not None and not (known == HEAD and bool(config.get("tie_word_embeddings")))
 
 
 def is_transposed(name: str, shape: tuple[int, ...], config: Config) -> bool:
-    """Tell whether a model, by its whole config, stores this tensor of experts with rows for columns.
-
-    Newer versions of `transformers` do not. Square tensors are taken as published.
-    """
+    """Tell whether a model, by its whole config, stores experts with rows for columns; newer `transformers` do not."""
     nested, form = nested_config(config), architecture_of(text_view(config))
     fused = form.experts.names.fused if form is not None and form.experts else None
     if not nested or fused is None or fused.is_transposed is not None or not name.endswith((fused.gate_up, fused.down)):

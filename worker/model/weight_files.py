@@ -1,7 +1,4 @@
-"""A model's weights, hashed as they are read, so that the hashed bytes are those that compute.
-
-The memory is the process's own: a mapped file would change under a running model.
-"""
+"""A model's weights, hashed as they are read: a mapped file would change under a running model."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ class Assembly:
         self._parts: dict[str, dict[str, Tensor]] = {}
 
     def take(self, stored: str, tensor: Tensor) -> tuple[str, Weight] | None:
-        """Return the weight that this tensor completes, with its name; None while parts are missing, or for no weight.
-
-        Raises FormatError for damaged parts.
-        """
+        """Return the weight that this tensor completes, and its name. Raises FormatError for damaged parts."""
         if stored in self._names:
             return self._names[stored], tensor
         if stored not in self._places:
@@ -79,10 +73,10 @@ class Assembly:
 def read_tensors(
     files: ModelFiles, dtype: torch.dtype, place: Callable[[Weight], Weight], kept: Collection[str] = ()
 ) -> dict[str, Weight]:
-    """Read a text model's weights by name, each as `place` returns it; those named in `kept` stay as stored.
+    """Read a text model's weights, as `place` returns them; those named in `kept` stay as stored.
 
-    Quantized weights are packed matrices or numbers of this dtype. Tensors that change no text are hashed and dropped,
-    as is a tied head. The host holds two tensors at most that `place` takes elsewhere. Raises ModelError for a damaged
+    Quantized ones are packed matrices, or numbers of this dtype. Tensors that change no text, and a tied head, are
+    hashed and dropped. The host holds two tensors at most that `place` takes elsewhere. Raises ModelError for a damaged
     file, OtherModelError for other bytes than those of `files.digests`.
     """
     weights: dict[str, Weight] = {}
@@ -121,7 +115,7 @@ def _weights_in(
 
 
 def _refuse_blank(name: str, weight: Weight) -> None:
-    """Raise FormatError for a matrix of zeros, as an unfinished download leaves it."""
+    """Raise FormatError for a matrix of zeros, as unfinished downloads have."""
     if len(weight.shape) < 2 or min(weight.shape[-2:]) < 2 or name.endswith("bias") or "norm" in name:
         return
     if isinstance(weight, PackedMatrix):
@@ -148,7 +142,7 @@ def _is_blank(matrix: Tensor) -> bool:
 
 
 def _drop_head_of(weights: dict[str, Weight], files: ModelFiles) -> None:
-    """Drop a head that is tied to the embedding. Raises ModelError where it differs from that."""
+    """Drop a tied head. Raises ModelError where it differs from the embedding."""
     head = weights.pop(HEAD, None)
     if head is not None and not torch.equal(plain(head), plain(weights[EMBEDDING])):
         raise ModelError(
@@ -158,7 +152,7 @@ def _drop_head_of(weights: dict[str, Weight], files: ModelFiles) -> None:
 
 
 def _stored(stream: RawIOBase, hashing: Hashing) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a safetensors file in the order of their bytes. Raises ValueError for a damaged one."""
+    """Yield a safetensors file's tensors in order. Raises ValueError for a damaged file."""
     start = exactly(stream, 8)
     size = int.from_bytes(start, "little")
     if size > LONGEST_HEADER:
@@ -180,7 +174,7 @@ def _stored(stream: RawIOBase, hashing: Hashing) -> Iterator[tuple[str, torch.Te
 
 
 def _form(name: str, entry: dict[str, Any], expected_start: int) -> tuple[list[int], torch.dtype]:
-    """Read shape and dtype of a tensor. Raises ValueError unless its bytes follow those before."""
+    """Raises ValueError unless a tensor's bytes follow those before."""
     shape, said, (start, end) = entry["shape"], entry["dtype"], entry["data_offsets"]
     if said not in DTYPES:
         raise ValueError(f"found {name} as {said}, expected one of {', '.join(DTYPES)}")

@@ -1,4 +1,4 @@
-"""Attention by layer, as configs say it: windows, no rotary positions (NoPE), latents (MLA). Without torch."""
+"""Windows, layers without rotary positions (NoPE) and latents (MLA), as configs say them. Without torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def that_hide(windows: Windows, config: Config) -> Windows:
 
 
 def window_in_all_layers(config: Config) -> Windows:
-    """Read `sliding_window`, which is that of all layers, or null. Raises ValueError beside types of layers."""
+    """Raises ValueError for types of layers beside a window."""
     without = no_windows(config)
     if config["sliding_window"] is None:
         return without
@@ -48,7 +48,6 @@ def window_in_all_layers_if_said(config: Config) -> Windows:
 
 
 def by_layer_types(config: Config) -> Windows:
-    """Give the window to the layers that `layer_types` names so."""
     types = list_of_layers(config, "layer_types", IS_WINDOWED)
     return tuple(window_size(config) if IS_WINDOWED[each] else None for each in types)
 
@@ -60,7 +59,7 @@ def from_max_window_layers(config: Config) -> Windows:
 
 @dataclass(frozen=True)
 class TypesOrPattern:
-    """Windows by `layer_types`; without types, in all but the last of each `pattern` layers."""
+    """Windows of `layer_types`, or of all but each `pattern`-th layer."""
 
     pattern: int
     key: str | None = "sliding_window_pattern"  # of another pattern; None: none is looked at
@@ -99,7 +98,7 @@ UP = "key_value_up"  # the role of the product from a latent vector to all heads
 
 @dataclass(frozen=True)
 class MLASpec:
-    """The tensors of latent attention, and the key in which architectures differ."""
+    """The tensors and keys of latent attention."""
 
     linears: dict[str, str]  # by role
     queries_of_vectors: dict[str, str]  # beside these where queries are made of a latent vector of their own,
@@ -137,13 +136,13 @@ class MLAConfig:
 
     @property
     def turned_order(self) -> list[int]:
-        """The stored places of turned dimensions in the kernels' order, where pairs lie half of them apart."""
+        """The stored places of turned dimensions in the kernels' order."""
         turned = range(self.sizes.rope_dim)
         return [*turned[::2], *turned[1::2]] if self.is_interleaved else [*turned]
 
 
 def read_mla(config: Config, spec: MLASpec) -> MLAConfig:
-    """Raises KeyError for numbers left to a default, ValueError for those of no latent attention."""
+    """Raises KeyError or ValueError for numbers of no latent attention."""
     if config["num_key_value_heads"] != config["num_attention_heads"]:
         raise ValueError("it has other heads of keys than of queries")
     sizes = MLASizes(
@@ -162,7 +161,7 @@ def read_mla(config: Config, spec: MLASpec) -> MLAConfig:
 
 
 def _stretch(config: Config) -> float:
-    """Return the factor by which YaRN makes queries and keys longer (Peng et al. 2023)."""
+    """Return YaRN's factor of queries and keys (Peng et al. 2023)."""
     angles: dict[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     by, factor = angles.get("mscale_all_dim") or 0.0, angles.get("factor") or 1.0
     is_plain = (angles.get("rope_type") or angles.get("type") or "default") == "default"

@@ -1,7 +1,6 @@
-"""The architectures that run here, by the `model_type` of their config, and the reasons against others. No torch.
+"""The architectures that run here, by the `model_type` of their config, and those that are refused. Without torch.
 
-Each was compared with transformers' own forward: one that nobody compared may be silently wrong, so it is refused. The
-test that compares them writes the table in `docs/models.md`.
+Each was compared with transformers' own forward: one that nobody compared may be silently wrong.
 """
 
 from __future__ import annotations
@@ -69,12 +68,12 @@ MOST_NAMED = 4  # other kinds of layers, in a line
 
 
 def architecture_of(config: Config) -> ArchitectureSpec | None:
-    """Return the architecture of a text model; None for one that does not run here."""
+    """Return a text model's architecture; None where it does not run here."""
     return ARCHITECTURES.get(str(config.get("model_type")))
 
 
 def what_it_lacks(config: Config) -> str | None:
-    """Say what a text model needs that is not here; None for one that runs."""
+    """Say what a text model needs that is not here; None for nothing."""
     kind, form = str(config.get("model_type")), architecture_of(config)
     if kind in REFUSED:
         return f"its kind {kind!r:.80} needs {REFUSED[kind]}"
@@ -115,7 +114,7 @@ def num_attending_layers(config: Config) -> int:
 
 
 def recurrent_shape(config: Config) -> RecurrentShape | None:
-    """Return the sizes of a model's states; None without, or where a size is not said."""
+    """Return the sizes of a model's states; None where none are said."""
     form, num_layers = architecture_of(config), sum(each in RECURRENT for each in layer_types(config) or ())
     if form is None or form.mixer is None or not num_layers:
         return None

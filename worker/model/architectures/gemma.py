@@ -54,7 +54,7 @@ GGUF2 = GGUFSpec(
 
 
 def _score_width(config: dict[str, Any], num_layers_of_largest: int) -> int:
-    """Return the number by whose root queries are divided; no metadata says that the largest model has another."""
+    """Return the number by whose root queries are divided; the largest model has another."""
     is_largest = config["num_hidden_layers"] == num_layers_of_largest
     return int(config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"])
 

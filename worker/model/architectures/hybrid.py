@@ -141,7 +141,6 @@ def _bamba_layers(config: Config) -> list[str]:
 
 
 def by_their_names(config: Config) -> frozenset[int]:
-    """Give experts to the layers of Nemotron-H that are called so, and have nothing else."""
     return frozenset(number for number, each in enumerate(listed_layers(config) or ()) if each in EXPERTS_ALONE)
 
 
@@ -150,7 +149,6 @@ def nope_if_said(config: Config, windows: Windows) -> frozenset[int]:
 
 
 def _with_count(config: Config) -> dict[str, Any]:
-    """Count the layers of Nemotron-H, which are named."""
     types = listed_layers(config)
     return ({"num_hidden_layers": len(types)} if types else {}) | dict(config)
 
@@ -232,7 +230,6 @@ def _lfm2_layers(config: Config) -> list[str] | None:
 
 
 def lfm2_width(config: Config) -> int:
-    """Return the width between LFM2's products. Raises KeyError where the config does not say it."""
     width: int = config["block_ff_dim"] if "block_ff_dim" in config else config["intermediate_size"]
     if not config["block_auto_adjust_ff_dim"]:
         return width
@@ -317,7 +314,7 @@ def _kimi_view(config: Config) -> dict[str, Any]:
 
 
 def _kimi_faults(config: Config) -> Iterator[str]:
-    """Say that its two lists of layers do not name each number from 1 on once."""
+    """Say that its lists do not name each layer once."""
     count, said = config.get("num_hidden_layers"), config.get("linear_attn_config") or {}
     if config.get("layer_types") is not None or count is None:
         return

@@ -82,7 +82,7 @@ HUNYUAN = replace(
 
 
 def where_switched_on(config: Config) -> Windows:
-    """Read Qwen's windows, of `layer_types` or from `max_window_layers` on; none without `use_sliding_window`."""
+    """Read Qwen's windows, which `use_sliding_window` switches on."""
     is_on = switch_of({"use_sliding_window": False} | dict(config), "use_sliding_window")
     if not is_on and not isinstance(config.get("sliding_window"), int | None):
         raise ValueError(f"its sliding_window is {config['sliding_window']!r:.80}")
@@ -95,7 +95,7 @@ def where_switched_on(config: Config) -> Windows:
 
 
 def by_no_rope_layers(config: Config, windows: Windows) -> frozenset[int]:
-    """Read `no_rope_layers`, which have a 1 for each layer that turns heads."""
+    """Read `no_rope_layers`, with a 1 for layers that turn heads."""
     turns = list_of_layers(config, "no_rope_layers", (0, 1))
     return frozenset(number for number, is_turned in enumerate(turns) if not is_turned)
 

@@ -1,7 +1,4 @@
-"""Decoders with experts: Mixtral, Qwen's, gpt-oss, GLM, MiniMax, Granite, Cohere, OLMo and others. Without torch.
-
-Those with latent attention are in `deepseek.py`, those with states in `hybrid.py`.
-"""
+"""Decoders with experts: Mixtral, Qwen's, gpt-oss, GLM, MiniMax, Granite, Cohere, OLMo and others. Without torch."""
 
 from __future__ import annotations
 
@@ -96,24 +93,19 @@ def never_windowed(config: Config) -> Windows:
 
 
 def by_layer_types_if_said(config: Config) -> Windows:
-    """Read `layer_types`; without them, the window begins at `max_window_layers`."""
     if config.get("layer_types") is not None:
         return by_layer_types(config)
     return no_windows(config) if config.get("sliding_window") is None else from_max_window_layers(config)
 
 
 def without_windows_but_dense(config: Config, windows: Windows) -> frozenset[int]:
-    """Find Cohere's layers that turn no heads: those with experts and without a window.
-
-    With a pattern other than 1, dense layers without a window are among them.
-    """
+    """Find Cohere's layers that turn no heads: those without a window, and with experts unless a pattern says more."""
     with_experts = SparseOr(behind_the_first)({"first_k_dense_replace": 0} | dict(config))
     has_turned_dense = config.get("prefix_dense_sliding_window_pattern", 1) == 1
     return without_windows(config, windows) & (with_experts if has_turned_dense else experts_in_all_layers(config))
 
 
 def by_thetas(config: Config, windows: Windows) -> frozenset[int]:
-    """Find the layers with a 0 in `layer_rope_theta`, which turn no heads."""
     thetas = config["layer_rope_theta"]
     if thetas is not None and (not isinstance(thetas, list) or len(thetas) != len(windows)):
         raise ValueError("its layer_rope_theta do not tell of each layer")
@@ -121,7 +113,7 @@ def by_thetas(config: Config, windows: Windows) -> frozenset[int]:
 
 
 def between(config: Config) -> frozenset[int]:
-    """Give experts to each `moe_layer_interval`-th layer between two of Ernie's; -1, or none, is the last."""
+    """Give experts to each `moe_layer_interval`-th layer between two of Ernie's."""
     step, first = integer_of(config, "moe_layer_interval"), integer_of(config, "moe_layer_start_index", least=0)
     last = integer_of({"moe_layer_end_index": -1} | dict(config), "moe_layer_end_index", least=-1)
     last = config["num_hidden_layers"] - 1 if last == -1 else last

@@ -101,7 +101,7 @@ def experts_in_all_layers(config: Config) -> frozenset[int]:
 
 
 def in_each_so_many(config: Config) -> frozenset[int]:
-    """Give experts to every `decoder_sparse_step`-th layer, but for those in `mlp_only_layers`."""
+    """Give experts to each `decoder_sparse_step`-th layer."""
     step, without = integer_of(config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
     if not isinstance(without, list):
         raise ValueError(f"its mlp_only_layers are {without!r:.80}")
@@ -119,7 +119,7 @@ def all_but_the_first(config: Config) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class SparseOr:
-    """Gives experts to the layers that `mlp_layer_types` calls sparse; without that key, as `otherwise` has it."""
+    """Gives experts to the layers that `mlp_layer_types` calls sparse."""
 
     otherwise: MoELayers
 
@@ -149,7 +149,7 @@ class MoEConfig:
         return self.form.names
 
     def is_fused(self, stored: set[str], prefix: str) -> bool:
-        """Tell whether the experts of a layer lie in two tensors whose orientation is clear."""
+        """Tell whether a layer's experts lie in two clear tensors."""
         if (fused := self.names.fused) is None or self.names.each is None:
             return fused is not None
         is_clear = fused.is_transposed is not None or self.hidden not in (self.width, 2 * self.width)
@@ -172,7 +172,7 @@ class MoEConfig:
 
 
 def read_moe(config: Config, form: MoESpec | None) -> MoEConfig | None:
-    """Return None where no layer has them. Raises KeyError for numbers left to a default, ValueError for others."""
+    """Raises KeyError for numbers left to a default, ValueError for others."""
     if form is None or (form.may_be_none and config.get("num_local_experts") == 0):
         return None
     if not (layers := form.layers(config)):
@@ -207,7 +207,6 @@ def read_moe(config: Config, form: MoESpec | None) -> MoEConfig | None:
 
 
 def _groups(config: Config, form: MoESpec) -> tuple[int, int]:
-    """Read the number of groups, and of those that a row chooses from."""
     if form.groups is None or (form.grouping is not None and config.get(form.grouping[0]) != form.grouping[1]):
         return 1, 1
     number, chosen = (int(number_of(config, key)) for key in form.groups)
@@ -215,7 +214,7 @@ def _groups(config: Config, form: MoESpec) -> tuple[int, int]:
 
 
 def _agreed(config: Config, keys: tuple[str, ...]) -> int:
-    """Read the number that all of these keys agree on, of those that are there."""
+    """Read the number on which these keys agree."""
     said = {key: _of_all_layers(config[key]) for key in keys if config.get(key) is not None}
     if not said:
         raise KeyError(keys[0])
@@ -227,7 +226,6 @@ def _agreed(config: Config, keys: tuple[str, ...]) -> int:
 
 
 def _of_all_layers(said: Any) -> Any:
-    """Return the one number of a list with the same for every layer."""
     return said[0] if isinstance(said, list) and said and all(each == said[0] for each in said) else said
 
 

@@ -1,4 +1,4 @@
-"""Layers with a state or a convolution: their sizes, tensors and keys of configs. Without torch."""
+"""Layers with a state or a convolution, as configs say them. Without torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RecurrentShape:
     num_decays: int = 1  # of a head: or one for each row of its state
 
     def __post_init__(self) -> None:
-        """Raises ValueError for sizes that are no integers, as a config may have them."""
+        """Raises ValueError for sizes that are no integers."""
         if wrong := [size for size in vars(self).values() if type(size) is not int]:
             raise ValueError(f"found a size of {wrong[0]!r:.80}, expected a whole number")
 
@@ -60,10 +60,7 @@ Order = Callable[[RecurrentShape], list[int]]
 
 @dataclass(frozen=True)
 class MixerSpec:
-    """A mixer's stored products, with the roles whose rows each holds in turn, and its float32 numbers.
-
-    Products and the convolution have biases where the config's keys of these names say so.
-    """
+    """A mixer's stored products, with the roles whose rows each holds in turn, and float32 numbers."""
 
     words: str  # for users
     layer_classes: tuple[str, ...]  # of transformers
@@ -96,7 +93,7 @@ class MixerSpec:
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """The mixers of a model's layers, and which layers have them and which attend."""
+    """The mixers of a model, their layers, and those that attend."""
 
     spec: MixerSpec
     shape: RecurrentShape
@@ -114,7 +111,6 @@ class RecurrentConfig:
         return {role: f"{self.spec.part}.{name}" for role, name in self.spec.numbers.items() if role in roles}
 
     def parts(self) -> Iterator[str]:
-        """Yield the tensors of a mixer."""
         yield from self.numbers.values()
         for name in self.spec.linears:
             yield f"{self.spec.part}.{name}.weight"
@@ -131,7 +127,7 @@ def listed_layers(config: Config) -> list[str] | None:
 def read_recurrent_layers(
     config: Config, spec: MixerSpec, types: list[str], shape: RecurrentShape | None
 ) -> RecurrentConfig | None:
-    """Return None for a model without. Raises KeyError for numbers left to a default, ValueError for others."""
+    """Raises KeyError for numbers left to a default, ValueError for others."""
     if len(types) != config["num_hidden_layers"]:
         raise ValueError("its layers are not named one by one")
     if not (layers := frozenset(number for number, each in enumerate(types) if each in RECURRENT)):
@@ -172,7 +168,6 @@ def _sizes(config: Config, spec: MixerSpec, shape: RecurrentShape) -> RecurrentS
 
 
 def _has_norm(config: Config, spec: MixerSpec) -> bool:
-    """Raises ValueError for a norm in front of the gates."""
     has_norm = spec.norm is None or switch_of(config, spec.norm)
     if has_norm and _is_said(config, spec.norm_in_front):
         raise ValueError(f"its {spec.norm_in_front} is True")

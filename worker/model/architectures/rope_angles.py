@@ -12,7 +12,7 @@ from swiftbatch.worker.model.config_values import Config, number_of
 
 
 def num_rotary_dims_of(config: Config, form: ArchitectureSpec, head_dim: int) -> int:
-    """Count the dimensions of a head that turn. Raises ValueError for an odd number."""
+    """Raises ValueError for an odd number."""
     default = 1.0 if form.partial_rotary_factor is None else form.partial_rotary_factor
     if "rotary_dim" in config:
         default = number_of(config, "rotary_dim") / head_dim
@@ -33,7 +33,7 @@ def _angles(config: Config, form: ArchitectureSpec, layers: str = "full_attentio
 
 
 def _angles_by_type(config: Config, own: WindowAngles, layers: str) -> dict[str, Any]:
-    """Read the angles of one type of layers; in keys of their own, those with windows do not stretch."""
+    """Read the angles of one type of layers; those with windows do not stretch."""
     parameters = config.get("rope_parameters") or {}
     if isinstance(parameters.get(layers), dict):
         words: dict[str, Any] = parameters[layers]
@@ -47,7 +47,7 @@ def _angles_by_type(config: Config, own: WindowAngles, layers: str) -> dict[str,
 
 
 def other_rotary(config: Config, form: ArchitectureSpec, head_dim: int) -> Rotary | None:
-    """Read the angles of layers that turn otherwise; None where all turn alike."""
+    """Read the angles of layers that turn otherwise."""
     if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)[1:]):
         said = _angles(config, form) | {"rope_theta": bases[0]}
     elif form.window_angles is not None:
@@ -66,7 +66,7 @@ def other_layers(config: Config, form: ArchitectureSpec, windows: Windows) -> fr
 
 
 def thetas_of(config: Config, key: str) -> list[float]:
-    """Return the bases that layers turn by. Raises ValueError for more than two."""
+    """Return the bases of layers. Raises ValueError for more than two."""
     found = list(dict.fromkeys(theta for theta in config[key] or [] if theta))
     if len(found) > 2:
         raise ValueError(f"its {key} has {len(found)} bases")
@@ -74,7 +74,7 @@ def thetas_of(config: Config, key: str) -> list[float]:
 
 
 def own_rotary(config: Config, form: ArchitectureSpec, head_dim: int, num_rotary_dims: int) -> Rotary:
-    """Raises KeyError, TypeError or ValueError for angles left to a default, or unknown here."""
+    """Raises KeyError, TypeError or ValueError for unknown angles."""
     beside = {"partial_rotary_factor", form.growth_key, "max_position_embeddings" if form.growth_key else None}
     said = {name: value for name, value in _angles(config, form).items() if name not in beside}
     if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)):
@@ -100,7 +100,6 @@ def _growth(config: Config, form: ArchitectureSpec) -> QueryGrowth | None:
 
 
 def _fixed_angles(said: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Return the angles of another base in place of those with an `alpha`."""
     base = number_of(said, "rope_theta") * number_of(said, "alpha") ** (head_dim / (head_dim - 2))
     return {"rope_type": "default", "rope_theta": base}
 

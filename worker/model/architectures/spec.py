@@ -1,4 +1,4 @@
-"""The description of an architecture: keys of its config, names of tensors, layers. Without torch."""
+"""The description of an architecture. Without torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class GGUFSpec:
 
 @dataclass(frozen=True)
 class WindowAngles:
-    """The default bases of layers without and with windows, and the key of the latter."""
+    """The default bases of layers, and the key of those with windows."""
 
     full: float
     windowed: float
@@ -82,7 +82,7 @@ def no_faults(config: Config) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ArchitectureSpec:
-    """All that an architecture does otherwise than Llama. It has biases where its config's keys named here say so."""
+    """All that an architecture does otherwise than Llama; keys that are named here belong to its config."""
 
     query_key_value_bias: str | None = None
     output_bias: str | None = None
@@ -165,18 +165,18 @@ class ArchitectureSpec:
         return {role: self.names.get(role, name) for role, name in LINEARS.items() if role != "gate" or self.has_gates}
 
     def activation(self, config: Config) -> Activation:
-        """Return the function between the products. Raises KeyError for an unknown one."""
+        """Raises KeyError for an unknown one."""
         return Activation.SILU if self.activation_key is None else self.activations[config[self.activation_key]]
 
     def intermediate(self, config: Config) -> Any:
-        """Return the width between the products. Raises KeyError where the config does not say it."""
+        """Raises KeyError where the config does not say it."""
         return config[self.intermediate_key] if self.width is None else self.width(config)
 
     def norm_tensors(self, part: str) -> list[str]:
         return [f"{part}.weight", *([f"{part}.bias"] if self.norm_form == NormForm.SHIFTED else [])]
 
     def qk_norms(self, config: Config) -> dict[str, str]:
-        """Return the norms of heads by role. Raises KeyError where the config does not say them."""
+        """Raises KeyError where the config does not say whether they are there."""
         has_norms = config[self.qk_norms_key] if self.qk_norms_key else self.has_qk_norms
         return {role: self.names.get(role, part) for role, part in QK_NORMS.items() if has_norms}
 
@@ -188,7 +188,7 @@ class ArchitectureSpec:
         return roles + ["gate", "up", "down"] * has(self.mlp_bias)
 
     def own_rules(self) -> dict[str, KeyRule | None]:
-        """Return the rules of the keys that are named here, whose numbers are understood."""
+        """Return rules of keys that are named here; their numbers are understood."""
         windowed = self.window_angles.windowed_key if self.window_angles else None
         rules: dict[Any, KeyRule | None] = {self.intermediate_key: SIZE, self.activation_key: ACTIVATION.or_null()}
         biases = (self.query_key_value_bias, self.output_bias, self.mlp_bias, self.head_bias, self.qk_norms_key)

@@ -1,4 +1,4 @@
-"""The formats of quantized weights, by the names that configs have for them. Without torch."""
+"""The formats of quantized weights, by their names in configs. Without torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
 def format_of(config: Mapping[str, Any], path: Path) -> Format | None:
-    """Return the format of a model's weights; None for plain ones. Raises FormatError for an unknown one."""
+    """Return the format of a model's weights; None for plain ones. Raises FormatError."""
     in_config = next(((key, config[key]) for key in CONFIG_KEYS if config.get(key) is not None), None)
     in_file = _of_modelopt(path / QUANTIZATION_FILE)
     if in_config is None:

@@ -38,7 +38,7 @@ WORD = 32  # bits
 
 @dataclass(frozen=True)
 class ByteScheme:
-    """`weight` of int8 with scales for all, for rows or for groups of columns, and as many zeros."""
+    """`weight` of int8 with scales for all, rows or groups, and zeros."""
 
     group: int | None
     numbers: str = "int8"
@@ -64,7 +64,7 @@ class ByteScheme:
 
 @dataclass(frozen=True)
 class PackedScheme:
-    """`weight_packed` with codes of some bits, rows in whole words; `weight_shape` tells the columns."""
+    """`weight_packed` with rows in whole words, and `weight_shape`."""
 
     bits: int
     group: int | None
@@ -96,7 +96,6 @@ class PackedScheme:
         return form_of_integers(self.bits, self.shape(heads)[1], self.group, scales, self.is_symmetric)
 
     def _depth(self, words: int, scales: tuple[int, ...]) -> int:
-        """Return the columns that the words hold, less those that the last group leaves out."""
         most = words * WORD // self.bits
         if self.group is None or len(scales) != 2:
             return most
@@ -254,7 +253,6 @@ def _refuse_other_compression(said: Mapping[str, Any], where: str) -> None:
 
 
 def _group(group: Any, whole: Mapping[str, Any], where: str) -> tuple[list[str], str, Scheme]:
-    """Return the modules of a group, its form in words, and its form."""
     refuse_unknown(mapping(group, where), OF_GROUPS, where)
     form = group.get("format") or whole.get("format")
     if not isinstance(form, str) or form not in FORMS:
@@ -279,7 +277,6 @@ def _is_pattern(target: str) -> bool:
 
 
 def _names(module: str, targets: list[str]) -> bool:
-    """Tell whether a target names the module, or is a pattern (`re:`) of its beginning."""
     return any(
         module == each or (each.startswith(PATTERN) and re.match(each.removeprefix(PATTERN), module))
         for each in targets
@@ -287,5 +284,4 @@ def _names(module: str, targets: list[str]) -> bool:
 
 
 def _is_class(_: str, targets: list[str]) -> bool:
-    """Tell whether a target is the class of packed modules: linear layers or embeddings."""
     return any(each.startswith(CLASSES) or each.endswith("Linear") for each in targets)

@@ -1,7 +1,4 @@
-"""The contract of a format of quantized weights. Without torch.
-
-A format is read from a model's config; the stored tensors say which matrices are packed.
-"""
+"""The contract of a format of quantized weights; stored tensors say which matrices are packed. Without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class FormatError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as its file's head describes it: `dtype` in the words of safetensors, or of GGUF."""
+    """A tensor as its file's head describes it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,7 +54,7 @@ class Scheme(Protocol):
         """Return the matrix's shape. Raises FormatError for parts that do not fit."""
 
     def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
-        """Return the form that the matrix stays packed in; None where it is dequantized, or only its numbers tell."""
+        """Return the form that the matrix stays packed in, where heads tell."""
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         """Return the matrix in the run's dtype. Raises FormatError for damaged parts."""
@@ -65,7 +62,7 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """The format of a checkpoint. `scheme_of` takes a matrix's name and the heads of its parts."""
+    """The format of a checkpoint."""
 
     name: str
     words: str  # for users
@@ -74,7 +71,7 @@ class Format:
     ending: str = ""  # what a matrix's name has in place of such an end
 
     def place(self, stored: str) -> tuple[str, str]:
-        """Return the matrix that a stored tensor belongs to, and its part of it."""
+        """Return a stored tensor's matrix, and its part of that."""
         for suffix, part in sorted(self.suffixes.items(), key=lambda pair: -len(pair[0])):
             if stored.endswith(suffix):
                 return stored.removesuffix(suffix) + self.ending, part
@@ -82,7 +79,7 @@ class Format:
 
 
 def part(heads: Mapping[str, StoredTensor], name: str, *dtypes: str) -> StoredTensor:
-    """Return a part that must be there, in one of these dtypes. Raises FormatError."""
+    """Raises FormatError for a part that is missing, or of another dtype."""
     if name not in heads:
         raise FormatError(f"its part {name!r} is missing; copy all files again")
     if heads[name].dtype not in dtypes:
@@ -102,7 +99,6 @@ def fits(name: str, found: tuple[int, ...], *expected: tuple[int, ...]) -> None:
 
 
 def matrix_shape(head: StoredTensor) -> tuple[int, int]:
-    """Return rows and columns. Raises FormatError for another tensor."""
     if len(head.shape) != 2 or 0 in head.shape:
         raise FormatError(f"it is stored in the shape {list(head.shape)}; expected a matrix")
     return head.shape[0], head.shape[1]
@@ -113,19 +109,19 @@ EXACT_SCALES = ("BF16", "F16")  # short enough for exact products with every cod
 
 
 def group_that_divides(depth: int, group: int) -> int | None:
-    """Return a group size for packed matrices so that each group has one of the stored scales; None without."""
+    """Return a group size of packed matrices that keeps stored scales; None without."""
     size = depth if group >= depth else math.gcd(depth, group)
     return size if size % 2 == 0 and (size in (group, depth) or size >= SMALLEST_GROUP) else None
 
 
 def form_of(code: str, bits: int, depth: int, group: int | None, has_offsets: bool = False) -> PackedKind | None:
-    """Return the form of codes in groups of a stored size, None for all of the depth; None for one not packed."""
+    """Return the form of codes in groups of a stored size; None where they are dequantized."""
     size = group_that_divides(depth, group or depth)
     return None if size is None else PackedKind(code, bits, size, has_offsets)
 
 
 def form_of_integers(bits: int, depth: int, group: int | None, scales: str, is_centred: bool) -> PackedKind | None:
-    """Return the form of integers with zeros; None where only the numbers tell whether products are exact."""
+    """Return the form of integers with zeros, where products are exact whatever their numbers."""
     if bits == 8 and is_centred:
         return form_of("int8", 8, depth, group)
     if scales not in EXACT_SCALES:
@@ -138,13 +134,13 @@ NOTHING: tuple[Any, ...] = (None, False, {}, [], "")
 
 
 def refuse_unknown(said: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raise FormatError for a key that may decide what the weights stand for."""
+    """Raise FormatError for keys that may change weights."""
     if strange := sorted(key for key, value in said.items() if key not in known and value not in NOTHING):
         raise FormatError(f"{where} has {shown(strange[0])} = {_short(said[strange[0]])}, which is not understood here")
 
 
 def one_of(said: Mapping[str, Any], key: str, allowed: Collection[Any], where: str) -> Any:
-    """Return a key's value, None where it is missing. Raises FormatError for one that is not allowed."""
+    """Raises FormatError for a value that is not allowed."""
     value = said.get(key)
     if not any(value == each and type(value) is type(each) for each in allowed):
         expected = ", ".join(repr(each) for each in allowed if each is not None)

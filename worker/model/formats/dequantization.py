@@ -36,7 +36,6 @@ def by_group(values: Tensor, depth: int, group: int, size: int) -> Tensor:
 
 
 def dense(code: Code, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply codes by a scale each, a stretch of rows at a time."""
     whole = torch.empty(scales.shape, dtype=dtype)
     step = max(1, CHUNK // scales.shape[1])
     for start in range(0, len(scales), step):
@@ -72,7 +71,7 @@ ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the columns of a word stand in AWQ's w
 
 @dataclass(frozen=True)
 class Integers:
-    """`codes [num_columns, depth] uint8` of some bits, `zeros` and `scales [num_columns, num_groups]`.
+    """`codes [num_columns, depth] uint8` of some bits, with `zeros` and `scales [num_columns, num_groups]`.
 
     `group_of` is the group of each place, where groups do not lie side by side.
     """
@@ -85,7 +84,7 @@ class Integers:
     group_of: Tensor | None = None
 
     def weight(self, dtype: torch.dtype) -> Weight:
-        """Return the matrix: packed in 4 bits where that is exact, else in 8, else as numbers."""
+        """Return the matrix in 4 bits where that is exact, else in 8, else as numbers."""
         if self.group_of is not None:
             return self._dense(self.group_of, dtype)
         if self.bits == 8 and bool((self.zeros == 128).all()):
@@ -118,7 +117,7 @@ class Integers:
 
 
 def group_index(stored: Tensor, num_groups: int, group: int) -> Tensor | None:
-    """Return the group of each place; None where they lie side by side. Raises FormatError."""
+    """Raises FormatError for groups that do not fit."""
     index = stored.long()
     if bool((index == torch.arange(len(index)) // group).all()):
         return None
@@ -147,7 +146,7 @@ def byte_weight(parts: Mapping[str, Tensor], group: int | None, dtype: torch.dty
 
 
 def packed_weight(parts: Mapping[str, Tensor], bits: int, group: int | None, dtype: torch.dtype) -> Weight:
-    """Raises FormatError for scales, groups or a `shape` that do not fit."""
+    """Raises FormatError."""
     rows, words = parts["packed"].shape
     said_rows, depth = parts["shape"].tolist()
     if said_rows != rows or not words - 1 < depth * bits / 32 <= words:
@@ -182,7 +181,7 @@ def _by_row(values: Tensor, rows: int) -> Tensor:
 def gptq_weight(
     parts: Mapping[str, Tensor], bits: int, group: int | None, zero_is_less: int, dtype: torch.dtype
 ) -> Weight:
-    """Raises FormatError for scales or groups that do not fit."""
+    """Raises FormatError."""
     scales = numbers(parts["scales"]).T.contiguous()
     num_columns, num_groups = scales.shape
     depth = parts["qweight"].shape[0] * 32 // bits
@@ -214,7 +213,7 @@ BIAS = 127  # of exponents of 8 bits (e8m0)
 
 
 def grid_weight(stored: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype) -> Weight:
-    """Return a matrix, or experts of one tensor. Raises FormatError for codes or scales that are no numbers."""
+    """Return a matrix, or experts of one tensor. Raises FormatError."""
     codes, scales = stored.view(torch.uint8), numbers(scales)
     if bool(((codes & NAN) == NAN).any()):
         raise FormatError("its codes are not all numbers: the file is damaged")
@@ -234,7 +233,7 @@ def _matrix(codes: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype:
 
 
 def nvfp4_weight(codes: Tensor, scales: Tensor, whole: Tensor, is_divided: bool, dtype: torch.dtype) -> Weight:
-    """Multiply or divide e4m3 scales of groups by one for all. Raises FormatError."""
+    """Multiply, or divide, scales of groups by one for all. Raises FormatError."""
     groups, one = numbers(scales), numbers(whole).reshape(())
     together = numbers(groups / one if is_divided else groups * one)
     return scaled("e2m1", codes, together, codes.shape[1] * 2 // scales.shape[1], dtype)
@@ -245,13 +244,13 @@ def mxfp4_weight(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight
 
 
 def expert_weight(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight:
-    """Return experts of `blocks [num_experts, rows, num_groups, 16]`, whose rows are columns. Raises FormatError."""
+    """Return experts of `blocks [num_experts, rows, num_groups, 16]`. Raises FormatError."""
     codes, scales = blocks.flatten(2).flatten(0, 1), powers(exponents).flatten(0, 1)
     return PackedExperts("e2m1", codes, scales, dtype, num_experts=len(blocks), is_transposed=True)
 
 
 def powers(exponents: Tensor) -> Tensor:
-    """Raises FormatError for the exponent that stands for no number."""
+    """Raises FormatError."""
     if bool((exponents == 255).any()):
         raise FormatError("its scales are not all numbers: the file is damaged")
     return torch.ldexp(torch.ones(exponents.shape), exponents.int() - BIAS)

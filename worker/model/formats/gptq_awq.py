@@ -70,7 +70,7 @@ class GPTQScheme:
 
 @dataclass(frozen=True)
 class AWQScheme:
-    """`qweight [depth, num_columns / 8]`: 4 bits, the columns of a word in an order of their own."""
+    """`qweight [depth, num_columns / 8]`: 4 bits, columns of a word out of order."""
 
     group: int | None
     numbers: str = "int4"
@@ -129,7 +129,6 @@ def read_gptq(said: Mapping[str, Any]) -> Format:
 
 
 def group_size(said: Mapping[str, Any]) -> int | None:
-    """Return the size of groups; None for all of the depth."""
     return None if said.get("group_size") == -1 else positive(said, "group_size", WHERE)
 
 

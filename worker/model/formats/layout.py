@@ -1,4 +1,4 @@
-"""The tensors in a model's files by their names in the text model: plain, or matrices in parts. Without torch."""
+"""The tensors in a model's files by their names in the text model. Without torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a text model, and how packed ones lie in the files."""
+    """The tensors of a text model, and their packed parts."""
 
     format: Format | None
     heads: Mapping[str, StoredTensor]  # by names in the text model; what is packed is described as a whole
@@ -44,13 +44,13 @@ class Layout:
 
 
 def layout_in(path: Path, config: Mapping[str, Any]) -> Layout:
-    """Read the layout of a model folder with this whole config. Raises FormatError."""
+    """Raises FormatError."""
     stored = [pair for file in weight_files(path) for pair in heads_in(file).items()]
     return layout_of(stored, config, format_of(text_view(config), path))
 
 
 def heads_in(file: Path) -> dict[str, StoredTensor]:
-    """Read the heads of a file's tensors. Raises FormatError, also for a file that was cut off."""
+    """Read a file's head. Raises FormatError, also for a file that was cut off."""
     try:
         if file.suffix == SUFFIX:
             return {name: StoredTensor(dtype, shape) for name, (dtype, shape) in forms_in_gguf(file)}
@@ -62,7 +62,7 @@ def heads_in(file: Path) -> dict[str, StoredTensor]:
 
 
 def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, Any], format_: Format | None) -> Layout:
-    """Lay out tensors by their stored names. Raises FormatError for parts that do not fit together."""
+    """Raises FormatError for parts that do not fit together."""
     view, pairs = text_view(config), list(stored)
     named = {name: head for name, head in pairs if text_name(name, view) and not (format_ and UNUSED.search(name))}
     packed = [] if format_ is None else list(_packed(named, format_, view))
@@ -81,7 +81,6 @@ def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, A
 def _packed(
     named: Mapping[str, StoredTensor], format_: Format, view: dict[str, Any]
 ) -> Iterable[tuple[PackedTensor, StoredTensor]]:
-    """Yield the matrices in parts, each with its head. Raises FormatError."""
     groups: dict[str, dict[str, str]] = {}
     for name in named:
         matrix, part = format_.place(name)

@@ -1,4 +1,4 @@
-"""FP8 and NVFP4 as NVIDIA's ModelOpt writes them, in `hf_quant_config.json` or the model's config. Without torch."""
+"""FP8 and NVFP4 as NVIDIA's ModelOpt writes them. Without torch."""
 
 from __future__ import annotations
 

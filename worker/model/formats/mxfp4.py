@@ -1,4 +1,4 @@
-"""MXFP4 as in gpt-oss: experts alone, in blocks of 32 with an exponent each. Without torch."""
+"""MXFP4 as in gpt-oss: experts in blocks of 32 with an exponent. Without torch."""
 
 from __future__ import annotations
 

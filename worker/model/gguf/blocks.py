@@ -1,6 +1,6 @@
 """GGUF's quantized blocks as packed matrices of the numbers that ggml defines in float32.
 
-Codes of 2, 3, 5 and 6 bits are widened for the kernels. A zero of Q4_0 may have another sign than ggml's.
+Other codes than of 4 and 8 bits are widened. A zero of Q4_0 may have another sign.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Array = np.ndarray
 
 
 class BlockParts(NamedTuple):
-    """A byte for each code and float32 for each group, side by side in each block."""
+    """Codes in bytes and float32 scales of groups, side by side."""
 
     code: Code
     codes: Array
@@ -30,9 +30,9 @@ class BlockParts(NamedTuple):
 
 
 def packed_from(name: str, blocks: Tensor, num_rows: int, dtype: torch.dtype) -> PackedMatrix:
-    """Unpack the blocks of a matrix, `[num_blocks, num_bytes] uint8`. Raises ValueError for infinite scales.
+    """Unpack blocks, `[num_blocks, num_bytes] uint8`. Raises ValueError for infinite scales.
 
-    Numpy threads take some rows each: torch's own threads wait for each other behind every operation.
+    Numpy threads take some rows each: torch's own wait for each other behind every operation.
     """
     rows = blocks.numpy().reshape(num_rows, -1, blocks.shape[1])
     step = max(1, MOST_AT_ONCE // rows[0].size)
@@ -51,7 +51,7 @@ def packed_from(name: str, blocks: Tensor, num_rows: int, dtype: torch.dtype) ->
 
 
 def _by_rows(parts: BlockParts, num_rows: int) -> BlockParts:
-    """Split blocks by rows, with two codes of 4 bits in a byte. Raises ValueError for infinite scales."""
+    """Raises ValueError for infinite scales."""
     code, codes, scales, offsets = parts
     if not np.isfinite(scales).all() or (offsets is not None and not np.isfinite(offsets).all()):
         raise ValueError("found scales that are no finite numbers")
@@ -72,7 +72,7 @@ def _halves(data: Array) -> Array:
 
 
 def _fields(data: Array, width: int, bits: int) -> Array:
-    """Unpack fields of some bits: the lowest of `width` bytes, then the next ones of these, and so on."""
+    """Unpack fields of some bits, the lowest of all bytes first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields: Array = (data.reshape(len(data), -1, 1, width) >> shifts) & np.uint8((1 << bits) - 1)
     return fields.reshape(len(data), -1)

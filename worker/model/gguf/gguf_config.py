@@ -51,7 +51,7 @@ def rotary_of_gguf(model: GGUFModel, said: Mapping[str, Any], head_dim: int) -> 
 
 
 def shortest(value: float) -> float:
-    """Return the shortest number that float32 rounds to this one, as the original config had it."""
+    """Return the shortest number that float32 rounds to this one."""
     return float(str(np.float32(value)))
 
 
@@ -82,7 +82,7 @@ def _scaling(model: GGUFModel, said: Mapping[str, Any], head_dim: int, base: flo
 
 
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> Config | None:
-    """Find Llama 3's numbers from its factors of angles. Raises GGUFError where none give them."""
+    """Find Llama 3's numbers from its factors. Raises GGUFError."""
     if (factors == 1).all():
         return None
     frequencies = base ** -(np.arange(0, head_dim, 2) / head_dim)
@@ -138,7 +138,6 @@ def _said(model: GGUFModel) -> dict[str, Any]:
 
 
 def _scalar(value: Any, key: str) -> Any:
-    """Return a number as it was before float32. Raises GGUFError for a text."""
     if isinstance(value, str):
         raise GGUFError(f"its metadata has {key} = {value!r:.60}, expected a number")
     return shortest(value) if isinstance(value, float) else value
@@ -156,7 +155,6 @@ def _refuse_missing(model: GGUFModel, config: Config) -> None:
 
 
 def _head_dim(said: Mapping[str, Any], config: Config, name: str) -> int:
-    """Raises GGUFError for heads whose keys and values are of two widths."""
     head_dim = said.get("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
     if said.get("attention.value_length", head_dim) != head_dim or not isinstance(head_dim, int) or head_dim < 1:
         values = said.get("attention.value_length")
@@ -166,7 +164,6 @@ def _head_dim(said: Mapping[str, Any], config: Config, name: str) -> int:
 
 
 def _vocab_size(model: GGUFModel, said: Mapping[str, Any]) -> int:
-    """Count the rows of the embedding. Raises GGUFError where the metadata says another number."""
     embedding = model.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise GGUFError("it holds no tensor token_embd.weight of two dimensions")

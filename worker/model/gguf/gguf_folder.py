@@ -1,7 +1,4 @@
-"""The folder that makes a model of a GGUF file: small files, derived once, and links to the weights.
-
-It lies in the user's cache, named by all that decides its content, and appears as a whole.
-"""
+"""The folder in the user's cache that makes a model of a GGUF file: derived small files, and links to the weights."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ def _base() -> Path:
 
 
 def _key(model: GGUFModel) -> str:
-    """Hash all that decides the content of the folder, with the place of the weights."""
+    """Hash all that decides the content of the folder."""
     parts = [FORM, *map(version, LIBRARIES), *(head.sha256 for head in model.heads), *map(os.path.abspath, model.files)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:NAME_LENGTH]
 
@@ -92,7 +89,7 @@ def _write_small_files(model: GGUFModel, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _made_whole(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which gets its name at the end unless another process was first."""
+    """Yield a folder that gets its name at the end, unless another process was first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -106,7 +103,6 @@ def _made_whole(folder: Path) -> Iterator[Path]:
 
 
 def _add_tokenizer(model: str, folder: Path, read: GGUFModel) -> None:
-    """Derive the tokenizer, which takes seconds."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
         try:
             save_tokenizer(read, Path(aside))

@@ -1,4 +1,4 @@
-"""A model in one GGUF file or several, and the folder whose links name these files."""
+"""A model in GGUF files, and the folder that links to them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYER = {  # parts by llama.cpp's names, which `GGUFSpec.names` adds to
 
 
 def link_names(folder: Path) -> list[str]:
-    """Return the links of such a folder in order; none for any other folder."""
+    """Return the links of such a folder; none for any other folder."""
     try:
         said = _said(folder)
         names = [link_name(number, len(said["files"])) for number in range(len(said["files"]))]
@@ -62,7 +62,7 @@ def write_index(folder: Path, architecture: str, files: list[str]) -> None:
 
 
 def link_name(number: int, count: int) -> str:
-    """Name a link by its place alone: a model under another name is the same one."""
+    """Name a link by its place alone."""
     return f"model{SUFFIX}" if count == 1 else f"model-{number + 1:05}-of-{count:05}{SUFFIX}"
 
 
@@ -98,7 +98,7 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of what files of all 
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """The files of a model and their heads, in order; the first one says what the model is."""
+    """The files of a model and their heads; the first one says what it is."""
 
     files: tuple[Path, ...]
     heads: tuple[GGUFHead, ...]
@@ -122,7 +122,7 @@ class GGUFModel:
 
     @cached_property
     def tensors(self) -> dict[str, TensorHead]:
-        """All tensors by GGUF's names. Raises GGUFError for one that is there twice."""
+        """Tensors by GGUF's names. Raises GGUFError for one that is there twice."""
         found: dict[str, TensorHead] = {}
         for head in self.heads:
             for tensor in head.tensors:
@@ -141,7 +141,7 @@ class GGUFModel:
 
 
 def read_gguf(file: Path) -> GGUFModel:
-    """Read the heads of a model's files from its first one on. Raises GGUFError."""
+    """Read the heads of a model's files. Raises GGUFError."""
     files = tuple(_files(file))
     model = GGUFModel(files, tuple(_head(each) for each in files))
     for number, head in enumerate(model.heads):
@@ -154,7 +154,7 @@ def read_gguf(file: Path) -> GGUFModel:
 
 
 def transformers_name(name: str, form: GGUFSpec) -> str:
-    """Return a tensor's name in `transformers`, with a star for experts' numbers. Raises GGUFError."""
+    """Return a tensor's name in `transformers`, with a star for experts. Raises GGUFError."""
     if name in WHOLE:
         return WHOLE[name]
     parts, found = {**LAYER, **form.names}, IN_LAYER.match(name)
@@ -164,7 +164,7 @@ def transformers_name(name: str, form: GGUFSpec) -> str:
 
 
 def _files(file: Path) -> Iterator[Path]:
-    """Raises GGUFError where this is not the first file, or one is missing."""
+    """Raises GGUFError where a file is missing."""
     said = SPLIT.match(file.name)
     if said is None:
         yield file

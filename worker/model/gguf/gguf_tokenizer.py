@@ -1,6 +1,6 @@
-"""The tokenizer of a GGUF file: how it cuts text, which tokens end one, and its files for `tokenizers`.
+"""The tokenizer of a GGUF file, for the library `tokenizers`.
 
-A file holds a vocabulary, merges or scores, and the name of a way to cut text; nothing else describes that way.
+A file names the way to cut text, and nothing else describes it: patterns here are those of the models' own tokenizers.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ def refuse_unknown_split(model: GGUFModel) -> None:
 
 
 def generation_of(model: GGUFModel) -> dict[str, Any]:
-    """Return the tokens that end a text: named ones, and those that end a turn in all models."""
+    """Return the tokens that end a text, or a turn in all models."""
     found = {number for key in ENDS if (number := token_of(model, key)) is not None}
     found |= {number for number, text, _ in tokens_of(model) if text in ENDING}
     return {"eos_token_id": sorted(found)} if found else {}
 
 
 def token_of(model: GGUFModel, key: str) -> int | None:
-    """Return a token that the metadata names; None for none, as for a number beyond all tokens. Raises GGUFError."""
+    """Return a token that the metadata names; None for none. Raises GGUFError."""
     token, tokens = model.metadata.get(key), model.metadata.get("tokenizer.ggml.tokens", [])
     if token is not None and type(token) is not int:
         raise GGUFError(f"its metadata has {key} = {token!r:.60}, expected a token id")
@@ -113,7 +113,7 @@ def token_of(model: GGUFModel, key: str) -> int | None:
 
 
 def adds(model: GGUFModel, name: str) -> bool:
-    """Tell whether the tokenizer puts `bos` in front of each text, or `eos` behind it."""
+    """Tell whether each text gets a `bos` in front, or an `eos` behind."""
     said = model.metadata.get(f"tokenizer.ggml.add_{name}_token")
     if said is not None:
         return bool(said)
@@ -122,7 +122,7 @@ def adds(model: GGUFModel, name: str) -> bool:
 
 
 def tokens_of(model: GGUFModel) -> Iterator[tuple[int, str, int]]:
-    """Yield ids, texts and types of the tokens that have a text; converters fill vocabularies up, and mistype some."""
+    """Yield ids, texts and types of tokens; converters fill vocabularies up, and mistype some."""
     tokens, types = (model.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     for number, text in enumerate(tokens or []):
         kind = NORMAL if types is None else int(types[number])
@@ -131,7 +131,7 @@ def tokens_of(model: GGUFModel) -> Iterator[tuple[int, str, int]]:
 
 
 def save_tokenizer(model: GGUFModel, folder: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`. Raises any error of the library."""
+    """Write the tokenizer's files. Raises any error of the library."""
     tokenizer = (_of_pieces if model.metadata["tokenizer.ggml.model"] == "llama" else _of_bytes)(model)
     _add_whole_tokens(tokenizer, model)
     numbers = {name: token_of(model, key) for name, key in NAMED.items()}
@@ -145,7 +145,6 @@ def save_tokenizer(model: GGUFModel, folder: Path) -> None:
 
 
 def _of_bytes(model: GGUFModel) -> Tokenizer:
-    """Make a tokenizer that merges bytes."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = model.metadata["tokenizer.ggml.pre"]
@@ -167,13 +166,12 @@ def _of_bytes(model: GGUFModel) -> Tokenizer:
 
 
 def _halves(merge: str) -> tuple[str, str]:
-    """Split a merge; its first token may begin with a space."""
     place = merge.find(" ", 1)
     return merge[:place], merge[place + 1 :]
 
 
 def _of_pieces(model: GGUFModel) -> Tokenizer:
-    """Make a tokenizer of SentencePiece, whose spaces are characters, with bytes for unknown ones."""
+    """Make a tokenizer of SentencePiece, with bytes for unknown characters."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = {text: number for number, text, _ in tokens_of(model)}
@@ -210,7 +208,6 @@ def _merges_of(model: GGUFModel) -> list[tuple[str, str]]:
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, model: GGUFModel) -> None:
-    """Add the tokens that are never split: control tokens, and others."""
     from tokenizers import AddedToken
 
     takes_spaces = model.form.tokens_take_spaces and model.metadata["tokenizer.ggml.model"] == "llama"
@@ -225,7 +222,7 @@ def _add_whole_tokens(tokenizer: Tokenizer, model: GGUFModel) -> None:
 
 
 def _add_ends(tokenizer: Tokenizer, model: GGUFModel, texts: dict[str, Any]) -> None:
-    """Let the tokenizer add its first and last token to each text, where it has them."""
+    """Let the tokenizer add its first and last token."""
     from tokenizers import processors
 
     first, last = ([texts[f"{name}_token_id"]] if adds(model, name) else [] for name in ("bos", "eos"))

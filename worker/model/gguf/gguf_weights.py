@@ -1,4 +1,4 @@
-"""The weights of a GGUF file, read and hashed from the first byte to the last."""
+"""The weights of a GGUF file, read and hashed as a whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PIECE = 1 << 24  # bytes, of those between tensors
 def gguf_weights(
     file: Path, stream: RawIOBase, hashing: Hashing, config: dict[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, Weight]]:
-    """Yield the weights of a linked file by their names in `transformers`. Raises ValueError for a damaged file."""
+    """Yield a linked file's weights by `transformers`' names. Raises ValueError for a damaged file."""
     head, form = read_head(file), form_of_link(file)
     if hashlib.sha256(_taken(stream, head.num_bytes, hashing)).hexdigest() != head.sha256:
         raise GGUFError("it has changed while it was read")
@@ -62,9 +62,9 @@ def _pass_over(stream: RawIOBase, size: int, hashing: Hashing) -> None:
 def weights_of(
     name: str, tensor: TensorHead, data: Tensor, form: GGUFSpec, config: dict[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, Weight]]:
-    """Yield the weights of a stored tensor by name: one, or one for each expert. Raises GGUFError.
+    """Yield a stored tensor's weights: one, or one for each expert. Raises GGUFError.
 
-    As in `transformers`' loader, the order of rows of queries and keys, and norms raised by one, are undone.
+    What llama.cpp changes is undone: paired rows of queries and keys, and norms raised by one.
     """
     if "*" in name:
         for number, one in enumerate(data.view(num_experts_in(tensor), -1)):
@@ -97,7 +97,7 @@ def _numbers(weight: Weight) -> Tensor:
 
 
 def _apart(weight: Weight, num_heads: int, name: str) -> Weight:
-    """Move the two halves of each head apart, whose rows alternate in the file."""
+    """Move the halves of each head apart, whose rows alternate."""
     num_rows = weight.shape[0]
     if num_rows % (2 * num_heads):
         raise GGUFError(f"its tensor {name} has {num_rows:,} rows for {num_heads} heads")

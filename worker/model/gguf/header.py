@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata, and the places and types of its tensors. Without torch."""
+"""The header of a GGUF file: metadata, places and types of tensors. Without torch."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class TensorHead:
 
 @dataclass(frozen=True)
 class GGUFHead:
-    """The metadata and tensors in front of a file's first `num_bytes`."""
+    """The metadata and tensors that a file describes."""
 
     metadata: Mapping[str, Any]
     tensors: tuple[TensorHead, ...]  # in the order of their bytes
@@ -150,7 +150,7 @@ class GGUFHead:
 
 
 def read_head(file: Path) -> GGUFHead:
-    """Read the head of a file. Raises GGUFError for a damaged file or an unknown version."""
+    """Read a file's head. Raises GGUFError."""
     try:
         with file.open("rb") as stream:
             return _read(_Cursor(stream, os.fstat(stream.fileno()).st_size))
@@ -159,7 +159,7 @@ def read_head(file: Path) -> GGUFHead:
 
 
 class _Cursor:
-    """Takes bytes of a file one after the other, and never more than it has."""
+    """Takes a file's bytes one after the other."""
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
         self._stream, self.size = stream, size
@@ -202,7 +202,7 @@ class _Cursor:
         return hashlib.sha256(self._data[: self.place]).hexdigest()
 
     def _read_on(self, size: int) -> None:
-        """Read up to this place and a step behind it. Raises GGUFError where the file ends before."""
+        """Raises GGUFError where the file ends before."""
         if self.place > self._end:
             if self.size > LONGEST_HEAD:
                 raise GGUFError(f"its head is longer than {LONGEST_HEAD:,} bytes")
@@ -278,7 +278,7 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
 
 
 def _refuse_misplaced(tensors: list[TensorHead], alignment: int, num_bytes: int) -> None:
-    """Raise GGUFError where tensors share a name or bytes, or lie behind the file's end."""
+    """Raise GGUFError for tensors that share a name or bytes, or pass the end."""
     names = Counter(tensor.name for tensor in tensors)
     if twice := sorted(name for name, number in names.items() if number > 1):
         raise GGUFError(f"it holds the tensor {twice[0]} twice")
