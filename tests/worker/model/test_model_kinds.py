@@ -21,6 +21,11 @@ from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model import attention_needs
 from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES, REFUSED, recurrent_shape, what_it_lacks
+from swiftbatch.worker.model.architectures.deepseek import DEEPSEEKS
+from swiftbatch.worker.model.architectures.gemma import GEMMAS
+from swiftbatch.worker.model.architectures.hybrid import HYBRIDS
+from swiftbatch.worker.model.architectures.llama_like import LLAMA_LIKE
+from swiftbatch.worker.model.architectures.moe import MIXTURES
 from swiftbatch.worker.model.attention_needs import FULL, Span
 from swiftbatch.worker.model.digests import Digests
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
@@ -189,6 +194,16 @@ def test_a_model_that_needs_more_is_refused_in_a_line_before_anything_is_loaded(
     assert word in str(caught.value)
     assert "kinds that run here: afmoe, " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_each_name_belongs_to_one_architecture_of_one_family() -> None:
+    """An entry that is made of another one would take its names along."""
+    assert sum(map(len, (LLAMA_LIKE, GEMMAS, DEEPSEEKS, MIXTURES, HYBRIDS))) == len(ARCHITECTURES)
+    forms = ARCHITECTURES.values()
+    names = [*ARCHITECTURES, *(name for form in forms for name in (*form.aliases, *form.nested_in))]
+    in_gguf = [form.gguf.name for form in forms if form.gguf is not None]
+    assert len(set(names)) == len(names)
+    assert len(set(in_gguf)) == len(in_gguf)
 
 
 def test_kinds_are_refused_for_a_need_or_run_never_both() -> None:

@@ -174,6 +174,7 @@ LLAMA_LIKE: dict[str, ArchitectureSpec] = {
     "jais2": replace(LLAMA, norm_form=NormForm.SHIFTED, has_gates=False, epsilon_key="layer_norm_eps"),
     "llama": replace(
         LLAMA,
+        has_plain_tokenizer=True,
         is_taken_over=True,
         gguf=GGUFSpec(
             "llama",
@@ -231,6 +232,7 @@ LLAMA_LIKE: dict[str, ArchitectureSpec] = {
         defaults_head_dim=True,
         aliases=("qwen3_vl_text",),
         nested_in=("qwen3_vl",),
+        has_plain_tokenizer=True,
         gguf=GGUFSpec("qwen3", SILU | {"attention_bias": False, "use_sliding_window": False}),
         is_taken_over=True,
     ),

@@ -153,6 +153,7 @@ class ArchitectureSpec:
     aliases: tuple[str, ...] = ()  # architectures that are this one under a name of their own
     nested_in: tuple[str, ...] = ()  # architectures of images and text whose text model is this one
     gguf: GGUFSpec | None = None
+    has_plain_tokenizer: bool = False  # `tokenizer.json` says all of it
 
     # what runs it
     kernels_lack: str | None = None  # why our kernels have its attention at most; None: they run it
