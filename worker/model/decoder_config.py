@@ -191,7 +191,7 @@ def what_is_not_understood(config: Config, form: ArchitectureSpec) -> str | None
     for key in activation_key:
         if str(config[key]) not in form.activations:
             return f"its {key} is {config[key]!r:.80}"
-    unknown = sorted(key for key, value in config.items() if _may_matter(key, value, form))
+    unknown = sorted(key for key in set(config) - _known_keys(form) if _may_matter(key, config[key], form))
     return f"its config has {shown(unknown[0])}, which may change a layer" if unknown else None
 
 
@@ -200,12 +200,15 @@ def _is_said(value: Any, meant: tuple[Any, ...]) -> bool:
     return value in meant or (isinstance(value, list) and bool(value) and all(each in meant for each in value))
 
 
-def _may_matter(key: str, value: Any, form: ArchitectureSpec) -> bool:
-    """Tell whether a key may be a number of a layer; words and switches belong to other tools."""
+def _known_keys(form: ArchitectureSpec) -> set[str]:
     known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE | {*form.own_rules(), *form.one_meaning}
-    known |= {*OF_EXPERTS, *form.experts.one_meaning} if form.experts else set()
-    beginnings = (*form.known_keys, *(() if form.mixer is None else form.mixer.known_keys))
-    if key in known or key.endswith(("_token_id", "_token_ids")) or key.startswith(beginnings):
+    return known | ({*OF_EXPERTS, *form.experts.one_meaning} if form.experts else set())
+
+
+def _may_matter(key: str, value: Any, form: ArchitectureSpec) -> bool:
+    """Tell whether an unknown key may be a number of a layer; words and switches belong to other tools."""
+    beginnings = (*form.known_keys, *(form.mixer.known_keys if form.mixer else ()))
+    if key.startswith(beginnings) or key.endswith(("_token_id", "_token_ids")):
         return False
     numbers = value if isinstance(value, list) else [value]
     return any(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)

@@ -200,4 +200,4 @@ class ArchitectureSpec:
         rules |= {self.thetas_key: None}  # which all lists with a value for each layer have
         for part in (self.experts, self.mixer, self.latent):
             rules |= part.rules() if part else {}
-        return {key: rule for key, rule in rules.items() if isinstance(key, str)}
+        return {key: rule for key, rule in rules.items() if isinstance(key, str) and key != ALWAYS}
