@@ -17,9 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from swiftbatch.worker.exactness.batch_invariance import MAX_LENGTH, NUM_CACHES, probe_rows
 from swiftbatch.worker.exactness.gpu_doctor.model_under_test import Parts
 from swiftbatch.worker.exactness.transformers_agreement import compare
-from swiftbatch.worker.model.architectures.dense_models import DECODER_ARCHITECTURES
+from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.supported_models import RECURRENT_ARCHITECTURES
 from tests.worker.model.kind_parts import save_tiny, tiny_config
 
 pytestmark = [
@@ -28,14 +27,13 @@ pytestmark = [
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton interprets; run with TRITON_INTERPRET=0"),
 ]
 
-OTHERS = {"granitemoehybrid", "kimi_linear"}  # one's tiny form is not published, the other lacks kernels there
-WITH_STATES = [kind for kind in RECURRENT_ARCHITECTURES if kind not in OTHERS]
-OF_KERNELS = [kind for kind in DECODER_ARCHITECTURES if kind not in RECURRENT_ARCHITECTURES]
+OTHERS = {"granitemoehybrid", "kimi_linear"}  # the tiny form of one is no published one; the other has no kernels there
+RUN = {kind: form for kind, form in ARCHITECTURES.items() if form.kernels_lack is None and kind not in OTHERS}
 NUM_COMPARED, NUM_PROBED = 200, 60  # rows; windows have 100 positions
 SINCE = {"bamba": "5.23", "cohere2_moe": "5.23"}  # transformers 5.17 has another forward or config
 
 
-@pytest.mark.parametrize("kind", [*OF_KERNELS, *WITH_STATES])
+@pytest.mark.parametrize("kind", RUN)
 def test_a_kind_says_what_transformers_says_and_its_rows_are_exact_on_cuda(kind: str, tmp_path: Path) -> None:
     if kind not in CONFIG_MAPPING or Version(transformers.__version__) < Version(SINCE.get(kind, "5")):
         pytest.skip(f"transformers {transformers.__version__} has no such kind, or another forward")

@@ -21,9 +21,9 @@ from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LE
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.kv.gpu_memory_plan import one_slot
 from swiftbatch.worker.kv.model_sizes import read_sizes
+from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.model_files import locate_model
-from swiftbatch.worker.model.supported_models import KERNELS_LACK, SUPPORTED_ARCHITECTURES
 from swiftbatch.worker.model.text_config import text_view
 from tests.worker.model.expert_configs import write_experts
 from tests.worker.model.kind_parts import EACH_KIND, save_tiny, tiny_config, tiny_target
@@ -85,11 +85,11 @@ def test_the_path_that_is_told_is_the_one_that_is_taken(kind: str) -> None:
     told = path_on("cpu", config)
     assert told.name in (("kernels attend", "kernels") if in_kernels else ("transformers",)), (told, attends)
     if told.name == "kernels":
-        assert kind not in KERNELS_LACK
+        assert ARCHITECTURES[kind].kernels_lack is None
 
 
 def test_every_kind_that_the_kernels_do_not_take_has_its_reason() -> None:
-    for kind in SUPPORTED_ARCHITECTURES:
+    for kind in ARCHITECTURES:
         told = path_on("cuda", {"model_type": kind})
         assert told.name == "transformers"
         assert told.reason != "its layers are of another form"

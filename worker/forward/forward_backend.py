@@ -20,8 +20,8 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import (
     refuse_without_kernels,
 )
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
+from swiftbatch.worker.model.compute_path import short_length
 from swiftbatch.worker.model.decoder_loading import dense_weights
-from swiftbatch.worker.model.dynamic_rope import short_length
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
 
 if TYPE_CHECKING:

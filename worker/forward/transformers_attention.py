@@ -17,8 +17,7 @@ from swiftbatch.worker.kernels.instruction_sets import kernel_numerics, load_lib
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, HEAD_DIMS, TILE_ROWS
 from swiftbatch.worker.kernels.layer_specs import AttentionView
 from swiftbatch.worker.kernels.native_decoder import native_attention
-from swiftbatch.worker.model.attention_masks import FULL, Span
-from swiftbatch.worker.model.attention_needs import LayerNeeds
+from swiftbatch.worker.model.attention_needs import FULL, LayerNeeds, Span
 
 
 @dataclass(frozen=True)

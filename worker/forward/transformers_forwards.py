@@ -38,8 +38,7 @@ from swiftbatch.worker.kernels.instruction_sets import kernel_numerics
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.sparse_cache import Entries, NewEntries, SparseCacheFactory
-from swiftbatch.worker.model.attention_masks import FULL
-from swiftbatch.worker.model.attention_needs import observe_layers
+from swiftbatch.worker.model.attention_needs import FULL, observe_layers
 from swiftbatch.worker.model.causal_lm import Head, decoder_of
 from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.batch_sampler import BatchSampler, create_batch_sampler

@@ -18,9 +18,9 @@ from swiftbatch.worker.kernels.instruction_sets import load_library
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.kernels.recurrence import Steps, are_known_states, native_steps
 from swiftbatch.worker.kv.recurrent_cache import RecurrentLayer, RecurrentStates
+from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
 from swiftbatch.worker.model.attention_needs import attention_of, form_of, recurrent_layers
 from swiftbatch.worker.model.causal_lm import decoder_of
-from swiftbatch.worker.model.layer_types import RecurrentShape
 
 
 @dataclass(frozen=True)

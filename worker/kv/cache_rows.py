@@ -25,7 +25,7 @@ from swiftbatch.worker.kv.kv_capacity import (
     state_bytes_of,
 )
 from swiftbatch.worker.model.architectures.attention_layers import Windows
-from swiftbatch.worker.model.layer_types import RecurrentShape
+from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable

@@ -14,7 +14,7 @@ from swiftbatch.worker.kv.kv_capacity import GB, GPU_PAGE, MAX_TREE_NODES, KVRoo
 from swiftbatch.worker.kv.model_sizes import ModelSizes
 
 if TYPE_CHECKING:
-    from swiftbatch.worker.model.layer_types import RecurrentShape
+    from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
 
 CAPACITY_BLOCK = 64  # attention kernels read whole blocks of a slot
 # bytes per logit: decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), sorting (28)

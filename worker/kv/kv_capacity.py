@@ -11,8 +11,9 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK, KV_SCALE_BYTES, ROW_CHOICES
 from swiftbatch.worker.model.architectures.attention_layers import Windows
+from swiftbatch.worker.model.architectures.catalogue import num_attending_layers, recurrent_shape
+from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
 from swiftbatch.worker.model.decoder_config import kernel_windows, latent_sizes
-from swiftbatch.worker.model.layer_types import RecurrentShape, num_attending_layers, recurrent_shape
 
 GB = 1e9
 MAX_TREE_NODES = 127  # a full cache has room for one after its positions

@@ -14,10 +14,10 @@ from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, MLASizes, f
 from swiftbatch.worker.kernels.layer_specs import slot_bytes
 from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES, MAX_TREE_NODES, HeldPositions, bytes_per_position
 from swiftbatch.worker.model.architectures.attention_layers import Windows
+from swiftbatch.worker.model.architectures.catalogue import recurrent_shape
 from swiftbatch.worker.model.architectures.moe_layers import MoEConfig
-from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig
+from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig, RecurrentShape
 from swiftbatch.worker.model.decoder_config import (
-    SINKS,
     DecoderConfig,
     OtherDecoderError,
     latent_sizes,
@@ -26,7 +26,6 @@ from swiftbatch.worker.model.decoder_config import (
 from swiftbatch.worker.model.formats.contract import StoredTensor
 from swiftbatch.worker.model.formats.layout import heads_in
 from swiftbatch.worker.model.gguf.header import PACKED, PackedKind
-from swiftbatch.worker.model.layer_types import RecurrentShape, recurrent_shape
 from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_layout
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, is_of_text
 
@@ -89,25 +88,20 @@ def _products_of(experts: MoEConfig) -> Iterator[tuple[re.Pattern[str], str]]:
 
 
 def _products_of_mixer(mixer: RecurrentConfig) -> Iterator[tuple[re.Pattern[str], str]]:
-    """Yield patterns of the names of matrices around states, each with its product."""
-    for name, roles in mixer.names.linears.items():
+    """The same of matrices in front of states and behind them; those of heads are a product of their own."""
+    for name, roles in mixer.spec.linears.items():
         product = "output" if roles == ("output",) else "heads" if roles[0] in ("betas", "steps") else "channels"
-        yield _in_a_layer(f"{mixer.names.part}.{name}.weight"), f"mixer.{product}"
+        yield _in_a_layer(f"{mixer.spec.part}.{name}.weight"), f"mixer.{product}"
 
 
 def _in_a_layer(name: str) -> re.Pattern[str]:
     return re.compile(r"^(model\.layers\.\d+\.)" + re.escape(name).replace(r"\{\}", r"\d+") + "$")
 
 
-def num_floats(heads: Mapping[str, StoredTensor], experts: MoEConfig) -> int:
-    """Return the numbers of routers and sinks, which are float32 in every dtype."""
-    names = (
-        experts.names.router,
-        experts.names.router_bias,
-        experts.names.choice_bias,
-        experts.names.shared_gate,
-        SINKS,
-    )
+def num_floats(heads: Mapping[str, StoredTensor], experts: MoEConfig, sinks: str | None) -> int:
+    """Count the numbers that are float32 whatever the dtype: those of routers, and sinks."""
+    own = experts.names
+    names = (own.router, own.router_bias, own.choice_bias, own.shared_gate, sinks)
     patterns = [_in_a_layer(name) for name in names if name is not None]
     return sum(head.num_numbers for name, head in heads.items() if any(each.match(name) for each in patterns))
 
@@ -229,10 +223,10 @@ def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], d
     experts = None if dense is None else dense.experts
     packed = packed_parts(heads, config, experts, None if dense is None else dense.mixer)
     sizes = sizes_of(config, number + num_beside(heads, config), dtype, packed)
-    if sizes is None or experts is None:
+    if sizes is None or dense is None or experts is None:
         return sizes
-    routing = experts.routing
-    numbers = (routing.num_experts, routing.num_chosen, experts.width, num_floats(heads, experts))
+    routing, floats = experts.routing, num_floats(heads, experts, dense.form.sinks)
+    numbers = (routing.num_experts, routing.num_chosen, experts.width, floats)
     return replace(sizes, experts=ExpertSizes(*numbers))
 
 
@@ -245,8 +239,8 @@ def _run_by_kernels(config: dict[str, Any]) -> DecoderConfig | None:
 
 
 def _hides(dense: DecoderConfig) -> bool:
-    """Return whether rows see less than all unchanged positions: by windows, sinks, capped scores or states."""
-    hides = any(dense.windows) or dense.form.has_sinks or dense.latent is not None or dense.mixer is not None
+    """Tell whether rows of a model do not see all positions as they are: by `Forwards.has_windows`, or by a state."""
+    hides = any(dense.windows) or dense.form.sinks is not None or dense.latent is not None or dense.mixer is not None
     return hides or bool(dense.caps.get("scores"))
 
 

@@ -18,7 +18,7 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.cache_rows import CacheRows, CacheShape
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.kv.recurrent_cache import StateStore
-from swiftbatch.worker.model.layer_types import RecurrentShape
+from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
 
 MOST_READ = MAX_TREE_NODES + 1  # a forward has room for as many steps as the largest tree
 

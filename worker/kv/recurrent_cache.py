@@ -16,7 +16,7 @@ from swiftbatch.worker.kernels.recurrence import StepBuffers, are_known_states, 
 from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.kv_capacity import FIRST_STEPS
 from swiftbatch.worker.kv.kv_capacity import NUM_STEPS as NUM_STEPS
-from swiftbatch.worker.model.layer_types import RecurrentShape
+from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
 
 
 @dataclass(frozen=True)

@@ -1,40 +1,84 @@
-"""Finds out by one small forward what every layer of a model asks of its attention; refuses what is not understood.
+"""The attention that each layer of a model asks for, found by one small forward.
 
-A model may ask for more than queries, keys and values: a window, sinks, a soft cap. An attention that drops what it
-does not know is silently wrong, and so is a cache that a layer with a state of its own never reads.
+A window, sinks or a soft cap that is dropped would be silently wrong, so unknown ones are refused.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.attention_masks import MaskFunction, Span, UnsupportedError, span_of
+from swiftbatch.worker.model.architectures.catalogue import MIXER_CLASSES, layer_types
+from swiftbatch.worker.model.architectures.recurrent_layers import STATELESS
 from swiftbatch.worker.model.causal_lm import decoder_of
-from swiftbatch.worker.model.layer_types import STATELESS, layer_types
+
+NUM_SAMPLES = 16  # positions at which a span is held against the model's own mask
+
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`transformers`' own: (batch index, head index, query positions, key positions) to whether one sees the other."""
 
 OBSERVER_NAME = "swiftbatch_observer"
 NUM_ROWS = 3
-DELTA_NETS, MAMBA, CONVOLUTIONS = "gated delta nets", "Mamba-2", "short convolutions"
-DELTA_ATTENTION = "delta attention (KDA)"
-FORMS = {  # of recurrent layers, by the names of their classes
-    **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), DELTA_NETS),
-    **dict.fromkeys(("BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer"), MAMBA),
-    "KimiLinearDeltaAttention": DELTA_ATTENTION,
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), CONVOLUTIONS),
-}
 UNDERSTOOD = {"row_groups", "scaling", "softcap", "s_aux"}
 SAID_BY_THE_MASK = {"sliding_window"}  # what `transformers`' own attentions take from it, we do too
 NO_CHANGE = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_router_logits"}
 
 
+class UnsupportedError(ValueError):
+    """An attention that is not supported; the text begins with `its`."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The positions that a row sees: all, a window, or its own chunk."""
+
+    kind: Literal["full", "window", "chunk"] = "full"
+    size: int = 0  # positions in the window (the row's own included) or in a chunk
+
+    def first(self, position: int) -> int:
+        if self.kind == "window":
+            return max(0, position - self.size + 1)
+        return position // self.size * self.size if self.kind == "chunk" else 0
+
+
+FULL = Span()
+
+
+def span_of(mask_function: MaskFunction, num_positions: int, device: torch.device) -> Span:
+    """Find a mask's span at its first positions. Raises UnsupportedError for other masks."""
+    cut = bisect_left(range(num_positions), True, key=lambda position: _first(mask_function, position, device) > 0)
+    if cut == num_positions:
+        span = FULL
+    else:
+        first = _first(mask_function, cut, device)
+        span = Span("chunk", cut) if first == cut > 1 else Span("window", cut)
+    step = max(1, num_positions // NUM_SAMPLES)
+    for position in sorted({0, 1, cut - 1, cut, cut + 1, *range(0, num_positions, step), num_positions - 1}):
+        if 0 <= position < num_positions and _first(mask_function, position, device) != span.first(position):
+            raise UnsupportedError("its mask is neither causal, nor a sliding window, nor chunks")
+    return span
+
+
+def _first(mask_function: MaskFunction, position: int, device: torch.device) -> int:
+    """Find the first position that a row sees. Raises UnsupportedError for gaps."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    keys = torch.arange(position + 2, device=device)
+    sees = torch.as_tensor(mask_function(zero, zero, zero + position, keys)).expand(position + 2)
+    first = position + 1 - int(sees.count_nonzero())
+    if not 0 <= first <= position or not sees[first : position + 1].all():
+        raise UnsupportedError("its mask shows a row others than the positions up to its own")
+    return first
+
+
 @dataclass(frozen=True)
 class LayerNeeds:
-    """One layer: heads and sizes of its keys and values, and what its rows see."""
+    """The heads and sizes of a layer's cache, and what its rows see."""
 
     num_kv_heads: int
     key_dim: int
@@ -44,7 +88,7 @@ class LayerNeeds:
 
 
 class _Observer:
-    """Stands for attention during one forward, and keeps what each layer asked for."""
+    """Stands in for attention during one forward."""
 
     def __init__(self, num_positions: int, device: torch.device, dtype: torch.dtype) -> None:
         self.layers: dict[int, LayerNeeds] = {}
@@ -92,25 +136,23 @@ class _Observer:
 
 
 def recurrent_layers(model: Any) -> dict[int, Any]:
-    """The recurrent parts of a model, by their layers; those that `transformers_recurrent.py` knows."""
+    """Return the recurrent parts of a model, by layer."""
     layers = enumerate(getattr(decoder_of(model), "layers", ()))
     parts = ((number, part) for number, layer in layers for part in layer.children())
-    return {number: part for number, part in parts if type(part).__name__ in FORMS}
+    return {number: part for number, part in parts if type(part).__name__ in MIXER_CLASSES}
 
 
 def form_of(part: Any) -> str:
-    """The form of a recurrent part, in words."""
-    return FORMS[type(part).__name__]
+    return MIXER_CLASSES[type(part).__name__]
 
 
 def attention_of(layer: Any) -> Any:
-    """The part of a layer that attends; None where none does."""
     names = ((part, type(part).__name__) for part in layer.children())
-    return next((part for part, name in names if name.endswith("Attention") and name not in FORMS), None)
+    return next((part for part, name in names if name.endswith("Attention") and name not in MIXER_CLASSES), None)
 
 
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:
-    """Tell what each attending layer asks for, in order. Raises a one-line ModelError for what is not supported."""
+    """Return what each attending layer asks for. Raises ModelError for what is not supported."""
     observer = _Observer(num_positions, model.device, model.dtype)
     AttentionInterface.register(OBSERVER_NAME, observer.attend)
     AttentionMaskInterface.register(OBSERVER_NAME, observer.mask)
@@ -131,7 +173,6 @@ def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds
 
 
 def _in_order(model: Any, layers: dict[int, LayerNeeds]) -> list[LayerNeeds]:
-    """The layers from the first to the last. Raises UnsupportedError where one is missing or has other sizes."""
     num_layers, types = model.config.num_hidden_layers, layer_types(model.config.to_dict()) or []
     stateless = {number for number, each in enumerate(types) if each in STATELESS}
     others = set(range(num_layers)) - set(layers) - set(recurrent_layers(model)) - stateless

@@ -1,7 +1,4 @@
-"""Causal language models of `transformers`: loaded with all their weights, and in two, layers and head.
-
-`transformers` fills gaps in weights with random numbers.
-"""
+"""Causal language models of `transformers`: loaded whole, and split into layers and head."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from transformers.utils import logging
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.kernels.quantized_weights import plain
-from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config, read_whole_config
 from swiftbatch.worker.model.text_config import class_name, is_another, is_transposed
@@ -29,11 +26,7 @@ OLD_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias
 
 
 def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
-    """Load safetensors weights from a folder; nothing is unpickled and no remote code is run.
-
-    Raises ModelError where weights and `config.json` do not belong together, or anything else goes wrong, and
-    OtherModelError as `read_tensors` does.
-    """
+    """Load safetensors weights, without pickles or remote code. Raises ModelError or OtherModelError."""
     weights, whole = read_tensors(files, dtype, plain), read_whole_config(files.name, files.path)
     view = read_config(files.name, files.path)
     tensors = {class_name(name, view): plain(weight) for name, weight in weights.items()}
@@ -67,7 +60,6 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
 
 
 def _config(files: ModelFiles) -> PreTrainedConfig:
-    """The config of the text model in `transformers`' own class."""
     if is_another(read_whole_config(files.name, files.path)):
         view = {key: each for key, each in read_config(files.name, files.path).items() if key not in CONFIG_KEYS}
         return AutoConfig.for_model(view.pop("model_type"), **view)
@@ -78,10 +70,7 @@ def _config(files: ModelFiles) -> PreTrainedConfig:
 
 
 class _Once:
-    """A tensor that is given away when it is asked for, as `transformers` asks each slice of a file.
-
-    So experts that it joins are not held twice.
-    """
+    """A tensor that is given away when it is asked for, so that experts are held once."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], name: str) -> None:
         self._tensors, self._name = tensors, name
@@ -91,7 +80,7 @@ class _Once:
 
 
 def _problem(found: dict[str, Any]) -> str | None:
-    """Say what `transformers` would pass over; None where nothing is wrong."""
+    """Say which tensors `transformers` would pass over or make up."""
     mismatched = sorted(found["mismatched_keys"])
     if mismatched:
         name, shape, expected = mismatched[0]
@@ -107,7 +96,6 @@ def _problem(found: dict[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence tables that say in many lines what we say in one, and advice on keys that configs are published with."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -118,13 +106,13 @@ def _quiet() -> Iterator[None]:
 
 
 def decoder_of(model: Any) -> Any:
-    """The model without its head: from tokens to final hidden states."""
+    """Return the model without its head."""
     decoder = model.get_decoder()
     return model.model if decoder is model else decoder
 
 
 class Head:
-    """The model's own forward behind its layers, with whatever scale or soft cap its class puts around the weights."""
+    """The model's own forward behind its layers."""
 
     def __init__(self, model: Any) -> None:
         decoder = decoder_of(model)
@@ -134,13 +122,13 @@ class Head:
         }
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[num_rows, hidden]` to `[num_rows, vocab] float32`."""
+        """Map `[num_rows, hidden]` to `[num_rows, vocab] float32`."""
         logits: torch.Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0].float()
 
 
 class _GivenStates(torch.nn.Module):
-    """Stands for a model's layers: what goes in as embeddings comes out as final hidden states."""
+    """Returns its embeddings as final hidden states."""
 
     def __init__(self, decoder: torch.nn.Module) -> None:
         super().__init__()

@@ -1,32 +1,38 @@
-"""The path that a text model takes on a device, told from its config, and why it is not faster. Without torch."""
+"""The path that a text model takes on a device, told from its config, and why it is not faster. Without torch.
+
+Of angles that change with a text's length only longrope's run, and in our kernels alone: each job's own length chooses
+them there, so a row's bits do not depend on other texts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from swiftbatch.worker.kernels.kernel_sizes import HEAD_DIMS
+from swiftbatch.worker.model.architectures.catalogue import architecture_of, layer_types
+from swiftbatch.worker.model.architectures.recurrent_layers import RECURRENT, STATELESS
+from swiftbatch.worker.model.config_values import Config
 from swiftbatch.worker.model.decoder_config import OtherDecoderError, read_decoder_config, refuse_other_tensors
 from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
-from swiftbatch.worker.model.layer_types import RECURRENT, STATELESS, layer_types
 
 PathName = Literal["kernels", "kernels attend", "transformers"]
-LOADED_BY_OTHERS = ("llama", "mistral", "qwen2", "qwen3")  # kinds of `decoder_weights`
 MOST_LAYERS = 1000
-CHUNKED = ("llama4_text",)  # kinds that attend in chunks, whatever their config says of layers
 KNOWN_LAYERS = {"attention", "full_attention", "sliding_attention", "*"} | RECURRENT | STATELESS
+SHIFTING = {"dynamic", "longrope", "su"}  # types of angles that change with the length of a text
 
 
 @dataclass(frozen=True)
 class ComputePath:
-    """Our kernels for all of a forward, for its attention alone, or the layers of `transformers`; and why no more."""
+    """What computes a forward, and why not more of it runs in our kernels."""
 
     name: PathName
     reason: str | None = None
 
 
-def path_on(device: Literal["cpu", "cuda"], config: dict[str, Any], stored: set[str] | None = None) -> ComputePath:
-    """Tell the path of a text model that runs here. `stored` are the names of its tensors, where they are known."""
+def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | None = None) -> ComputePath:
+    """Return the path of a text model; `stored` are its tensors' names, where known."""
     try:
         dense = read_decoder_config(config)
         if stored is not None:
@@ -39,13 +45,10 @@ def path_on(device: Literal["cpu", "cuda"], config: dict[str, Any], stored: set[
         return ComputePath("kernels attend" if can_attend else "transformers", str(error))
 
 
-def _are_taken_over(config: dict[str, Any]) -> bool:
-    """Tell whether the kernels take the layers once `transformers` has loaded them, and filled in its defaults.
-
-    As whoever loads a model asks, on one without numbers: `transformers` takes seconds, and few models need it.
-    """
-    num_layers = config.get("num_hidden_layers")
-    if config.get("model_type") not in LOADED_BY_OTHERS or not isinstance(num_layers, int) or num_layers > MOST_LAYERS:
+def _are_taken_over(config: Config) -> bool:
+    """Tell whether the kernels take the layers once `transformers` has filled in its defaults, without numbers."""
+    form, num_layers = architecture_of(config), config.get("num_hidden_layers")
+    if form is None or not form.is_taken_over or not isinstance(num_layers, int) or num_layers > MOST_LAYERS:
         return False
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
@@ -62,14 +65,57 @@ def _are_taken_over(config: dict[str, Any]) -> bool:
         return False
 
 
-def _attends_in_kernels(config: dict[str, Any]) -> bool:
-    """Tell whether the kernels take all layers' heads and what these see."""
-    if config.get("model_type") in CHUNKED or set(layer_types(config) or ()) - KNOWN_LAYERS:
+def _attends_in_kernels(config: Config) -> bool:
+    form = architecture_of(config)
+    if form is None or form.attends_in_chunks or set(layer_types(config) or ()) - KNOWN_LAYERS:
         return False
     return _head_dim(config) in HEAD_DIMS
 
 
-def _head_dim(config: dict[str, Any]) -> int:
+def _head_dim(config: Config) -> int:
     if "qk_nope_head_dim" in config:
         return int(max(config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"]))
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def shifting_rotary(config: Config) -> str | None:
+    """Say which angles change with the length of a text; None where none do."""
+    if not (types := shifting_types(config)):
+        return None
+    shifts = f"its rotary positions ({', '.join(sorted(types))}) change with the length of the text"
+    if types != {"longrope"}:
+        return shifts
+    try:
+        read_decoder_config(config)
+    except OtherDecoderError as error:
+        return f"{shifts}, which only our kernels leave to each job, and these do not run it: {error}"
+    return None
+
+
+def short_length(config: Config) -> int | None:
+    """Return the most positions of jobs that turn by longrope's short factors."""
+    return read_decoder_config(config).rotary.short_length if shifting_types(config) else None
+
+
+def shifting_types(config: Config) -> set[str]:
+    """Return the types of angles that change with the length of a text."""
+    form = architecture_of(config)
+    is_fixed_by_alpha = form is not None and form.has_fixed_alpha
+    return {
+        kind
+        for said in _rotary_parameters(config)
+        for kind in (str(said.get("rope_type")), str(said.get("type")))
+        if kind in SHIFTING and not (is_fixed_by_alpha and kind == "dynamic" and _is_number(said.get("alpha")))
+    }
+
+
+def _rotary_parameters(config: Config) -> Iterator[Config]:
+    """Yield the parts of a config that may hold angles."""
+    yield config
+    for value in config.values():
+        if isinstance(value, dict):
+            yield from _rotary_parameters(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

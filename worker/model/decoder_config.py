@@ -1,7 +1,6 @@
-"""Read what our kernels need to know of a dense decoder from its config alone, and tell what keeps them from it.
+"""A decoder as our kernels need to know it, read from its config alone. Without torch.
 
-A config is taken only if all that it says is understood here; any other goes through `transformers`. Nothing here
-needs torch: the driver asks, too.
+Other configs, such as those with numbers that are not understood here, go through `transformers`.
 """
 
 from __future__ import annotations
@@ -13,23 +12,61 @@ from typing import Any
 from swiftbatch.worker.kernels.kernel_sizes import MLASizes, sizes_fault
 from swiftbatch.worker.kernels.layer_specs import Activation
 from swiftbatch.worker.kernels.rope_scaling import Rotary
-from swiftbatch.worker.model.architectures.attention_layers import MLAConfig, Windows, read_mla, that_hide
-from swiftbatch.worker.model.architectures.dense_models import DECODER_ARCHITECTURES
-from swiftbatch.worker.model.architectures.moe_layers import MoEConfig, read_moe
-from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig, read_recurrent_layers
+from swiftbatch.worker.model.architectures.attention_layers import (
+    IS_WINDOWED,
+    MLAConfig,
+    Windows,
+    no_windows,
+    read_mla,
+    that_hide,
+)
+from swiftbatch.worker.model.architectures.catalogue import architecture_of, layer_types, recurrent_shape
+from swiftbatch.worker.model.architectures.moe_layers import CHOSEN_KEYS, COUNT_KEYS, ROLES, MoEConfig, read_moe
+from swiftbatch.worker.model.architectures.recurrent_layers import (
+    ATTENDING,
+    RECURRENT,
+    STATELESS,
+    RecurrentConfig,
+    read_recurrent_layers,
+)
 from swiftbatch.worker.model.architectures.rope_angles import num_rotary_dims_of, other_layers, other_rotary, own_rotary
-from swiftbatch.worker.model.architectures.spec import ALWAYS, ATTENTION, ArchitectureSpec
-from swiftbatch.worker.model.config_value_rules import number_of, numbers_of
+from swiftbatch.worker.model.architectures.spec import ATTENTION, ArchitectureSpec
+from swiftbatch.worker.model.config_values import Config, number_of, numbers_of, shown
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, HEAD_BIAS
-from swiftbatch.worker.model.unsupported_keys import what_is_not_understood
 
-SINKS = "self_attn.sinks"
-MLP_LINEARS = ("gate", "up", "down")  # the roles of a layer's products behind its attention
+SIZES = {
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "vocab_size", "rms_norm_eps", "partial_rotary_factor", "rope_theta", "rope_parameters"),
+    *("rope_scaling", "tie_word_embeddings"),
+}
+ONE_MEANING: dict[str, tuple[Any, ...]] = {  # a key that changes the forward, and the values with which it does not
+    "pretraining_tp": (1,),
+    "use_mrope": (False,),
+    "use_bidirectional_attention": (None, False),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "is_causal": (True,),
+    "rotary_pct": (1.0,),
+}
+NO_WINDOWS: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}  # as above
+GENERATING = {  # numbers that older versions of `transformers` wrote into every config
+    *("diversity_penalty", "encoder_no_repeat_ngram_size", "length_penalty", "max_length", "min_length"),
+    *("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "repetition_penalty"),
+    *("temperature", "top_k", "top_p", "typical_p"),
+}
+OF_EXPERTS = {*COUNT_KEYS, *CHOSEN_KEYS, "router_aux_loss_coef"}
+SAID_ELSEWHERE = {  # numbers of training, of generation, of towers beside the text, or said by the weights themselves
+    *("attention_bias", "attention_dropout", "attention_out_bias", "chunk_size_feed_forward", "embd_pdrop"),
+    *("embedding_dropout", "hidden_dropout", "initializer_range", "layer_types", "max_position_embeddings"),
+    *("max_window_layers", "mlp_bias", "num_nextn_predict_layers", "resid_pdrop", "residual_dropout"),
+    "original_max_position_embeddings",  # beside angles that are stretched, which say it again
+    *GENERATING,
+}
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The sizes of a dense decoder, its rotation, and what its layers store."""
+    """The sizes of a decoder, its rotary positions, and the tensors of its layers."""
 
     num_layers: int
     hidden: int
@@ -42,7 +79,7 @@ class DecoderConfig:
     rotary: Rotary
     is_tied: bool
     form: ArchitectureSpec
-    parts: tuple[str, ...]  # the tensors of a layer without experts, no more and no less
+    biased: list[str]  # the roles of linear layers that have a bias
     activation: Activation
     num_rotary_dims: int  # dimensions of a head that are turned
     nope_layers: frozenset[int]  # that turn no heads
@@ -60,10 +97,9 @@ class DecoderConfig:
 
     @property
     def head_order(self) -> list[int] | None:
-        """Return the places of the kernels' dimensions of a head in the stored one; None where they are the same.
+        """The stored places of a head's dimensions in the kernels' order; None where they are the same.
 
-        The kernels turn pairs half a head apart, so other pairs are brought there. What is not turned stands in pairs,
-        too, whose angle is 0.
+        The kernels turn pairs half a head apart. Dimensions that are not turned stand in pairs, too, with the angle 0.
         """
         if self.latent is not None:
             return None
@@ -76,76 +112,110 @@ class DecoderConfig:
         return [*firsts, *still[: rest // 2], *seconds, *still[rest // 2 :]]
 
     def widths(self, number: int) -> dict[str, int]:
-        """Rows of a layer's linear layers that some kinds store as one."""
+        """Return the rows of linear layers that some kinds store as one."""
         keys, width = self.num_kv_heads * self.head_dim, self.intermediate
         if self.experts is not None and number in self.experts.layers:
             width = self.experts.shared_width
         return {"query": self.num_heads * self.head_dim, "key": keys, "value": keys, "gate": width, "up": width}
 
     def attends(self, number: int) -> bool:
-        """Tell whether a layer has keys and values."""
         return self.mixer is None or number in self.mixer.attending
 
     def has_mlp(self, number: int) -> bool:
-        """Tell whether a layer has products or experts behind its attention or its mixer, or has them alone."""
         mixes = self.mixer is not None and number in self.mixer.layers
         return not self.form.does_one_thing or not (mixes or self.attends(number))
 
     def linears(self, number: int) -> dict[str, str]:
-        """The names of a layer's linear layers by their roles; of one with experts, those that all rows meet."""
+        """Return a layer's linear layers by role, shared experts among them."""
         has = {True: self.attends(number), False: self.has_mlp(number)}
         names = {role: name for role, name in self.linear_names.items() if has[role in ATTENTION]}
         if self.experts is None or number not in self.experts.layers:
             return names
         shared = (self.experts.names.shared or {}) if self.experts.shared_width else {}
-        return {role: name for role, name in names.items() if role not in MLP_LINEARS} | dict(shared)
+        return {role: name for role, name in names.items() if role not in ROLES} | dict(shared)
 
     def tensor_names(self, stored: set[str]) -> set[str]:
-        """The names of all tensors, where some of them may be stored in more than one way."""
+        """Return the names of all tensors; `stored` decides between two ways."""
         names = {name for number in range(self.num_layers) for name in self._layer_names(number, stored)}
         of_the_model = {EMBEDDING, *self.form.norm_tensors(self.form.final_norm)}
         of_the_model |= (set() if self.is_tied else {HEAD}) | ({HEAD_BIAS} if self.has_head_bias else set())
         return names | of_the_model
 
     def _layer_names(self, number: int, stored: set[str]) -> Iterator[str]:
-        prefix, linears, own = f"model.layers.{number}.", self.linear_names, self.linears(number)
-        of_attention = {SINKS, *(f"{part}.weight" for part in self.qk_norms.values())}
-        for part in self.parts:
-            if part in of_attention and not self.attends(number):
-                continue
-            stem, _, what = part.rpartition(".")
-            roles = [role for role, name in linears.items() if name == stem]
-            yield from (f"{prefix}{own[role]}.{what}" for role in roles if role in own)
-            if not roles:
-                yield prefix + part
+        form, prefix, linears = self.form, f"model.layers.{number}.", self.linears(number)
+        parts = [tensor for part in form.norms.values() for tensor in form.norm_tensors(part)] + list(form.curve)
+        parts += [f"{part}.weight" for part in linears.values()]
+        parts += [f"{linears[role]}.bias" for role in self.biased if role in linears]
+        if self.attends(number):
+            parts += [f"{part}.weight" for part in self.qk_norms.values()] + ([form.sinks] if form.sinks else [])
         if self.mixer is not None and number in self.mixer.layers:
-            yield from (prefix + part for part in self.mixer.parts())
+            parts += self.mixer.parts()
         if self.experts is not None and number in self.experts.layers:
-            yield from (prefix + part for part in self.experts.parts(self.experts.is_fused(stored, prefix)))
+            parts += self.experts.parts(self.experts.is_fused(stored, prefix))
+        yield from (prefix + part for part in parts)
 
 
 class OtherDecoderError(ValueError):
-    """A decoder that the kernels do not take; its text says why, in words for the user."""
+    """A decoder that the kernels do not take; its text tells a user why."""
 
 
-def has_experts(form: ArchitectureSpec, config: Mapping[str, Any]) -> bool:
-    """Tell whether layers of this kind have experts: some kinds are published with none, too."""
-    return form.experts is not None and config.get("num_local_experts") != 0
-
-
-def read_decoder_config(config: dict[str, Any]) -> DecoderConfig:
-    """Read a text model's config. Raises OtherDecoderError for one that is left to `transformers`."""
-    if lack := what_is_not_understood(config):
+def read_decoder_config(config: Config) -> DecoderConfig:
+    """Read a text model's config. Raises OtherDecoderError."""
+    form = architecture_of(config)
+    if form is None:
+        raise OtherDecoderError("its layers are of another form")
+    if lack := form.kernels_lack or what_is_not_understood(config, form):
         raise OtherDecoderError(lack)
     try:
-        return _read(config)
+        return _read(config, form)
     except (KeyError, TypeError, ValueError) as error:
         reason = f"{error.args[0]} is left to a default" if isinstance(error, KeyError) else str(error)
         raise OtherDecoderError(reason) from None
 
 
-def latent_sizes(config: dict[str, Any]) -> MLASizes | None:
-    """The sizes of latent attention as the kernels run a text model; None where they do not."""
+def what_is_not_understood(config: Config, form: ArchitectureSpec) -> str | None:
+    """Say which words or numbers the kernels do not have; None where they have all."""
+    known = {name for name, is_windowed in IS_WINDOWED.items() if form.windows or not is_windowed}
+    known |= set() if form.mixer is None else ATTENDING | RECURRENT | STATELESS
+    if others := set(map(str, config.get("layer_types") or ())) - known:
+        return f"its layers have {', '.join(sorted(others))}"
+    one_meaning = ONE_MEANING | dict(form.one_meaning) | ({} if form.windows else NO_WINDOWS)
+    for part in (form.experts, form.mixer):
+        one_meaning |= {} if part is None else dict(part.one_meaning)
+    for key, value in config.items():
+        if key in one_meaning and key not in form.caps.values() and not _is_said(value, one_meaning[key]):
+            return f"its {key} is {value!r:.80}"
+    activation_key = [] if form.activation_key is None else [form.activation_key]
+    if unsaid := [key for key in (*sorted(form.one_meaning), *activation_key) if key not in config]:
+        return f"its {unsaid[0]} is left to a default"
+    for key in activation_key:
+        if str(config[key]) not in form.activations:
+            return f"its {key} is {config[key]!r:.80}"
+    unknown = sorted(key for key in set(config) - _known_keys(form) if _may_matter(key, config[key], form))
+    return f"its config has {shown(unknown[0])}, which may change a layer" if unknown else None
+
+
+def _is_said(value: Any, meant: tuple[Any, ...]) -> bool:
+    """Tell whether a value, or each in a list, is one of those meant."""
+    return value in meant or (isinstance(value, list) and bool(value) and all(each in meant for each in value))
+
+
+def _known_keys(form: ArchitectureSpec) -> set[str]:
+    known = SIZES | set(ONE_MEANING | NO_WINDOWS) | SAID_ELSEWHERE | {*form.own_rules(), *form.one_meaning}
+    return known | ({*OF_EXPERTS, *form.experts.one_meaning} if form.experts else set())
+
+
+def _may_matter(key: str, value: Any, form: ArchitectureSpec) -> bool:
+    """Tell whether an unknown key may be a number of a layer; words and switches belong to other tools."""
+    beginnings = (*form.known_keys, *(form.mixer.known_keys if form.mixer else ()))
+    if key.startswith(beginnings) or key.endswith(("_token_id", "_token_ids")):
+        return False
+    numbers = value if isinstance(value, list) else [value]
+    return any(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
+
+
+def latent_sizes(config: Config) -> MLASizes | None:
+    """Return the sizes of latent attention; None where the kernels run none."""
     try:
         latent = read_decoder_config(config).latent
     except OtherDecoderError:
@@ -153,8 +223,8 @@ def latent_sizes(config: dict[str, Any]) -> MLASizes | None:
     return None if latent is None else latent.sizes
 
 
-def kernel_windows(config: dict[str, Any]) -> Windows:
-    """The windows of a text model's layers as the kernels run it; none where they do not."""
+def kernel_windows(config: Config) -> Windows:
+    """Return the windows of layers; none where the kernels do not run the model."""
     try:
         return read_decoder_config(config).windows
     except OtherDecoderError:
@@ -169,36 +239,35 @@ def refuse_other_tensors(dense: DecoderConfig, stored: set[str]) -> None:
         raise OtherDecoderError(f"its tensors are others, {different[0]} among them")
 
 
-def _read(config: dict[str, Any]) -> DecoderConfig:
-    """Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take."""
-    form = DECODER_ARCHITECTURES[config["model_type"]]
+def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
+    """Raises KeyError for numbers left to a default, ValueError for others."""
     latent = None if form.latent is None else read_mla(config, form.latent)
-    sizes = _sizes(config, latent)
+    sizes = _sizes(config, form, latent)
     head_dim = sizes["head_dim"] if latent is None else latent.sizes.rope_dim
     num_rotary_dims = num_rotary_dims_of(config, form, head_dim)
     if not isinstance(config[form.epsilon_key], float):
         raise ValueError(f"its {form.epsilon_key} is {config[form.epsilon_key]!r:.80}")
-    windows = form.windows(config) if form.windows else (None,) * sizes["num_layers"]
+    windows = (form.windows or no_windows)(config)
     linears, qk_norms = form.linears, form.qk_norms(config) if latent is None else latent.norms
     if latent is not None:
-        linears = latent.linears | {role: name for role, name in linears.items() if role in MLP_LINEARS}
+        linears = latent.linears | {role: name for role, name in linears.items() if role in ROLES}
     return DecoderConfig(
         **sizes,
         epsilon=config[form.epsilon_key],
         rotary=own_rotary(config, form, head_dim, num_rotary_dims),
-        is_tied=_is_tied(config),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
         form=form,
-        parts=tuple(_parts(config, form, linears, qk_norms)),
+        biased=form.biased(config),
         activation=form.activation(config),
         num_rotary_dims=num_rotary_dims,
-        nope_layers=form.still(config, windows) if form.still else frozenset(),
+        nope_layers=form.nope(config, windows) if form.nope else frozenset(),
         windows=that_hide(windows, config),
         other_rotary=other_rotary(config, form, head_dim),
         other_layers=other_layers(config, form, windows),
         scales=_scales(config, form, latent),
         caps={what: 0.0 if config[key] is None else number_of(config, key) for what, key in form.caps.items()},
         qk_norms=qk_norms,
-        experts=read_moe(config, form.experts) if form.experts and has_experts(form, config) else None,
+        experts=read_moe(config, form.experts),
         mixer=_mixer(config, form),
         latent=latent,
         linear_names=linears,
@@ -206,38 +275,31 @@ def _read(config: dict[str, Any]) -> DecoderConfig:
     )
 
 
-def _scales(config: dict[str, Any], form: ArchitectureSpec, latent: MLAConfig | None) -> dict[str, float]:
-    of_scores = {} if latent is None else {"scores": latent.scale}
-    said = {what: number_of(config, key) for what, key in form.scales.items()}
-    return of_scores | said | _listed_scales(config, form)
-
-
-def _mixer(config: dict[str, Any], form: ArchitectureSpec) -> RecurrentConfig | None:
-    """Raises KeyError or ValueError, also where layers that do one thing each are left to those with products."""
-    found = None if form.mixer is None else read_recurrent_layers(config, form.mixer)
-    if form.does_one_thing and found is None:
-        raise ValueError("none of its layers has a state")
-    return found
-
-
-def _listed_scales(config: dict[str, Any], form: ArchitectureSpec) -> dict[str, float]:
-    """Raises KeyError or ValueError for lists that are left to a default, or of other lengths."""
-    found: dict[str, float] = {}
+def _scales(config: Config, form: ArchitectureSpec, latent: MLAConfig | None) -> dict[str, float]:
+    found = {} if latent is None else {"scores": latent.scale}
+    found |= {what: number_of(config, key) for what, key in form.scales.items()}
     for key, names in form.scale_lists.items():
         found |= dict(zip(names, numbers_of(config, key, len(names)), strict=True))
     return found
 
 
-def _sizes(config: dict[str, Any], latent: MLAConfig | None) -> dict[str, int]:
-    """Raises KeyError, TypeError or ValueError for sizes that the kernels do not take."""
-    of_cache = (config["num_key_value_heads"], _head_dim(config)) if latent is None else (1, latent.sizes.entry_dim)
+def _mixer(config: Config, form: ArchitectureSpec) -> RecurrentConfig | None:
+    found = None
+    if form.mixer is not None:
+        found = read_recurrent_layers(config, form.mixer, layer_types(config) or [], recurrent_shape(config))
+    if form.does_one_thing and found is None:
+        raise ValueError("none of its layers has a state")
+    return found
+
+
+def _sizes(config: Config, form: ArchitectureSpec, latent: MLAConfig | None) -> dict[str, int]:
     sizes = {
         "num_layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
         "num_heads": config["num_attention_heads"],
-        "num_kv_heads": of_cache[0],
-        "head_dim": of_cache[1],
-        "intermediate": DECODER_ARCHITECTURES[config["model_type"]].intermediate(config),
+        "num_kv_heads": config["num_key_value_heads"] if latent is None else 1,
+        "head_dim": _head_dim(config, form) if latent is None else latent.sizes.entry_dim,
+        "intermediate": form.intermediate(config),
         "vocab": config["vocab_size"],
     }
     if fault := sizes_fault(**sizes, latent=None if latent is None else latent.sizes):
@@ -245,36 +307,10 @@ def _sizes(config: dict[str, Any], latent: MLAConfig | None) -> dict[str, int]:
     return sizes
 
 
-def _is_tied(config: dict[str, Any]) -> bool:
-    return bool(config.get("tie_word_embeddings", False))
-
-
-def _head_dim(config: dict[str, Any]) -> int:
-    """Read a head's width. Raises KeyError, TypeError or ValueError for none, or one left to another default."""
+def _head_dim(config: Config, form: ArchitectureSpec) -> int:
     head_dim = config.get("head_dim")
-    if head_dim is None and config["model_type"] != "qwen3":
+    if head_dim is None and not form.defaults_head_dim:
         head_dim = config["hidden_size"] // config["num_attention_heads"]
     if not isinstance(head_dim, int):
         raise ValueError("transformers tells more of it")
     return head_dim
-
-
-def _parts(
-    config: dict[str, Any], form: ArchitectureSpec, names: Mapping[str, str], qk_norms: Mapping[str, str]
-) -> list[str]:
-    """The tensors of a layer with linear layers and norms of heads of these names."""
-    parts = [tensor for part in form.norms.values() for tensor in form.norm_tensors(part)]
-    parts += [f"{part}.weight" for part in dict.fromkeys(names.values())] + list(form.curve)
-    parts += dict.fromkeys(f"{names[role]}.bias" for role in _biased(config, form) if role in names)
-    parts += [SINKS] if form.has_sinks else []
-    return parts + [f"{part}.weight" for part in qk_norms.values()]
-
-
-def _biased(config: dict[str, Any], form: ArchitectureSpec) -> list[str]:
-    """The linear layers that have a bias."""
-
-    def has(key: str | None) -> bool:
-        return key == ALWAYS or (key is not None and bool(config.get(key, False)))
-
-    roles = ["query", "key", "value"] * has(form.query_key_value_bias) + ["output"] * has(form.output_bias)
-    return roles + ["gate", "up", "down"] * has(form.mlp_bias)

@@ -1,4 +1,4 @@
-"""Builds a decoder's weights from a model's files: attention, MLP, experts, layers with a state."""
+"""A decoder's weights from the tensors in a model's files."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from swiftbatch.worker.model.architectures.moe_layers import ROLES, FusedNames, 
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentConfig
 from swiftbatch.worker.model.architectures.spec import ATTENTION
 from swiftbatch.worker.model.decoder_config import (
-    MLP_LINEARS,
-    SINKS,
     DecoderConfig,
     OtherDecoderError,
     read_decoder_config,
@@ -42,7 +40,7 @@ Experts = tuple[Sequence[AnyLinear], Sequence[AnyLinear], Sequence[AnyLinear]]  
 
 
 def expert_weights(tensors: Tensors, prefix: str, config: MoEConfig, dtype: torch.dtype) -> ExpertWeights:
-    """The experts of the layer whose tensors begin so. Raises ValueError for others than those of the config."""
+    """Gather a layer's experts. Raises ValueError for other widths."""
     names, is_fused = config.names, config.is_fused(set(tensors), prefix)
     gates, ups, downs = (_fused if is_fused else _one_by_one)(tensors, prefix, config)
     shared_gate = None if not config.shared_width else _floats(tensors, prefix, names.shared_gate)
@@ -106,7 +104,7 @@ def _fused(tensors: Tensors, prefix: str, config: MoEConfig) -> Experts:
 
 
 def _experts_of(weight: Weight, names: FusedNames, shape: tuple[int, int]) -> Sequence[Weight]:
-    """The matrix `shape` of each expert, its rows the columns of the product."""
+    """Return the matrix of each expert, its rows the columns of the product."""
     if isinstance(weight, PackedExperts):
         return weight.experts()
     assert isinstance(weight, Tensor)
@@ -131,8 +129,8 @@ def _rows_of(weight: Weight, bias: Tensor | None, rows: slice) -> AnyLinear:
 def recurrent_weights(
     tensors: Mapping[str, Weight], prefix: str, mixer: RecurrentConfig, dtype: torch.dtype
 ) -> RecurrentWeights:
-    """The mixer of one layer. Raises ValueError for tensors that are not of its sizes."""
-    linears = dict(_mixer_linears(tensors, f"{prefix}{mixer.names.part}.", mixer))
+    """Gather a layer's mixer. Raises ValueError for tensors of other sizes."""
+    linears = dict(_mixer_linears(tensors, f"{prefix}{mixer.spec.part}.", mixer))
     stored = {role: plain(tensors[prefix + name]) for role, name in mixer.numbers.items()}
     numbers = {role: _number(role, each.to(dtype).float(), mixer) for role, each in stored.items()}
     if mixer.part_scales is not None:
@@ -144,9 +142,9 @@ def _mixer_linears(
     tensors: Mapping[str, Weight], prefix: str, mixer: RecurrentConfig
 ) -> Iterator[tuple[str, AnyLinear]]:
     columns = mixer.sizes.columns()
-    for name, roles in mixer.names.linears.items():
+    for name, roles in mixer.spec.linears.items():
         weight, bias = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
-        if (order := mixer.names.orders.get(name)) is not None:
+        if (order := mixer.spec.orders.get(name)) is not None:
             weight = of_rows(weight, order(mixer.shape))
         if len(roles) == 1:
             yield roles[0], linear_from(weight, None if bias is None else plain(bias))
@@ -159,7 +157,7 @@ def _mixer_linears(
 
 
 def of_rows(weight: Weight, rows: list[int]) -> Weight:
-    """Some rows of a stored matrix, in this order. Raises ValueError for more than it has."""
+    """Take some rows of a stored matrix. Raises ValueError for more than it has."""
     if len(rows) > weight.shape[0] or max(rows) >= weight.shape[0]:
         raise ValueError(f"found {weight.shape[0]} rows, expected {len(rows)}")
     chosen = torch.tensor(rows, device=weight.device)
@@ -167,7 +165,6 @@ def of_rows(weight: Weight, rows: list[int]) -> Weight:
 
 
 def _scales(parts: tuple[float, ...], mixer: RecurrentConfig) -> Tensor:
-    """The scales of all columns in the order of the kernels' roles."""
     gates, values, keys, queries, steps = parts
     width, key_width = mixer.sizes.width, mixer.shape.num_key_heads * mixer.shape.key_dim
     runs = ((values, width), (keys, key_width), (queries, key_width), (gates, width), (steps, mixer.shape.num_heads))
@@ -175,10 +172,7 @@ def _scales(parts: tuple[float, ...], mixer: RecurrentConfig) -> Tensor:
 
 
 def _number(role: str, numbers: Tensor, mixer: RecurrentConfig) -> Tensor:
-    """Float32 numbers as the kernels take them: taps by their places, norms of heads for each head.
-
-    Raises ValueError for others than are stored, of these two.
-    """
+    """Arrange float32 numbers for the kernels. Raises ValueError."""
     sizes = mixer.sizes
     if role == "taps":
         _refuse_shape(role, numbers, (sizes.num_channels, 1, sizes.conv_width), (sizes.num_channels, sizes.conv_width))
@@ -195,10 +189,9 @@ def _refuse_shape(role: str, numbers: Tensor, *expected: tuple[int, ...]) -> Non
 
 
 def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[str, AnyLinear]:
-    """The products of a layer by their roles in the kernels. Raises ValueError for rows that are no heads.
+    """Arrange latent attention's products for the kernels. Raises ValueError for rows that are no heads.
 
-    The turned dimensions of queries and keys are brought where the kernels turn them. Of the product from the latent
-    vector to keys and values each head's keys stand transposed: they lead from its query to the latent vector.
+    Each head's up-projection of keys is transposed, to lead from its query to the latent vector.
     """
     sizes = latent.sizes
     heads = range(0, linears["query"].weight.shape[0], sizes.query_dim)
@@ -228,11 +221,7 @@ SCALES_WITHIN = ("attention_in_scale", "key_scale", "attention_out_scale", "gate
 
 
 def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights | None:
-    """The weights of a model folder; None for one that is not such a decoder, or whose tensors are not all there or do
-    not fit its config, of which `transformers` tells more.
-
-    Each tensor goes to the device as it is read: for another one than the CPU, the host holds one of them at a time.
-    """
+    """Load a model folder tensor by tensor; None where the kernels do not take it, or tensors do not fit."""
     config = read_config(files.name, files.path)
     try:
         dense = read_decoder_config(config)
@@ -248,7 +237,7 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
 
 
 def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
-    """A decoder of tensors where they lie. Raises ValueError or IndexError for those that do not fit its config."""
+    """Build a decoder of placed tensors. Raises ValueError or IndexError where they do not fit."""
     layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
     head_bias = plain(tensors[HEAD_BIAS]) if dense.has_head_bias else None
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
@@ -259,10 +248,7 @@ def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch
 def layer_alone(
     tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch.dtype
 ) -> tuple[DecoderSizes, LayerWeights]:
-    """The sizes and the layer of a model of one layer, from its tensors as they are stored.
-
-    Raises ValueError or IndexError for those that do not fit.
-    """
+    """Build the layer of a one-layer model. Raises ValueError or IndexError."""
     kept = _floats_of(dense)
     placed = {name: each if name in kept else _placed(each, CPU, dtype) for name, each in tensors.items()}
     return _sizes(dense, dtype), _layer(placed, 0, dense, dtype)
@@ -311,19 +297,17 @@ def _embedding_scale(dense: DecoderConfig, dtype: torch.dtype) -> float:
 
 
 def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
-    """The names of a text model's tensors in its files, without a head that is tied.
-
-    None of them where one is there twice, as nobody says which of the two it is.
-    """
+    """Return a text model's tensors without a tied head; none where one is stored twice."""
     layout = stored_layout(files.name, files.path)
     return set() if layout.repeated else {name for name in layout.heads if is_of_text(name, config)}
 
 
 def _floats_of(dense: DecoderConfig) -> frozenset[str]:
-    """The tensors that are float32 in the kernels, whatever the model's dtype."""
+    """Return the tensors that stay float32, whatever the model's dtype."""
     if dense.experts is None:
         return frozenset()
-    names = (dense.experts.names.router, dense.experts.names.router_bias, dense.experts.names.choice_bias, SINKS)
+    experts = dense.experts.names
+    names = (experts.router, experts.router_bias, experts.choice_bias, dense.form.sinks)
     layers = range(dense.num_layers)
     return frozenset(f"model.layers.{number}.{name}" for number in layers for name in names if name is not None)
 
@@ -341,18 +325,18 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
     view: dict[str, Any] = {"is_nope": number in dense.nope_layers, "window": dense.windows[number]}
     view["rotary"] = dense.other_rotary if number in dense.other_layers else None
     view["curve"] = _curve([plain(tensors[prefix + part]) for part in dense.form.curve])
-    if dense.form.has_sinks:
-        view["sinks"] = plain(tensors[prefix + SINKS]).float()
+    if dense.form.sinks is not None:
+        view["sinks"] = plain(tensors[prefix + dense.form.sinks]).float()
     if dense.experts is not None and number in dense.experts.layers:
         view["experts"] = expert_weights(tensors, prefix, dense.experts, dtype)
     if dense.mixer is not None and number in dense.mixer.layers:
         view["mixer"] = recurrent_weights(tensors, prefix, dense.mixer, dtype)
-    absent: dict[str, Any] = dict.fromkeys((*ATTENTION, *MLP_LINEARS))
+    absent: dict[str, Any] = dict.fromkeys((*ATTENTION, *ROLES))
     return LayerWeights(**absent | linears, **norms, **view)
 
 
 def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, AnyLinear]:
-    """Queries and keys in the kernels' order of a head's dimensions, and gates of their own."""
+    """Order queries and keys as the kernels do, and split gates from queries."""
     found = {role: linears[role] for role in ("query", "key")}
     if dense.form.gates_heads:
         dim, query = dense.head_dim, found["query"]
@@ -364,13 +348,13 @@ def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, 
 
 
 def _norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> Tensor:
-    """The weights of a norm of rows, and behind them its biases."""
+    """Return a norm's weights, with its biases behind them."""
     found = [plain(tensors[name]) for name in dense.form.norm_tensors(part)]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _qk_norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> Tensor:
-    """The weights of a norm of heads, in the kernels' order of a head's dimensions."""
+    """Return a norm of heads in the kernels' order of dimensions."""
     weight = plain(tensors[f"{part}.weight"]).flatten()
     if (order := dense.head_order) is None:
         return weight
@@ -380,7 +364,7 @@ def _qk_norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> 
 
 
 def _curve(trained: list[Tensor]) -> Tensor | None:
-    """The numbers of XIELU from what is stored of it; None for another activation."""
+    """Return the numbers of XIELU; None for another activation."""
     if not trained:
         return None
     squares, exponentials, share, bound = (number.flatten() for number in trained)
@@ -389,7 +373,6 @@ def _curve(trained: list[Tensor]) -> Tensor | None:
 
 
 def _parts(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """The stored linear layers, and the roles whose rows each holds one behind the other."""
     parts: dict[str, list[str]] = {}
     for role, part in names.items():
         parts.setdefault(part, []).append(role)
@@ -399,7 +382,7 @@ def _parts(names: Mapping[str, str]) -> dict[str, list[str]]:
 def _linears(
     tensors: Mapping[str, Weight], prefix: str, part: tuple[str, list[str]], rows: Mapping[str, int]
 ) -> Iterator[tuple[str, AnyLinear]]:
-    """The roles of a stored linear layer, each with its rows. Raises ValueError for one of other rows."""
+    """Split a stored linear layer among its roles. Raises ValueError."""
     name, roles = part
     weight, stored = tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias")
     bias = None if stored is None else plain(stored)
@@ -414,7 +397,7 @@ def _linears(
 
 
 def _of_heads(linear: AnyLinear, dims: list[int], width: int) -> AnyLinear:
-    """Some dimensions of each head, in this order; heads are so wide. Raises ValueError where rows are no heads."""
+    """Take some dimensions of each head of `width`. Raises ValueError where rows are no heads."""
     rows = [head + dim for head in range(0, linear.weight.shape[0], width) for dim in dims]
     if not rows:
         raise ValueError("found 0 rows, expected those of heads")

@@ -1,4 +1,4 @@
-"""The SHA-256 of each file of a model, read and hashed at once, and the fingerprints that are made of these."""
+"""SHA-256 of a model's files, and fingerprints of these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXT_FILES = (
 
 @dataclass(frozen=True)
 class Digests:
-    """The SHA-256 of each file that decides a model's tokens, by its place in the folder."""
+    """The SHA-256 of each file that decides a model's tokens."""
 
     model: Mapping[str, str]  # config, tokenizer and weights, in the order in which the fingerprint takes them
     text: Mapping[str, str]  # all else that makes tokens of a text: chat templates among them
@@ -45,17 +45,14 @@ class Digests:
         return _fingerprint(self.text)
 
     def difference(self, expected: Mapping[str, str]) -> tuple[str, str | None, str | None] | None:
-        """A file that is not as expected, what was found and what was expected (None: no such file); None without."""
+        """Return a file that is not as expected, with what was found and expected."""
         found = {**self.model, **self.text}
         names = (name for name in sorted({*found, *expected}) if found.get(name) != expected.get(name))
         return next(((name, found.get(name), expected.get(name)) for name in names), None)
 
 
 def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Digests:
-    """The digests of a model folder without `folder_fault`.
-
-    Weights that are in `known_weights` are not read: `read_tensors` compares them as it loads them.
-    """
+    """Hash a model folder, but for weights in `known_weights`."""
     known = known_weights or {}
     names = (*HASHED_FIRST, *((TEKKEN_FILE,) if has_tekken_alone(path) else ()))
     first = {name: _digest(path / name) for name in names if (path / name).is_file()}
@@ -64,7 +61,7 @@ def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Di
 
 
 def download_fault(path: Path, hashed: Mapping[str, str]) -> str | None:
-    """Say that weights in the hub's cache are not the hub's, which names large files there by their SHA-256."""
+    """Say that weights differ from the hub's, whose cache names them by SHA-256."""
     for file in weight_files(path):
         download = file.resolve()
         expected, found = download.name, hashed.get(file.name, download.name)
@@ -77,20 +74,17 @@ def download_fault(path: Path, hashed: Mapping[str, str]) -> str | None:
 
 
 def has_tekken_alone(path: Path) -> bool:
-    """Tell whether a model folder has no tokenizer but Mistral's; beside another one, that file is not read."""
+    """Tell whether a folder has no tokenizer but Mistral's."""
     return (path / TEKKEN_FILE).is_file() and not any((path / name).is_file() for name in OTHER_TOKENIZERS)
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of a model that hold its weights, of a folder without `folder_fault`; what else lies there is not read.
-
-    As `transformers` chooses: the single file, else those that the index names.
-    """
+    """Return a model's weight files: the single one, else the index's."""
     return sorted(path / name for name in weight_names(path))
 
 
 def text_files(path: Path) -> list[Path]:
-    """The files of a model that make tokens of a text and are not in its `fingerprint`: chat templates among them."""
+    """Return further files that make tokens of a text."""
     found = {file for pattern in TEXT_FILES for file in path.glob(pattern)}
     return sorted(file for file in found if file.name not in HASHED_FIRST and file.is_file())
 
@@ -101,7 +95,6 @@ def _digest(file: Path) -> str:
 
 
 def _fingerprint(digests: Mapping[str, str]) -> str:
-    """Hash the files with their places in the folder."""
     whole = hashlib.sha256()
     for name, digest in digests.items():
         whole.update(name.encode())
@@ -110,7 +103,7 @@ def _fingerprint(digests: Mapping[str, str]) -> str:
 
 
 class Hashing:
-    """A SHA-256 that is computed in another thread, one piece at a time."""
+    """A SHA-256 that another thread computes, one piece at a time."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._sha256 = hashlib.sha256()
@@ -118,7 +111,6 @@ class Hashing:
         self._pending: Future[None] | None = None
 
     def take(self, data: bytes | memoryview) -> None:
-        """Hash the next bytes, once those before are done."""
         self._finish()
         self._pending = self._thread.submit(self._sha256.update, data)
 

@@ -1,4 +1,4 @@
-"""Finds files of a model that are missing, damaged, cut off or of no use, before its weights are read."""
+"""Checks for files that are missing, damaged or cut off, before weights are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX, link_names
 from swiftbatch.worker.model.gguf.header import GGUFError, read_head
 
@@ -19,14 +19,13 @@ SINGLE_FILE = "model.safetensors"
 
 
 def adapter_fault(path: Path) -> str | None:
-    """Say that a folder holds an adapter, which has no config of its own most often; None for any other."""
     if (path / ADAPTER_FILE).exists():
         return f"{path / ADAPTER_FILE} says that it is an adapter; merge it into its base model, and give that folder"
     return None
 
 
 def folder_fault(path: Path) -> str | None:
-    """Say what beside `config.json` makes a folder another model than it seems; None where nothing does."""
+    """Say what keeps a folder with a config from being a model."""
     if fault := small_files_fault(path) or _shards_fault(path):
         return fault
     if weight_names(path):
@@ -35,12 +34,11 @@ def folder_fault(path: Path) -> str | None:
 
 
 def small_files_fault(path: Path) -> str | None:
-    """Say the same of the small files alone, where the weights are not there to be looked at."""
     return _generation_fault(path) or _index_fault(path)
 
 
 def _generation_fault(path: Path) -> str | None:
-    """`transformers` passes over a file that it cannot read, and with it over the tokens that end a text."""
+    """Say that a generation config is damaged, which `transformers` passes over."""
     file = path / GENERATION_FILE
     if not file.exists():
         return None
@@ -49,7 +47,7 @@ def _generation_fault(path: Path) -> str | None:
 
 
 def eos_fault(source: str, settings: Mapping[str, Any]) -> str | None:
-    """Say that the tokens which end a text are none."""
+    """Say that the tokens which end a text are no token ids."""
     eos = settings.get("eos_token_id")
     if eos is None or all(type(each) is int for each in (eos if isinstance(eos, list) else [eos])):
         return None
@@ -57,7 +55,7 @@ def eos_fault(source: str, settings: Mapping[str, Any]) -> str | None:
 
 
 def weight_names(path: Path) -> set[str]:
-    """Names of the files that hold a folder's weights; none where neither a single file nor a sound index is there."""
+    """Return the names of weight files; none without a sound index."""
     if links := link_names(path):
         return set(links)
     if (path / SINGLE_FILE).exists():
@@ -68,7 +66,6 @@ def weight_names(path: Path) -> set[str]:
 
 
 def _index_fault(path: Path) -> str | None:
-    """Say that an index which counts is none."""
     file = path / INDEX_FILE
     if (path / SINGLE_FILE).exists() or not file.exists():
         return None
@@ -79,7 +76,7 @@ def _index_fault(path: Path) -> str | None:
 
 
 def _shards_fault(path: Path) -> str | None:
-    """An index may name files of other folders, which no fingerprint covers."""
+    """Say that an index names files of other folders."""
     if (path / SINGLE_FILE).exists() or not (path / INDEX_FILE).exists():
         return None
     for name in sorted(weight_names(path)):
@@ -89,7 +86,7 @@ def _shards_fault(path: Path) -> str | None:
 
 
 def _is_file(file: Path) -> bool:
-    """Tell whether it is one; no name that the file system cannot have is."""
+    """Return False also for a name that the file system cannot have."""
     try:
         return file.is_file()
     except (OSError, ValueError):
@@ -97,7 +94,7 @@ def _is_file(file: Path) -> bool:
 
 
 def _json_object(file: Path) -> tuple[dict[str, Any], str | None]:
-    """A file's object, or what is wrong with it."""
+    """Return a file's object, or what is wrong with it."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -114,7 +111,7 @@ RUN = 32  # zeros at a row's end that a sound one may have
 
 
 def zero_tail_fault(files: Iterable[Path]) -> str | None:
-    """Say that the end of one of these files is zeros; None for sound ones, and for those with other faults."""
+    """Say that a file ends in zeros, as an unfinished download does."""
     for file in files:
         try:
             with file.open("rb") as stream:
@@ -128,7 +125,7 @@ def zero_tail_fault(files: Iterable[Path]) -> str | None:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The last matrix of a tensor, or a list of numbers, by the bytes of its file."""
+    """The last matrix of a tensor, or a list, by its bytes."""
 
     name: str
     start: int
@@ -136,7 +133,7 @@ class _Matrix:
     num_rows: int  # 1: a list
 
     def may_end_in(self, num_zeros: int) -> bool:
-        """Tell whether so many zeros may be sound: some whole rows of padding, or a few small numbers."""
+        """Tell whether so many zeros may be padding, or a few small numbers."""
         num_bytes = self.end - self.start
         if self.num_rows == 1 or num_zeros < BLOCK:
             return True
@@ -161,7 +158,7 @@ def _fault(file: Path, stream: BinaryIO) -> str | None:
 
 
 def _num_zeros(stream: BinaryIO, start: int, end: int) -> int:
-    """Count the zeros in front of a place, back to another one."""
+    """Count the zeros in front of `end`, back to `start`."""
     place = end
     while place > start:
         first = max(start, place - STEP)
@@ -175,7 +172,7 @@ def _num_zeros(stream: BinaryIO, start: int, end: int) -> int:
 
 
 def _last_matrices(file: Path, stream: BinaryIO) -> Iterator[_Matrix]:
-    """The tensors of a file in the order of their bytes; of several matrices in one, the last."""
+    """Yield a file's tensors in order; of several matrices in one, the last."""
     for name, shape, start, end in _gguf_spans(file) if file.suffix == SUFFIX else _safetensors_spans(stream):
         if not _is_matrix(name, shape):
             yield _Matrix(name, start, end, 1)
@@ -185,10 +182,7 @@ def _last_matrices(file: Path, stream: BinaryIO) -> Iterator[_Matrix]:
 
 
 def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Tell whether a tensor holds matrices of weights, which are never zeros; zeros of codes, biases and norms may be.
-
-    Of those with four dimensions only the codes of experts have matrices; others are filters of images.
-    """
+    """Tell whether a tensor holds matrices of weights, which are never zeros."""
     is_other = name.endswith(("bias", "zeros", "zero_point")) or "norm" in name
     has_matrices = len(shape) in (2, 3) or (len(shape) == 4 and name.endswith("_blocks"))
     return has_matrices and min(shape) > 0 and min(shape[-2:]) > 1 and not is_other

@@ -1,4 +1,4 @@
-"""Models on the hub: their snapshots in this machine's cache, one download at a time, and why one is not to be had."""
+"""Models on the hub: their snapshots here, and why one is not to be had."""
 
 from __future__ import annotations
 
@@ -23,27 +23,22 @@ Result = TypeVar("Result")
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
-    """The name in `ORG/NAME@REVISION`, and the revision, None where there is none."""
+    """Split `ORG/NAME@REVISION`; None for no revision."""
     name, _, revision = model.partition("@")
     return name, revision or None
 
 
 def at_commit(model: str, commit: str | None) -> str:
-    """The model's name with the commit that it was found at, in place of a revision; as it is where there is none."""
     return model if commit is None else f"{split_revision(model)[0]}@{commit}"
 
 
 def commit_of(path: Path) -> str | None:
-    """The commit of a snapshot in the hub's cache; None for another folder."""
     is_snapshot = path.parent.name == SNAPSHOTS and path.parent.parent.name.startswith("models--")
     return path.name if is_snapshot else None
 
 
 def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
-    """Resolve a hub id and get the files of these patterns; a name that looks like a path is not asked for there.
-
-    A busy hub is asked again. Raises ModelError for a model that is not to be had.
-    """
+    """Get a model's files of these patterns. Raises ModelError."""
     name, revision = split_revision(model)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
@@ -61,7 +56,7 @@ def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
 
 @contextmanager
 def _alone_on_this_machine(name: str) -> Iterator[None]:
-    """Wait until no other process here asks the hub for this model: what it gets is in the cache then."""
+    """Wait until no other process downloads this model."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
@@ -79,7 +74,7 @@ def _alone_on_this_machine(name: str) -> Iterator[None]:
 
 
 def _patiently(model: str, ask: Callable[[], Result]) -> Result:
-    """`ask` again while the hub is busy, when it says, within the bound. Raises ModelError."""
+    """`ask` again while the hub is busy. Raises ModelError."""
     last, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
     while True:
         try:
@@ -101,7 +96,6 @@ def _patiently(model: str, ask: Callable[[], Result]) -> Result:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """An error, and those behind it."""
     found = [error]
     while (behind := found[-1].__cause__ or found[-1].__context__) is not None and behind not in found:
         found.append(behind)
@@ -114,7 +108,6 @@ def _status(error: BaseException) -> int | None:
 
 
 def _told_pause(error: BaseException) -> float | None:
-    """The seconds that an answer says to wait."""
     headers = getattr(getattr(error, "response", None), "headers", None) or {}
     retry_after, limit = headers.get("retry-after", ""), headers.get("ratelimit", "")
     found = re.fullmatch(r"\s*([0-9]{1,6})\s*", retry_after) or re.search(r";\s*t=([0-9]{1,6})", limit)
@@ -122,7 +115,7 @@ def _told_pause(error: BaseException) -> float | None:
 
 
 def _problem(model: str, causes: list[BaseException], status: int | None) -> str:
-    """The reason why a model is not to be had, and what to do."""
+    """Say why a model is not to be had, and what to do."""
     from huggingface_hub import constants
 
     (name, revision), endpoint = split_revision(model), constants.ENDPOINT

@@ -1,4 +1,4 @@
-"""Finds a model's files and tells what they are, without loading them."""
+"""A model's files: found, and told apart, without loading them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.config_conflicts import config_fault, keys_fault, unsaid_fault
+from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES, NESTED, what_it_lacks
+from swiftbatch.worker.model.compute_path import shifting_rotary
+from swiftbatch.worker.model.config_faults import config_fault, keys_fault, unsaid_fault
 from swiftbatch.worker.model.digests import TEXT_FILES, Digests, digests_of, download_fault, weight_files
-from swiftbatch.worker.model.dynamic_rope import shifting_rotary
 from swiftbatch.worker.model.file_checks import (
     ADAPTER_FILE,
     GENERATION_FILE,
@@ -28,8 +29,7 @@ from swiftbatch.worker.model.formats.layout import Layout, layout_in
 from swiftbatch.worker.model.gguf.gguf_folder import gguf_folder
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.hub import at_commit, commit_of, hub_snapshot
-from swiftbatch.worker.model.supported_models import SUPPORTED_ARCHITECTURES, what_it_lacks
-from swiftbatch.worker.model.text_config import NESTING, nested_config, text_view
+from swiftbatch.worker.model.text_config import nested_config, text_view
 
 CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that decide whether a model runs here
 ALL_FILES = ("*.json", "*.safetensors", *TEXT_FILES)
@@ -43,7 +43,7 @@ ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')  # in a `tokenizer.json`
 
 
 class OtherModelError(ModelError):
-    """A model's file that is not the one that was expected: a run's tokens would be others with it."""
+    """A file that is not the expected one: tokens would differ."""
 
 
 @dataclass(frozen=True)
@@ -58,26 +58,25 @@ class ModelFiles:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over config, tokenizer and weights: what drafts are trained for."""
+        """SHA-256 over config, tokenizer and weights."""
         return self.digests.fingerprint
 
     @property
     def commit(self) -> str | None:
-        """The commit of a model of the hub."""
         return commit_of(self.path)
 
     @property
     def text_fingerprint(self) -> str:
-        """SHA-256 over all else that makes tokens of a text."""
+        """SHA-256 over chat templates and all else that makes tokens of a text."""
         return self.digests.text_fingerprint
 
     def refuse_other(self, expected: Mapping[str, str]) -> None:
-        """Raise OtherModelError where a file is not as expected: a SHA-256 for each name."""
+        """Raise OtherModelError where a file has another SHA-256 than expected."""
         if different := self.digests.difference(expected):
             self._refuse(*different)
 
     def refuse_other_weights(self, name: str, found: str) -> None:
-        """Raise OtherModelError where a file of weights, as it was loaded, has another SHA-256 than `digests` says."""
+        """Raise OtherModelError where loaded weights have another SHA-256."""
         if found != self.digests.model.get(name):
             self._refuse(name, found, self.digests.model.get(name))
 
@@ -92,11 +91,9 @@ class ModelFiles:
 
 
 def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> ModelFiles:
-    """Find `embedded`, a folder, or a hub id's local snapshot (downloaded where the hub can be reached).
+    """Find `embedded`, a folder, or a hub id's snapshot. Raises ModelError.
 
-    Weights whose SHA-256 is in `known_weights` are taken at its word until they are loaded, and compared then.
-
-    Raises ModelError with one line that says what was looked for, also for a kind of model that does not run here.
+    Weights with a SHA-256 in `known_weights` are compared when they are loaded.
     """
     small = model_folder(model, CONFIG_FILES)  # of a model on the hub: what is refused is not downloaded
     if fault := adapter_fault(small):
@@ -117,10 +114,7 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
 
 
 def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
-    """The folder of a model's files, of which the hub gives those that are `wanted`. Raises as `locate_model` does.
-
-    That of a GGUF file is made of it, with a tokenizer where all files are wanted, which takes seconds the first time.
-    """
+    """Return a model's folder with the `wanted` files. Raises ModelError."""
     path = EMBEDDED if model == "embedded" else Path(model)
     if path.suffix == SUFFIX and path.is_file():
         return gguf_folder(model, path, with_tokenizer=wanted == ALL_FILES)
@@ -128,7 +122,7 @@ def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
 
 
 def stored_layout(model: str, path: Path) -> Layout:
-    """The tensors in a model's folder. Raises ModelError for weights that are damaged or not understood."""
+    """Raises ModelError for damaged weights."""
     try:
         return layout_in(path, read_whole_config(model, path))
     except FormatError as error:
@@ -136,22 +130,17 @@ def stored_layout(model: str, path: Path) -> Layout:
 
 
 def what_refuses(config: dict[str, Any], path: Path) -> str | None:
-    """Say why a published config does not run here, by the layer or the format that is missing; None for one that does.
-
-    Both are said where both are missing. ModelOpt says the format in a file of its own, in the same folder.
-    """
+    """Say which layer or format of a config does not run here; None for none."""
     view, whole = text_view(config), config.get("model_type")
     fault = config_fault(view)
-    has_sense = (
-        fault is None or view["model_type"] not in SUPPORTED_ARCHITECTURES
-    )  # else what else it says may have none
+    has_sense = fault is None or view["model_type"] not in ARCHITECTURES  # else what else it says may have none
     lack = what_it_lacks(view) or shifting_rotary(view) if has_sense else None
-    if lack is None and nested_config(config) and str(whole) not in NESTING:
+    if lack is None and nested_config(config) and str(whole) not in NESTED:
         lack = f"its kind {whole!r:.80} was not compared with transformers' own forward"
     fault = fault or _format_fault(view, path)
     if lack is None:
         return fault or unsaid_fault(view)
-    return f"{lack}{f'; {fault}' if fault else ''}; kinds that run here: {', '.join(SUPPORTED_ARCHITECTURES)}"
+    return f"{lack}{f'; {fault}' if fault else ''}; kinds that run here: {', '.join(ARCHITECTURES)}"
 
 
 def _format_fault(config: dict[str, Any], path: Path) -> str | None:
@@ -163,12 +152,12 @@ def _format_fault(config: dict[str, Any], path: Path) -> str | None:
 
 
 def read_config(model: str, path: Path) -> dict[str, Any]:
-    """The text model's part of a `config.json`. Raises ModelError where there is none."""
+    """Read the text model's part of a `config.json`. Raises ModelError where there is none."""
     return text_view(read_whole_config(model, path))
 
 
 def read_whole_config(model: str, path: Path) -> dict[str, Any]:
-    """A model's `config.json` as it was published. Raises ModelError where there is none."""
+    """Read a published `config.json`. Raises ModelError where there is none."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -179,17 +168,13 @@ def read_whole_config(model: str, path: Path) -> dict[str, Any]:
 
 
 def let_others_read(path: Path) -> None:
-    """Give weights the rights of any other new file: safetensors writes them for their owner alone."""
+    """Undo safetensors' rights, which are the owner's alone."""
     os.umask(umask := os.umask(0))
     path.chmod(0o666 & ~umask)
 
 
 def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:
-    """The tokens that end a text, as vLLM has them: the generation config's, else the config's, and the tokenizer's.
-
-    A fine-tune of a base model often has its end of a turn in the tokenizer alone. What the model has no token for
-    ends nothing.
-    """
+    """Return the tokens that end a text as vLLM does; a fine-tune may have them in the tokenizer alone."""
     said = _values_in(files.path / GENERATION_FILE).get("eos_token_id")
     eos = read_config(files.name, files.path).get("eos_token_id") if said is None else said
     found = [*(eos if isinstance(eos, list) else [eos]), _eos_of_tokenizer(files.path)]
@@ -197,7 +182,6 @@ def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:
 
 
 def _eos_of_tokenizer(path: Path) -> int | None:
-    """The id of the token that a tokenizer's files name as `eos_token`, as `transformers` reads them; None without."""
     config = _values_in(path / "tokenizer_config.json")
     older = {} if "added_tokens_decoder" in config else _values_in(path / "special_tokens_map.json")
     said = older.get("eos_token", config.get("eos_token"))
@@ -206,7 +190,7 @@ def _eos_of_tokenizer(path: Path) -> int | None:
 
 
 def _known_tokens(path: Path, config: dict[str, Any]) -> Iterator[dict[str, int]]:
-    """The ids of a tokenizer's tokens, first of the few where its end is most often: a vocabulary takes a second."""
+    """Yield ids of tokens, first from short lists."""
     yield {each["content"]: int(number) for number, each in config.get("added_tokens_decoder", {}).items()}
     text = (path / "tokenizer.json").read_text(encoding="utf-8") if (path / "tokenizer.json").is_file() else "{}"
     if found := ADDED_TOKENS.search(text):
@@ -218,5 +202,4 @@ def _known_tokens(path: Path, config: dict[str, Any]) -> Iterator[dict[str, int]
 
 
 def _values_in(file: Path) -> dict[str, Any]:
-    """The object in a file of JSON; an empty one where there is no file."""
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}

@@ -1,8 +1,7 @@
-"""A layer of a checkpoint that predicts one more token (MTP), as published: what it is called, and if it is understood.
+"""A layer of a checkpoint that predicts one more token (MTP), as it is published. Without torch.
 
-It takes the target's final hidden state at a token and the embedding of the next one, each behind a norm of its own,
-joins them by a linear layer, and goes on as one layer of the model's own kind with a norm behind it. So it is read as a
-model of one layer. Embedding and head are the target's. Without torch.
+It joins the target's final hidden state with the next token's embedding. Behind that it is a layer of the model's own
+kind, and is read as a model of one layer.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import NormForm
-from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.architectures.catalogue import layer_types
+from swiftbatch.worker.model.config_values import Config, shown
 from swiftbatch.worker.model.decoder_config import (
     DecoderConfig,
     OtherDecoderError,
@@ -25,8 +25,7 @@ from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import FormatError, StoredTensor
 from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
-from swiftbatch.worker.model.layer_types import layer_types
-from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, LAYER, PREDICTORS, WHOLE_DECODER, Config
+from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, LAYER, PREDICTORS, WHOLE_DECODER
 
 OWN = "predictor."  # begins the names of what stands in front of the layer, and of the norm behind it
 ROLES = ("token_norm", "hidden_norm", "join", "final_norm")
@@ -42,7 +41,7 @@ OF_LAYERS = ("hybrid_override_pattern", "layers_block_type", "layer_types")
 
 @dataclass(frozen=True)
 class MTPSpec:
-    """The way in which some kinds publish it; `{}` in names is the number of the target's layers."""
+    """The names of a published MTP layer; `{}` is the number of the target's layers."""
 
     layer: str  # begins the names of its layer
     names: Mapping[str, str]  # of its own parts, by `ROLES`
@@ -82,7 +81,7 @@ TRAINED = MTPSpec(ONE_LAYER, {role: OWN + role for role in ROLES})
 
 @dataclass(frozen=True)
 class Predictor:
-    """The tensors of such a layer, as those of a model of one layer."""
+    """The tensors of an MTP layer, as those of a model of one layer."""
 
     dense: DecoderConfig  # of that model
     layout: Layout  # by names in that model; those of `ROLES` begin with `OWN`
@@ -92,18 +91,18 @@ class Predictor:
 
 
 class NoPredictorError(ValueError):
-    """A checkpoint whose MTP layers are not used; its text says why, empty where it has none."""
+    """MTP layers that are not used; the text says why, or is empty."""
 
 
 def one_layer_config(config: Config) -> dict[str, Any]:
-    """The config of a model of one attending layer of a text model's kind, from that model's."""
+    """Make the config of a model of one attending layer from a text model's."""
     one = {key: ONE_OF_ITS_KIND.get(key, value) for key, value in config.items() if key not in OF_LAYERS}
     one["num_hidden_layers"] = 1
     return one if layer_types(config) is None else one | {"layer_types": ["full_attention"]}
 
 
 def predictor_in(path: Path, config: Config) -> Predictor:
-    """The first MTP layer in a model's folder, by the text model's config. Raises NoPredictorError."""
+    """Find the first MTP layer in a model's folder. Raises NoPredictorError."""
     files = weight_files(path)
     if any(file.suffix == SUFFIX for file in files):
         raise NoPredictorError("")
@@ -114,7 +113,7 @@ def predictor_in(path: Path, config: Config) -> Predictor:
 
 
 def predictor_of(stored: Iterable[tuple[str, StoredTensor]], config: Config, path: Path) -> Predictor:
-    """The first MTP layer among stored tensors of a text model's config. Raises NoPredictorError."""
+    """Find the first MTP layer among stored tensors. Raises NoPredictorError."""
     heads, num_layers = dict(stored), config.get("num_hidden_layers") or 0
     plain = {name: _plain(name) for name in heads}
     further = {name: each for name, each in plain.items() if _is_further(each, num_layers)}
@@ -126,13 +125,11 @@ def predictor_of(stored: Iterable[tuple[str, StoredTensor]], config: Config, pat
 
 
 def _plain(name: str) -> str:
-    """A stored name without what models of text and images have in front."""
     name = WHOLE_DECODER.sub("model.", name).removeprefix("language_model.")
     return name.removeprefix("model.") if name.startswith("model.mtp.") else name
 
 
 def _is_further(name: str, num_layers: int) -> bool:
-    """Tell whether a tensor belongs to layers behind the model's own."""
     number = LAYER.match(name)
     return bool(PREDICTORS.match(name)) or (number is not None and int(number[1]) >= num_layers > 0)
 
@@ -140,7 +137,7 @@ def _is_further(name: str, num_layers: int) -> bool:
 def _read(
     form: MTPSpec, heads: dict[str, StoredTensor], plain: Mapping[str, str], config: Config, path: Path
 ) -> Predictor:
-    """Raises NoPredictorError for other tensors than those of a layer of the model's kind."""
+    """Raises NoPredictorError for tensors of another layer."""
     num_layers = config.get("num_hidden_layers") or 0
     names = {name: each for name in heads if (each := _own_name(plain[name], form, num_layers)) is not None}
     one = one_layer_config(config)
@@ -161,7 +158,6 @@ def _read(
 
 
 def _refuse_other_shapes(layout: Layout, hidden: int) -> None:
-    """Raise NoPredictorError where norms and join are not of the model's width: the layer itself is looked at later."""
     expected: dict[str, tuple[int, ...]] = dict.fromkeys(ROLES, (hidden,)) | {"join": (hidden, 2 * hidden)}
     for role, shape in expected.items():
         if (found := layout.heads[f"{OWN}{role}.weight"].shape) != shape:
@@ -169,7 +165,6 @@ def _refuse_other_shapes(layout: Layout, hidden: int) -> None:
 
 
 def _layout(heads: list[tuple[str, StoredTensor]], config: dict[str, Any], path: Path) -> Layout:
-    """The layout by names in the model of one layer. In a quantized model, it may be plain. Raises FormatError."""
     try:
         return layout_of(heads, config, format_of(config, path))
     except FormatError:
@@ -177,7 +172,7 @@ def _layout(heads: list[tuple[str, StoredTensor]], config: dict[str, Any], path:
 
 
 def _own_name(name: str, form: MTPSpec, num_layers: int) -> str | None:
-    """The name in the model of one layer; None for what is left out: copies, and layers behind the first."""
+    """Return the name in the one-layer model; None for copies and later layers."""
     if name in [each.format(num_layers) for each in form.copies]:
         return None
     for role in ROLES:
@@ -193,6 +188,5 @@ def _own_name(name: str, form: MTPSpec, num_layers: int) -> str | None:
 
 
 def _is_a_later_one(name: str, layer: str) -> bool:
-    """Tell whether a tensor belongs to a layer of the same names with a higher number."""
     stem = layer.rstrip(".").rpartition(".")[0] + "."
     return name.startswith(stem) and name.removeprefix(stem).partition(".")[0].isdecimal()

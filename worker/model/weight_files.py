@@ -1,7 +1,4 @@
-"""Reads a model's weights and hashes the bytes that it reads: what is computed with is what was hashed.
-
-The memory is the process's own. A mapped file would change under a running model when somebody writes into it.
-"""
+"""A model's weights, hashed as they are read: a mapped file would change under a running model."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
 class Assembly:
-    """Takes the tensors of a model's files in any order, and gives back the weights of its text model.
-
-    A matrix is put together once all its parts were read, and the parts go.
-    """
+    """Puts the weights of a text model together from tensors in any order."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self._names, self.dtype = layout.names, dtype
@@ -55,10 +49,7 @@ class Assembly:
         self._parts: dict[str, dict[str, Tensor]] = {}
 
     def take(self, stored: str, tensor: Tensor) -> tuple[str, Weight] | None:
-        """The weight that is whole with this tensor, and its name; None where parts are to come, or for no weight.
-
-        Raises FormatError for parts that are damaged.
-        """
+        """Return the weight that this tensor completes, and its name. Raises FormatError for damaged parts."""
         if stored in self._names:
             return self._names[stored], tensor
         if stored not in self._places:
@@ -82,15 +73,11 @@ class Assembly:
 def read_tensors(
     files: ModelFiles, dtype: torch.dtype, place: Callable[[Weight], Weight], kept: Collection[str] = ()
 ) -> dict[str, Weight]:
-    """All weights of a text model's files by their names in it, each as `place` gives it back: on its device, say.
+    """Read a text model's weights, as `place` returns them; those named in `kept` stay as stored.
 
-    Quantized ones come as packed matrices of this dtype, or as its numbers; all others as they are stored. Those of the
-    names `kept` stay so, and are not placed. Those that change no text are
-    read and hashed, and left out; so is a head that is the tied embedding once more.
-
-    While one tensor is hashed the next one is read, so the host holds two at most that `place` has taken elsewhere,
-    and the parts of a matrix that is not whole. Raises ModelError for a damaged file, OtherModelError for one whose
-    bytes are not those of `files.digests`.
+    Quantized ones are packed matrices, or numbers of this dtype. Tensors that change no text, and a tied head, are
+    hashed and dropped. The host holds two tensors at most that `place` takes elsewhere. Raises ModelError for a damaged
+    file, OtherModelError for other bytes than those of `files.digests`.
     """
     weights: dict[str, Weight] = {}
     config = read_config(files.name, files.path)
@@ -118,7 +105,7 @@ def read_tensors(
 def _weights_in(
     file: Path, stream: RawIOBase, hashing: Hashing, assembly: Assembly, config: dict[str, Any]
 ) -> Iterator[tuple[str, Weight]]:
-    """The weights of one file by their names in the text model. Raises ValueError for one that is damaged."""
+    """Raises ValueError for a damaged file."""
     if file.suffix == SUFFIX:
         yield from gguf_weights(file, stream, hashing, config, assembly.dtype)
         return
@@ -128,10 +115,7 @@ def _weights_in(
 
 
 def _refuse_blank(name: str, weight: Weight) -> None:
-    """Raise FormatError for a matrix of zeros: a download that reserved its room has left it out.
-
-    Biases may be zeros, and so may norms that are stored as distances from one.
-    """
+    """Raise FormatError for a matrix of zeros, as unfinished downloads have."""
     if len(weight.shape) < 2 or min(weight.shape[-2:]) < 2 or name.endswith("bias") or "norm" in name:
         return
     if isinstance(weight, PackedMatrix):
@@ -149,17 +133,16 @@ def _blank(name: str) -> FormatError:
 
 
 def _has_blank(matrices: Tensor) -> bool:
-    """Tell whether a matrix, or one of several in a tensor, is zeros."""
     return any(map(_is_blank, matrices if matrices.dim() > 2 else [matrices]))
 
 
 def _is_blank(matrix: Tensor) -> bool:
-    """Tell whether all is zeros; most often the first row says that it is not."""
+    """Tell whether all is zeros; the first row is looked at first."""
     return not bool(matrix[0].any()) and not bool(matrix.any())
 
 
 def _drop_head_of(weights: dict[str, Weight], files: ModelFiles) -> None:
-    """Drop a head that is stored beside the embedding it is tied to. Raises ModelError for another one."""
+    """Drop a tied head. Raises ModelError where it differs from the embedding."""
     head = weights.pop(HEAD, None)
     if head is not None and not torch.equal(plain(head), plain(weights[EMBEDDING])):
         raise ModelError(
@@ -169,7 +152,7 @@ def _drop_head_of(weights: dict[str, Weight], files: ModelFiles) -> None:
 
 
 def _stored(stream: RawIOBase, hashing: Hashing) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a safetensors file in the order of their bytes. Raises ValueError for one that is damaged."""
+    """Yield a safetensors file's tensors in order. Raises ValueError for a damaged file."""
     start = exactly(stream, 8)
     size = int.from_bytes(start, "little")
     if size > LONGEST_HEADER:
@@ -191,7 +174,7 @@ def _stored(stream: RawIOBase, hashing: Hashing) -> Iterator[tuple[str, torch.Te
 
 
 def _form(name: str, entry: dict[str, Any], expected_start: int) -> tuple[list[int], torch.dtype]:
-    """Shape and dtype of a tensor. Raises ValueError where its bytes are none, or not those behind the last one's."""
+    """Raises ValueError unless a tensor's bytes follow those before."""
     shape, said, (start, end) = entry["shape"], entry["dtype"], entry["data_offsets"]
     if said not in DTYPES:
         raise ValueError(f"found {name} as {said}, expected one of {', '.join(DTYPES)}")

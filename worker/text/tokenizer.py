@@ -19,6 +19,7 @@ from swiftbatch.jobs.run.compute_options import ThinkingMarkers
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.constraints.grammar import GrammarTokenizer
 from swiftbatch.worker.constraints.thinking import Markers, Opening, Thinking, ThinkingRule, markers_of
+from swiftbatch.worker.model.architectures.catalogue import architecture_of
 from swiftbatch.worker.model.digests import TEKKEN_FILE, has_tekken_alone
 from swiftbatch.worker.model.gguf.gguf_model import link_names
 from swiftbatch.worker.model.model_files import ModelFiles, eos_token_ids_of, read_config
@@ -88,9 +89,11 @@ def _knows_all(parts: dict[str, Any]) -> bool:
     return bool(model["byte_fallback"]) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
 
 
-GENERIC = "TokenizersBackend"  # adds no rules to `tokenizer.json`
-NUM_STOPS = 4096
-PLAIN_KINDS = ("llama", "qwen3")  # their tokenizers are exactly `tokenizer.json`
+# Text to tokens and back, with the model's own tokenizer.
+
+
+GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
+NUM_STOPS = 4096  # stop texts that are looked at once
 
 
 NO_MARKERS = "and no markers of thinking are known of this model (--thinking-markers names them)"
@@ -443,8 +446,8 @@ def _loader(files: ModelFiles) -> Any:
     config = read_config(files.name, files.path)
     path = files.path / "tokenizer_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    # those of GGUF files are plain, too
-    is_plain = config.get("model_type") in PLAIN_KINDS or bool(link_names(files.path))
+    form = architecture_of(config)
+    is_plain = form is not None and (form.has_plain_tokenizer or bool(link_names(files.path)))  # as of GGUF files
     if is_plain and said.get("tokenizer_class") == GENERIC and "auto_map" not in said:
         from transformers import PreTrainedTokenizerFast
 

@@ -20,7 +20,7 @@ from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import NUM_STEPS
-from swiftbatch.worker.model.supported_models import RECURRENT_ARCHITECTURES
+from swiftbatch.worker.model.architectures.catalogue import WITH_STATES
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.kernel_parts import path_to
 from tests.worker.model.kind_parts import VOCAB_SIZE, native_target, tiny_target
@@ -69,9 +69,7 @@ def assert_same_states(ours: FullKVCache, plain: FullKVCache) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in OFTEN else SLOW) for kind in RECURRENT_ARCHITECTURES]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in OFTEN else SLOW) for kind in WITH_STATES])
 def test_accepted_paths_of_trees_leave_the_states_of_plain_decoding(kind: str) -> None:
     check_accepted_paths(tiny_target(kind))
 

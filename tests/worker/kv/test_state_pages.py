@@ -11,7 +11,7 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import PoolSize
 from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.kv.recurrent_arena import _in_ring
-from swiftbatch.worker.model.layer_types import RecurrentShape
+from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
 from tests.worker.kv.cache_parts import shape, write
 
 LENGTH, PAGE = 500, 4 * BLOCK

@@ -14,16 +14,13 @@ from swiftbatch.worker.exactness.transformers_agreement import Agreement, compar
 from swiftbatch.worker.forward import transformers_attention
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
-from swiftbatch.worker.model.architectures.dense_models import DECODER_ARCHITECTURES as DENSE_KINDS
-from swiftbatch.worker.model.architectures.hybrid_models import HYBRID_ARCHITECTURES
-from swiftbatch.worker.model.attention_masks import FULL
+from swiftbatch.worker.model.architectures.catalogue import ALIASES, ARCHITECTURES, GGUF_KINDS, NESTED, WITH_STATES
+from swiftbatch.worker.model.attention_needs import FULL
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.digests import Digests
-from swiftbatch.worker.model.gguf.gguf_architectures import ARCHITECTURES
 from swiftbatch.worker.model.gguf.header import READABLE
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.model.supported_models import RECURRENT_ARCHITECTURES, SUPPORTED_ARCHITECTURES
-from swiftbatch.worker.model.text_config import NESTING, SAME_AS, text_view
+from swiftbatch.worker.model.text_config import text_view
 
 VOCAB_SIZE = 97
 NUM_POSITIONS = 1024
@@ -31,7 +28,7 @@ LATER = (  # kinds whose parts others also have; slow tests cover them
     *("afmoe", "cohere2_moe", "exaone_moe", "flex_olmo", "granite_swa", "granitemoe_swa", "granitemoeshared"),
     *("hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder", "jais2", "laguna", "mellum", "solar_open", "vaultgemma"),
 )
-EACH_KIND = [pytest.param(kind, marks=pytest.mark.slow) if kind in LATER else kind for kind in SUPPORTED_ARCHITECTURES]
+EACH_KIND = [pytest.param(kind, marks=pytest.mark.slow) if kind in LATER else kind for kind in ARCHITECTURES]
 SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -136,7 +133,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "smollm3": FOUR | {"sliding_window": None},
     "qwen2": LAST_WINDOWED,
     "qwen3": LAST_WINDOWED,
-    **{kind: RECURRENT for kind, form in RECURRENT_ARCHITECTURES.items() if form == "gated delta nets"},
+    **{kind: RECURRENT for kind, form in WITH_STATES.items() if form == "gated delta nets"},
     "bamba": {**MAMBA, **THREE, "attn_layer_indices": [2]},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 192, "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 0.7]},
     "granitemoehybrid": {
@@ -223,15 +220,15 @@ def asks_for(target: TargetModel) -> str:
     if hasattr(config, "qk_nope_head_dim"):
         words.append("latent keys and values")
     if target.cache_shape.recurrent is not None:
-        words.append(RECURRENT_ARCHITECTURES[config.model_type])
+        words.append(WITH_STATES[config.model_type])
     if any("Experts" in type(module).__name__ for module in target.model.modules()):
         words.append("experts")
     return ", ".join(dict.fromkeys(filter(None, words))) or "-"
 
 
 def where_it_runs(kind: str) -> tuple[str, str]:
-    """Name what computes a published kind, on a CPU and on a GPU."""
-    if kind in HYBRID_ARCHITECTURES or (kind in DENSE_KINDS and kind not in RECURRENT_ARCHITECTURES):
+    """The code that computes a kind as it is published, on a CPU and on a GPU."""
+    if ARCHITECTURES[kind].kernels_lack is None:
         return "kernels", "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
     return path_on("cpu", config).name, path_on("cuda", config).name
@@ -240,17 +237,17 @@ def where_it_runs(kind: str) -> tuple[str, str]:
 def table() -> str:
     """Return `docs/models.md`."""
     rows = []
-    for kind in SUPPORTED_ARCHITECTURES:
+    for kind in ARCHITECTURES:
         target = tiny_target(kind)
         rows.append(_row(kind, asks_for(target), compare(target)))
-    nested = ", ".join(f"`{kind}`" for kind in NESTING)
-    same = ", ".join(f"`{kind}` as `{other}`" for kind, other in SAME_AS.items())
+    nested = ", ".join(f"`{kind}`" for kind in sorted(NESTED))
+    same = ", ".join(f"`{kind}` as `{other}`" for kind, other in sorted(ALIASES.items()))
     return HEAD.replace("NESTED", nested).replace("SAME", same) + "\n".join(rows) + "\n" + FOOT + gguf_section()
 
 
 def gguf_section() -> str:
     types = (each.name for each in READABLE.values())
-    return GGUF.replace("GGUF_ARCHITECTURES", ", ".join(ARCHITECTURES)).replace("GGUF_TYPES", ", ".join(types))
+    return GGUF.replace("GGUF_ARCHITECTURES", ", ".join(GGUF_KINDS)).replace("GGUF_TYPES", ", ".join(types))
 
 
 def _row(kind: str, asked: str, found: Agreement) -> str:

@@ -6,14 +6,9 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.worker.model.architectures.attention_layers import (
-    TypesOrPattern,
-    WindowSpec,
-    by_layer_types_if_said,
-    by_no_rope_layers,
-    by_thetas,
-    where_switched_on,
-)
+from swiftbatch.worker.model.architectures.attention_layers import TypesOrPattern, WindowSpec
+from swiftbatch.worker.model.architectures.llama_like import by_no_rope_layers, where_switched_on
+from swiftbatch.worker.model.architectures.moe import by_layer_types_if_said, by_thetas
 
 SIZES = {"num_hidden_layers": 5, "sliding_window": 16, "use_sliding_window": True}
 

@@ -20,11 +20,15 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
 from swiftbatch.worker.kv.model_sizes import read_sizes
 from swiftbatch.worker.model import attention_needs
-from swiftbatch.worker.model.attention_masks import FULL, Span
+from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES, REFUSED, recurrent_shape, what_it_lacks
+from swiftbatch.worker.model.architectures.deepseek import DEEPSEEKS
+from swiftbatch.worker.model.architectures.gemma import GEMMAS
+from swiftbatch.worker.model.architectures.hybrid import HYBRIDS
+from swiftbatch.worker.model.architectures.llama_like import LLAMA_LIKE
+from swiftbatch.worker.model.architectures.moe import MIXTURES
+from swiftbatch.worker.model.attention_needs import FULL, Span
 from swiftbatch.worker.model.digests import Digests
-from swiftbatch.worker.model.layer_types import recurrent_shape
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.model.supported_models import NEEDS, SUPPORTED_ARCHITECTURES, what_it_lacks
 from swiftbatch.worker.model.text_config import text_view
 from tests import ROOT
 from tests.worker.model.kind_parts import (
@@ -51,7 +55,7 @@ def _quiet_transformers(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_every_kind_says_row_by_row_what_transformers_says(kind: str) -> None:
     target = tiny_target(kind)
     found = compare(target)
@@ -92,7 +96,7 @@ def test_kimi_linear_is_read_by_the_keys_and_names_that_it_is_published_with(tmp
 
 def test_the_page_of_models_has_the_kinds_that_run_and_no_others() -> None:
     rows = [line.split("`")[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
-    assert rows == sorted(SUPPORTED_ARCHITECTURES)
+    assert rows == sorted(ARCHITECTURES)
 
 
 def test_the_page_of_models_has_what_is_read_of_gguf_files() -> None:
@@ -192,9 +196,19 @@ def test_a_model_that_needs_more_is_refused_in_a_line_before_anything_is_loaded(
     assert "\n" not in str(caught.value)
 
 
+def test_each_name_belongs_to_one_architecture_of_one_family() -> None:
+    """An entry that is made of another one would take its names along."""
+    assert sum(map(len, (LLAMA_LIKE, GEMMAS, DEEPSEEKS, MIXTURES, HYBRIDS))) == len(ARCHITECTURES)
+    forms = ARCHITECTURES.values()
+    names = [*ARCHITECTURES, *(name for form in forms for name in (*form.aliases, *form.nested_in))]
+    in_gguf = [form.gguf.name for form in forms if form.gguf is not None]
+    assert len(set(names)) == len(names)
+    assert len(set(in_gguf)) == len(in_gguf)
+
+
 def test_kinds_are_refused_for_a_need_or_run_never_both() -> None:
-    assert not set(NEEDS) & set(SUPPORTED_ARCHITECTURES)
-    assert all(what_it_lacks({"model_type": kind}) is None for kind in SUPPORTED_ARCHITECTURES)
+    assert not set(REFUSED) & set(ARCHITECTURES)
+    assert all(what_it_lacks({"model_type": kind}) is None for kind in ARCHITECTURES)
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,15 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
 from swiftbatch.worker.kv.model_sizes import read_sizes
+from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
-from swiftbatch.worker.model.text_config import LEFT_OUT, TRANSPOSED_EXPERTS, text_name, text_view
+from swiftbatch.worker.model.text_config import text_name, text_view
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.model.kind_parts import NUM_POSITIONS, SIZES
 
 NUM_TOKENS = 40
+FUSED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")  # stored with rows for columns
 SMALL_TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1}
 SMALL_TOWER |= {"num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "image_size": 28}
 SMALL_TOWER |= {"patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
@@ -175,9 +177,7 @@ def publish(model: Any, kind: str, folder: Path) -> ModelFiles:
         is_body = known is not None and known.startswith("model.")
         head = "lm_head.weight" if prefix.startswith("model.") else "language_model.lm_head.weight"
         tensors[prefix + known.removeprefix("model.") if is_body and known else head if known else name] = tensor
-    turned = {
-        name: each.transpose(1, 2).contiguous() for name, each in tensors.items() if TRANSPOSED_EXPERTS.search(name)
-    }
+    turned = {name: each.transpose(1, 2).contiguous() for name, each in tensors.items() if name.endswith(FUSED)}
     tensors |= turned if kind == "qwen3_vl_moe" else {}
     assert any(name.startswith(prefix) for name in tensors)
     assert any(text_name(name, text_view(config)) is None for name in tensors), "there is a tower for images"
@@ -210,8 +210,8 @@ def test_dense_texts_are_read_for_our_kernels(kind: str, tmp_path: Path) -> None
 
 
 def test_what_published_configs_leave_out_is_what_their_class_has() -> None:
-    for kind, numbers in LEFT_OUT.items():
-        defaults = AutoConfig.for_model(kind)
+    for kind, form in ARCHITECTURES.items():
+        defaults, numbers = AutoConfig.for_model(kind), form.defaults
         assert numbers == {name: getattr(defaults, name) for name in numbers}
         assert text_view({"text_config": {"model_type": kind}}) == {"model_type": kind, **numbers}
 
@@ -248,8 +248,6 @@ def test_experts_are_taken_as_published_and_as_newer_versions_write_them(tmp_pat
     files = publish(model, "qwen3_vl_moe", tmp_path)
     published = logits_of(files, token_ids)
     tensors = load_file(tmp_path / "model.safetensors")
-    newer = {
-        n: each.transpose(1, 2).contiguous() if TRANSPOSED_EXPERTS.search(n) else each for n, each in tensors.items()
-    }
+    newer = {n: each.transpose(1, 2).contiguous() if n.endswith(FUSED) else each for n, each in tensors.items()}
     save_file(newer, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(logits_of(locate_model(str(tmp_path)), token_ids), published)

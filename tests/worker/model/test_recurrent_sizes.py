@@ -7,8 +7,12 @@ import pytest
 from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import NUM_STEPS, KVRoomError, bytes_per_position, state_bytes
-from swiftbatch.worker.model.layer_types import layer_types, num_attending_layers, recurrent_shape
-from swiftbatch.worker.model.supported_models import RECURRENT_ARCHITECTURES
+from swiftbatch.worker.model.architectures.catalogue import (
+    WITH_STATES,
+    layer_types,
+    num_attending_layers,
+    recurrent_shape,
+)
 from tests.worker.model.kind_parts import tiny_target
 
 QWEN35 = {  # Qwen3.5-27B as published
@@ -27,7 +31,7 @@ QWEN35 = {  # Qwen3.5-27B as published
 }
 
 
-@pytest.mark.parametrize("kind", RECURRENT_ARCHITECTURES)
+@pytest.mark.parametrize("kind", WITH_STATES)
 def test_a_config_tells_the_sizes_that_a_model_has(kind: str) -> None:
     target = tiny_target(kind)
     config = target.model.config.to_dict()

@@ -30,6 +30,7 @@ from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, GPUMemo
 from swiftbatch.worker.kv.kv_capacity import ITEM_SIZES
 from swiftbatch.worker.kv.model_sizes import ModelSizes, sizes_of_stored
 from swiftbatch.worker.model.causal_lm import decoder_of
+from swiftbatch.worker.model.config_values import Config
 from swiftbatch.worker.model.decoder_loading import layer_alone
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.formats.catalogue import CONFIG_KEYS
@@ -46,7 +47,6 @@ from swiftbatch.worker.model.mtp_layers import (
     predictor_in,
     predictor_of,
 )
-from swiftbatch.worker.model.text_config import Config
 from swiftbatch.worker.model.weight_files import Assembly
 
 

@@ -1,4 +1,4 @@
-"""The experts of an architecture: which layers have them, their tensors' names, their sizes."""
+"""Experts of an architecture: their layers, tensors and sizes. Without torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ from typing import Any
 
 from swiftbatch.worker.kernels.kernel_sizes import LANES
 from swiftbatch.worker.kernels.layer_specs import Routing, Score
-from swiftbatch.worker.model.config_value_rules import number_of
-from swiftbatch.worker.model.layer_types import EXPERTS_ALONE, layer_types
+from swiftbatch.worker.model.config_values import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    SWITCH,
+    Config,
+    KeyRule,
+    integer_of,
+    list_of_layers,
+    number_of,
+    switch_of,
+)
 
-MoELayers = Callable[[Mapping[str, Any]], frozenset[int]]
+MoELayers = Callable[[Config], frozenset[int]]
 """Reads which layers have experts. Raises KeyError for what is left to a default, ValueError for no such numbers."""
 
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -20,13 +31,12 @@ ROLES = ("gate", "up", "down")
 
 
 def mlp_linears(part: str) -> dict[str, str]:
-    """The names of the products of such a part, by their roles."""
     return {role: f"{part}.{role}_proj" for role in ROLES}
 
 
 @dataclass(frozen=True)
 class FusedNames:
-    """All experts of a layer in two tensors, each with the experts one behind the other."""
+    """Two tensors with all experts of a layer, one behind the other."""
 
     gate_up: str
     down: str
@@ -53,7 +63,7 @@ class MoETensorNames:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """Names that a kind has for its experts: keys of its config, and what it does with their numbers."""
+    """The keys of a config about experts, and how rows choose them."""
 
     score: Score
     layers: MoELayers
@@ -74,89 +84,55 @@ class MoESpec:
     gate_limit: str | None = None
     gate_slope: str | None = None
     jitter: str | None = None
-    keys: tuple[str, ...] = ()  # more numbers that are read here, or that change no forward
+    may_be_none: bool = False  # in models of the kind that have products alone
+    keys: Mapping[str, KeyRule | None] = field(default_factory=dict)  # of more numbers; None: they change no forward
     one_meaning: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
 
-    def known_keys(self) -> set[str]:
-        """All keys whose numbers are understood."""
-        said = (self.width, self.normalises, self.least_sum, self.scale, self.shared_width, self.num_shared)
-        more = (self.latent_width, self.gate_limit, self.gate_slope, self.jitter, *(self.groups or ()), *self.keys)
-        of_experts = {each for each in (*said, *more, *self.one_meaning) if isinstance(each, str)}
-        return of_experts | {*COUNT_KEYS, *CHOSEN_KEYS, "router_aux_loss_coef"}
+    def rules(self) -> dict[Any, KeyRule | None]:
+        """Return the rules of the keys that are named here."""
+        rules: dict[Any, KeyRule | None] = dict.fromkeys((self.width, *(self.groups or ())), SIZE)
+        rules |= dict.fromkeys((self.num_shared, self.shared_width), COUNT) | {self.latent_width: SIZE.or_null()}
+        rules |= dict.fromkeys((self.scale, self.gate_limit, self.gate_slope), POSITIVE) | {self.normalises: SWITCH}
+        return rules | dict.fromkeys((self.least_sum, self.jitter), NOT_NEGATIVE) | dict(self.keys)
 
 
-def experts_in_all_layers(config: Mapping[str, Any]) -> frozenset[int]:
-    """Every layer has experts."""
+def experts_in_all_layers(config: Config) -> frozenset[int]:
     return frozenset(range(config["num_hidden_layers"]))
 
 
-def by_their_names(config: Mapping[str, Any]) -> frozenset[int]:
-    """Layers that are called so have experts, and nothing else."""
-    return frozenset(number for number, each in enumerate(layer_types(config) or ()) if each in EXPERTS_ALONE)
-
-
-def in_each_so_many(config: Mapping[str, Any]) -> frozenset[int]:
-    """Every `decoder_sparse_step`-th layer has them, but for those that are named."""
-    step, without = _whole(config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
+def in_each_so_many(config: Config) -> frozenset[int]:
+    """Give experts to each `decoder_sparse_step`-th layer."""
+    step, without = integer_of(config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
     if not isinstance(without, list):
         raise ValueError(f"its mlp_only_layers are {without!r:.80}")
     return frozenset(each for each in experts_in_all_layers(config) if (each + 1) % step == 0) - set(without)
 
 
-def behind_the_first(config: Mapping[str, Any]) -> frozenset[int]:
-    """All layers have them but for the first few."""
-    first = _whole(config, "first_k_dense_replace", least=0)
+def behind_the_first(config: Config, key: str = "first_k_dense_replace") -> frozenset[int]:
+    first = integer_of(config, key, least=0)
     return frozenset(each for each in experts_in_all_layers(config) if each >= first)
 
 
-def behind_the_dense_ones(config: Mapping[str, Any]) -> frozenset[int]:
-    """The same, under another key."""
-    return behind_the_first(dict(config) | {"first_k_dense_replace": config["num_dense_layers"]})
-
-
-def all_but_the_first(config: Mapping[str, Any]) -> frozenset[int]:
-    """Every layer but the first one has experts."""
+def all_but_the_first(config: Config) -> frozenset[int]:
     return experts_in_all_layers(config) - {0}
 
 
 @dataclass(frozen=True)
 class SparseOr:
-    """Give experts to the layers that `mlp_layer_types` calls sparse; without that key, as `otherwise` has it."""
+    """Gives experts to the layers that `mlp_layer_types` calls sparse."""
 
     otherwise: MoELayers
 
-    def __call__(self, config: Mapping[str, Any]) -> frozenset[int]:
-        if (types := config.get("mlp_layer_types")) is None:
+    def __call__(self, config: Config) -> frozenset[int]:
+        if config.get("mlp_layer_types") is None:
             return self.otherwise(config)
-        if not isinstance(types, list) or len(types) != config["num_hidden_layers"] or set(types) - {"dense", "sparse"}:
-            raise ValueError("its mlp_layer_types do not tell of each layer")
+        types = list_of_layers(config, "mlp_layer_types", ("dense", "sparse"))
         return frozenset(number for number, each in enumerate(types) if each == "sparse")
-
-
-def between(config: Mapping[str, Any]) -> frozenset[int]:
-    """Every so-manieth layer from one to another has them; -1, or none, is the last."""
-    step, first = _whole(config, "moe_layer_interval"), _whole(config, "moe_layer_start_index", least=0)
-    last = _whole({"moe_layer_end_index": -1} | dict(config), "moe_layer_end_index", least=-1)
-    last = config["num_hidden_layers"] - 1 if last == -1 else last
-    return frozenset(each for each in range(first, last + 1) if (each + 1) % step == 0) & experts_in_all_layers(config)
-
-
-def _whole(config: Mapping[str, Any], key: str, least: int = 1) -> int:
-    value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"its {key} is {value!r:.80}")
-    return value
-
-
-# Reads what our kernels must know of a model's experts from its config alone. Without torch: the driver asks, too.
-
-
-Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The experts of a model's layers: which layers have them, how rows choose, how wide all is."""
+    """The experts of a model's layers."""
 
     form: MoESpec
     routing: Routing
@@ -173,14 +149,14 @@ class MoEConfig:
         return self.form.names
 
     def is_fused(self, stored: set[str], prefix: str) -> bool:
-        """Tell whether the experts of a layer lie in two tensors, of which it is clear what rows are."""
+        """Tell whether a layer's experts lie in two clear tensors."""
         if (fused := self.names.fused) is None or self.names.each is None:
             return fused is not None
         is_clear = fused.is_transposed is not None or self.hidden not in (self.width, 2 * self.width)
         return is_clear and prefix + fused.down in stored
 
     def parts(self, is_fused: bool) -> Iterator[str]:
-        """Yield the names of a layer's tensors, but those of a dense layer and of what all rows meet."""
+        """Yield a layer's tensors of routers and experts."""
         names = self.names
         for each in (names.router, names.router_bias, names.choice_bias, names.shared_gate):
             if each is not None and (each != names.shared_gate or self.shared_width):
@@ -195,11 +171,10 @@ class MoEConfig:
             yield from (f"{each}{suffix}" for each in (fused.gate_up, fused.down) for suffix in suffixes)
 
 
-def read_moe(config: Config, form: MoESpec) -> MoEConfig | None:
-    """None where no layer has them.
-
-    Raises KeyError or ValueError for numbers left to a default, or that the kernels do not take.
-    """
+def read_moe(config: Config, form: MoESpec | None) -> MoEConfig | None:
+    """Raises KeyError for numbers left to a default, ValueError for others."""
+    if form is None or (form.may_be_none and config.get("num_local_experts") == 0):
+        return None
     if not (layers := form.layers(config)):
         return None
     width = _width(config, form.width)
@@ -208,7 +183,7 @@ def read_moe(config: Config, form: MoESpec) -> MoEConfig | None:
         num_experts=_agreed(config, COUNT_KEYS),
         num_chosen=_agreed(config, CHOSEN_KEYS),
         score=form.score,
-        is_normalised=_switch(config, form.normalises),
+        is_normalised=form.normalises if isinstance(form.normalises, bool) else switch_of(config, form.normalises),
         least_sum=_number(config, form.least_sum),
         scale=_number(config, form.scale, 1.0),
         num_groups=groups[0],
@@ -232,7 +207,6 @@ def read_moe(config: Config, form: MoESpec) -> MoEConfig | None:
 
 
 def _groups(config: Config, form: MoESpec) -> tuple[int, int]:
-    """The number of groups of experts, and of those that a row chooses from. Raises KeyError or ValueError."""
     if form.groups is None or (form.grouping is not None and config.get(form.grouping[0]) != form.grouping[1]):
         return 1, 1
     number, chosen = (int(number_of(config, key)) for key in form.groups)
@@ -240,7 +214,7 @@ def _groups(config: Config, form: MoESpec) -> tuple[int, int]:
 
 
 def _agreed(config: Config, keys: tuple[str, ...]) -> int:
-    """The number that all of these keys say that are there."""
+    """Read the number on which these keys agree."""
     said = {key: _of_all_layers(config[key]) for key in keys if config.get(key) is not None}
     if not said:
         raise KeyError(keys[0])
@@ -252,7 +226,6 @@ def _agreed(config: Config, keys: tuple[str, ...]) -> int:
 
 
 def _of_all_layers(said: Any) -> Any:
-    """The number that a list has for every layer; what is none, as it is."""
     return said[0] if isinstance(said, list) and said and all(each == said[0] for each in said) else said
 
 
@@ -265,18 +238,9 @@ def _shared_width(config: Config, form: MoESpec, width: int) -> int:
 
 
 def _width(config: Config, key: str) -> int:
-    width = config[key]
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1 or width % LANES:
-        raise ValueError(f"its {key} is {width!r:.80}, no multiple of {LANES}")
+    if (width := integer_of(config, key)) % LANES:
+        raise ValueError(f"its {key} is {width}, no multiple of {LANES}")
     return width
-
-
-def _switch(config: Config, said: str | bool) -> bool:
-    if isinstance(said, bool):
-        return said
-    if not isinstance(config[said], bool):
-        raise ValueError(f"its {said} is {config[said]!r:.80}")
-    return bool(config[said])
 
 
 def _number(config: Config, said: str | float | None, default: float = 0.0) -> float:

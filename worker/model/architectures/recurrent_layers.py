@@ -1,53 +1,101 @@
-"""The layers with a state or a convolution in place of attention, as configs and tensors say them. Without torch."""
+"""Layers with a state or a convolution, as configs say them. Without torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentSizes
-from swiftbatch.worker.model.config_value_rules import number_of, numbers_of
-from swiftbatch.worker.model.layer_types import ATTENDING, RECURRENT, RecurrentShape, layer_types, recurrent_shape
+from swiftbatch.worker.model.config_values import POSITIVE, SWITCH, Config, KeyRule, number_of, numbers_of, switch_of
 
-Config = Mapping[str, Any]
+# names that configs have for kinds of layers
+ATTENDING = {"attention", "full_attention", "sliding_attention", "chunked_attention", "hybrid", "*"}
+RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "M"}  # with a state
+EXPERTS_ALONE = {"moe", "E"}
+STATELESS = {"mlp", "-"} | EXPERTS_ALONE  # products or experts alone
+LAYER_LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern")  # keys with a name for each layer
+
 OF_THE_STATES = ("num_layers", "num_decays")  # beside a mixer's own sizes: the kernels' have one decay for a head
 NUM_PARTS = 5  # of a row of Mamba-2 that have scales of their own
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    """Sizes of the recurrent layers of a model; without heads they are convolutions alone."""
+
+    num_layers: int
+    num_heads: int  # of values
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    num_channels: int  # of the convolution in front
+    conv_width: int
+    num_decays: int = 1  # of a head: or one for each row of its state
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that are no integers."""
+        if wrong := [size for size in vars(self).values() if type(size) is not int]:
+            raise ValueError(f"found a size of {wrong[0]!r:.80}, expected a whole number")
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all layers' states, in float32."""
+        return 4 * self.num_layers * self.num_heads * self.key_dim * self.value_dim
+
+    def step_bytes(self, item_size: int) -> int:
+        """Count the bytes that a position leaves in all layers until the next boundary."""
+        numbers = self.num_key_heads * self.key_dim + self.num_heads * (self.value_dim + self.num_decays)
+        return self.num_layers * (4 * numbers + item_size * self.num_channels)
+
+    def checkpoint_bytes(self, item_size: int) -> int:
+        """Count the bytes of states and of the convolutions' last inputs."""
+        return self.state_bytes + (self.conv_width - 1) * self.num_channels * item_size * self.num_layers
+
+
 Order = Callable[[RecurrentShape], list[int]]
 """The order of a stored product's rows, by the roles that they have in our kernels."""
 
 
 @dataclass(frozen=True)
-class RecurrentTensorNames:
-    """A kind's mixer: its stored products with the roles whose rows each holds in turn, and float32 numbers.
+class MixerSpec:
+    """A mixer's stored products, with the roles whose rows each holds in turn, and float32 numbers."""
 
-    Products have biases, and the convolution has one, where the config's keys of these names say so.
-    """
-
-    form: RecurrentForm
-    part: str  # what stands before the names within a layer
-    linears: Mapping[str, tuple[str, ...]]
-    numbers: Mapping[str, str]  # by role
+    words: str  # for users
+    layer_classes: tuple[str, ...]  # of transformers
+    shape: Callable[[Config, int], RecurrentShape]  # of so many layers; raises KeyError, TypeError or ValueError
+    form: RecurrentForm | None = None  # None: the kernels have none like it
+    part: str = ""  # what stands before the names within a layer
+    linears: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)  # by role
     bias: str | None = None
     tap_bias: str | None = None
     epsilon: str = "rms_norm_eps"
     least_step: str | None = None  # key of the least time step, where `time_step_limit` does not count
     orders: Mapping[str, Order] = field(default_factory=dict)  # of stored products whose roles are mixed
     norm: str | None = None  # key that says whether there is a norm of what is found; None: always
-    norm_in_front: str | None = None  # key that says whether this norm, if there is one, is in front of the gates
+    norm_in_front: str | None = None  # key that says whether this norm is in front of the gates
     in_scale: str | None = None  # keys of numbers that multiply what the mixer reads, what it gives,
     out_scale: str | None = None
     part_scales: str | None = None  # and gates, values, keys, queries and steps: a list, or null
-    keys: tuple[str, ...] = ()  # beginnings of keys whose numbers are read here, or change no forward
+    keys: Mapping[str, KeyRule] = field(default_factory=dict)  # of its sizes
+    known_keys: tuple[str, ...] = ()  # beginnings of keys whose numbers are read here, or change no forward
     one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
+
+    def rules(self) -> dict[Any, KeyRule | None]:
+        """Return the rules of the keys that are named here."""
+        rules: dict[Any, KeyRule | None] = {self.part_scales: POSITIVE.list_of(NUM_PARTS)}
+        rules |= dict.fromkeys((self.epsilon, self.least_step, self.in_scale, self.out_scale), POSITIVE)
+        rules |= dict.fromkeys((self.bias, self.tap_bias, self.norm, self.norm_in_front), SWITCH)
+        return rules | dict(self.keys)
 
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """The mixers of a model's layers, and which layers have them and which attend."""
+    """The mixers of a model, their layers, and those that attend."""
 
-    names: RecurrentTensorNames
+    spec: MixerSpec
     shape: RecurrentShape
     sizes: RecurrentSizes
     layers: frozenset[int]
@@ -58,71 +106,77 @@ class RecurrentConfig:
 
     @property
     def numbers(self) -> dict[str, str]:
-        """The names of tensors of float32 numbers within a layer, by role."""
+        """Tensors of float32 numbers within a layer, by role."""
         roles = self.sizes.needed() | ({"tap_bias"} if self.has_tap_bias else set())
-        return {role: f"{self.names.part}.{name}" for role, name in self.names.numbers.items() if role in roles}
+        return {role: f"{self.spec.part}.{name}" for role, name in self.spec.numbers.items() if role in roles}
 
     def parts(self) -> Iterator[str]:
-        """The tensors of a layer with a mixer, beside those that all layers have."""
         yield from self.numbers.values()
-        for name in self.names.linears:
-            yield f"{self.names.part}.{name}.weight"
+        for name in self.spec.linears:
+            yield f"{self.spec.part}.{name}.weight"
             if self.has_bias:
-                yield f"{self.names.part}.{name}.bias"
+                yield f"{self.spec.part}.{name}.bias"
 
 
-def read_recurrent_layers(config: Config, names: RecurrentTensorNames) -> RecurrentConfig | None:
-    """None for a model without. Raises KeyError or ValueError for numbers left to a default, or that are not taken."""
-    types = layer_types(config) or []
+def listed_layers(config: Config) -> list[str] | None:
+    """Read a config's list of names of layers; None without one."""
+    said = (config.get(key) for key in LAYER_LISTS)
+    return next((list(map(str, each)) for each in said if isinstance(each, list | str) and each), None)
+
+
+def read_recurrent_layers(
+    config: Config, spec: MixerSpec, types: list[str], shape: RecurrentShape | None
+) -> RecurrentConfig | None:
+    """Raises KeyError for numbers left to a default, ValueError for others."""
     if len(types) != config["num_hidden_layers"]:
         raise ValueError("its layers are not named one by one")
     if not (layers := frozenset(number for number, each in enumerate(types) if each in RECURRENT)):
         return None
-    if (shape := recurrent_shape(config)) is None:
+    if shape is None:
         raise ValueError("the sizes of its states are left to a default")
     return RecurrentConfig(
-        names,
+        spec,
         shape,
-        _sizes(config, names, shape),
+        _sizes(config, spec, shape),
         layers,
         frozenset(number for number, each in enumerate(types) if each in ATTENDING),
-        _is_said(config, names.bias),
-        _is_said(config, names.tap_bias),
-        None if names.part_scales is None else tuple(numbers_of(config, names.part_scales, NUM_PARTS)),
+        _is_said(config, spec.bias),
+        _is_said(config, spec.tap_bias),
+        None if spec.part_scales is None else tuple(numbers_of(config, spec.part_scales, NUM_PARTS)),
     )
 
 
-def _sizes(config: Config, names: RecurrentTensorNames, shape: RecurrentShape) -> RecurrentSizes:
+def _sizes(config: Config, spec: MixerSpec, shape: RecurrentShape) -> RecurrentSizes:
+    assert spec.form is not None
     sizes = {name: size for name, size in vars(shape).items() if name not in OF_THE_STATES}
-    if names.form == RecurrentForm.CONVOLUTION:
-        return RecurrentSizes(names.form, **sizes)
-    if names.form == RecurrentForm.DELTA_NET:
-        return RecurrentSizes(names.form, **sizes, norm_width=shape.value_dim, epsilon=config[names.epsilon])
+    if spec.form == RecurrentForm.CONVOLUTION:
+        return RecurrentSizes(spec.form, **sizes)
+    if spec.form == RecurrentForm.DELTA_NET:
+        return RecurrentSizes(spec.form, **sizes, norm_width=shape.value_dim, epsilon=config[spec.epsilon])
     width = shape.num_heads * shape.value_dim // shape.num_key_heads
-    least, most = _time_step_limits(config, names)
+    least, most = _time_step_limits(config, spec)
     return RecurrentSizes(
-        names.form,
+        spec.form,
         **sizes,
-        norm_width=width if _has_norm(config, names) else 0,
-        epsilon=config[names.epsilon],
+        norm_width=width if _has_norm(config, spec) else 0,
+        epsilon=config[spec.epsilon],
         least_step=least,
         most_step=most,
-        in_scale=1.0 if names.in_scale is None else number_of(config, names.in_scale),
-        out_scale=1.0 if names.out_scale is None else number_of(config, names.out_scale),
+        in_scale=1.0 if spec.in_scale is None else number_of(config, spec.in_scale),
+        out_scale=1.0 if spec.out_scale is None else number_of(config, spec.out_scale),
     )
 
 
-def _has_norm(config: Config, names: RecurrentTensorNames) -> bool:
-    """Raises KeyError or ValueError, also for a norm that the kernels have in another place."""
-    has_norm = names.norm is None or _is_said(config, names.norm)
-    if has_norm and _is_said(config, names.norm_in_front):
-        raise ValueError(f"its {names.norm_in_front} is True")
+def _has_norm(config: Config, spec: MixerSpec) -> bool:
+    has_norm = spec.norm is None or switch_of(config, spec.norm)
+    if has_norm and _is_said(config, spec.norm_in_front):
+        raise ValueError(f"its {spec.norm_in_front} is True")
     return has_norm
 
 
-def _time_step_limits(config: Config, names: RecurrentTensorNames) -> tuple[float, float]:
-    if names.least_step is not None:
-        return number_of(config, names.least_step), math.inf
+def _time_step_limits(config: Config, spec: MixerSpec) -> tuple[float, float]:
+    if spec.least_step is not None:
+        return number_of(config, spec.least_step), math.inf
     said = config.get("time_step_limit") or (0.0, math.inf)
     limits = [float(each["__float__"]) if isinstance(each, dict) else each for each in said]  # JSON has no infinity
     if len(limits) != 2 or not all(isinstance(each, float) for each in limits):
@@ -131,105 +185,4 @@ def _time_step_limits(config: Config, names: RecurrentTensorNames) -> tuple[floa
 
 
 def _is_said(config: Config, key: str | None) -> bool:
-    if key is None:
-        return False
-    if not isinstance(config[key], bool):
-        raise ValueError(f"its {key} is {config[key]!r:.80}")
-    return bool(config[key])
-
-
-def _by_key_heads(shape: RecurrentShape, widths: tuple[int, ...]) -> list[int]:
-    """Rows of parts that stand side by side for each head of keys, brought part by part."""
-    starts = [sum(widths[:number]) for number in range(len(widths))]
-    heads = range(shape.num_key_heads)
-    return [
-        head * sum(widths) + start + row
-        for start, width in zip(starts, widths, strict=True)
-        for head in heads
-        for row in range(width)
-    ]
-
-
-def _queries_to_gates(shape: RecurrentShape) -> list[int]:
-    values = shape.num_heads // shape.num_key_heads * shape.value_dim
-    return _by_key_heads(shape, (shape.key_dim, shape.key_dim, values, values))
-
-
-def _betas_and_steps(shape: RecurrentShape) -> list[int]:
-    return _by_key_heads(shape, (shape.num_heads // shape.num_key_heads,) * 2)
-
-
-def lfm2_width(config: Config) -> int:
-    """The width between the products of LFM2. Raises KeyError where the config does not say it."""
-    width: int = config["block_ff_dim"] if "block_ff_dim" in config else config["intermediate_size"]
-    if not config["block_auto_adjust_ff_dim"]:
-        return width
-    width, multiple = 2 * width // 3, config["block_multiple_of"]
-    if config.get("block_ffn_dim_multiplier") is not None:
-        width = int(config["block_ffn_dim_multiplier"] * width)
-        width = -(-width // multiple) * multiple
-    return width
-
-
-OUTPUT: dict[str, tuple[str, ...]] = {"out_proj": ("output",)}
-TAPS = {"taps": "conv1d.weight", "tap_bias": "conv1d.bias", "rates": "A_log", "step_bias": "dt_bias"}
-TAPS |= {"norm": "norm.weight"}
-DELTA_KEYS = ("linear_", "full_attention_interval", "mtp_")
-SILU_ALONE: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}  # of the convolution and the gates, too
-DELTA_NET = RecurrentTensorNames(
-    RecurrentForm.DELTA_NET,
-    "linear_attn",
-    {"in_proj_qkv": ("inputs",), "in_proj_z": ("gates",), "in_proj_b": ("betas",), "in_proj_a": ("steps",), **OUTPUT},
-    TAPS,
-    keys=DELTA_KEYS,
-    one_meaning=SILU_ALONE,
-)
-JOINT_DELTA_NET = RecurrentTensorNames(  # Qwen3-Next
-    RecurrentForm.DELTA_NET,
-    "linear_attn",
-    {"in_proj_qkvz": ("inputs", "gates"), "in_proj_ba": ("betas", "steps"), **OUTPUT},
-    TAPS,
-    orders={"in_proj_qkvz": _queries_to_gates, "in_proj_ba": _betas_and_steps},
-    keys=DELTA_KEYS,
-    one_meaning=SILU_ALONE,
-)
-MAMBA = RecurrentTensorNames(
-    RecurrentForm.STATE_SPACE,
-    "mamba",
-    {"in_proj": ("gates", "inputs", "steps"), **OUTPUT},
-    TAPS | {"skip": "D"},
-    bias="mamba_proj_bias",
-    tap_bias="mamba_conv_bias",
-    keys=("mamba_", "time_step_limit"),
-    one_meaning=SILU_ALONE,
-)
-NEMOTRON_MAMBA = replace(
-    MAMBA,
-    part="mixer",
-    bias="use_bias",
-    tap_bias="use_conv_bias",
-    epsilon="layer_norm_epsilon",
-    least_step="time_step_min",
-    keys=("mamba_", "time_step_", "chunk_size", "conv_kernel", "expand", "n_groups", "ssm_state_size"),
-    one_meaning={"mamba_hidden_act": ("silu",), "mlp_bias": (False,), "residual_in_fp32": (False,)},
-)
-FALCON_MAMBA = replace(
-    MAMBA,
-    norm="mamba_rms_norm",
-    norm_in_front="mamba_norm_before_gate",
-    in_scale="ssm_in_multiplier",
-    out_scale="ssm_out_multiplier",
-    part_scales="ssm_multipliers",
-    keys=("mamba_", "time_step_limit", "ssm_"),
-    one_meaning=SILU_ALONE | {"mamba_use_mlp": (True,), "projectors_bias": (False,)},
-)
-SHORT_CONVOLUTION = RecurrentTensorNames(
-    RecurrentForm.CONVOLUTION,
-    "conv",
-    {"in_proj": ("betas", "gates", "inputs"), **OUTPUT},
-    {"taps": "conv.weight", "tap_bias": "conv.bias"},
-    bias="conv_bias",
-    tap_bias="conv_bias",
-    keys=("block_", "conv_", "full_attn_idxs", "num_heads"),
-    one_meaning={"tie_embedding": (True,), "block_use_swiglu": (True,), "use_pos_enc": (True,)},
-)
+    return key is not None and switch_of(config, key)

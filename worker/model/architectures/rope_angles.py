@@ -1,4 +1,4 @@
-"""The angles by which a dense decoder's layers turn heads, as its config says them. Without torch."""
+"""The angles by which layers turn heads, as a config says them. Without torch."""
 
 from __future__ import annotations
 
@@ -6,28 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary, rotary_of
-from swiftbatch.worker.model.architectures.attention_layers import Windows, always
-from swiftbatch.worker.model.architectures.dense_models import DECODER_ARCHITECTURES
+from swiftbatch.worker.model.architectures.attention_layers import WINDOWED, Windows, all_layers
 from swiftbatch.worker.model.architectures.spec import ArchitectureSpec, WindowAngles
-from swiftbatch.worker.model.config_value_rules import number_of
+from swiftbatch.worker.model.config_values import Config, number_of
 
 
-def num_rotary_dims_of(config: dict[str, Any], form: ArchitectureSpec, head_dim: int) -> int:
-    """The dimensions of a head that are turned by its position. Raises ValueError for an odd number."""
+def num_rotary_dims_of(config: Config, form: ArchitectureSpec, head_dim: int) -> int:
+    """Raises ValueError for an odd number."""
     default = 1.0 if form.partial_rotary_factor is None else form.partial_rotary_factor
     if "rotary_dim" in config:
         default = number_of(config, "rotary_dim") / head_dim
-    said = _angles(config).get("partial_rotary_factor", config.get("partial_rotary_factor", default))
+    said: Any = _angles(config, form).get("partial_rotary_factor", config.get("partial_rotary_factor", default))
     turned = int(head_dim * float(said))
     if not 0 < turned <= head_dim or turned % 2 or (form.partial_rotary_factor is None and turned < head_dim):
         raise ValueError(f"its partial_rotary_factor is {said!r:.80}")
     return turned
 
 
-def _angles(config: dict[str, Any], layers: str = "full_attention") -> dict[str, Any]:
-    """The config's words about the angles of some layers, with their base."""
-    form = DECODER_ARCHITECTURES[config["model_type"]]
-    if form.still is always:
+def _angles(config: Config, form: ArchitectureSpec, layers: str = "full_attention") -> dict[str, Any]:
+    if form.nope is all_layers:
         return {"rope_type": "default", "rope_theta": 1e4}  # which no layer reads
     if form.window_angles:
         return _angles_by_type(config, form.window_angles, layers)
@@ -35,56 +32,56 @@ def _angles(config: dict[str, Any], layers: str = "full_attention") -> dict[str,
     return {"rope_theta": config["rope_theta"]} | said if "rope_theta" in config else dict(said)
 
 
-def _angles_by_type(config: dict[str, Any], own: WindowAngles, layers: str) -> dict[str, Any]:
-    """The words about one type of layers: named by it, or in keys of their own. Only layers without windows stretch."""
+def _angles_by_type(config: Config, own: WindowAngles, layers: str) -> dict[str, Any]:
+    """Read the angles of one type of layers; those with windows do not stretch."""
     parameters = config.get("rope_parameters") or {}
     if isinstance(parameters.get(layers), dict):
         words: dict[str, Any] = parameters[layers]
         return {"rope_theta": own.theta(layers)} | words
     if parameters:
         raise ValueError("its rope_parameters do not tell of each type of layers")
-    if layers == "sliding_attention":
+    if layers == WINDOWED:
         return {"rope_type": "default", "rope_theta": config.get(own.windowed_key or "", own.windowed)}
     said: dict[str, Any] = config.get("rope_scaling") or {"rope_type": "default"}
     return {"rope_theta": config.get("rope_theta", own.full)} | said
 
 
-def other_rotary(config: dict[str, Any], form: ArchitectureSpec, head_dim: int) -> Rotary | None:
-    """Read the angles of those layers that turn otherwise; None where all turn alike. Raises as `own_rotary` does."""
+def other_rotary(config: Config, form: ArchitectureSpec, head_dim: int) -> Rotary | None:
+    """Read the angles of layers that turn otherwise."""
     if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)[1:]):
-        said = _angles(config) | {"rope_theta": bases[0]}
+        said = _angles(config, form) | {"rope_theta": bases[0]}
     elif form.window_angles is not None:
-        said = _angles(config, "sliding_attention")
+        said = _angles(config, form, WINDOWED)
     else:
         return None
     return replace(rotary_of(said, head_dim, is_strict=True), is_rounded=form.rounds_angles)
 
 
-def other_layers(config: dict[str, Any], form: ArchitectureSpec, windows: Windows) -> frozenset[int]:
-    """Find the layers of `other_rotary`: by their bases, or those with windows, also with such that hide nothing."""
+def other_layers(config: Config, form: ArchitectureSpec, windows: Windows) -> frozenset[int]:
+    """Find the layers of `other_rotary`, also those whose window hides nothing."""
     if form.thetas_key is None:
         return frozenset(number for number, size in enumerate(windows) if size is not None)
     thetas, bases = config[form.thetas_key] or [], thetas_of(config, form.thetas_key)[1:]
     return frozenset(number for number, theta in enumerate(thetas) if theta in bases)
 
 
-def thetas_of(config: dict[str, Any], key: str) -> list[float]:
-    """The bases that layers turn by. Raises KeyError or ValueError for more than the kernels take."""
+def thetas_of(config: Config, key: str) -> list[float]:
+    """Return the bases of layers. Raises ValueError for more than two."""
     found = list(dict.fromkeys(theta for theta in config[key] or [] if theta))
     if len(found) > 2:
         raise ValueError(f"its {key} has {len(found)} bases")
     return found
 
 
-def own_rotary(config: dict[str, Any], form: ArchitectureSpec, head_dim: int, num_rotary_dims: int) -> Rotary:
-    """Read the angles. Raises KeyError, TypeError or ValueError for those left to a default, or none of ours."""
+def own_rotary(config: Config, form: ArchitectureSpec, head_dim: int, num_rotary_dims: int) -> Rotary:
+    """Raises KeyError, TypeError or ValueError for unknown angles."""
     beside = {"partial_rotary_factor", form.growth_key, "max_position_embeddings" if form.growth_key else None}
-    said = {name: value for name, value in _angles(config).items() if name not in beside}
+    said = {name: value for name, value in _angles(config, form).items() if name not in beside}
     if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)):
         said["rope_theta"] = bases[0]
     kinds = (said.get("rope_type"), said.get("type"))
     if "longrope" in kinds:
-        said = _long_angles(said, config)
+        said = _long_angles(said, config, form)
     if "dynamic" in kinds and form.has_fixed_alpha:
         said = _fixed_angles(said, head_dim)
     rotary = rotary_of(said, num_rotary_dims, is_strict=True)
@@ -92,11 +89,10 @@ def own_rotary(config: dict[str, Any], form: ArchitectureSpec, head_dim: int, nu
     return rotary if num_rotary_dims == head_dim else rotary.beside_still(head_dim // 2)
 
 
-def _growth(config: dict[str, Any], form: ArchitectureSpec) -> QueryGrowth | None:
-    """Read how queries grow. Raises KeyError or ValueError."""
+def _growth(config: Config, form: ArchitectureSpec) -> QueryGrowth | None:
     if form.growth_key is None:
         return None
-    said = _angles(config)
+    said = _angles(config, form)
     length = number_of(said, "original_max_position_embeddings")
     if not length.is_integer():
         raise ValueError(f"its original_max_position_embeddings is {length}")
@@ -104,14 +100,12 @@ def _growth(config: dict[str, Any], form: ArchitectureSpec) -> QueryGrowth | Non
 
 
 def _fixed_angles(said: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """The words about another base in place of those about an `alpha`. Raises KeyError or ValueError."""
     base = number_of(said, "rope_theta") * number_of(said, "alpha") ** (head_dim / (head_dim - 2))
     return {"rope_type": "default", "rope_theta": base}
 
 
-def _long_angles(said: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """The config's words about longrope, with those beside it. Raises KeyError, TypeError or ValueError."""
-    form = DECODER_ARCHITECTURES[config["model_type"]]
+def _long_angles(said: dict[str, Any], config: Config, form: ArchitectureSpec) -> dict[str, Any]:
+    """Read longrope, among the angles and beside them."""
     if not form.has_long_angles:
         raise ValueError("its kind was not tried with longrope")
     most, original = (number_of(config, f"{which}max_position_embeddings") for which in ("", "original_"))

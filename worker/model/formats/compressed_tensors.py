@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.formats.contract import (
     WHOLE,
     Format,
@@ -38,7 +38,7 @@ WORD = 32  # bits
 
 @dataclass(frozen=True)
 class ByteScheme:
-    """`weight` of int8, a scale for all, for each row, or for each group of columns, and zeros as many."""
+    """`weight` of int8 with scales for all, rows or groups, and zeros."""
 
     group: int | None
     numbers: str = "int8"
@@ -64,7 +64,7 @@ class ByteScheme:
 
 @dataclass(frozen=True)
 class PackedScheme:
-    """`weight_packed` of so many bits a code, rows in whole words; `weight_shape` tells the columns."""
+    """`weight_packed` with rows in whole words, and `weight_shape`."""
 
     bits: int
     group: int | None
@@ -96,7 +96,6 @@ class PackedScheme:
         return form_of_integers(self.bits, self.shape(heads)[1], self.group, scales, self.is_symmetric)
 
     def _depth(self, words: int, scales: tuple[int, ...]) -> int:
-        """The columns: as many as the words hold, less what the last group leaves of them."""
         most = words * WORD // self.bits
         if self.group is None or len(scales) != 2:
             return most
@@ -114,7 +113,6 @@ class PackedScheme:
 
 
 def scale_shapes(rows: int, depth: int, group: int | None) -> list[tuple[int, ...]]:
-    """The shapes that scales of a matrix may have."""
     if group is None:
         return [(), (1,), (1, 1), (rows,), (rows, 1)]
     return [(rows, -(-depth // group))]
@@ -149,7 +147,7 @@ CLASSES = ("Linear", "Embedding", "MoE")  # targets that are no names
 
 @dataclass(frozen=True)
 class _Weights:
-    """The arguments that say how a group's weights are stored, with the strategy that is left to a default."""
+    """The arguments that say how a group's weights are stored."""
 
     said: Mapping[str, Any]
     where: str
@@ -165,7 +163,7 @@ class _Weights:
         return positive(self.said, "group_size", self.where) if self.strategy in ("group", "tensor_group") else None
 
     def of_type(self, type_: str, bits: tuple[int, ...], *strategies: str) -> int:
-        """The bits of weights of this type. Raises FormatError for what this form does not have."""
+        """Return the bits of weights of this type. Raises FormatError."""
         one_of(self.said, "type", (type_,), self.where)
         if self.strategy not in strategies:
             raise FormatError(f"{self.where} has strategy = {self.strategy!r:.80}; expected {' or '.join(strategies)}")
@@ -224,7 +222,6 @@ FORMS: dict[str, Callable[[_Weights], tuple[str, Scheme]]] = {
 
 
 def read_compressed_tensors(said: Mapping[str, Any]) -> Format:
-    """Raises FormatError."""
     where = "its quantization_config"
     _refuse_other_compression(said, where)
     groups = mapping(said.get("config_groups"), f"{where}, config_groups,")
@@ -247,7 +244,7 @@ def read_compressed_tensors(said: Mapping[str, Any]) -> Format:
 
 
 def _refuse_other_compression(said: Mapping[str, Any], where: str) -> None:
-    """Sparse weights and rotated ones stand for other matrices."""
+    """Raise FormatError for sparse or rotated weights, which stand for other matrices."""
     sparsity = said.get("sparsity_config") or {}
     if sparsity and mapping(sparsity, f"{where}, sparsity_config,").get("format") not in (None, "dense"):
         form = f"{sparsity.get('format')!r:.80}"
@@ -256,7 +253,6 @@ def _refuse_other_compression(said: Mapping[str, Any], where: str) -> None:
 
 
 def _group(group: Any, whole: Mapping[str, Any], where: str) -> tuple[list[str], str, Scheme]:
-    """The modules that a group is of, what form it has in words, and the form."""
     refuse_unknown(mapping(group, where), OF_GROUPS, where)
     form = group.get("format") or whole.get("format")
     if not isinstance(form, str) or form not in FORMS:
@@ -281,7 +277,6 @@ def _is_pattern(target: str) -> bool:
 
 
 def _names(module: str, targets: list[str]) -> bool:
-    """Tell whether a target names the module, or is a pattern (`re:`) that its name begins with."""
     return any(
         module == each or (each.startswith(PATTERN) and re.match(each.removeprefix(PATTERN), module))
         for each in targets
@@ -289,5 +284,4 @@ def _names(module: str, targets: list[str]) -> bool:
 
 
 def _is_class(_: str, targets: list[str]) -> bool:
-    """Tell whether a target is the class of what else is packed: it is a linear layer, or an embedding."""
     return any(each.startswith(CLASSES) or each.endswith("Linear") for each in targets)

@@ -1,8 +1,4 @@
-"""The contract of a format of quantized weights: keys of its config, where a matrix's parts lie. Without torch.
-
-A format is read from a model's config. The stored tensors say which matrices are packed: what a config lists as left
-out is stored as numbers, and is read as such.
-"""
+"""The contract of a format of quantized weights; stored tensors say which matrices are packed. Without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.gguf.header import BITS, PackedKind
 
 if TYPE_CHECKING:
@@ -27,12 +23,12 @@ WHOLE = "weight"  # the part that has the matrix's own name
 
 
 class FormatError(ValueError):
-    """Quantized weights that are not understood; the text says in one line what about them."""
+    """Quantized weights that are not understood; the text says why, in one line."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the head of its file describes it: `dtype` in the words of safetensors, or of GGUF."""
+    """A tensor as its file's head describes it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,33 +40,29 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that it takes in its file."""
         return int(self.num_numbers * (ITEM_BITS | BITS).get(self.dtype, 8)) // 8
 
 
 class Scheme(Protocol):
-    """The way in which one matrix is packed."""
+    """The packing of one matrix."""
 
     @property
     def numbers(self) -> str:
-        """The type in which its numbers are stored, in a word."""
+        """The type of its stored numbers, in a word."""
 
     def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
-        """The shape of the matrix, from the heads of its parts. Raises FormatError for parts that do not fit."""
+        """Return the matrix's shape. Raises FormatError for parts that do not fit."""
 
     def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
-        """The form that the matrix stays packed in; None for one that comes as numbers, or of which these alone tell.
-
-        `heads` are those that `shape` took.
-        """
+        """Return the form that the matrix stays packed in, where heads tell."""
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
-        """The matrix in the run's dtype. Raises FormatError for parts that are damaged."""
+        """Return the matrix in the run's dtype. Raises FormatError for damaged parts."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """The format of a checkpoint. `scheme_of` takes a matrix's name and the heads of its parts."""
+    """The format of a checkpoint."""
 
     name: str
     words: str  # for users
@@ -79,7 +71,7 @@ class Format:
     ending: str = ""  # what a matrix's name has in place of such an end
 
     def place(self, stored: str) -> tuple[str, str]:
-        """The matrix, and the part of it, that a stored tensor is by its name."""
+        """Return a stored tensor's matrix, and its part of that."""
         for suffix, part in sorted(self.suffixes.items(), key=lambda pair: -len(pair[0])):
             if stored.endswith(suffix):
                 return stored.removesuffix(suffix) + self.ending, part
@@ -87,7 +79,7 @@ class Format:
 
 
 def part(heads: Mapping[str, StoredTensor], name: str, *dtypes: str) -> StoredTensor:
-    """A part that must be there, in one of these dtypes. Raises FormatError."""
+    """Raises FormatError for a part that is missing, or of another dtype."""
     if name not in heads:
         raise FormatError(f"its part {name!r} is missing; copy all files again")
     if heads[name].dtype not in dtypes:
@@ -96,20 +88,17 @@ def part(heads: Mapping[str, StoredTensor], name: str, *dtypes: str) -> StoredTe
 
 
 def only(heads: Mapping[str, StoredTensor], *names: str) -> None:
-    """Raise FormatError for a part that is none of these."""
     if strange := sorted(set(heads) - set(names)):
         raise FormatError(f"its part {strange[0]!r} is none of this format")
 
 
 def fits(name: str, found: tuple[int, ...], *expected: tuple[int, ...]) -> None:
-    """Raise FormatError for a part of another shape."""
     if found not in expected:
         wanted = " or ".join(str(list(each)) for each in expected)
         raise FormatError(f"its part {name!r} has the shape {list(found)}; expected {wanted}")
 
 
 def matrix_shape(head: StoredTensor) -> tuple[int, int]:
-    """Rows and columns. Raises FormatError for a tensor that is no matrix."""
     if len(head.shape) != 2 or 0 in head.shape:
         raise FormatError(f"it is stored in the shape {list(head.shape)}; expected a matrix")
     return head.shape[0], head.shape[1]
@@ -120,22 +109,19 @@ EXACT_SCALES = ("BF16", "F16")  # short enough for exact products with every cod
 
 
 def group_that_divides(depth: int, group: int) -> int | None:
-    """The size of groups that a packed matrix may have so that each has one scale of the stored groups."""
+    """Return a group size of packed matrices that keeps stored scales; None without."""
     size = depth if group >= depth else math.gcd(depth, group)
     return size if size % 2 == 0 and (size in (group, depth) or size >= SMALLEST_GROUP) else None
 
 
 def form_of(code: str, bits: int, depth: int, group: int | None, has_offsets: bool = False) -> PackedKind | None:
-    """The form of codes in groups of a stored size, None for all of the depth; None for one that is not packed."""
+    """Return the form of codes in groups of a stored size; None where they are dequantized."""
     size = group_that_divides(depth, group or depth)
     return None if size is None else PackedKind(code, bits, size, has_offsets)
 
 
 def form_of_integers(bits: int, depth: int, group: int | None, scales: str, is_centred: bool) -> PackedKind | None:
-    """Return the kind of integers with zeros, which are all in the middle if `is_centred`.
-
-    None where only the numbers can tell whether products are exact: scales of float32 may be too long for that.
-    """
+    """Return the form of integers with zeros, where products are exact whatever their numbers."""
     if bits == 8 and is_centred:
         return form_of("int8", 8, depth, group)
     if scales not in EXACT_SCALES:
@@ -148,13 +134,13 @@ NOTHING: tuple[Any, ...] = (None, False, {}, [], "")
 
 
 def refuse_unknown(said: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raise FormatError for a key that may decide what the weights stand for, unless it says nothing."""
+    """Raise FormatError for keys that may change weights."""
     if strange := sorted(key for key, value in said.items() if key not in known and value not in NOTHING):
         raise FormatError(f"{where} has {shown(strange[0])} = {_short(said[strange[0]])}, which is not understood here")
 
 
 def one_of(said: Mapping[str, Any], key: str, allowed: Collection[Any], where: str) -> Any:
-    """A key's value, None where it is not there. Raises FormatError for a value that is not allowed."""
+    """Raises FormatError for a value that is not allowed."""
     value = said.get(key)
     if not any(value == each and type(value) is type(each) for each in allowed):
         expected = ", ".join(repr(each) for each in allowed if each is not None)
@@ -163,7 +149,6 @@ def one_of(said: Mapping[str, Any], key: str, allowed: Collection[Any], where: s
 
 
 def positive(said: Mapping[str, Any], key: str, where: str) -> int:
-    """A key's number. Raises FormatError for what is no positive integer."""
     value = said.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**31:
         raise FormatError(f"{where} has {key} = {_short(value)}; expected a positive integer")
@@ -171,7 +156,6 @@ def positive(said: Mapping[str, Any], key: str, where: str) -> int:
 
 
 def mapping(value: Any, where: str) -> Mapping[str, Any]:
-    """Raises FormatError for what is no JSON object."""
     if not isinstance(value, dict):
         raise FormatError(f"{where} is {_short(value)}; expected an object")
     return value

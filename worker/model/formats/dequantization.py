@@ -1,4 +1,4 @@
-"""The numbers that quantized weights stand for: integers of 2 to 8 bits, 8-bit and 4-bit floats."""
+"""The numbers of quantized weights: integers of 2 to 8 bits, 8-bit and 4-bit floats."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ SPARE_BITS = {4: 0xF, 8: 0xFF}  # of a scale, that must be 0 for a product with 
 
 
 def scaled(code: Code, codes: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Weight:
-    """The matrix `table[code] * scale`: codes as a packed matrix has them, `scales [num_columns, num_groups]`.
-
-    A group's size need not divide the depth: the last group is then shorter.
-    """
+    """Return `table[code] * scale` for `scales [num_columns, num_groups]`; the last group may be shorter."""
     depth = codes.shape[1] * 8 // CODE_BITS[code]
     if size := group_that_divides(depth, group):
         return PackedMatrix(code, codes.contiguous(), by_group(scales, depth, group, size), dtype)
@@ -35,12 +32,10 @@ def scaled(code: Code, codes: Tensor, scales: Tensor, group: int, dtype: torch.d
 
 
 def by_group(values: Tensor, depth: int, group: int, size: int) -> Tensor:
-    """Values of groups, each as often as a group holds ones of this size."""
     return values[:, torch.arange(0, depth, size) // group].contiguous()
 
 
 def dense(code: Code, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of codes with a scale each, a stretch of rows at a time."""
     whole = torch.empty(scales.shape, dtype=dtype)
     step = max(1, CHUNK // scales.shape[1])
     for start in range(0, len(scales), step):
@@ -51,17 +46,17 @@ def dense(code: Code, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 def halves(codes: Tensor) -> Tensor:
-    """The two codes of 4 bits in each byte, the first of them in the low half."""
+    """Unpack two codes of 4 bits from each byte, the low half first."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
 
 
 def paired(codes: Tensor) -> Tensor:
-    """Two codes of 4 bits in each byte."""
+    """Pack two codes of 4 bits into each byte."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def numbers(scales: Tensor) -> Tensor:
-    """Scales in float32. Raises FormatError for one that is infinite or no number."""
+    """Return scales in float32. Raises FormatError for one that is not finite."""
     found = scales.float()
     if not bool(found.isfinite().all()):
         raise FormatError("its scales are not finite: the file is damaged")
@@ -76,10 +71,9 @@ ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the columns of a word stand in AWQ's w
 
 @dataclass(frozen=True)
 class Integers:
-    """`codes [num_columns, depth] uint8` of so many bits, `zeros` and `scales [num_columns, num_groups]`.
+    """`codes [num_columns, depth] uint8` of some bits, with `zeros` and `scales [num_columns, num_groups]`.
 
-    `group` is the size of groups along the depth. `group_of` tells the group of each place where they do not lie side
-    by side.
+    `group_of` is the group of each place, where groups do not lie side by side.
     """
 
     codes: Tensor
@@ -90,7 +84,7 @@ class Integers:
     group_of: Tensor | None = None
 
     def weight(self, dtype: torch.dtype) -> Weight:
-        """The matrix that they stand for: packed in 4 bits where that is exact, else in 8, else as numbers."""
+        """Return the matrix in 4 bits where that is exact, else in 8, else as numbers."""
         if self.group_of is not None:
             return self._dense(self.group_of, dtype)
         if self.bits == 8 and bool((self.zeros == 128).all()):
@@ -123,7 +117,7 @@ class Integers:
 
 
 def group_index(stored: Tensor, num_groups: int, group: int) -> Tensor | None:
-    """The group of each place, None where they lie side by side. Raises FormatError for a group that is none."""
+    """Raises FormatError for groups that do not fit."""
     index = stored.long()
     if bool((index == torch.arange(len(index)) // group).all()):
         return None
@@ -133,7 +127,7 @@ def group_index(stored: Tensor, num_groups: int, group: int) -> Tensor | None:
 
 
 def from_words(words: Tensor, bits: int, num_codes: int) -> Tensor:
-    """Codes `[num_rows, num_codes] uint8` of rows of 32-bit words, the lowest bits first; codes may span two words."""
+    """Unpack codes `[num_rows, num_codes] uint8` from 32-bit words, lowest bits first, also across words."""
     rows, place = words.contiguous().view(torch.uint8), torch.arange(num_codes) * bits
     low, shift = place // 8, place % 8
     high = (low + 1).clamp(max=rows.shape[1] - 1)
@@ -142,7 +136,6 @@ def from_words(words: Tensor, bits: int, num_codes: int) -> Tensor:
 
 
 def byte_weight(parts: Mapping[str, Tensor], group: int | None, dtype: torch.dtype) -> Weight:
-    """Raises FormatError for scales that are no numbers."""
     codes = parts[WHOLE].view(torch.uint8) ^ 128
     rows, depth = codes.shape
     scales = _by_row(numbers(parts["scale"]), rows)
@@ -153,7 +146,7 @@ def byte_weight(parts: Mapping[str, Tensor], group: int | None, dtype: torch.dty
 
 
 def packed_weight(parts: Mapping[str, Tensor], bits: int, group: int | None, dtype: torch.dtype) -> Weight:
-    """Raises FormatError for scales that are no numbers, groups that are none, and a `shape` that is another."""
+    """Raises FormatError."""
     rows, words = parts["packed"].shape
     said_rows, depth = parts["shape"].tolist()
     if said_rows != rows or not words - 1 < depth * bits / 32 <= words:
@@ -170,7 +163,6 @@ def packed_weight(parts: Mapping[str, Tensor], bits: int, group: int | None, dty
 
 
 def _zeros(parts: Mapping[str, Tensor], bits: int, scales: Tensor) -> Tensor:
-    """Zeros as the codes are: all numbers above 0."""
     middle = 1 << (bits - 1)
     stored = parts.get("zero_point")
     if stored is None:
@@ -181,7 +173,6 @@ def _zeros(parts: Mapping[str, Tensor], bits: int, scales: Tensor) -> Tensor:
 
 
 def _by_row(values: Tensor, rows: int) -> Tensor:
-    """A column or more for each row, where there is one value for all as well."""
     if values.dim() == 2 and values.shape[0] == rows:
         return values
     return values.reshape(-1, 1).expand(rows, 1).contiguous()
@@ -190,7 +181,7 @@ def _by_row(values: Tensor, rows: int) -> Tensor:
 def gptq_weight(
     parts: Mapping[str, Tensor], bits: int, group: int | None, zero_is_less: int, dtype: torch.dtype
 ) -> Weight:
-    """Raises FormatError for scales that are no numbers, and groups that are none."""
+    """Raises FormatError."""
     scales = numbers(parts["scales"]).T.contiguous()
     num_columns, num_groups = scales.shape
     depth = parts["qweight"].shape[0] * 32 // bits
@@ -202,7 +193,6 @@ def gptq_weight(
 
 
 def awq_weight(parts: Mapping[str, Tensor], group: int | None, dtype: torch.dtype) -> Weight:
-    """Raises FormatError for scales that are no numbers."""
     scales = numbers(parts["scales"]).T.contiguous()
     codes, zeros = (_in_order(parts[name], len(scales)) for name in ("qweight", "qzeros"))
     return Integers(codes, zeros.to(torch.int16), scales, 4, group or codes.shape[1]).weight(dtype)
@@ -223,7 +213,7 @@ BIAS = 127  # of exponents of 8 bits (e8m0)
 
 
 def grid_weight(stored: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype) -> Weight:
-    """A matrix, or the experts of one tensor. Raises FormatError for codes or scales that are no numbers."""
+    """Return a matrix, or experts of one tensor. Raises FormatError."""
     codes, scales = stored.view(torch.uint8), numbers(scales)
     if bool(((codes & NAN) == NAN).any()):
         raise FormatError("its codes are not all numbers: the file is damaged")
@@ -243,31 +233,24 @@ def _matrix(codes: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype:
 
 
 def nvfp4_weight(codes: Tensor, scales: Tensor, whole: Tensor, is_divided: bool, dtype: torch.dtype) -> Weight:
-    """A scale of e4m3 for each group, and one for all that multiplies those, or that they are divided by.
-
-    Raises FormatError for scales that are no numbers.
-    """
+    """Multiply, or divide, scales of groups by one for all. Raises FormatError."""
     groups, one = numbers(scales), numbers(whole).reshape(())
     together = numbers(groups / one if is_divided else groups * one)
     return scaled("e2m1", codes, together, codes.shape[1] * 2 // scales.shape[1], dtype)
 
 
 def mxfp4_weight(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight:
-    """An exponent for each group. Raises FormatError for one that stands for no number."""
     return scaled("e2m1", codes, powers(exponents), codes.shape[1] * 2 // exponents.shape[1], dtype)
 
 
 def expert_weight(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight:
-    """`blocks [num_experts, rows, num_groups, 16]`: all experts' numbers, their rows as columns.
-
-    Raises FormatError as `mxfp4_weight` does.
-    """
+    """Return experts of `blocks [num_experts, rows, num_groups, 16]`. Raises FormatError."""
     codes, scales = blocks.flatten(2).flatten(0, 1), powers(exponents).flatten(0, 1)
     return PackedExperts("e2m1", codes, scales, dtype, num_experts=len(blocks), is_transposed=True)
 
 
 def powers(exponents: Tensor) -> Tensor:
-    """Raises FormatError for the exponent that stands for no number."""
+    """Raises FormatError."""
     if bool((exponents == 255).any()):
         raise FormatError("its scales are not all numbers: the file is damaged")
     return torch.ldexp(torch.ones(exponents.shape), exponents.int() - BIAS)

@@ -1,4 +1,4 @@
-"""Matrices of 8-bit floats (e4m3: FP8) and of 4-bit floats (e2m1: NVFP4, MXFP4), with their scales. Without torch."""
+"""Matrices of 8-bit floats (e4m3) and 4-bit floats (e2m1), with their scales. Without torch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 @dataclass(frozen=True)
 class FloatScheme:
-    """`weight` of e4m3 and a part of scales that multiply; `block` has the rows and columns that share one.
-
-    Without a block there is one scale, or one for each row. Experts that are stored in one tensor have a dimension in
-    front.
-    """
+    """`weight` of e4m3 with scales of blocks, rows, or all; experts in one tensor have a dimension in front."""
 
     scale: str
     block: tuple[int, int] | None = None
@@ -71,7 +67,7 @@ NVFP4_GROUP, MXFP4_GROUP = 16, 32
 
 @dataclass(frozen=True)
 class NVFP4Scheme:
-    """Two codes in a byte, a scale of e4m3 for 16 of them, and one for all: `whole`, which divides in some programs."""
+    """Two e2m1 codes in a byte, an e4m3 scale for 16, and `whole` for all."""
 
     codes: str
     whole: str

@@ -26,7 +26,6 @@ KNOWN = (
 
 
 def read_fp8(said: Mapping[str, Any]) -> Format:
-    """Raises FormatError."""
     refuse_unknown(said, KNOWN, WHERE)
     one_of(said, "fmt", (None, "e4m3", "float8_e4m3fn"), WHERE)
     one_of(said, "scale_fmt", (None, "float", "ue8m0"), WHERE)

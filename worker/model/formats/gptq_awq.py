@@ -1,4 +1,4 @@
-"""GPTQ and AWQ: integers of 2 to 8 bits with zeros and scales in 32-bit words. Without torch."""
+"""GPTQ and AWQ: integers with zeros and scales, packed in 32-bit words. Without torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORD = 32  # bits
 
 @dataclass(frozen=True)
 class GPTQScheme:
-    """`qweight [depth * bits / 32, num_columns]`, zeros packed along the columns and stored less `zero_is_less`."""
+    """`qweight [depth * bits / 32, num_columns]`; zeros lie along the columns, less `zero_is_less`."""
 
     bits: int
     group: int | None  # None: all of the depth
@@ -70,7 +70,7 @@ class GPTQScheme:
 
 @dataclass(frozen=True)
 class AWQScheme:
-    """`qweight [depth, num_columns / 8]`: 4 bits, the columns of a word in an order of their own."""
+    """`qweight [depth, num_columns / 8]`: 4 bits, columns of a word out of order."""
 
     group: int | None
     numbers: str = "int4"
@@ -114,7 +114,6 @@ GPTQ_KEYS = (
 
 
 def read_gptq(said: Mapping[str, Any]) -> Format:
-    """Raises FormatError."""
     refuse_unknown(said, GPTQ_KEYS, WHERE)
     bits = one_of(said, "bits", (2, 3, 4, 8), WHERE)
     one_of(said, "pack_dtype", (None, "int32"), WHERE)
@@ -130,7 +129,6 @@ def read_gptq(said: Mapping[str, Any]) -> Format:
 
 
 def group_size(said: Mapping[str, Any]) -> int | None:
-    """The size of groups, None for all of the depth. Raises FormatError."""
     return None if said.get("group_size") == -1 else positive(said, "group_size", WHERE)
 
 
@@ -144,7 +142,6 @@ AWQ_KEYS = (
 
 
 def read_awq(said: Mapping[str, Any]) -> Format:
-    """Raises FormatError."""
     refuse_unknown(said, AWQ_KEYS, WHERE)
     one_of(said, "bits", (4,), WHERE)
     one_of(said, "zero_point", (None, True), WHERE)

@@ -1,4 +1,4 @@
-"""The tensors in a model's files, by the names of its text model: plain, or matrices in parts. Without torch."""
+"""The tensors in a model's files by their names in the text model. Without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from swiftbatch.worker.model.config_value_rules import line_of, shown
+from swiftbatch.worker.model.config_values import line_of, shown
 from swiftbatch.worker.model.digests import weight_files
 from swiftbatch.worker.model.formats.catalogue import format_of
 from swiftbatch.worker.model.formats.contract import UNUSED, Format, FormatError, Scheme, StoredTensor
@@ -25,7 +25,7 @@ PLAIN = "weights in bfloat16, float16, float32 or float64"
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A matrix in parts: their stored names by what they are."""
+    """A matrix in parts, whose stored names are listed by what they are."""
 
     name: str  # in the text model
     scheme: Scheme
@@ -34,7 +34,7 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a text model as its layers have them, and how those lie that are packed."""
+    """The tensors of a text model, and their packed parts."""
 
     format: Format | None
     heads: Mapping[str, StoredTensor]  # by names in the text model; what is packed is described as a whole
@@ -44,16 +44,13 @@ class Layout:
 
 
 def layout_in(path: Path, config: Mapping[str, Any]) -> Layout:
-    """The layout of a model folder with this whole config. Raises FormatError for one that does not load."""
+    """Raises FormatError."""
     stored = [pair for file in weight_files(path) for pair in heads_in(file).items()]
     return layout_of(stored, config, format_of(text_view(config), path))
 
 
 def heads_in(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file. The head says how long it is: one that was cut off shows before anything is loaded.
-
-    Raises FormatError.
-    """
+    """Read a file's head. Raises FormatError, also for a file that was cut off."""
     try:
         if file.suffix == SUFFIX:
             return {name: StoredTensor(dtype, shape) for name, (dtype, shape) in forms_in_gguf(file)}
@@ -65,7 +62,7 @@ def heads_in(file: Path) -> dict[str, StoredTensor]:
 
 
 def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, Any], format_: Format | None) -> Layout:
-    """The layout of tensors by their stored names. Raises FormatError for parts that do not fit together."""
+    """Raises FormatError for parts that do not fit together."""
     view, pairs = text_view(config), list(stored)
     named = {name: head for name, head in pairs if text_name(name, view) and not (format_ and UNUSED.search(name))}
     packed = [] if format_ is None else list(_packed(named, format_, view))
@@ -84,7 +81,6 @@ def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, A
 def _packed(
     named: Mapping[str, StoredTensor], format_: Format, view: dict[str, Any]
 ) -> Iterable[tuple[PackedTensor, StoredTensor]]:
-    """The matrices in parts, each with its head as a whole. Raises FormatError."""
     groups: dict[str, dict[str, str]] = {}
     for name in named:
         matrix, part = format_.place(name)

@@ -1,11 +1,11 @@
-"""FP8 and NVFP4 as NVIDIA's ModelOpt writes them: `hf_quant_config.json`, or the model's own config. Without torch."""
+"""FP8 and NVFP4 as NVIDIA's ModelOpt writes them. Without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from swiftbatch.worker.model.config_value_rules import shown
+from swiftbatch.worker.model.config_values import shown
 from swiftbatch.worker.model.formats.contract import (
     WHOLE,
     Format,
@@ -32,7 +32,6 @@ KNOWN = (
 
 
 def read_modelopt(said: Mapping[str, Any]) -> Format:
-    """Read the `quantization` of the file, or the config's own. Raises FormatError."""
     where = "its quantization by ModelOpt"
     refuse_unknown(said, KNOWN, where)
     one_of(said, "group_size", (None, NVFP4_GROUP), where)

@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss is published: experts alone, in blocks of 32 with an exponent each. Without torch."""
+"""MXFP4 as in gpt-oss: experts in blocks of 32 with an exponent. Without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KNOWN = ("quant_method", "modules_to_not_convert", "dequantize")
 
 @dataclass(frozen=True)
 class ExpertScheme:
-    """A layer's experts in one tensor `[num_experts, rows, num_groups, 16]`, whose rows are the model's columns."""
+    """Experts in one tensor `[num_experts, rows, num_groups, 16]`, whose rows are columns."""
 
     numbers: str = "MXFP4"
 
@@ -53,7 +53,6 @@ class ExpertScheme:
 
 
 def read_mxfp4(said: Mapping[str, Any]) -> Format:
-    """Raises FormatError."""
     refuse_unknown(said, KNOWN, "its quantization_config")
     return Format("mxfp4", "MXFP4 (e2m1, an exponent for 32)", SUFFIXES, _scheme_of)
 

@@ -1,7 +1,6 @@
-"""Blocks of GGUF's quantized types as packed matrices, which stand for the numbers that ggml defines in float32.
+"""GGUF's quantized blocks as packed matrices of the numbers that ggml defines in float32.
 
-Codes of 2, 5 and 6 bits, and of 3, are widened to the next width that the kernels take. A zero of Q4_0 may have another
-sign than ggml's.
+Other codes than of 4 and 8 bits are widened. A zero of Q4_0 may have another sign.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Array = np.ndarray
 
 
 class BlockParts(NamedTuple):
-    """The content of blocks: a byte for each code, and float32 for each group, side by side in each block."""
+    """Codes in bytes and float32 scales of groups, side by side."""
 
     code: Code
     codes: Array
@@ -31,10 +30,9 @@ class BlockParts(NamedTuple):
 
 
 def packed_from(name: str, blocks: Tensor, num_rows: int, dtype: torch.dtype) -> PackedMatrix:
-    """The matrix of so many rows whose blocks of a type lie as `[num_blocks, num_bytes] uint8`.
+    """Unpack blocks, `[num_blocks, num_bytes] uint8`. Raises ValueError for infinite scales.
 
-    In numpy, a thread for some rows: torch's own threads wait for each other behind every operation. Raises ValueError
-    for scales that are no finite numbers.
+    Numpy threads take some rows each: torch's own wait for each other behind every operation.
     """
     rows = blocks.numpy().reshape(num_rows, -1, blocks.shape[1])
     step = max(1, MOST_AT_ONCE // rows[0].size)
@@ -53,7 +51,7 @@ def packed_from(name: str, blocks: Tensor, num_rows: int, dtype: torch.dtype) ->
 
 
 def _by_rows(parts: BlockParts, num_rows: int) -> BlockParts:
-    """The same for rows of a matrix, with two codes of 4 bits in a byte. Raises ValueError for infinite scales."""
+    """Raises ValueError for infinite scales."""
     code, codes, scales, offsets = parts
     if not np.isfinite(scales).all() or (offsets is not None and not np.isfinite(offsets).all()):
         raise ValueError("found scales that are no finite numbers")
@@ -70,19 +68,18 @@ def _split(blocks: Array, *widths: int) -> list[Array]:
 
 
 def _halves(data: Array) -> Array:
-    """Numbers of two bytes each, in float32."""
     return np.ascontiguousarray(data).view("<f2").astype(np.float32)
 
 
 def _fields(data: Array, width: int, bits: int) -> Array:
-    """Fields of so many bits: the lowest ones of `width` bytes, then the next ones of these, and so on."""
+    """Unpack fields of some bits, the lowest of all bytes first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields: Array = (data.reshape(len(data), -1, 1, width) >> shifts) & np.uint8((1 << bits) - 1)
     return fields.reshape(len(data), -1)
 
 
 def _scales_and_minima(data: Array) -> tuple[Array, Array]:
-    """Two lists of eight numbers of 6 bits, of which twelve bytes hold four with their upper bits apart."""
+    """Unpack two lists of eight 6-bit numbers from twelve bytes."""
     scales, minima, rest = _split(data, 4, 4, 4)
     low = np.concatenate((scales & 63, (rest & 15) | ((scales >> 2) & 48)), axis=1)
     high = np.concatenate((minima & 63, (rest >> 4) | ((minima >> 2) & 48)), axis=1)

@@ -1,32 +1,42 @@
-"""A GGUF file's metadata as the `config.json` of its dequantized twin, rotary positions included. Without torch."""
+"""A GGUF file's metadata as the `config.json` of its dequantized twin. Without torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from swiftbatch.worker.model.config_value_rules import MOST_REAL
-from swiftbatch.worker.model.gguf.gguf_architectures import SIZES, Config
+from swiftbatch.worker.model.architectures.catalogue import GGUF_KINDS
+from swiftbatch.worker.model.config_values import MOST_REAL
 from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, GGUFModel
 from swiftbatch.worker.model.gguf.gguf_tokenizer import SPECIAL, token_of
 from swiftbatch.worker.model.gguf.header import GGUFError
 
+Config = dict[str, Any]
+
+SIZES = {  # keys of all architectures, behind their names
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
 DEFAULT_BASE, LOCAL_BASE = 10_000.0, 10_000.0
 SCALING = ("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length")
-COMMON_KEYS = ("rope.dimension_count", "rope.freq_base", *SCALING)
-ROTARY_KEYS = {"": COMMON_KEYS, "gemma3": (*COMMON_KEYS, "rope.freq_base_swa")}  # by architecture
+ROTARY_KEYS = ("rope.dimension_count", "rope.freq_base", *SCALING)
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def rotary_of_gguf(model: GGUFModel, said: Mapping[str, Any], head_dim: int) -> Config:
-    """The keys of the config that say how heads are turned. Raises GGUFError for a way that is not understood."""
+    """Return the config's keys of rotary positions. Raises GGUFError."""
     base, turned = _base(said.get("rope.freq_base", DEFAULT_BASE)), said.get("rope.dimension_count", head_dim)
     scaling = _scaling(model, said, head_dim, base)
-    if model.name == "gemma3":
-        local = _base(said.get("rope.freq_base_swa", LOCAL_BASE))
+    if model.form.local_base is not None:
+        local = _base(said.get(model.form.local_base, LOCAL_BASE))
         whole = {"rope_theta": base, **(scaling or {"rope_type": "default"})}
         return {
             "rope_parameters": {
@@ -34,14 +44,14 @@ def rotary_of_gguf(model: GGUFModel, said: Mapping[str, Any], head_dim: int) -> 
                 "sliding_attention": {"rope_theta": local, "rope_type": "default"},
             }
         }
-    if turned != head_dim and model.name != "phi3":
+    if turned != head_dim and not model.form.turns_parts:
         raise GGUFError(f"its metadata has {model.name}.rope.dimension_count = {turned!r:.80} for heads of {head_dim}")
     share = {"partial_rotary_factor": turned / head_dim} if turned != head_dim else {}
     return {"rope_theta": base, "rope_scaling": scaling, **share}
 
 
 def shortest(value: float) -> float:
-    """The shortest number that float32 rounds to this one: what was in the config that the file was written from."""
+    """Return the shortest number that float32 rounds to this one."""
     return float(str(np.float32(value)))
 
 
@@ -52,7 +62,7 @@ def _base(value: Any) -> float:
 
 
 def _scaling(model: GGUFModel, said: Mapping[str, Any], head_dim: int, base: float) -> Config | None:
-    """The way in which angles are stretched; None for none. Raises GGUFError for one that is not understood."""
+    """Return the stretch of angles; None for none. Raises GGUFError."""
     kind, factor, original = (said.get(key) for key in SCALING)
     if FREQUENCIES in model.tensors:
         if kind not in (None, "none"):
@@ -72,7 +82,7 @@ def _scaling(model: GGUFModel, said: Mapping[str, Any], head_dim: int, base: flo
 
 
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> Config | None:
-    """The numbers of Llama 3 that give these factors, one for each angle. Raises GGUFError where none do."""
+    """Find Llama 3's numbers from its factors. Raises GGUFError."""
     if (factors == 1).all():
         return None
     frequencies = base ** -(np.arange(0, head_dim, 2) / head_dim)
@@ -91,18 +101,15 @@ def _llama3(factors: np.ndarray, head_dim: int, base: float) -> Config | None:
 OTHER_SIZES = ("attention.key_length", "attention.value_length", "vocab_size")
 NO_CHANGE = ("rope.scaling.finetuned", "tensor_data_layout")
 UNUSED = (None, 0, False)  # values of keys that are not understood with which they change nothing
-GEMMA_WINDOWS = 6  # one of so many layers has no window
-LAYERS_OF_LARGEST = {"gemma2": 46, "gemma3": 62}  # whose scores are scaled by the width of a head that it has not
-NOPE = 4  # one of so many layers of a SmolLM3 turns no heads
 
 
 def config_of(model: GGUFModel) -> Config:
-    """The config of the model. Raises GGUFError for one that is not understood."""
-    architecture, said = model.architecture, _said(model)
-    config: Config = {"model_type": architecture.kind, **architecture.fixed}
-    for key, name in (SIZES | dict(architecture.said)).items():
-        if key in said or name in architecture.unsaid:
-            config[name] = _scalar(said.get(key, architecture.unsaid.get(name)), f"{model.name}.{key}")
+    """Return the model's config. Raises GGUFError for one that is not understood."""
+    form, said = model.form, _said(model)
+    config: Config = {"model_type": GGUF_KINDS[model.name], **form.fixed}
+    for key, name in (SIZES | dict(form.said)).items():
+        if key in said or name in form.unsaid:
+            config[name] = _scalar(said.get(key, form.unsaid.get(name)), f"{model.name}.{key}")
     config["num_key_value_heads"] = config.get("num_key_value_heads", config.get("num_attention_heads"))
     _refuse_missing(model, config)
     config["head_dim"] = _head_dim(said, config, model.name)
@@ -112,14 +119,14 @@ def config_of(model: GGUFModel) -> Config:
     if "attention_bias" in config:
         config["attention_bias"] = "blk.0.attn_q.bias" in model.tensors
     config |= rotary_of_gguf(model, said, config["head_dim"])
-    return config | COMPLETED.get(model.name, _nothing)(config, said)
+    return config | form.completed(config)
 
 
 def _said(model: GGUFModel) -> dict[str, Any]:
-    """The metadata of the architecture. Raises GGUFError for a key that may change a forward unnoticed."""
+    """Return the architecture's metadata. Raises GGUFError for a key that may change a forward."""
     prefix = f"{model.name}."
     said = {key.removeprefix(prefix): value for key, value in model.metadata.items() if key.startswith(prefix)}
-    known = {*SIZES, *model.architecture.said, *OTHER_SIZES, *NO_CHANGE, *ROTARY_KEYS.get(model.name, ROTARY_KEYS[""])}
+    known = {*SIZES, *model.form.said, *OTHER_SIZES, *NO_CHANGE, *ROTARY_KEYS, model.form.local_base}
     for key, value in said.items():
         if isinstance(value, float) and not abs(value) <= MOST_REAL:
             raise GGUFError(f"its metadata has {prefix}{key} = {value}")
@@ -131,17 +138,16 @@ def _said(model: GGUFModel) -> dict[str, Any]:
 
 
 def _scalar(value: Any, key: str) -> Any:
-    """A number as it was written before float32. Raises GGUFError for a text."""
     if isinstance(value, str):
         raise GGUFError(f"its metadata has {key} = {value!r:.60}, expected a number")
     return shortest(value) if isinstance(value, float) else value
 
 
 def _refuse_missing(model: GGUFModel, config: Config) -> None:
-    for key, name in (SIZES | dict(model.architecture.said)).items():
+    for key, name in (SIZES | dict(model.form.said)).items():
         if name not in config:
             raise GGUFError(f"its metadata lacks {model.name}.{key}")
-        is_size = name not in ("rms_norm_eps", *model.architecture.said.values())
+        is_size = name not in ("rms_norm_eps", *model.form.said.values())
         if is_size and not (isinstance(config[name], int) and config[name] > 0):
             raise GGUFError(f"its metadata has {model.name}.{key} = {config[name]!r:.80}, expected a positive integer")
     if (number := config["num_hidden_layers"]) > len(model.tensors):
@@ -149,7 +155,6 @@ def _refuse_missing(model: GGUFModel, config: Config) -> None:
 
 
 def _head_dim(said: Mapping[str, Any], config: Config, name: str) -> int:
-    """Raises GGUFError for heads whose keys and values are of two widths."""
     head_dim = said.get("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
     if said.get("attention.value_length", head_dim) != head_dim or not isinstance(head_dim, int) or head_dim < 1:
         values = said.get("attention.value_length")
@@ -159,7 +164,6 @@ def _head_dim(said: Mapping[str, Any], config: Config, name: str) -> int:
 
 
 def _vocab_size(model: GGUFModel, said: Mapping[str, Any]) -> int:
-    """The rows of the embedding. Raises GGUFError where there is none, or the metadata says another number."""
     embedding = model.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise GGUFError("it holds no tensor token_embd.weight of two dimensions")
@@ -168,46 +172,3 @@ def _vocab_size(model: GGUFModel, said: Mapping[str, Any]) -> int:
         found = said["vocab_size"]
         raise GGUFError(f"its metadata has {model.name}.vocab_size = {found!r:.80}, and its embedding {number:,} rows")
     return number
-
-
-def _nothing(config: Config, said: Mapping[str, Any]) -> Config:
-    return {}
-
-
-def _gemma2(config: Config, said: Mapping[str, Any]) -> Config:
-    return {"query_pre_attn_scalar": _width_of_scores(config, "gemma2")}
-
-
-def _gemma3(config: Config, said: Mapping[str, Any]) -> Config:
-    numbers = range(1, config["num_hidden_layers"] + 1)
-    types = ["sliding_attention" if number % GEMMA_WINDOWS else "full_attention" for number in numbers]
-    return {"query_pre_attn_scalar": _width_of_scores(config, "gemma3"), "layer_types": types}
-
-
-def _width_of_scores(config: Config, name: str) -> int:
-    """Queries are divided by the root of this; no metadata says so of the largest model, where it is another number."""
-    is_largest = config["num_hidden_layers"] == LAYERS_OF_LARGEST[name]
-    return int(config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"])
-
-
-def _llama(config: Config, said: Mapping[str, Any]) -> Config:
-    """One with a window is a Mistral."""
-    return {"model_type": "mistral"} if config["sliding_window"] else {"sliding_window": None}
-
-
-def _phi3(config: Config, said: Mapping[str, Any]) -> Config:
-    return {"sliding_window": config["sliding_window"] or None}
-
-
-def _smollm3(config: Config, said: Mapping[str, Any]) -> Config:
-    turned = [int(number % NOPE != 0) for number in range(1, config["num_hidden_layers"] + 1)]
-    return {"no_rope_layers": turned, "no_rope_layer_interval": NOPE}
-
-
-COMPLETED: dict[str, Callable[[Config, Mapping[str, Any]], Config]] = {
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "llama": _llama,
-    "phi3": _phi3,
-    "smollm3": _smollm3,
-}

@@ -1,8 +1,4 @@
-"""The folder that makes a model of a GGUF file: its small files, derived once, and links to the weights.
-
-All else that reads a model reads this folder. It lies in the user's cache, under a name of all that decides its
-content, and is there as a whole or not at all, also where two processes make it at once.
-"""
+"""The folder in the user's cache that makes a model of a GGUF file: derived small files, and links to the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftbatch.jobs.errors import ModelError
-from swiftbatch.worker.model.config_value_rules import line_of
+from swiftbatch.worker.model.config_values import line_of
 from swiftbatch.worker.model.gguf.gguf_config import config_of
 from swiftbatch.worker.model.gguf.gguf_model import (
     FREQUENCIES,
@@ -44,7 +40,7 @@ LIBRARIES = ("transformers", "tokenizers")  # that write the tokenizer
 
 
 def gguf_folder(model: str, file: Path, with_tokenizer: bool) -> Path:
-    """The folder of a model whose weights lie in this file, or begin in it. Raises ModelError."""
+    """Return the folder of a model whose weights begin in this file. Raises ModelError."""
     try:
         read = read_gguf(file)
         folder = _base() / _key(read)
@@ -69,16 +65,15 @@ def _base() -> Path:
 
 
 def _key(model: GGUFModel) -> str:
-    """A name for all that decides the content of the folder, the place of the weights among it."""
+    """Hash all that decides the content of the folder."""
     parts = [FORM, *map(version, LIBRARIES), *(head.sha256 for head in model.heads), *map(os.path.abspath, model.files)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:NAME_LENGTH]
 
 
 def _refuse_unknown_tensors(model: GGUFModel) -> None:
-    """Raise GGUFError for a tensor that the architecture has no place for."""
     for name in model.tensors:
         if name != FREQUENCIES:
-            transformers_name(name, model.architecture)
+            transformers_name(name, model.form)
 
 
 def _write_small_files(model: GGUFModel, folder: Path) -> None:
@@ -94,7 +89,7 @@ def _write_small_files(model: GGUFModel, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _made_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name at the end, unless another process was first."""
+    """Yield a folder that gets its name at the end, unless another process was first."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -108,7 +103,6 @@ def _made_whole(folder: Path) -> Iterator[Path]:
 
 
 def _add_tokenizer(model: str, folder: Path, read: GGUFModel) -> None:
-    """Derive the tokenizer, which takes seconds, and put its files beside the others."""
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
         try:
             save_tokenizer(read, Path(aside))

@@ -1,4 +1,4 @@
-"""A model in one GGUF file or several, and the folder whose links name these files."""
+"""A model in GGUF files, and the folder that links to them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,47 @@ from typing import Any
 
 import numpy as np
 
-from swiftbatch.worker.model.gguf.gguf_architectures import ARCHITECTURES, LAYER, WHOLE, Architecture
+from swiftbatch.worker.model.architectures.catalogue import ARCHITECTURES, GGUF_KINDS
+from swiftbatch.worker.model.architectures.spec import GGUFSpec
 from swiftbatch.worker.model.gguf.header import GGUFError, GGUFHead, TensorHead, read_head
+from swiftbatch.worker.model.text_config import EMBEDDING, HEAD
 
 SUFFIX = ".gguf"
 INDEX_FILE = "gguf.json"
+WHOLE = {"token_embd.weight": EMBEDDING, "output.weight": HEAD, "output_norm.weight": "model.norm.weight"}
+LAYER = {  # parts by llama.cpp's names, which `GGUFSpec.names` adds to
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 def link_names(folder: Path) -> list[str]:
-    """The links of a folder in order; none for any other one, whatever its own file of that name says."""
+    """Return the links of such a folder; none for any other folder."""
     try:
         said = _said(folder)
         names = [link_name(number, len(said["files"])) for number in range(len(said["files"]))]
-        return names if names == said["files"] and said["architecture"] in ARCHITECTURES else []
+        return names if names == said["files"] and said["architecture"] in GGUF_KINDS else []
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return []
 
 
-def architecture_of(link: Path) -> Architecture:
-    """The architecture of the model that a link belongs to."""
-    return ARCHITECTURES[_said(link.parent)["architecture"]]
+def form_of_link(link: Path) -> GGUFSpec:
+    return _form_of(_said(link.parent)["architecture"])
+
+
+def _form_of(name: str) -> GGUFSpec:
+    form = ARCHITECTURES[GGUF_KINDS[name]].gguf
+    assert form is not None
+    return form
 
 
 def write_index(folder: Path, architecture: str, files: list[str]) -> None:
@@ -41,7 +62,7 @@ def write_index(folder: Path, architecture: str, files: list[str]) -> None:
 
 
 def link_name(number: int, count: int) -> str:
-    """The link to one of so many files, by its place alone: a model is the same one under another name."""
+    """Name a link by its place alone."""
     return f"model{SUFFIX}" if count == 1 else f"model-{number + 1:05}-of-{count:05}{SUFFIX}"
 
 
@@ -77,7 +98,7 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of what files of all 
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """The files of a model and their heads, in order. The first one's says what the model is."""
+    """The files of a model and their heads; the first one says what it is."""
 
     files: tuple[Path, ...]
     heads: tuple[GGUFHead, ...]
@@ -92,16 +113,16 @@ class GGUFModel:
         return str(self.metadata.get("general.architecture"))
 
     @cached_property
-    def architecture(self) -> Architecture:
-        """Raises GGUFError for one that is not read here."""
-        if self.name not in ARCHITECTURES:
-            known = ", ".join(ARCHITECTURES)
+    def form(self) -> GGUFSpec:
+        """Raises GGUFError for an architecture that is not read here."""
+        if self.name not in GGUF_KINDS:
+            known = ", ".join(GGUF_KINDS)
             raise GGUFError(f"its architecture {self.name!r:.80} is not read here; expected one of {known}")
-        return ARCHITECTURES[self.name]
+        return _form_of(self.name)
 
     @cached_property
     def tensors(self) -> dict[str, TensorHead]:
-        """All tensors by GGUF's names. Raises GGUFError for one that is there twice."""
+        """Tensors by GGUF's names. Raises GGUFError for one that is there twice."""
         found: dict[str, TensorHead] = {}
         for head in self.heads:
             for tensor in head.tensors:
@@ -111,7 +132,7 @@ class GGUFModel:
         return found
 
     def floats(self, name: str) -> np.ndarray:
-        """The numbers of a small tensor. Raises GGUFError for one that is not float32, or is cut off meanwhile."""
+        """Read a small float32 tensor. Raises GGUFError for any other."""
         for file, head in zip(self.files, self.heads, strict=True):
             for tensor in head.tensors:
                 if tensor.name == name and tensor.type.name == "F32":
@@ -120,7 +141,7 @@ class GGUFModel:
 
 
 def read_gguf(file: Path) -> GGUFModel:
-    """Read the heads of a model's files, of which this is the first. Raises GGUFError for a damaged or missing one."""
+    """Read the heads of a model's files. Raises GGUFError."""
     files = tuple(_files(file))
     model = GGUFModel(files, tuple(_head(each) for each in files))
     for number, head in enumerate(model.heads):
@@ -132,21 +153,18 @@ def read_gguf(file: Path) -> GGUFModel:
     return model
 
 
-def transformers_name(name: str, architecture: Architecture) -> str:
-    """A tensor's name in `transformers`, with a star for the numbers of experts that lie in one tensor.
-
-    Raises GGUFError for one that the architecture has not.
-    """
+def transformers_name(name: str, form: GGUFSpec) -> str:
+    """Return a tensor's name in `transformers`, with a star for experts. Raises GGUFError."""
     if name in WHOLE:
         return WHOLE[name]
-    parts, found = {**LAYER, **architecture.names}, IN_LAYER.match(name)
+    parts, found = {**LAYER, **form.names}, IN_LAYER.match(name)
     if found is None or found["part"] not in parts:
-        raise GGUFError(f"its tensor {name} has no place in a {architecture.kind}")
+        raise GGUFError(f"its tensor {name} has no place in a {form.name}")
     return f"model.layers.{found['number']}.{parts[found['part']]}.{found['what']}"
 
 
 def _files(file: Path) -> Iterator[Path]:
-    """The files of a model. Raises GGUFError where this is not the first one, or one is missing."""
+    """Raises GGUFError where a file is missing."""
     said = SPLIT.match(file.name)
     if said is None:
         yield file
@@ -178,18 +196,17 @@ def _refuse_other_types(metadata: Mapping[str, Any]) -> None:
 
 
 def num_experts_in(tensor: TensorHead) -> int:
-    """Count the matrices of a tensor of experts. Raises GGUFError for a tensor without three dimensions."""
     if len(tensor.shape) != 3:
         raise GGUFError(f"its tensor {tensor.name} has the shape {list(tensor.shape)}, expected three dimensions")
     return tensor.shape[0]
 
 
 def forms_in_gguf(file: Path) -> Iterator[tuple[str, Form]]:
-    """The tensors of a file that a folder links to, each expert on its own. Raises GGUFError."""
+    """Yield the tensors of a linked file, each expert on its own. Raises GGUFError."""
     for tensor in read_head(file).tensors:
         if tensor.name == FREQUENCIES:
             continue
-        name = transformers_name(tensor.name, architecture_of(file))
+        name = transformers_name(tensor.name, form_of_link(file))
         if "*" not in name:
             yield name, (tensor.type.name, tensor.shape)
             continue

@@ -1,7 +1,6 @@
-"""The tokenizer of a GGUF file: how it cuts text, which tokens end one, and its files for the library `tokenizers`.
+"""The tokenizer of a GGUF file, for the library `tokenizers`.
 
-A file holds a vocabulary, merges or scores, and the name of a way to cut text; all else about a tokenizer is known by
-that name alone: so converters leave it out. `transformers` reads GGUF as well, with one way for many of these names.
+A file names the way to cut text, and nothing else describes it: patterns here are those of the models' own tokenizers.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftbatch.worker.model.gguf.gguf_architectures import Config
 from swiftbatch.worker.model.gguf.gguf_model import GGUFModel
 from swiftbatch.worker.model.gguf.header import GGUFError
 
@@ -41,10 +39,7 @@ WHOLE_WORDS = (  # a word of the vocabulary is one token, though no merges may l
 )
 SPLITS = {
     **dict.fromkeys(("gpt-2", "granite-docling", "jais", "mpt", "olmo", "phi-2", "trillion"), GPT2),
-    **dict.fromkeys(
-        ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"),
-        DIGITS,
-    ),
+    **dict.fromkeys(("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"), DIGITS),
     **dict.fromkeys(("dbrx", "smaug-bpe", *WHOLE_WORDS), LLAMA3),
     **dict.fromkeys(("deepseek-r1-qwen", "f2llmv2", "kormo", "megrez", "qwen2"), QWEN2),
     **dict.fromkeys(("gpt-4o", "kanana2", "llama4", "minimax-m2", "talkie"), GPT4O),
@@ -100,18 +95,15 @@ def refuse_unknown_split(model: GGUFModel) -> None:
             raise GGUFError(f"its tokenizer adds a token to each text, and no tokenizer.ggml.{name}_token_id names it")
 
 
-def generation_of(model: GGUFModel) -> Config:
-    """The tokens that end a text: those that the metadata names, and those that end a turn in all models."""
+def generation_of(model: GGUFModel) -> dict[str, Any]:
+    """Return the tokens that end a text, or a turn in all models."""
     found = {number for key in ENDS if (number := token_of(model, key)) is not None}
     found |= {number for number, text, _ in tokens_of(model) if text in ENDING}
     return {"eos_token_id": sorted(found)} if found else {}
 
 
 def token_of(model: GGUFModel, key: str) -> int | None:
-    """The id of a token that the metadata names; None where it names none. Raises GGUFError for what is no token.
-
-    A number that is no token's is how some converters write that there is none.
-    """
+    """Return a token that the metadata names; None for none. Raises GGUFError."""
     token, tokens = model.metadata.get(key), model.metadata.get("tokenizer.ggml.tokens", [])
     if token is not None and type(token) is not int:
         raise GGUFError(f"its metadata has {key} = {token!r:.60}, expected a token id")
@@ -121,7 +113,7 @@ def token_of(model: GGUFModel, key: str) -> int | None:
 
 
 def adds(model: GGUFModel, name: str) -> bool:
-    """Tell whether the tokenizer puts a `bos` in front of each text, or an `eos` behind it."""
+    """Tell whether each text gets a `bos` in front, or an `eos` behind."""
     said = model.metadata.get(f"tokenizer.ggml.add_{name}_token")
     if said is not None:
         return bool(said)
@@ -130,11 +122,7 @@ def adds(model: GGUFModel, name: str) -> bool:
 
 
 def tokens_of(model: GGUFModel) -> Iterator[tuple[int, str, int]]:
-    """The tokens that have a text: their ids, texts and types.
-
-    Converters fill a vocabulary up to the rows of the embedding, under types that differ. Of tokens that control a
-    model in all that have them some are marked as text.
-    """
+    """Yield ids, texts and types of tokens; converters fill vocabularies up, and mistype some."""
     tokens, types = (model.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     for number, text in enumerate(tokens or []):
         kind = NORMAL if types is None else int(types[number])
@@ -143,7 +131,7 @@ def tokens_of(model: GGUFModel) -> Iterator[tuple[int, str, int]]:
 
 
 def save_tokenizer(model: GGUFModel, folder: Path) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json`. Raises what the library does for metadata without sense."""
+    """Write the tokenizer's files. Raises any error of the library."""
     tokenizer = (_of_pieces if model.metadata["tokenizer.ggml.model"] == "llama" else _of_bytes)(model)
     _add_whole_tokens(tokenizer, model)
     numbers = {name: token_of(model, key) for name, key in NAMED.items()}
@@ -157,7 +145,6 @@ def save_tokenizer(model: GGUFModel, folder: Path) -> None:
 
 
 def _of_bytes(model: GGUFModel) -> Tokenizer:
-    """A tokenizer that merges bytes."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = model.metadata["tokenizer.ggml.pre"]
@@ -179,13 +166,12 @@ def _of_bytes(model: GGUFModel) -> Tokenizer:
 
 
 def _halves(merge: str) -> tuple[str, str]:
-    """The tokens of a merge; the first one may begin with the space that stands between them."""
     place = merge.find(" ", 1)
     return merge[:place], merge[place + 1 :]
 
 
 def _of_pieces(model: GGUFModel) -> Tokenizer:
-    """A tokenizer of SentencePiece, whose spaces are characters, and which knows bytes of all others."""
+    """Make a tokenizer of SentencePiece, with bytes for unknown characters."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = {text: number for number, text, _ in tokens_of(model)}
@@ -209,7 +195,7 @@ def _of_pieces(model: GGUFModel) -> Tokenizer:
 
 
 def _merges_of(model: GGUFModel) -> list[tuple[str, str]]:
-    """The merges of SentencePiece: any two pieces that make a third, by its score."""
+    """Return SentencePiece's merges: any two pieces that make a third, by its score."""
     scores = model.metadata["tokenizer.ggml.scores"].tolist()
     pieces = {text: -scores[number] for number, text, kind in tokens_of(model) if kind == NORMAL}
     found = [
@@ -222,10 +208,9 @@ def _merges_of(model: GGUFModel) -> list[tuple[str, str]]:
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, model: GGUFModel) -> None:
-    """Add the tokens that stand in texts as a whole: those that control the model, and are no text, and others."""
     from tokenizers import AddedToken
 
-    takes_spaces = model.name == "phi3" and model.metadata["tokenizer.ggml.model"] == "llama"
+    takes_spaces = model.form.tokens_take_spaces and model.metadata["tokenizer.ggml.model"] == "llama"
     for kinds in ((CONTROL, UNKNOWN), (USER_DEFINED,)):
         special = CONTROL in kinds
         found = [
@@ -237,7 +222,7 @@ def _add_whole_tokens(tokenizer: Tokenizer, model: GGUFModel) -> None:
 
 
 def _add_ends(tokenizer: Tokenizer, model: GGUFModel, texts: dict[str, Any]) -> None:
-    """Make the tokenizer put its first and last token around each text, where it has them."""
+    """Let the tokenizer add its first and last token."""
     from tokenizers import processors
 
     first, last = ([texts[f"{name}_token_id"]] if adds(model, name) else [] for name in ("bos", "eos"))

@@ -1,4 +1,4 @@
-"""Reads the weights of a GGUF file from the first byte to the last, all of which are hashed."""
+"""The weights of a GGUF file, read and hashed as a whole."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from swiftbatch.worker.kernels.quantized_weights import PackedMatrix, Weight
+from swiftbatch.worker.model.architectures.spec import GGUFSpec
 from swiftbatch.worker.model.digests import Hashing, exactly, fill
 from swiftbatch.worker.model.gguf.blocks import packed_from
-from swiftbatch.worker.model.gguf.gguf_architectures import Architecture
-from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, architecture_of, num_experts_in, transformers_name
+from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, form_of_link, num_experts_in, transformers_name
 from swiftbatch.worker.model.gguf.header import GGUFError, TensorHead, read_head
 
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -30,11 +30,8 @@ PIECE = 1 << 24  # bytes, of those between tensors
 def gguf_weights(
     file: Path, stream: RawIOBase, hashing: Hashing, config: dict[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, Weight]]:
-    """The weights of a file that a folder links to, by their names in `transformers`, read from its stream.
-
-    `config` is the model's. Raises ValueError for a damaged file, one that changes meanwhile, and one that is cut off.
-    """
-    head, architecture = read_head(file), architecture_of(file)
+    """Yield a linked file's weights by `transformers`' names. Raises ValueError for a damaged file."""
+    head, form = read_head(file), form_of_link(file)
     if hashlib.sha256(_taken(stream, head.num_bytes, hashing)).hexdigest() != head.sha256:
         raise GGUFError("it has changed while it was read")
     place = 0
@@ -46,8 +43,8 @@ def gguf_weights(
         hashing.take(room)
         place = tensor.offset + tensor.num_bytes
         if tensor.name != FREQUENCIES:
-            name = transformers_name(tensor.name, architecture)
-            yield from weights_of(name, tensor, data, architecture, config, dtype)
+            name = transformers_name(tensor.name, form)
+            yield from weights_of(name, tensor, data, form, config, dtype)
     _pass_over(stream, os.fstat(stream.fileno()).st_size - head.num_bytes - place, hashing)
 
 
@@ -63,15 +60,11 @@ def _pass_over(stream: RawIOBase, size: int, hashing: Hashing) -> None:
 
 
 def weights_of(
-    name: str, tensor: TensorHead, data: Tensor, architecture: Architecture, config: dict[str, Any], dtype: torch.dtype
+    name: str, tensor: TensorHead, data: Tensor, form: GGUFSpec, config: dict[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, Weight]]:
-    """The weights of a stored tensor, by the names that `transformers`' layers have for them.
+    """Yield a stored tensor's weights: one, or one for each expert. Raises GGUFError.
 
-    It is one, or one for each expert. Packed ones stand for numbers of this dtype. What llama.cpp changes when it
-    writes a file is undone, as in `transformers`' own loader: the order of rows of queries and keys, and norms that
-    hold one more.
-
-    Raises GGUFError for a tensor that is damaged, or not of the model that the config says.
+    What llama.cpp changes is undone: paired rows of queries and keys, and norms raised by one.
     """
     if "*" in name:
         for number, one in enumerate(data.view(num_experts_in(tensor), -1)):
@@ -79,16 +72,16 @@ def weights_of(
         return
     shape = (1, *tensor.shape) if name.endswith(SHARED_GATE) and len(tensor.shape) == 1 else tensor.shape
     weight = _weight(tensor, data, shape, dtype)
-    if architecture.has_raised_norms and name.endswith(RAISED):
+    if form.has_raised_norms and name.endswith(RAISED):
         weight = _numbers(weight) - 1
     for part, key in PAIRED.items():
-        if architecture.has_paired_heads and part in name:
+        if form.has_paired_heads and part in name:
             weight = _apart(weight, config[key], tensor.name)
     yield name, weight
 
 
 def _weight(tensor: TensorHead, data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-    """A matrix in blocks stays packed; all else is numbers."""
+    """Return a matrix in blocks packed, any other tensor as numbers."""
     if tensor.type.name in NUMBERS:
         return data.view(NUMBERS[tensor.type.name]).view(shape)
     num_rows = shape[0] if len(shape) == 2 else 1
@@ -100,12 +93,11 @@ def _weight(tensor: TensorHead, data: Tensor, shape: tuple[int, ...], dtype: tor
 
 
 def _numbers(weight: Weight) -> Tensor:
-    """Return a weight's numbers in float32, whatever it is stored as."""
     return (weight.dequantized() if isinstance(weight, PackedMatrix) else weight).float()
 
 
 def _apart(weight: Weight, num_heads: int, name: str) -> Weight:
-    """The same heads with the two halves of each apart, of which rows lie side by side in the file."""
+    """Move the halves of each head apart, whose rows alternate."""
     num_rows = weight.shape[0]
     if num_rows % (2 * num_heads):
         raise GGUFError(f"its tensor {name} has {num_rows:,} rows for {num_heads} heads")

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata, where its tensors lie, and the types they have. Without torch."""
+"""The header of a GGUF file: metadata, places and types of tensors. Without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TensorType:
-    """A type by its name in ggml. A row is so many blocks, each of the same bytes and numbers."""
+    """A type of ggml, whose rows are blocks of the same bytes and numbers."""
 
     name: str
     block: int  # numbers
@@ -45,7 +45,7 @@ BITS = {each.name: each.num_bytes * 8 / each.block for each in READABLE.values()
 
 @dataclass(frozen=True)
 class PackedKind:
-    """A form that matrices of a type are packed in: a code, its bits, neighbours that share a scale, offsets."""
+    """A packed form: a code, its bits, neighbours that share a scale, offsets."""
 
     code: str
     bits: int
@@ -97,7 +97,7 @@ OTHERS = {  # that are refused by their names
 
 
 def type_of(number: int, tensor: str) -> TensorType:
-    """The type that a file gives a tensor. Raises ValueError for one that is not read here."""
+    """Return a tensor's type. Raises ValueError for one that is not read here."""
     if number in READABLE:
         return READABLE[number]
     name = OTHERS.get(number, f"type {number}")
@@ -122,12 +122,12 @@ NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7
 
 
 class GGUFError(ValueError):
-    """A file that is no sound GGUF, or one that is not understood here; its text says why."""
+    """A file that is no sound GGUF, or not understood; its text says why."""
 
 
 @dataclass(frozen=True)
 class TensorHead:
-    """A tensor as the head describes it. `shape` as in torch: the last dimension lies side by side."""
+    """A tensor as the head describes it; `shape` as in torch."""
 
     name: str
     shape: tuple[int, ...]
@@ -141,7 +141,7 @@ class TensorHead:
 
 @dataclass(frozen=True)
 class GGUFHead:
-    """The bytes in front of a file's tensors, as read. `num_bytes` of them are in front of the first one."""
+    """The metadata and tensors that a file describes."""
 
     metadata: Mapping[str, Any]
     tensors: tuple[TensorHead, ...]  # in the order of their bytes
@@ -150,7 +150,7 @@ class GGUFHead:
 
 
 def read_head(file: Path) -> GGUFHead:
-    """Read the head of a file. Raises GGUFError for a damaged file or one of a version that is not read here."""
+    """Read a file's head. Raises GGUFError."""
     try:
         with file.open("rb") as stream:
             return _read(_Cursor(stream, os.fstat(stream.fileno()).st_size))
@@ -159,7 +159,7 @@ def read_head(file: Path) -> GGUFHead:
 
 
 class _Cursor:
-    """Takes bytes of a file one after the other, and never more than it has."""
+    """Takes a file's bytes one after the other."""
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
         self._stream, self.size = stream, size
@@ -169,7 +169,6 @@ class _Cursor:
 
     @property
     def rest(self) -> int:
-        """Bytes that may follow."""
         return self._end - self.place
 
     def take(self, size: int) -> bytes:
@@ -181,7 +180,6 @@ class _Cursor:
         return self._data[start : self.place]
 
     def number(self, size: int) -> int:
-        """A number of so many bytes that has no sign."""
         return int.from_bytes(self.take(size), "little")
 
     def text(self, longest: int = LONGEST_HEAD) -> str:
@@ -194,18 +192,17 @@ class _Cursor:
             raise GGUFError(f"its head has a text at {self.place:,} that is not UTF-8") from None
 
     def count(self, least: int, most: int = LONGEST_HEAD) -> int:
-        """A number of things of so many bytes at least."""
+        """Read a number of things, each of at least so many bytes."""
         number = self.number(8)
         if number * least > self.rest or number > most:
             raise GGUFError(f"its head counts {number:,} things at {self.place:,}, and {self.rest:,} bytes follow")
         return number
 
     def sha256(self) -> str:
-        """The digest of all that was taken."""
         return hashlib.sha256(self._data[: self.place]).hexdigest()
 
     def _read_on(self, size: int) -> None:
-        """Read up to this place and a step behind it. Raises GGUFError where the file ends before."""
+        """Raises GGUFError where the file ends before."""
         if self.place > self._end:
             if self.size > LONGEST_HEAD:
                 raise GGUFError(f"its head is longer than {LONGEST_HEAD:,} bytes")
@@ -281,7 +278,7 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
 
 
 def _refuse_misplaced(tensors: list[TensorHead], alignment: int, num_bytes: int) -> None:
-    """Raise GGUFError where tensors share a name or bytes, or lie behind the end of the file."""
+    """Raise GGUFError for tensors that share a name or bytes, or pass the end."""
     names = Counter(tensor.name for tensor in tensors)
     if twice := sorted(name for name, number in names.items() if number > 1):
         raise GGUFError(f"it holds the tensor {twice[0]} twice")

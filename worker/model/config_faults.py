@@ -1,30 +1,67 @@
-"""Finds faults in a text model's config: numbers that a forward cannot take, or that do not fit together. No torch."""
+"""Faults in a text model's config: values that do not run, or do not fit together. Without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from swiftbatch.worker.model.architectures.attention_layers import WINDOWED
+from swiftbatch.worker.model.architectures.catalogue import architecture_of, layer_types
 from swiftbatch.worker.model.architectures.moe_layers import CHOSEN_KEYS, COUNT_KEYS
-from swiftbatch.worker.model.config_value_rules import (
+from swiftbatch.worker.model.config_values import (
+    ACTIVATION,
+    BASE,
     COUNT,
+    DTYPE,
+    LAYERS,
     NOT_NEGATIVE,
-    RULES,
+    POSITIVE,
+    SHARE,
     SIZE,
+    SOME_LAYERS,
+    SWITCH,
     WORD,
+    Config,
     KeyRule,
-    fault_of,
-    numbers_fault,
+    shown,
 )
 from swiftbatch.worker.model.file_checks import eos_fault
 from swiftbatch.worker.model.formats.contract import StoredTensor
-from swiftbatch.worker.model.layer_types import layer_types
-from swiftbatch.worker.model.supported_models import SUPPORTED_ARCHITECTURES
 
-Config = Mapping[str, Any]
-WINDOWED = "sliding_attention"
+SIZES = (
+    *("experts_per_token", "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "moe_k"),
+    *("moe_num_experts", "n_routed_experts", "num_attention_heads", "num_experts", "num_experts_per_tok"),
+    *("num_key_value_heads", "original_max_position_embeddings", "pretraining_tp", "vocab_size"),
+)
+RULES: dict[str, KeyRule] = {  # of keys that architectures share; each adds those that its description names
+    **dict.fromkeys(SIZES, SIZE),
+    **dict.fromkeys(("max_window_layers", "num_local_experts"), COUNT),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), SWITCH),
+    **dict.fromkeys(("dtype", "torch_dtype"), DTYPE.or_null()),
+    "hidden_act": ACTIVATION.or_null(),
+    "num_hidden_layers": LAYERS,
+    "num_nextn_predict_layers": SOME_LAYERS.or_null(),
+    "partial_rotary_factor": SHARE.or_null(),
+    "rms_norm_eps": POSITIVE,
+    "rope_theta": BASE,
+    "rotary_pct": SHARE,
+    "sliding_window": SIZE.or_null(),
+    "use_bidirectional_attention": SWITCH.or_null(),
+}
+ANGLES: dict[str, KeyRule] = {  # within `rope_parameters` and `rope_scaling`
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), POSITIVE),
+    "rope_theta": BASE,
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "alpha"), POSITIVE.or_null()),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), NOT_NEGATIVE.or_null()),
+    **dict.fromkeys(("short_factor", "long_factor"), POSITIVE.list_of()),
+    "llama_4_scaling_beta": NOT_NEGATIVE,
+    "original_max_position_embeddings": SIZE,
+    "partial_rotary_factor": SHARE,
+    "truncate": SWITCH.or_null(),
+    "rope_type": WORD,
+    "type": WORD,
+}
 KEYS = "model.layers.0.self_attn.k_proj.weight"
-WITHOUT_EXPERTS = ("granitemoehybrid",)  # kinds that may have none
 PER_LAYER: dict[str, KeyRule] = {  # lists with a value for each layer
     "layer_rope_theta": NOT_NEGATIVE,
     "layer_types": WORD,
@@ -40,31 +77,26 @@ OF_ALL_KINDS = (
 NEEDED = OF_ALL_KINDS[:2]
 OF_ATTENTION = ("hidden_size", "num_attention_heads")  # what caches are laid out by, beside the number of layers
 OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-LATENT_KINDS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear")
-NAMES_LAYERS = ("nemotron_h",)  # kinds whose layers are named one by one, and counted so
 
 
 def config_fault(config: Config) -> str | None:
-    """Say what keeps a text model's config from running; None where nothing does.
-
-    Of a kind that is not known here, the meaning of most keys is not either.
-    """
+    """Say what keeps a text model's config from running; None for nothing."""
     for key in OF_ALL_KINDS:
         value = config.get(key)
         if (value is not None or key in NEEDED) and not RULES[key].holds(value):
             return fault_of(key, value, RULES[key])
     if fault := eos_fault("config.json", config):
         return fault
-    if config.get("model_type") not in SUPPORTED_ARCHITECTURES:
+    if architecture_of(config) is None:
         return None
-    return numbers_fault(config) or next((fault for find in RELATIONS for fault in find(config)), None)
+    return _value_fault(config) or next((fault for find in RELATIONS for fault in find(config)), None)
 
 
 def unsaid_fault(config: Config) -> str | None:
-    """Say which size the config of a kind that runs here leaves to the class, whose defaults are not known here."""
-    kind = config.get("model_type")
-    needed = [*OF_ATTENTION, *(OF_LATENT if kind in LATENT_KINDS else ())]
-    if kind not in NAMES_LAYERS:
+    """Say which size a config leaves to its class."""
+    form = architecture_of(config)
+    needed = [*OF_ATTENTION, *(OF_LATENT if form is not None and form.latent else ())]
+    if form is None or not form.does_one_thing:
         needed.append("num_hidden_layers")
     elif not layer_types(config):
         needed.append("layers_block_type")
@@ -73,9 +105,39 @@ def unsaid_fault(config: Config) -> str | None:
     return None
 
 
+def _value_fault(config: Config) -> str | None:
+    form = architecture_of(config)
+    rules: dict[str, KeyRule | None] = {**form.own_rules(), **RULES, **form.rules} if form else {}
+    if config.get("use_sliding_window") is False:
+        rules["sliding_window"] = COUNT.or_null()
+    for key, value in config.items():
+        if (rule := rules.get(key)) is not None and not rule.holds(value):
+            return fault_of(key, value, rule)
+        if key in ("rope_parameters", "rope_scaling") and (fault := _angles_fault(key, value)):
+            return fault
+    return None
+
+
+def fault_of(key: str, value: Any, rule: KeyRule) -> str:
+    return f"config.json has {key} = {value!r:.80}; expected {rule.words}"
+
+
+def _angles_fault(name: str, said: Any) -> str | None:
+    if said is None:
+        return None
+    if not isinstance(said, dict):
+        return f"config.json has {name} = {said!r:.80}; expected an object or null"
+    for key, value in said.items():
+        if key in ANGLES and not ANGLES[key].holds(value):
+            return fault_of(f"{name}.{key}", value, ANGLES[key])
+        if isinstance(value, dict) and (fault := _angles_fault(f"{name}.{shown(key)}", value)):
+            return fault
+    return None
+
+
 def _layers(config: Config) -> Iterator[str]:
-    """Lists that are too short or too long."""
-    if config.get("model_type") in NAMES_LAYERS and "layers_block_type" in config and not layer_types(config):
+    form = architecture_of(config)
+    if form is not None and form.does_one_thing and "layers_block_type" in config and not layer_types(config):
         yield fault_of("layers_block_type", config["layers_block_type"], WORD.list_of())
     if (count := config.get("num_hidden_layers")) is None:
         return
@@ -90,18 +152,9 @@ def _layers(config: Config) -> Iterator[str]:
         yield fault_of("sliding_window", config["sliding_window"], SIZE)
 
 
-def _numbered_layers(config: Config) -> Iterator[str]:
-    """Yield what is wrong where Kimi Linear's lists of layers do not name each number from 1 on once."""
-    count, said = config.get("num_hidden_layers"), config.get("linear_attn_config") or {}
-    if config.get("model_type") != "kimi_linear" or config.get("layer_types") is not None or count is None:
-        return
-    lists = [said.get(key) for key in ("full_attn_layers", "kda_layers")]
-    numbers = [number for each in lists if isinstance(each, list) for number in each]
-    if any(type(number) is not int for number in numbers) or sorted(numbers) != list(range(1, count + 1)):
-        yield (
-            "config.json has full_attn_layers and kda_layers that do not number its layers; "
-            f"expected each number from 1 to {count} in one of these lists of linear_attn_config"
-        )
+def _own(config: Config) -> Iterator[str]:
+    form = architecture_of(config)
+    yield from form.faults(config) if form else ()
 
 
 def _heads(config: Config) -> Iterator[str]:
@@ -118,9 +171,10 @@ def _heads(config: Config) -> Iterator[str]:
 
 
 def _experts(config: Config) -> Iterator[str]:
-    """More experts for a row than there are, and groups that do not divide them."""
     count, chosen = (_said(config, keys) for keys in (COUNT_KEYS, CHOSEN_KEYS))
-    if config.get("model_type") not in WITHOUT_EXPERTS and 0 in [config.get(key) for key in COUNT_KEYS]:
+    form = architecture_of(config)
+    may_be_none = form is not None and form.experts is not None and form.experts.may_be_none
+    if not may_be_none and 0 in [config.get(key) for key in COUNT_KEYS]:
         yield "config.json has 0 experts; expected at least one"
     if not count or not chosen:
         return
@@ -149,7 +203,6 @@ def _states(config: Config) -> Iterator[str]:
 
 
 def _state_heads(config: Config) -> Iterator[str]:
-    """Heads of Mamba-2 that are not as wide together as its rows are."""
     if "mamba_d_head" not in config or config["mamba_d_head"] == "auto":
         return
     width, heads = config["mamba_d_head"], config.get("mamba_n_heads") or 1
@@ -159,7 +212,7 @@ def _state_heads(config: Config) -> Iterator[str]:
 
 
 def keys_fault(config: Config, stored: Mapping[str, StoredTensor]) -> str | None:
-    """Say that the first layer's keys are not as wide as the config says; None where they are."""
+    """Say that the first layer's keys are not as wide as the config says."""
     found, head_dim = stored.get(KEYS), config.get("head_dim")
     if found is None or not head_dim or "qk_nope_head_dim" in config:
         return None
@@ -170,4 +223,4 @@ def keys_fault(config: Config, stored: Mapping[str, StoredTensor]) -> str | None
     return f"its weights have {KEYS} as {list(found.shape)}; by its config.json expected {expected}"
 
 
-RELATIONS = (_layers, _numbered_layers, _heads, _experts, _states)
+RELATIONS = (_layers, _own, _heads, _experts, _states)

@@ -1,0 +1,124 @@
+"""The architectures that run here, by the `model_type` of their config, and those that are refused. Without torch.
+
+Each was compared with transformers' own forward: one that nobody compared may be silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from swiftbatch.worker.model.architectures.deepseek import DEEPSEEKS
+from swiftbatch.worker.model.architectures.gemma import GEMMAS
+from swiftbatch.worker.model.architectures.hybrid import HYBRIDS
+from swiftbatch.worker.model.architectures.llama_like import LLAMA_LIKE
+from swiftbatch.worker.model.architectures.moe import MIXTURES
+from swiftbatch.worker.model.architectures.recurrent_layers import (
+    ATTENDING,
+    RECURRENT,
+    STATELESS,
+    RecurrentShape,
+    listed_layers,
+)
+from swiftbatch.worker.model.architectures.spec import ArchitectureSpec
+from swiftbatch.worker.model.config_values import Config, shown
+
+ARCHITECTURES = dict(sorted((LLAMA_LIKE | GEMMAS | DEEPSEEKS | MIXTURES | HYBRIDS).items()))
+WITH_STATES = {kind: spec.mixer.words for kind, spec in ARCHITECTURES.items() if spec.mixer}
+ALIASES = {alias: kind for kind, spec in ARCHITECTURES.items() for alias in spec.aliases}
+NESTED = {whole: kind for kind, spec in ARCHITECTURES.items() for whole in spec.nested_in}
+MIXER_CLASSES = {
+    name: spec.mixer.words for spec in ARCHITECTURES.values() if spec.mixer for name in spec.mixer.layer_classes
+}
+"""The words for recurrent layers, by their classes in transformers."""
+GGUF_KINDS = {spec.gguf.name: kind for kind, spec in ARCHITECTURES.items() if spec.gguf}
+"""The architectures by their names in GGUF files."""
+
+INDEXED = "attention to keys that an indexer chooses"
+COMPRESSED = f"compressed keys and values, {INDEXED}, and hyper-connections"
+REFUSED = {  # needs beside attention to keys and values, of kinds that users ask for
+    "bloom": "position biases (ALiBi)",
+    "deepseek_ref": COMPRESSED,
+    "deepseek_v32": INDEXED,
+    "deepseek_v4": COMPRESSED,
+    "gemma4_text": "heads of two widths, and keys that serve as values",
+    "glm_moe_dsa": INDEXED,
+    "mimo_v2_flash": "values narrower than keys, and sinks in windows alone",
+    "minimax_m3": "attention to blocks of keys that an indexer chooses",
+    "mpt": "position biases (ALiBi)",
+    "gpt2": "learned positions",
+    "opt": "learned positions",
+    "falcon_mamba": "state-space layers",
+    "mamba": "state-space layers",
+    "mamba2": "state-space layers",
+    "rwkv": "recurrent layers",
+    "recurrent_gemma": "recurrent layers",
+    "nemotron-nas": "layers of different sizes, some of them without attention",
+    "step3p7": "windows beside experts whose router has biases of its own",
+    "nemotron": "a way past its class, which hands nothing on to its attention",
+    "stablelm": "a way past its class, which hands nothing on to its attention",
+}
+ATTENDING_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+OTHER_LAYERS = {  # in words, beside the name that configs have for them
+    "conv": "short convolutions",
+    "deepseek_sparse_attention": INDEXED,
+    "linear_attention": "gated delta nets",
+    "mamba": "Mamba-2",
+}
+MOST_NAMED = 4  # other kinds of layers, in a line
+
+
+def architecture_of(config: Config) -> ArchitectureSpec | None:
+    """Return a text model's architecture; None where it does not run here."""
+    return ARCHITECTURES.get(str(config.get("model_type")))
+
+
+def what_it_lacks(config: Config) -> str | None:
+    """Say what a text model needs that is not here; None for nothing."""
+    kind, form = str(config.get("model_type")), architecture_of(config)
+    if kind in REFUSED:
+        return f"its kind {kind!r:.80} needs {REFUSED[kind]}"
+    types = config.get("layer_types") or []
+    if not isinstance(types, list):
+        return f"its layer_types are {types!r:.80}; expected a list"
+    known = ATTENDING_LAYERS
+    if form is not None and form.mixer is not None:
+        types, known = layer_types(config) or [], ATTENDING | RECURRENT | STATELESS
+        if types and not num_attending_layers(config):
+            return f"none of its {len(types)} layers attends"
+    if layers := {str(layer) for layer in types} - known:
+        return f"its kind {kind!r:.80} has layers of the kinds {', '.join(_named(layers))}"
+    if form is None:
+        return f"its kind {kind!r:.80} was not compared with transformers' own forward"
+    return None
+
+
+def _named(layers: set[str]) -> Iterator[str]:
+    for layer in sorted(layers)[:MOST_NAMED]:
+        yield f"{layer} ({OTHER_LAYERS[layer]})" if layer in OTHER_LAYERS else shown(layer)
+    if len(layers) > MOST_NAMED:
+        yield f"and {len(layers) - MOST_NAMED:,} more"
+
+
+def layer_types(config: Config) -> list[str] | None:
+    """Return a config's names of layers, in order; None where all are alike."""
+    form = architecture_of(config)
+    return listed_layers(config) or (None if form is None else form.unlisted_layers(config))
+
+
+def num_attending_layers(config: Config) -> int:
+    """Count the layers with keys and values."""
+    types = layer_types(config)
+    if types is None or not set(types) & (RECURRENT | STATELESS):
+        return config.get("num_hidden_layers") or 0
+    return sum(each in ATTENDING for each in types)
+
+
+def recurrent_shape(config: Config) -> RecurrentShape | None:
+    """Return the sizes of a model's states; None where none are said."""
+    form, num_layers = architecture_of(config), sum(each in RECURRENT for each in layer_types(config) or ())
+    if form is None or form.mixer is None or not num_layers:
+        return None
+    try:
+        return form.mixer.shape(config, num_layers)
+    except (KeyError, TypeError, ValueError):
+        return None

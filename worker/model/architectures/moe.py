@@ -1,0 +1,390 @@
+"""Decoders with experts: Mixtral, Qwen's, gpt-oss, GLM, MiniMax, Granite, Cohere, OLMo and others. Without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swiftbatch.worker.kernels.layer_specs import NormForm, Score
+from swiftbatch.worker.model.architectures.attention_layers import (
+    Windows,
+    by_layer_types,
+    from_max_window_layers,
+    no_windows,
+    window_in_all_layers_if_said,
+    without_windows,
+    without_windows_if_said,
+)
+from swiftbatch.worker.model.architectures.deepseek import SCORED_BY_SIGMOID, SHARED
+from swiftbatch.worker.model.architectures.llama_like import BIASED, COHERE, GRANITE, HUNYUAN, OLMO2, QK_NORMED, TIED
+from swiftbatch.worker.model.architectures.moe_layers import (
+    ROLES,
+    FusedNames,
+    MoESpec,
+    MoETensorNames,
+    SparseOr,
+    all_but_the_first,
+    behind_the_first,
+    experts_in_all_layers,
+    in_each_so_many,
+    mlp_linears,
+)
+from swiftbatch.worker.model.architectures.spec import (
+    NULL_HEADS,
+    NULL_WIDTH,
+    SILU,
+    ArchitectureSpec,
+    GGUFSpec,
+    WindowAngles,
+)
+from swiftbatch.worker.model.config_values import (
+    COUNT,
+    LAST_LAYER,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    SOME_LAYERS,
+    SWITCH,
+    Config,
+    integer_of,
+)
+
+PLAIN = MoESpec(Score.SOFTMAX, experts_in_all_layers, "intermediate_size")
+MIXTRAL = "block_sparse_moe"
+OF_MIXTRAL = {role: f"{MIXTRAL}.experts.{{}}.w{number}.weight" for role, number in zip(ROLES, (1, 3, 2), strict=True)}
+MIXTRAL_NAMES = MoETensorNames(router=f"{MIXTRAL}.gate.weight", each=OF_MIXTRAL)
+GRANITE_SHARED = {**dict.fromkeys(("gate", "up"), "shared_mlp.input_linear"), "down": "shared_mlp.output_linear"}
+GRANITE_EXPERTS = MoESpec(
+    Score.SOFTMAX_OF_CHOSEN,
+    experts_in_all_layers,
+    "intermediate_size",
+    MoETensorNames(
+        router=f"{MIXTRAL}.router.layer.weight",
+        each=None,
+        fused=FusedNames(f"{MIXTRAL}.input_linear.weight", f"{MIXTRAL}.output_linear.weight"),
+        shared=GRANITE_SHARED,
+    ),
+    normalises=False,
+)
+GRANITE_MOE = replace(GRANITE, mlp_bias=None, experts=GRANITE_EXPERTS)
+SPARSE_KEYS = {"decoder_sparse_step": SIZE, "mlp_only_layers": COUNT.list_of().or_null()}
+SWITCHED_OFF = {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}
+MIXTURE = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+GGUF_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",  # one behind the other, each a tensor of its own
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+
+def never_windowed(config: Config) -> Windows:
+    """Pass over `sliding_window`. Raises ValueError where it is switched on."""
+    if config.get("use_sliding_window", False) is not False:
+        raise ValueError(f"its use_sliding_window is {config['use_sliding_window']!r:.80}")
+    return no_windows(config)
+
+
+def by_layer_types_if_said(config: Config) -> Windows:
+    if config.get("layer_types") is not None:
+        return by_layer_types(config)
+    return no_windows(config) if config.get("sliding_window") is None else from_max_window_layers(config)
+
+
+def without_windows_but_dense(config: Config, windows: Windows) -> frozenset[int]:
+    """Find Cohere's layers that turn no heads: those without a window, and with experts unless a pattern says more."""
+    with_experts = SparseOr(behind_the_first)({"first_k_dense_replace": 0} | dict(config))
+    has_turned_dense = config.get("prefix_dense_sliding_window_pattern", 1) == 1
+    return without_windows(config, windows) & (with_experts if has_turned_dense else experts_in_all_layers(config))
+
+
+def by_thetas(config: Config, windows: Windows) -> frozenset[int]:
+    thetas = config["layer_rope_theta"]
+    if thetas is not None and (not isinstance(thetas, list) or len(thetas) != len(windows)):
+        raise ValueError("its layer_rope_theta do not tell of each layer")
+    return frozenset(number for number, theta in enumerate(thetas or []) if not theta)
+
+
+def between(config: Config) -> frozenset[int]:
+    """Give experts to each `moe_layer_interval`-th layer between two of Ernie's."""
+    step, first = integer_of(config, "moe_layer_interval"), integer_of(config, "moe_layer_start_index", least=0)
+    last = integer_of({"moe_layer_end_index": -1} | dict(config), "moe_layer_end_index", least=-1)
+    last = config["num_hidden_layers"] - 1 if last == -1 else last
+    return frozenset(each for each in range(first, last + 1) if (each + 1) % step == 0) & experts_in_all_layers(config)
+
+
+MIXTURES: dict[str, ArchitectureSpec] = {
+    "afmoe": ArchitectureSpec(
+        rules=NULL_HEADS
+        | {
+            "global_attn_every_n_layers": COUNT.or_null(),
+            "moe_intermediate_size": SIZE,
+            "mup_enabled": SWITCH,
+            "num_dense_layers": SOME_LAYERS,
+            "num_shared_experts": COUNT,
+            "route_scale": POSITIVE,
+        },
+        kernels_lack="its attention has gates",
+    ),
+    "cohere2_moe": replace(
+        COHERE,
+        windows=by_layer_types,
+        nope=without_windows_but_dense,
+        intermediate_key="prefix_dense_intermediate_size",
+        one_meaning={
+            "expert_selection_fn": ("sigmoid",),
+            "rms_norm_eps": (None,),
+            "shared_expert_combination_strategy": ("sum",),
+        },
+        known_keys=("sliding_window_pattern",),
+        rules=NULL_HEADS | {"prefix_dense_intermediate_size": SIZE.or_null(), "rms_norm_eps": POSITIVE.or_null()},
+        experts=MoESpec(
+            Score.SIGMOID_OF_CHOSEN,
+            SparseOr(behind_the_first),
+            "intermediate_size",
+            MoETensorNames(shared=SHARED),
+            normalises="norm_topk_prob",
+            num_shared="num_shared_experts",
+            keys={"first_k_dense_replace": SOME_LAYERS, "prefix_dense_sliding_window_pattern": COUNT},
+        ),
+    ),
+    "dots1": replace(QK_NORMED, windows=by_layer_types_if_said, rules=NULL_HEADS, experts=SCORED_BY_SIGMOID),
+    "ernie4_5_moe": ArchitectureSpec(
+        "use_bias",
+        "use_bias",
+        "use_bias",
+        is_interleaved=True,
+        experts=MoESpec(
+            Score.SOFTMAX,
+            between,
+            names=MoETensorNames(choice_bias="mlp.moe_statics.e_score_correction_bias", shared=SHARED),
+            least_sum="moe_norm_min",
+            rounds_logits=False,
+            keeps_router=True,
+            num_shared="moe_num_shared_experts",
+            keys={
+                "moe_layer_interval": SIZE,
+                "moe_layer_start_index": SOME_LAYERS,
+                "moe_layer_end_index": LAST_LAYER,
+                "moe_capacity": None,
+            },
+            one_meaning={"compression_ratio": (1, 1.0)},
+        ),
+        defaults=TIED | {"moe_norm_min": 1e-12},
+    ),
+    "exaone_moe": ArchitectureSpec(
+        has_qk_norms=True,
+        windows=by_layer_types,
+        nope=without_windows_if_said,
+        known_keys=("sliding_window_pattern",),
+        experts=replace(
+            SCORED_BY_SIGMOID,
+            layers=SparseOr(behind_the_first),
+            names=MoETensorNames(choice_bias="mlp.e_score_correction_bias", shared=SHARED),
+            num_shared="num_shared_experts",
+        ),
+    ),
+    "flex_olmo": replace(OLMO2, experts=replace(PLAIN, normalises="norm_topk_prob")),
+    "glm4_moe": ArchitectureSpec(
+        "attention_bias", qk_norms_key="use_qk_norm", partial_rotary_factor=0.5, experts=SCORED_BY_SIGMOID
+    ),
+    "gpt_oss": replace(
+        BIASED,
+        norm_form=NormForm.ONCE,
+        windows=by_layer_types,
+        sinks="self_attn.sinks",
+        defaults={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        experts=MoESpec(
+            Score.SOFTMAX_OF_CHOSEN,
+            experts_in_all_layers,
+            "intermediate_size",
+            MoETensorNames(
+                router="mlp.router.weight",
+                router_bias="mlp.router.bias",
+                each=None,
+                fused=FusedNames("mlp.experts.gate_up_proj", "mlp.experts.down_proj", True, True, "_bias"),
+            ),
+            normalises=False,
+            gate_limit="swiglu_limit",
+            gate_slope="swiglu_alpha",
+            keys={"initial_context_length": None},  # that of the angles once more
+        ),
+    ),
+    "granitemoe": GRANITE_MOE,
+    "granitemoe_swa": replace(
+        GRANITE_MOE,
+        windows=by_layer_types,
+        nope=by_thetas,
+        thetas_key="layer_rope_theta",
+        sinks="self_attn.sinks",
+        experts=replace(
+            GRANITE_EXPERTS,
+            names=MoETensorNames(
+                router=f"{MIXTRAL}.router.weight",
+                each=None,
+                fused=FusedNames(f"{MIXTRAL}.experts.gate_up_proj", f"{MIXTRAL}.experts.down_proj"),
+                shared=GRANITE_SHARED,
+            ),
+            shared_width="shared_intermediate_size",
+        ),
+    ),
+    "granitemoeshared": replace(GRANITE_MOE, experts=replace(GRANITE_EXPERTS, shared_width="shared_intermediate_size")),
+    "hunyuan_v1_moe": replace(
+        HUNYUAN,
+        experts=replace(
+            PLAIN,
+            names=MoETensorNames(router="mlp.gate.wg.weight", shared=mlp_linears("mlp.shared_mlp")),
+            shared_width="intermediate_size",
+        ),
+    ),
+    "hy_v3": replace(
+        QK_NORMED,
+        mlp_bias="mlp_bias",
+        experts=MoESpec(
+            Score.SIGMOID,
+            SparseOr(all_but_the_first),
+            names=MoETensorNames(
+                router="mlp.router.gate.weight", choice_bias="mlp.expert_bias", shared=mlp_linears("mlp.shared_mlp")
+            ),
+            least_sum=1e-20,
+            scale="router_scaling_factor",
+            rounds_logits=False,
+            rounds_weights=False,
+            num_shared="num_shared_experts",
+        ),
+    ),
+    "laguna": ArchitectureSpec(
+        rules={
+            "moe_apply_router_weight_on_input": SWITCH,
+            "moe_intermediate_size": SIZE,
+            "moe_routed_scaling_factor": POSITIVE,
+            "moe_router_logit_softcapping": NOT_NEGATIVE,
+            "shared_expert_intermediate_size": COUNT,
+        },
+        kernels_lack="its attention has gates, and its layers different numbers of heads",
+    ),
+    "llama4_text": ArchitectureSpec(
+        rules=dict.fromkeys(("attention_chunk_size", "floor_scale", "intermediate_size_mlp"), SIZE)
+        | dict.fromkeys(("interleave_moe_layer_step", "no_rope_layer_interval"), SIZE)
+        | dict.fromkeys(("attn_temperature_tuning", "use_qk_norm"), SWITCH)
+        | {"attn_scale": NOT_NEGATIVE, "moe_layers": COUNT.list_of().or_null()},
+        nested_in=("llama4",),
+        kernels_lack="its layers have experts and chunks",
+        attends_in_chunks=True,
+    ),
+    "mellum": replace(
+        QK_NORMED,
+        windows=by_layer_types,
+        window_angles=WindowAngles(5e5, 1e4),
+        experts=MoESpec(Score.SOFTMAX, SparseOr(experts_in_all_layers), normalises="norm_topk_prob"),
+    ),
+    "minimax_m2": ArchitectureSpec(
+        has_qk_norms=True,
+        joins_heads=True,
+        partial_rotary_factor=1.0,
+        experts=MoESpec(
+            Score.SIGMOID,
+            experts_in_all_layers,
+            "intermediate_size",
+            replace(MIXTRAL_NAMES, choice_bias=f"{MIXTRAL}.e_score_correction_bias"),
+            rounds_weights=False,
+            keys={"rotary_dim": SIZE}
+            | dict.fromkeys(("mtp_transformer_layers", "num_mtp_modules", "router_jitter_noise")),
+            one_meaning={
+                "attn_type_list": (1,),  # attention to all positions
+                "shared_intermediate_size": (0,),
+                "scoring_func": ("sigmoid",),
+                "qk_norm_type": ("per_layer",),
+                "use_qk_norm": (True,),
+                "use_routing_bias": (True,),
+            },
+        ),
+    ),
+    "mixtral": ArchitectureSpec(
+        windows=window_in_all_layers_if_said,
+        rules=NULL_WIDTH,
+        experts=replace(PLAIN, names=MIXTRAL_NAMES, rounds_weights=False, keys={"router_jitter_noise": None}),
+    ),
+    "olmoe": replace(
+        QK_NORMED,
+        joins_heads=True,
+        experts=replace(PLAIN, normalises="norm_topk_prob", one_meaning={"clip_qkv": (None,)}),
+        rules=NULL_HEADS,
+    ),
+    "phimoe": replace(
+        BIASED,
+        norm_form=NormForm.SHIFTED,
+        windows=window_in_all_layers_if_said,
+        has_long_angles=True,
+        scales_long_angles=True,
+        head_bias="lm_head_bias",
+        experts=MoESpec(
+            Score.SPARSE_MIXER,
+            experts_in_all_layers,
+            "intermediate_size",
+            MIXTRAL_NAMES,
+            normalises=False,
+            jitter="router_jitter_noise",
+            keys={"input_jitter_noise": None},
+            one_meaning={"num_experts_per_tok": (2,)},
+        ),
+    ),
+    "qwen2_moe": ArchitectureSpec(
+        "qkv_bias",
+        windows=never_windowed,
+        experts=MoESpec(
+            Score.SOFTMAX,
+            in_each_so_many,
+            names=MoETensorNames(shared=mlp_linears("mlp.shared_expert"), shared_gate="mlp.shared_expert_gate.weight"),
+            normalises="norm_topk_prob",
+            shared_width="shared_expert_intermediate_size",
+            keys=SPARSE_KEYS,
+        ),
+        defaults={"qkv_bias": True},
+        gguf=GGUFSpec(
+            "qwen2moe",
+            SILU | SWITCHED_OFF | {"norm_topk_prob": False, "qkv_bias": True},
+            said=MIXTURE | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+            names=GGUF_NAMES,
+        ),
+    ),
+    "qwen3_moe": replace(
+        QK_NORMED,
+        windows=never_windowed,
+        experts=MoESpec(
+            Score.SOFTMAX,
+            in_each_so_many,
+            names=MoETensorNames(
+                fused=FusedNames("mlp.experts.gate_up_proj", "mlp.experts.down_proj", is_transposed=None)
+            ),
+            normalises="norm_topk_prob",
+            keys=SPARSE_KEYS,
+            one_meaning={"shared_expert_intermediate_size": (0,)},
+        ),
+        aliases=("qwen3_vl_moe_text",),
+        nested_in=("qwen3_vl_moe",),
+        gguf=GGUFSpec(
+            "qwen3moe",
+            SILU | SWITCHED_OFF | {"norm_topk_prob": True, "attention_bias": False},
+            said=MIXTURE,
+            names=GGUF_NAMES,
+        ),
+    ),
+    "solar_open": ArchitectureSpec(
+        "attention_bias",
+        intermediate_key="moe_intermediate_size",  # no layer is without experts
+        experts=replace(
+            SCORED_BY_SIGMOID,
+            layers=experts_in_all_layers,
+            one_meaning=SCORED_BY_SIGMOID.one_meaning | {"first_k_dense_replace": (0,), "use_qk_norm": (False,)},
+        ),
+        known_keys=("intermediate_size",),
+    ),
+}
