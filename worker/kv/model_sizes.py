@@ -88,7 +88,7 @@ def _products_of(experts: MoEConfig) -> Iterator[tuple[re.Pattern[str], str]]:
 
 
 def _products_of_mixer(mixer: RecurrentConfig) -> Iterator[tuple[re.Pattern[str], str]]:
-    """The same of matrices in front of states and behind them; those of heads are a product of their own."""
+    """Yield patterns of the names of matrices around states, each with its product."""
     for name, roles in mixer.spec.linears.items():
         product = "output" if roles == ("output",) else "heads" if roles[0] in ("betas", "steps") else "channels"
         yield _in_a_layer(f"{mixer.spec.part}.{name}.weight"), f"mixer.{product}"
@@ -99,7 +99,7 @@ def _in_a_layer(name: str) -> re.Pattern[str]:
 
 
 def num_floats(heads: Mapping[str, StoredTensor], experts: MoEConfig, sinks: str | None) -> int:
-    """Count the numbers that are float32 whatever the dtype: those of routers, and sinks."""
+    """Return the numbers of routers and sinks, which are float32 in every dtype."""
     own = experts.names
     names = (own.router, own.router_bias, own.choice_bias, own.shared_gate, sinks)
     patterns = [_in_a_layer(name) for name in names if name is not None]
@@ -239,7 +239,7 @@ def _run_by_kernels(config: dict[str, Any]) -> DecoderConfig | None:
 
 
 def _hides(dense: DecoderConfig) -> bool:
-    """Tell whether rows of a model do not see all positions as they are: by `Forwards.has_windows`, or by a state."""
+    """Return whether rows see less than all unchanged positions: by windows, sinks, capped scores or states."""
     hides = any(dense.windows) or dense.form.sinks is not None or dense.latent is not None or dense.mixer is not None
     return hides or bool(dense.caps.get("scores"))
 

@@ -89,11 +89,8 @@ def _knows_all(parts: dict[str, Any]) -> bool:
     return bool(model["byte_fallback"]) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
 
 
-# Text to tokens and back, with the model's own tokenizer.
-
-
-GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
-NUM_STOPS = 4096  # stop texts that are looked at once
+GENERIC = "TokenizersBackend"  # adds no rules to `tokenizer.json`
+NUM_STOPS = 4096
 
 
 NO_MARKERS = "and no markers of thinking are known of this model (--thinking-markers names them)"

@@ -227,7 +227,7 @@ def asks_for(target: TargetModel) -> str:
 
 
 def where_it_runs(kind: str) -> tuple[str, str]:
-    """The code that computes a kind as it is published, on a CPU and on a GPU."""
+    """Name what computes a published kind, on a CPU and on a GPU."""
     if ARCHITECTURES[kind].kernels_lack is None:
         return "kernels", "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
