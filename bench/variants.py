@@ -12,16 +12,17 @@ import numpy as np
 from bench.compared_caches import ImportanceKVCache, RetrievalKVCache
 from swiftbatch.worker.decode_bench import BY_NAME as BY_NAME
 from swiftbatch.worker.drafters.catalogue import ENGINES, DrafterFactory
+from swiftbatch.worker.drafters.choice.choosing_drafter import with_trees
 from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
 from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions, griffin
 from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drafters.recycling.token_recycling import (
     RecyclingMatrix,
-    TokenRecyclingDrafter,
+    token_recycling,
     top_candidates_of,
 )
-from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
 from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -37,16 +38,15 @@ NUM_RANKS = 8
 ACCEPTED_BY_RANK = (0.386, 0.076, 0.023, 0.013, 0.006, 0.005, 0.003, 0.002)
 
 
-class StaticTokenRecyclingDrafter(BudgetedDrafter):
+class StaticTokenRecyclingDrafter(TreeDrafter):
     """Fills the static tree breadth-first from the matrix; each node's candidates are ranked with the noise.
 
-    Without `costs` it is the paper's tree of 80 nodes, root included: three tiles of rows, made for a GPU.
+    Alone it is the paper's tree of 80 nodes, root included: three tiles of rows, made for a GPU.
     """
 
     needs_top_k = True
 
-    def __init__(self, target: TargetModel, costs: Costs | None, *_: object) -> None:
-        super().__init__(costs)
+    def __init__(self, target: TargetModel, *_: object) -> None:
         self._matrix = RecyclingMatrix(target.vocab_size, TOP_K, new_share=1.0)
 
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
@@ -71,8 +71,8 @@ class StaticTokenRecyclingDrafter(BudgetedDrafter):
         self._matrix.write(rows.token_ids, rows.top_ids, rows.top_logprobs)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
-        super().update(sequence, verification)
-        self._matrix.write(np.array(verification.row_token_ids), *top_candidates_of(verification))
+        if verification.top_ids is not None:
+            self._matrix.write(np.array(verification.row_token_ids), *top_candidates_of(verification))
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         return {"recycling_ids": self._matrix.ids.copy(), "recycling_logprobs": self._matrix.logprobs.copy()}
@@ -110,9 +110,9 @@ def static_tree(max_nodes: int, max_depth: int) -> tuple[tuple[int, int, int], .
 
 
 STATIC_VARIANTS: dict[str, DrafterFactory] = {
-    "token-recycling-static": StaticTokenRecyclingDrafter,
-    "token-recycling-static-80": lambda target, *_: StaticTokenRecyclingDrafter(target, None),
-    "token-recycling-no-noise": functools.partial(TokenRecyclingDrafter, with_noise=False),
+    "token-recycling-static": lambda target, costs, _: with_trees(StaticTokenRecyclingDrafter(target), costs),
+    "token-recycling-static-80": StaticTokenRecyclingDrafter,
+    "token-recycling-no-noise": functools.partial(token_recycling, with_noise=False),
 }
 
 
