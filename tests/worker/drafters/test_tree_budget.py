@@ -11,8 +11,11 @@ import pytest
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter, best_shares
+from swiftbatch.worker.drafters.choice.choosing_drafter import with_trees
+from swiftbatch.worker.drafters.choice.tree_sizes import best_shares
+from swiftbatch.worker.drafters.choice.ways import TreeWay
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, NodeAcceptance, NodeBudget
+from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward import step_costs
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
@@ -92,7 +95,7 @@ def test_a_short_generation_is_not_led_by_the_prior() -> None:
     assert budget.state()[0] < 0.25  # the prior says 0.6; at the final rate alone it would still be 0.4
 
 
-class Chains(BudgetedDrafter):
+class Chains(TreeDrafter):
     """Chains as long as they may be."""
 
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
@@ -103,23 +106,25 @@ class Chains(BudgetedDrafter):
 def test_trees_are_as_large_as_pays_for_sequences_that_share_a_forward(num_sequences: int) -> None:
     sequence = Sequence("a", [1] * 8193, SamplingParams(max_tokens=9), 10)
     lengths = []
-    for overhead in (0.0, 100.0):  # what a step takes beside its forward makes larger trees pay
-        trees = Chains(lambda: DEAR_ROWS).propose([DraftRequest(sequence, 127, 63, overhead)] * num_sequences)
+    for beside in (0.0, 100.0):  # what a step takes beside its forward makes larger trees pay
+        way, requests = TreeWay(Chains(), DEAR_ROWS), [DraftRequest(sequence, 127, 63)] * num_sequences
+        way.promise(requests, beside)
+        trees = way.propose(requests)
         assert len(trees) == num_sequences
         lengths.append(len(trees[0]))
     assert lengths[0] < lengths[1]
-    assert len(Chains(lambda: FREE_ROWS).propose([DraftRequest(sequence, 2, 63)])[0]) == 2
-    assert len(Chains(None).propose([DraftRequest(sequence, 127, 63)])[0]) == 63
+    assert len(TreeWay(Chains(), FREE_ROWS).propose([DraftRequest(sequence, 2, 63)])[0]) == 2
+    assert len(Chains().propose([DraftRequest(sequence, 127, 63)])[0]) == 63
 
 
 def test_no_sequences_get_no_trees() -> None:
-    assert Chains(lambda: FREE_ROWS).propose([]) == Chains(None).propose([]) == []
+    assert with_trees(Chains(), free_rows).propose([]) == Chains().propose([]) == []
 
 
 def shares(acceptance: list[float], lengths: list[int], costs: StepCosts = DEAR_ROWS) -> list[int]:
     """Nodes of sequences whose every node is accepted in such a share of steps in which its parent was."""
     tokens = [[1.0 + sum(share**i for i in range(1, nodes + 1)) for nodes in NODE_CHOICES] for share in acceptance]
-    chosen = best_shares(costs, np.array(tokens), np.array(lengths), overhead=0.0, proposing=0.0)
+    chosen, _ = best_shares(costs, np.array(tokens), np.array(lengths), beside=0.0)
     return [NODE_CHOICES[choice] for choice in chosen]
 
 
@@ -146,8 +151,9 @@ def test_shares_promise_no_less_than_any_others() -> None:
         return float(tokens[picked].sum() / seconds)
 
     best = max(map(rate, itertools.product(range(len(NODE_CHOICES)), repeat=3)))
-    found = best_shares(DEAR_ROWS, tokens, np.array(lengths), 0.0, 0.0)
-    assert rate(tuple(found)) > 0.97 * best
+    found, promised = best_shares(DEAR_ROWS, tokens, np.array(lengths), 0.0)
+    assert rate(tuple(found)) == pytest.approx(promised)
+    assert promised > 0.97 * best
 
 
 def test_seconds_of_many_sequences_at_once_are_those_of_each() -> None:
@@ -174,11 +180,12 @@ def test_small_trees_tell_of_large_ones() -> None:
 
 def test_a_drafter_learns_what_pays() -> None:
     sequence = Sequence("a", [1] * 9, SamplingParams(max_tokens=9), 10)
-    drafter = Chains(lambda: DEAR_ROWS)
-    [before] = drafter.propose([DraftRequest(sequence, 127, 63)])
+    way = TreeWay(Chains(), DEAR_ROWS)
+    [before] = way.propose([DraftRequest(sequence, 127, 63)])
     for _ in range(24 * 20):
-        drafter.update(sequence, Verification(DraftTree.chain([0] * 31), [], [1], np.zeros(32, dtype=int), None, None))
-    [after] = drafter.propose([DraftRequest(sequence, 127, 63)])
+        verification = Verification(DraftTree.chain([0] * 31), [], [1], np.zeros(32, dtype=int), None, None)
+        way.update_all([(sequence, verification)])
+    [after] = way.propose([DraftRequest(sequence, 127, 63)])
     assert len(after) < len(before)
 
 

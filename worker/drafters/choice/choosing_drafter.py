@@ -38,11 +38,11 @@ class ChoosingDrafter(Drafter):
     ) -> None:
         """Choose between plain decoding, trees, chains and others; `repeats` take a step wherever they promise more."""
         self.policy, self._clock = Policy(), clock
-        self._ways: dict[str, Way] = {PLAIN: PlainWay(costs), TREE: trees, **(others or {})}
+        self.ways: dict[str, Way] = {PLAIN: PlainWay(costs), TREE: trees, **(others or {})}
         if chains is not None:
-            self._ways[CHAIN] = chains
+            self.ways[CHAIN] = chains
         self._repeats, self._chains = repeats, chains
-        self._all = [*self._ways.values(), *([repeats] if repeats is not None else [])]
+        self._all = [*self.ways.values(), *([repeats] if repeats is not None else [])]
         self.needs_top_k = any(way.needs_top_k for way in self._all)
         self.needs_hidden = any(way.needs_hidden for way in self._all)
         self.phases = () if chains is None else chains.chains.phases
@@ -63,7 +63,7 @@ class ChoosingDrafter(Drafter):
     def wants_hidden(self) -> bool:
         return any(
             way.needs_hidden and (name == self.way or self.policy.num_tokens_to_trial(name) < HEARD)
-            for name, way in self._ways.items()
+            for name, way in self.ways.items()
         )
 
     @property
@@ -82,7 +82,7 @@ class ChoosingDrafter(Drafter):
         trees = self._newest.propose(requests)
         if trees is None:
             self.way = TREE
-            trees = self._ways[TREE].propose(requests)
+            trees = self.ways[TREE].propose(requests)
             assert trees is not None
         return trees
 
@@ -126,7 +126,7 @@ class ChoosingDrafter(Drafter):
         if self._chains is not None:
             self._chains.restore(sequence, state)
         try:
-            self._ways[TREE].restore(sequence, state)
+            self.ways[TREE].restore(sequence, state)
         except ValueError:
             if self._chains is not None:
                 self._chains.restore(sequence, before)
@@ -134,13 +134,13 @@ class ChoosingDrafter(Drafter):
 
     @property
     def _newest(self) -> Way:
-        return self._repeats if self.way == REPEAT and self._repeats is not None else self._ways[self.way]
+        return self._repeats if self.way == REPEAT and self._repeats is not None else self.ways[self.way]
 
     def _choose(self, requests: list[DraftRequest]) -> None:
         times, otherwise = self.policy.times, requests[0].overhead
 
         def promises() -> dict[str, float | None]:
-            return {name: way.promise(requests, times.beside(name, otherwise)) for name, way in self._ways.items()}
+            return {name: way.promise(requests, times.beside(name, otherwise)) for name, way in self.ways.items()}
 
         self.way = self.policy.choose(requests, promises)
         if self._repeats is not None and self._repeats.pays(requests, times.beside(TREE, otherwise), self.policy.rate):

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.run.compute_options import LinearName
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.auto import mtp_trials
-from swiftbatch.worker.drafters.auto.mtp_trials import TrialDrafter
+from swiftbatch.worker.drafters.auto import auto
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.engine_memory import slots_wanted
 from swiftbatch.worker.drafters.griffin.cuda_draft_rows import CudaRows
@@ -284,7 +283,7 @@ def test_auto_has_the_layer_where_it_has_room(tmp_path: Path) -> None:
     assert target.forwards.arena is not None
     for holds_engine in (True, False):
         target.forwards.arena.holds_engine = holds_engine
-        assert isinstance(create_drafter("auto", target, free_rows), TrialDrafter) == holds_engine
+        assert ("mtp" in auto(target, free_rows, None).ways) == holds_engine
 
 
 def test_a_model_without_such_a_layer_is_planned_as_it_was(tmp_path: Path) -> None:
