@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.choice.choosing_drafter import with_trees
 from swiftbatch.worker.drafters.choice.tree_sizes import best_shares
 from swiftbatch.worker.drafters.choice.ways import TreeWay
+from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, NodeAcceptance, NodeBudget
 from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.engine.engine import Engine

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.choice.tree_sizes import NUM_ROWS, best_shares
+from swiftbatch.worker.drafters.choice.ways import TreeWay
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.drafters.griffin.griffin import PricePlanner
 from swiftbatch.worker.drafters.self_speculation.round_planner import RoundsPlanner
-from swiftbatch.worker.drafters.choice.tree_sizes import NUM_ROWS, best_shares
-from swiftbatch.worker.drafters.choice.ways import TreeWay
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, NodeBudget
 from swiftbatch.worker.forward import step_costs
 from swiftbatch.worker.forward.expert_counts import ExpertCounts, ExpertSpread

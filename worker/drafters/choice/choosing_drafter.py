@@ -75,8 +75,10 @@ class ChoosingDrafter(Drafter):
             way.start(sequence, cache)
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        if not requests:
+            return []
         sequences = [request.sequence for request in requests]
-        if requests and not (self._is_chosen and sequences == self._sequences):
+        if not (self._is_chosen and sequences == self._sequences):
             self._begun, self._sequences, self._is_chosen = self._clock(), sequences, True
             self._choose(requests)
         trees = self._newest.propose(requests)

@@ -9,20 +9,23 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 
 PLAIN = "plain"  # the way without drafts
-NUM_KEPT = 32  # newest calls that tell the rate of a way
-PLAIN_CALLS, DRAFT_CALLS = 2, 16  # calls of a trial
-FEWEST_CALLS = 6  # calls before a trial with drafts can be given up
-SETTLING = 1  # calls at the beginning of a turn that are slower, since the processor's caches hold other data
-HOPELESS, NEAR, BETTER, CLEARLY_BETTER = 0.8, 0.85, 1.03, 1.5  # times the rate of the best way
-PAYBACK = 200  # tokens between trials for each token that a trial lost, or may lose
-LOOK_EVERY = 512  # tokens of each sequence, until the best way is compared with the others as they were measured
+NUM_KEPT = 64  # newest calls that tell the rate of a way
+FEWEST_BLOCKS, NUM_BLOCKS, MOST_BLOCKS = 2, 4, 8  # of a trial, each with calls of the other way and of the best one
+CALLS_OF_A_BLOCK = 4
+STEPS_PER_TRIAL_CALL = 16  # plain steps: one call is a block
+SETTLING = 1  # calls with drafts at the beginning of a block, slower since the processor's caches hold other data
+HOPELESS, WORSE, BETTER, CLEARLY_BETTER = 0.8, 0.85, 1.03, 1.15  # times the rate of the best way
+MUCH_FASTER = 1.25  # times the rate of the best way, as another one was measured: the best one became slower
+LOOK_EVERY = 512  # tokens of each sequence, until that is looked at
+PAYBACK = 200  # tokens between trials for each token that a trial may lose
+FIRST_PAYBACK = 25  # tokens between trials for each token that the last one lost; they double with every lost trial
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 64, 8192  # tokens of each sequence between trials
+MOST_DOUBLED = 7  # times that the shortest interval is doubled
 SURELY_BETTER = 2.0  # times plain decoding, as promised: a way that begins without any measurement
 UNMEASURED_GAIN = 1.1  # times plain decoding, for a way that cannot promise anything
 MUCH_LONGER = 1.5  # times the text of other sequences: rates measured for them do not count
@@ -30,7 +33,6 @@ NUM_TIMES, FEWEST_TIMES = 15, 3  # newest times that tell what a step takes besi
 MOST_HELD_UP = 1.5  # times the median of like calls
 DRAFTING_SECONDS = 0.2e-3  # that drafts take beside forwards, before any was seen
 MOST_BESIDE = 9  # times the seconds of a forward
-STEPS_PER_TRIAL_CALL = 16  # plain steps: of fewer, what lies between two calls counts too much
 
 
 class Call(NamedTuple):
@@ -49,9 +51,12 @@ class Call(NamedTuple):
 class TokenRate:
     """The tokens per second of the newest calls, as if nothing had held one up."""
 
-    def __init__(self) -> None:
-        self._calls = deque[tuple[Call, float]](maxlen=NUM_KEPT)  # with their seconds
-        self.num_calls = 0
+    def __init__(self, before: TokenRate | None = None) -> None:
+        """Begin with the calls of another one."""
+        self._calls: deque[tuple[Call, float]] = deque(
+            before._calls if before else (), maxlen=NUM_KEPT
+        )  # with their seconds
+        self.num_calls = len(self._calls)
         self._value: float | None = None  # None since a call came
 
     def observe(self, call: Call, seconds: float) -> None:
@@ -102,24 +107,55 @@ class StepTimes:
         return plain if way == PLAIN else max(0.0, plain) + DRAFTING_SECONDS
 
 
-class Kind(Enum):
-    FIRST = "the best way by its promise, before any was measured"
-    STEADY = "the best way"
-    TRIAL = "another way"
-    CHECK = "the best way, once more behind a trial that came near to it"
+@dataclass
+class Turn:
+    """Calls in a row that go the best way."""
+
+    most_tokens: int
+    num_tokens: int = 0
 
 
 @dataclass
-class Turn:
-    """Calls in a row that go one way."""
+class Trial:
+    """Blocks of calls that go another way and the best one by turns: when a machine slows down, both become slower."""
 
     way: str
-    kind: Kind
-    tried: str = ""  # the way that a check is for
-    most_tokens: int = 0  # of a steady turn
-    num_calls: int = 0
-    num_tokens: int = 0
+    best: str
+    rates: dict[bool, TokenRate]  # of the other way (True) and of the best one, also of trials before
+    is_trying: bool = True  # whether the coming call goes the other way
+    num_blocks: int = 0  # that ended
+    num_calls: int = 0  # of the block's half
+    num_tokens: int = 0  # of the other way, with settling
     seconds: float = 0.0
+
+    @property
+    def newest(self) -> str:
+        return self.way if self.is_trying else self.best
+
+    @property
+    def ratio(self) -> float:
+        """The rate of the other way beside that of the best one."""
+        best = self.rates[False].value
+        return self.rates[True].value / best if best else 1.0
+
+    @property
+    def is_over(self) -> bool:
+        if self.num_calls or not self.is_trying or not self.num_blocks:
+            return False
+        if not HOPELESS < self.ratio < 1 / HOPELESS:
+            return self.num_blocks >= FEWEST_BLOCKS
+        return self.num_blocks >= (MOST_BLOCKS if WORSE < self.ratio < CLEARLY_BETTER else NUM_BLOCKS)
+
+    def observe(self, call: Call, seconds: float) -> None:
+        self.num_calls += 1
+        is_plain = self.newest == PLAIN
+        if self.is_trying:
+            self.num_tokens, self.seconds = self.num_tokens + call.num_tokens, self.seconds + seconds
+        if is_plain or self.num_calls > SETTLING:
+            self.rates[self.is_trying].observe(call, seconds)
+        if is_plain or self.num_calls == SETTLING + CALLS_OF_A_BLOCK:
+            self.num_blocks += not self.is_trying
+            self.is_trying, self.num_calls = not self.is_trying, 0
 
 
 @dataclass
@@ -130,21 +166,44 @@ class Place:
     longest: int
     best: str = ""
     num_tokens: int = 0
-    rates: dict[str, TokenRate] = field(default_factory=dict)
+    rate: TokenRate = field(default_factory=TokenRate)  # of the best way
+    trials: dict[str, dict[bool, TokenRate]] = field(default_factory=dict)  # of other ways beside the best one
+    others: dict[str, float] = field(default_factory=dict)  # tokens per second of other ways, when they were tried
     due: dict[str, int] = field(default_factory=dict)  # the `num_tokens` at which a way is tried
     num_lost: dict[str, int] = field(default_factory=dict)  # trials in a row
 
     def fits(self, number: int, longest: int) -> bool:
         return _are_alike(number, self.number) and _are_alike(longest, self.longest)
 
-    def rate(self, way: str) -> float:
-        """Return the measured tokens per second; 0 where there are none."""
-        return self.rates[way].value if way in self.rates else 0.0
+    def measured(self, way: str) -> float:
+        """Return the tokens per second of a way; 0 where it was not tried."""
+        return self.rate.value if way == self.best else self.others.get(way, 0.0)
+
+    def take(self, way: str, rate: TokenRate) -> None:
+        """Make another way the best one."""
+        before, trial = self.best, self.trials.pop(way, None)
+        self.trials.clear()
+        if before:
+            self.others[before] = self.rate.value
+        if before and trial is not None:
+            self.trials[before] = {True: trial[False], False: trial[True]}
+        self.best, self.rate = way, rate
+        self.others.pop(way, None)
 
     def put_off(self, way: str, num_tokens: float) -> None:
         """Try a way after so many tokens, within bounds that double with every trial that it lost."""
         least = SHORTEST_INTERVAL * self.number << self.num_lost.get(way, 0)
         self.due[way] = self.num_tokens + int(min(max(least, num_tokens), LONGEST_INTERVAL * self.number))
+
+    def is_due(self, way: str, value: float) -> bool:
+        """Return whether a way that should bring `value` tokens per second is tried now."""
+        if way not in self.due and value >= self.rate.value:
+            self.due[way] = self.num_tokens
+        elif way not in self.due:
+            lost = self.number * NUM_BLOCKS * CALLS_OF_A_BLOCK * (self.rate.value / value - 1)
+            self.put_off(way, PAYBACK * lost)
+        is_faster = self.others.get(way, 0.0) > MUCH_FASTER * self.rate.value
+        return is_faster or self.num_tokens + STEPS_PER_TRIAL_CALL * self.number >= self.due[way]
 
 
 class Policy:
@@ -154,7 +213,7 @@ class Policy:
         self.times = StepTimes()
         self._places: list[Place] = []
         self._place = Place(0, 0)
-        self._turn: Turn | None = None  # None: the place is new
+        self._turn: Turn | Trial | None = None  # None: the place is new
         self._names: list[str] = []  # of the newest call's sequences
         self._promised = 0.0  # tokens per second of the best way
         self._gains: dict[str, float] = {}  # of ways without promises, times the rate of plain decoding
@@ -166,13 +225,13 @@ class Policy:
         can tell.
         """
         names = [request.sequence.sequence_id for request in requests]
-        is_over = self._turn is None or self._is_over(self._turn)
+        is_over = self._is_over
         if is_over or names != self._names:
             self._names = names
             self._meet(len(names), max(len(request.sequence) for request in requests))
         if is_over or self._turn is None:
             self._turn = self._next_turn(self._values(promises()))
-        return self._turn.way
+        return self._way
 
     def observe(self, way: str, call: Call, seconds: float, expected: float | None) -> None:
         """Take in what a call brought; its forwards should take `expected` seconds a step.
@@ -182,113 +241,93 @@ class Policy:
         if expected is not None:
             self.times.observe(way, seconds / call.num_steps, expected)
         turn, place = self._turn, self._place
-        if turn is None or way != turn.way:
+        if turn is None or way != self._way:
             return
         place.num_tokens += call.num_tokens
-        turn.num_calls, turn.num_tokens, turn.seconds = (
-            turn.num_calls + 1,
-            turn.num_tokens + call.num_tokens,
-            turn.seconds + seconds,
-        )
-        if turn.num_calls > SETTLING:
-            place.rates.setdefault(turn.way, TokenRate()).observe(call, seconds)
+        if isinstance(turn, Trial):
+            turn.observe(call, seconds)
+        else:
+            turn.num_tokens += call.num_tokens
+            place.rate.observe(call, seconds)
 
     @property
     def rate(self) -> float:
         """The tokens per second of the best way: measured, or promised before that."""
-        return self._place.rate(self._place.best) or self._promised
+        return self._place.rate.value or self._promised
 
     @property
     def most_steps(self) -> int:
         """The plain steps that one call of this turn may take."""
         turn = self._turn
-        if turn is None or turn.kind is not Kind.STEADY:
-            return STEPS_PER_TRIAL_CALL
-        return max(1, (turn.most_tokens - turn.num_tokens) // max(1, self._place.number))
+        if isinstance(turn, Turn) and self._place.rate.num_calls:
+            return max(1, (turn.most_tokens - turn.num_tokens) // self._place.number)
+        return STEPS_PER_TRIAL_CALL
 
     def num_tokens_to_trial(self, way: str) -> int:
         """Return the tokens of each sequence until a way is tried."""
-        if self._turn is not None and way in (self._turn.way, self._turn.tried):
+        if isinstance(self._turn, Trial) and self._turn.way == way:
             return 0
         place = self._place
         return (place.due.get(way, place.num_tokens) - place.num_tokens) // max(1, place.number)
 
-    def _is_over(self, turn: Turn) -> bool:
-        if turn.kind is Kind.STEADY:
-            return turn.num_tokens >= turn.most_tokens
-        num_known = turn.num_calls - SETTLING
-        if turn.kind is Kind.TRIAL and num_known >= FEWEST_CALLS and self._ratio(turn.way) < HOPELESS:
-            return True
-        return num_known >= (PLAIN_CALLS if turn.way == PLAIN else DRAFT_CALLS)
+    @property
+    def _way(self) -> str:
+        return self._turn.newest if isinstance(self._turn, Trial) else self._place.best
 
-    def _next_turn(self, values: dict[str, float]) -> Turn:
+    @property
+    def _is_over(self) -> bool:
+        turn = self._turn
+        return turn is None or (turn.is_over if isinstance(turn, Trial) else turn.num_tokens >= turn.most_tokens)
+
+    def _next_turn(self, values: dict[str, float]) -> Turn | Trial:
         """End the turn, and begin another one. `values` are the tokens per second of the ways that can be gone."""
         place, turn = self._place, self._turn
-        if turn is not None and turn.kind is Kind.TRIAL and turn.way != place.best:
-            if place.best in values and NEAR < self._ratio(turn.way) < CLEARLY_BETTER:
-                return Turn(place.best, Kind.CHECK, tried=turn.way, num_tokens=turn.num_tokens, seconds=turn.seconds)
-            self._judge(turn.way, turn)
-        elif turn is not None and turn.kind is Kind.CHECK:
-            self._judge(turn.tried, turn)
+        if isinstance(turn, Trial):
+            self._judge(turn)
         if place.best not in values:
-            place.best = max(values, key=values.__getitem__)
-            if values[place.best] < SURELY_BETTER * values[PLAIN] and not self.times.is_known(place.best):
-                place.best = PLAIN
+            place.take(self._first(values), TokenRate())
         self._promised = values[place.best]
-        if not place.rate(place.best):
-            return Turn(place.best, Kind.FIRST)
-        due = [way for way in values if way != place.best and self._is_due(way, values[way])]
+        if not place.rate.value:
+            return Turn(place.number * (2 * STEPS_PER_TRIAL_CALL if place.best == PLAIN else STEPS_PER_TRIAL_CALL))
+        due = [way for way in values if way != place.best and place.is_due(way, values[way])]
         if due:
             way = max(due, key=values.__getitem__)
-            place.rates.pop(way, None)
-            return Turn(way, Kind.TRIAL)
-        return self._steady(values)
-
-    def _steady(self, values: dict[str, float]) -> Turn:
-        """Return a turn of the best way until another one is due, or until its rate is looked at again."""
-        place, turn = self._place, self._turn
+            return Trial(way, place.best, place.trials.setdefault(way, {True: TokenRate(), False: TokenRate()}))
         until = min((place.due[way] - place.num_tokens for way in values if way != place.best), default=LOOK_EVERY)
-        went_on = turn is not None and turn.way == place.best
-        most_tokens = min(until, LOOK_EVERY * place.number)
-        return Turn(place.best, Kind.STEADY, most_tokens=most_tokens, num_calls=SETTLING if went_on else 0)
+        return Turn(min(until, LOOK_EVERY * place.number))
 
-    def _is_due(self, way: str, value: float) -> bool:
-        """Return whether a way should be tried now."""
-        place = self._place
-        if way not in place.due:
-            shortfall = max(0.0, place.rate(place.best) / value - 1)
-            place.put_off(way, PAYBACK * DRAFT_CALLS * place.number * shortfall)
-            if value >= place.rate(place.best):
-                place.due[way] = place.num_tokens
-        is_faster = place.rate(way) > BETTER * place.rate(place.best)  # the best way became slower than it was
-        return is_faster or place.num_tokens + STEPS_PER_TRIAL_CALL * place.number >= place.due[way]
+    def _first(self, values: dict[str, float]) -> str:
+        """Return the way to begin with: plain decoding, unless another one surely brings more."""
+        way = max(values, key=values.__getitem__)
+        return way if values[way] > SURELY_BETTER * values[PLAIN] or self.times.is_known(way) else PLAIN
 
-    def _judge(self, way: str, turn: Turn) -> None:
+    def _judge(self, trial: Trial) -> None:
         """Take a way that was faster than the best one; try another one again later."""
-        place, ratio = self._place, self._ratio(way)
+        place, way, ratio = self._place, trial.way, trial.ratio
+        if trial.best != place.best:
+            return
         if ratio > BETTER:
             place.num_lost[place.best] = place.num_lost[way] = 0
-            place.best, way = way, place.best
-            place.put_off(way, PAYBACK * DRAFT_CALLS * place.number * (ratio - 1))
+            way = place.best
+            place.take(trial.way, TokenRate(trial.rates[True]))
+            place.put_off(way, PAYBACK * place.number * NUM_BLOCKS * CALLS_OF_A_BLOCK * (ratio - 1))
         else:
-            place.num_lost[way] = min(place.num_lost.get(way, 0) + 1, 7)
-            place.put_off(way, PAYBACK * max(0.0, turn.seconds * place.rate(place.best) - turn.num_tokens))
-        if plain := place.rate(PLAIN):
-            self._gains |= {name: rate.value / plain for name, rate in place.rates.items()}
-
-    def _ratio(self, way: str) -> float:
-        best = self._place.rate(self._place.best)
-        return self._place.rate(way) / best if best else 1.0
+            place.others[way] = ratio * place.rate.value
+            place.num_lost[way] = min(place.num_lost.get(way, 0) + 1, MOST_DOUBLED)
+            lost = max(0.0, trial.seconds * trial.rates[False].value - trial.num_tokens)
+            place.put_off(way, lost * (FIRST_PAYBACK << place.num_lost[way]))
+        if plain := place.measured(PLAIN):
+            self._gains |= {name: place.measured(name) / plain for name in (place.best, way)}
 
     def _values(self, promises: dict[str, float | None]) -> dict[str, float]:
         """Return the tokens per second of all ways that can be gone: measured here, or promised."""
-        plain, place = promises[PLAIN] or 1.0, self._place
+        plain, place = self._place.measured(PLAIN) or promises[PLAIN] or 1.0, self._place
         values = {}
         for way, promise in promises.items():
             if promise is None:
-                promise = self._gains.get(way, UNMEASURED_GAIN) * (place.rate(PLAIN) or plain)
+                promise = self._gains.get(way, UNMEASURED_GAIN) * plain
             if promise:
-                values[way] = place.rate(way) or promise
+                values[way] = place.measured(way) or promise
         return values
 
     def _meet(self, number: int, longest: int) -> None:

@@ -16,7 +16,6 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 
-
 SAME_LENGTH = 64  # positions that change a step's time by little
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.choice.policy import (
-    DRAFT_CALLS,
+    CALLS_OF_A_BLOCK,
     LONGEST_INTERVAL,
+    NUM_BLOCKS,
     PLAIN,
-    PLAIN_CALLS,
     SETTLING,
     STEPS_PER_TRIAL_CALL,
     UNMEASURED_GAIN,
@@ -23,7 +23,8 @@ from swiftbatch.worker.drafters.choice.policy import (
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.sampling.sequence import Sequence
 
-FIRST = (PLAIN_CALLS + SETTLING) * STEPS_PER_TRIAL_CALL  # plain tokens
+FIRST = 2 * STEPS_PER_TRIAL_CALL  # plain tokens
+BLOCK = 2 * (SETTLING + CALLS_OF_A_BLOCK)  # tokens with drafts
 TREE = "tree"
 
 
@@ -62,8 +63,8 @@ def share(ways: list[str], way: str = TREE) -> float:
 
 
 def test_plain_steps_are_measured_first_and_then_what_promises_more() -> None:
-    ways = Machine().run(FIRST + 2 * (DRAFT_CALLS + SETTLING))
-    assert ways == [PLAIN] * FIRST + [TREE] * 2 * (DRAFT_CALLS + SETTLING)
+    ways = Machine().run(FIRST + NUM_BLOCKS * (BLOCK + STEPS_PER_TRIAL_CALL))
+    assert ways == [PLAIN] * FIRST + ([TREE] * BLOCK + [PLAIN] * STEPS_PER_TRIAL_CALL) * NUM_BLOCKS
 
 
 def test_a_way_that_promises_twice_as_much_is_measured_first() -> None:
@@ -72,7 +73,7 @@ def test_a_way_that_promises_twice_as_much_is_measured_first() -> None:
 
 @pytest.mark.parametrize("seconds", [1.0, 1.8])
 def test_drafts_that_bring_more_stay(seconds: float) -> None:
-    assert share(Machine({TREE: seconds}).run(4096)) > 0.9
+    assert share(Machine({TREE: seconds}).run(4096)) > 0.85
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(8.0, 0.01), (3.0, 0.03), (2.2, 0.05)])
@@ -88,8 +89,8 @@ def test_trials_of_three_ways_lose_a_fiftieth_of_the_time_at_most() -> None:
 
 def test_trials_become_ever_rarer() -> None:
     ways = Machine({TREE: 2.1}).run(40_000)
-    tried = [at for at in range(1, len(ways)) if ways[at] == TREE != ways[at - 1]]
-    assert np.diff(tried).max() <= LONGEST_INTERVAL + 200
+    tried = [at for at in range(64, len(ways)) if ways[at] == TREE and TREE not in ways[at - 64 : at]]
+    assert np.diff(tried).max() <= LONGEST_INTERVAL + 300
     assert tried[-1] - tried[-2] > 3 * (tried[1] - tried[0])
 
 
@@ -152,7 +153,7 @@ def test_texts_much_longer_or_shorter_are_measured_anew(lengths: tuple[int, int]
 def test_jobs_like_others_before_go_on_as_those_did(seconds: float, best: str) -> None:
     machine = Machine({TREE: seconds})
     for length in (10, 4000):
-        machine.run(FIRST + 4 * DRAFT_CALLS, sequence_of(str(length), length))
+        machine.run(FIRST + NUM_BLOCKS * (BLOCK + STEPS_PER_TRIAL_CALL), sequence_of(str(length), length))
     for name, length in (("c", 10), ("d", 4000), ("e", 11)):
         assert share(machine.run(40, sequence_of(name, length)), best) == 1
 
