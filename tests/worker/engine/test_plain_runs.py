@@ -144,7 +144,8 @@ def test_runs_are_short_where_more_than_a_token_may_end_a_sequence(target: Targe
 def test_runs_of_auto_become_as_long_as_can_be_where_nothing_repeats_itself(target: TargetModel) -> None:
     engine = begun(target, {"temperature": 1.0}, Engine(target, auto(target, dear_rows, None)))
     sizes = [len(engine.step()[0][1].committed_ids) for _ in range(4)]
-    assert sizes == [1, 31, MOST_STEPS, MOST_STEPS]
+    assert sizes[:2] == [1, MOST_STEPS - 1]  # the second call ends with the first look at what was measured
+    assert min(sizes[2:]) > FEW_STEPS
 
 
 def test_auto_looks_soon_again_where_a_text_repeats_itself(target: TargetModel) -> None:

@@ -78,9 +78,9 @@ class ChainWay(Way):
         if not self._are_scanned(requests):
             return None
         lengths = lengths_of(requests)
-        self._num_steps += 1
-        if self._num_steps >= ROUNDS_PER_PLAN or self._planner.is_new:
+        if self._num_steps >= (1 if self._planner.is_new else ROUNDS_PER_PLAN):
             self._plan(requests, lengths)
+        self._num_steps += 1
         verifying = self._planner.begin(self._rounds, lengths)
         trees = self.chains.propose(requests)
         drawing = (round_.seconds for request in requests for round_ in self.chains.rounds_of(request.sequence))

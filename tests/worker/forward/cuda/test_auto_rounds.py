@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.auto import auto as auto_module
-from swiftbatch.worker.drafters.auto.auto import AutoDrafter, auto
-from swiftbatch.worker.drafters.auto.repeated_text import RepeatingDrafter
+from swiftbatch.worker.drafters import auto as auto_module
+from swiftbatch.worker.drafters.auto import auto
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.choice import chain_way, policy
+from swiftbatch.worker.drafters.choice.chain_way import ChainWay
 from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.self_speculation import round_planner as plan_module
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.forward_interface import partial_rows
@@ -52,15 +52,15 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SCAN_CHUNK", CHUNK)
     monkeypatch.setattr(scan_cache, "NUM_RECENT", NUM_RECENT)
     monkeypatch.setattr(scan_cache, "MOST_ENTRIES", SHORTEST)
-    monkeypatch.setattr(auto_module, "SHORTEST_SCANNED", SHORTEST)
+    for module in (auto_module, chain_way):
+        monkeypatch.setattr(module, "SHORTEST_SCANNED", SHORTEST)
     monkeypatch.setattr(plan_module, "MOST_ENTRIES", 32)
     monkeypatch.setattr(plan_module, "CHAIN_LENGTHS", (3,))
     for module in (texts_module, scan_module):  # a program for each pair
         monkeypatch.setattr(module, "MOST_SAMPLED", 4)
         monkeypatch.setattr(module, "SAMPLED_PER_PROGRAM", 4)
     monkeypatch.setattr(auto_module, "NUM_BEST", 20)
-    monkeypatch.setattr(auto_module, "TREES_PER_PLAN", 1)
-    monkeypatch.setattr(auto_module, "ALWAYS_BETTER", 1.0)  # chains of three tokens bring little more than trees
+    monkeypatch.setattr(policy, "SURELY_BETTER", 1.0)  # chains of three tokens bring little more than trees
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +101,9 @@ def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
     plain = run(reference, AutoregressiveDrafter(reference, free_rows, None), sequences(reference))
     target = make(files, torch.float32, 2, LONGEST, linear="cublas")
     drafter = auto(target, rounds_always_pay, None)
-    assert isinstance(drafter, RepeatingDrafter)
-    assert isinstance(drafter.otherwise, AutoDrafter)
-    arena = drafter.otherwise._chains._new_entries.__self__  # type: ignore[attr-defined]
+    chains = drafter.ways["chain"]
+    assert isinstance(chains, ChainWay)
+    arena = chains.chains._new_entries.__self__  # type: ignore[attr-defined]
     assert isinstance(arena, SparseArena)
     assert arena.texts is not None
     for tensor in arena.texts.tensors():
@@ -127,6 +127,7 @@ def test_rounds_rest_while_more_jobs_run_than_have_room_for_their_texts(
     alone, both = sequences(target)[:1], sequences(target)
     together = run(target, drafter, both)
     assert drafter.counters.num_rounds == 0
+    drafter = auto(target, rounds_always_pay, None)
     assert run(target, drafter, alone) == together[:1]
     assert drafter.counters.num_rounds > 0
 
@@ -164,8 +165,7 @@ def test_a_round_says_nearly_what_the_target_says(
 
 def test_a_round_is_fifteen_launches_a_layer_in_one_graph(files: ModelFiles) -> None:
     target = cuda_target(files, torch.float32, 1, LONGEST)
-    drafter = auto(target, rounds_always_pay, None)
-    assert isinstance(drafter, RepeatingDrafter)
+    auto(target, rounds_always_pay, None)
     [rounds] = target.forwards._rounds.values()  # type: ignore[attr-defined]
     assert isinstance(rounds._graph, CheckedGraph)
     assert len(rounds._graph.launches) == target.cache_shape.num_layers * 15 + 3
@@ -173,6 +173,4 @@ def test_a_round_is_fifteen_launches_a_layer_in_one_graph(files: ModelFiles) -> 
 
 def test_where_nothing_can_be_scanned_there_are_trees_and_repeats_alone(files: ModelFiles) -> None:
     for make in (cuda_target, offloaded_target):
-        drafter = auto(make(files, torch.float32, 1, 16), rounds_always_pay, None)
-        assert isinstance(drafter, RepeatingDrafter)
-        assert isinstance(drafter.otherwise, TokenRecyclingDrafter)
+        assert set(auto(make(files, torch.float32, 1, 16), rounds_always_pay, None).ways) == {"plain", "tree"}
