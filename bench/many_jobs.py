@@ -1,4 +1,4 @@
-"""The table of docs/gpu.md for runs of few and of many jobs: tokens a second by the worker's own plans.
+"""The table of docs/gpu_lab_book.md for runs of few and of many jobs: tokens a second by the worker's own plans.
 
 `python -m bench many-jobs` prints it; no GPU is needed. Memory, rows, jobs at a time and draft
 nodes are planned as a worker does. Seconds of a step are a model: measured on an H100 in forwards of 64 rows, and
@@ -56,7 +56,7 @@ MEASURED_HOST, PROMISED_HOST = HostTime(4e-4, 1.2e-4), HostTime(3e-4, 1e-5)
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU's speed. That of the A100 is computed from that of the H100 by the bandwidth of its memory."""
+    """A GPU's speed."""
 
     name: str
     capability: int
@@ -94,10 +94,6 @@ class GPU:
 
 
 H100 = GPU("H100 80 GB", 9, 3.104e12, 9.89e14, 7.85e-3, 5.8e-3, 7e-5)
-A100_SHARE = 3.35 / 2.039  # of the bandwidths that are published
-A100 = GPU(
-    "A100 80 GB", 8, 3.104e12 / A100_SHARE, 3.12e14, 7.85e-3 * A100_SHARE, 5.8e-3 * A100_SHARE, 7e-5 * A100_SHARE
-)
 
 
 @dataclass(frozen=True)
@@ -235,10 +231,12 @@ def table_rows(gpu: GPU) -> Iterator[list[str]]:
 
 
 def run(options: Options) -> Iterator[Record]:
-    """Compute the table of docs/gpu.md of few and of many jobs, planned as a worker plans; --markdown prints it.
+    """Compute the table of few and of many jobs in docs/gpu_lab_book.md, planned as a worker plans.
+
+    --markdown prints it as there.
 
     \b
     Example:
       python -m bench many-jobs --markdown
     """
-    yield from (dict(zip(HEADERS, cells, strict=True)) for gpu in (H100, A100) for cells in table_rows(gpu))
+    yield from (dict(zip(HEADERS, cells, strict=True)) for cells in table_rows(H100))

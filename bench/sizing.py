@@ -1,4 +1,4 @@
-"""The tables of docs/gpu.md: slots that fit a GPU, with weights in bfloat16, packed, and where layers forget.
+"""The tables of docs/gpu.md: jobs that fit a GPU, with weights in bfloat16 and packed, and where layers forget.
 
 `python -m bench sizing --markdown` prints them; no GPU is needed.
 """
@@ -11,14 +11,12 @@ from itertools import product
 
 from bench.options import JSONOptions as Options
 from bench.tables import Record
-from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.forward.rows_per_forward import most_together
 from swiftbatch.worker.inspection import CONTEXT_BYTES, GPU_BYTES, GPUS, SLOT_LENGTHS
 from swiftbatch.worker.kernels.kernel_sizes import MLASizes
-from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, one_slot, splits_of
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, one_slot, splits_of
 from swiftbatch.worker.kv.kv_capacity import GB, NUM_UNWRITTEN, held_in_windows
 from swiftbatch.worker.kv.model_sizes import ExpertSizes, ModelSizes, PackedPart
-from swiftbatch.worker.kv.sparse_cache import summary_positions
 
 DENSE = {  # models whose weights are published in 8 or 4 bits; sizes follow from their configs
     "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),
@@ -56,8 +54,7 @@ MODELS = {
     "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),
     "Qwen2.5 32B": ModelSizes(32_763_876_352, 262_144, 40, 8, 128, 5120, 27648, 152_064, 2),
 }
-LENGTHS = (32_768, 100_000)
-HEADERS = ("model", "GPU", "positions", "weights", "a slot", "work space", "slots", "with drafts a slot", "slots then")
+GPU = "H100 80 GB"
 
 
 def gpu_memory(num_multiprocessors: int, free_bytes: int, sizes: ModelSizes = MODELS["Llama 3.1 8B"]) -> GPUMemory:
@@ -65,43 +62,23 @@ def gpu_memory(num_multiprocessors: int, free_bytes: int, sizes: ModelSizes = MO
     return GPUMemory(free_bytes, splits_of(num_multiprocessors, sizes))
 
 
-def sizing_table() -> list[Record]:
-    """What each model takes of each GPU in bfloat16, in GB, and how many slots of each length fit."""
-    return [dict(zip(HEADERS, cells, strict=True)) for cells in _rows()]
-
-
-def _rows() -> Iterator[list[str]]:
-    for (model, sizes), (name, num_multiprocessors), length in product(MODELS.items(), GPUS.items(), LENGTHS):
-        gpu = gpu_memory(num_multiprocessors, GPU_BYTES - CONTEXT_BYTES, sizes)
-        draft_bytes = summary_positions(ENGINES["tokenswift"].partial_budget, length) * sizes.bytes_per_position
-        plain = one_slot(sizes, gpu, length)
-        figures = [plain.weight_bytes, plain.slot_bytes, plain.work_bytes]
-        drafts = DraftMemory(slot_bytes=draft_bytes)
-        slots = [
-            _slots(sizes, gpu, length),
-            f"{(plain.slot_bytes + draft_bytes) / GB:.1f}",
-            _slots(sizes, gpu, length, drafts),
-        ]
-        yield [model, name, f"{length:,}", *(f"{each / GB:.1f}" for each in figures), *slots]
-
-
 def packed_table() -> list[Record]:
-    """What the weights of a model take in each form, in GB, and how many slots of each length fit then.
+    """What the weights of a model take in each form, in GB, and how many jobs of each length fit one H100 then.
 
     Behind those with keys and values in bfloat16 are those in 8 bits; latent vectors have no such codes.
     """
-    slots = [f"slots of {length:,}{words}" for words in ("", ", keys in fp8") for length in SLOT_LENGTHS]
-    headers = ("weights of", "form", "GB", "GPU", *slots)
+    jobs = [f"jobs of {length:,}{words}" for words in ("", ", keys in fp8") for length in SLOT_LENGTHS]
+    headers = ("weights of", "form", "GB", *jobs)
     return [dict(zip(headers, cells, strict=True)) for cells in _packed_rows()]
 
 
 def _packed_rows() -> Iterator[list[str]]:
-    for (model, form, sizes), (name, number) in product(packed_models(), GPUS.items()):
-        gpu = gpu_memory(number, GPU_BYTES - CONTEXT_BYTES, sizes)
+    for model, form, sizes in packed_models():
+        gpu = gpu_memory(GPUS[GPU], GPU_BYTES - CONTEXT_BYTES, sizes)
         kept = (sizes, replace(sizes, kv_dtype="fp8")) if sizes.latent is None else (sizes,)
-        slots = [_slots(each, gpu, length) for each in kept for length in SLOT_LENGTHS]
-        slots += ["-"] * (2 * len(SLOT_LENGTHS) - len(slots))
-        yield [model, form, f"{sizes.weight_bytes / GB:.1f}", name, *slots]
+        jobs = [_most_jobs(each, gpu, length) for each in kept for length in SLOT_LENGTHS]
+        jobs += ["-"] * (2 * len(SLOT_LENGTHS) - len(jobs))
+        yield [model, form, f"{sizes.weight_bytes / GB:.1f}", *jobs]
 
 
 def window_table() -> list[Record]:
@@ -109,7 +86,7 @@ def window_table() -> list[Record]:
 
     Beside both is what it would be if they forgot nothing.
     """
-    headers = ("model with windows", "positions", "a job", "all held", "slots", "slots, all held")
+    headers = ("model with windows", "positions", "a job", "all held", "jobs", "jobs, all held")
     return [dict(zip(headers, cells, strict=True)) for cells in _window_rows()]
 
 
@@ -117,15 +94,15 @@ def _window_rows() -> Iterator[list[str]]:
     for (model, plain), length in product(WINDOWED.items(), SLOT_LENGTHS):
         if model in EXPERTS:
             plain = replace(plain, packed=(PackedPart(EXPERTS[model][2], 4, 32),), experts=CHOSEN[model])
-        gpu = gpu_memory(GPUS["H100 80 GB"], GPU_BYTES - CONTEXT_BYTES, plain)
+        gpu = gpu_memory(GPUS[GPU], GPU_BYTES - CONTEXT_BYTES, plain)
         forgetting = replace(plain, held=held_in_windows(plain.windows, NUM_UNWRITTEN))
         both = (forgetting, plain)
         figures = [f"{one_slot(sizes, gpu, length).slot_bytes / GB:.2f}" for sizes in both]
-        yield [model, f"{length:,}", *figures, *(_slots(sizes, gpu, length) for sizes in both)]
+        yield [model, f"{length:,}", *figures, *(_most_jobs(sizes, gpu, length) for sizes in both)]
 
 
-def _slots(sizes: ModelSizes, gpu: GPUMemory, length: int, drafts: DraftMemory = NO_DRAFTS) -> str:
-    return str(most_together(sizes, gpu, length, drafts) or "none")
+def _most_jobs(sizes: ModelSizes, gpu: GPUMemory, length: int) -> str:
+    return str(most_together(sizes, gpu, length) or "none")
 
 
 def packed_models() -> Iterator[tuple[str, str, ModelSizes]]:
@@ -154,4 +131,4 @@ def run(options: Options) -> Iterator[Record]:
     Example:
       python -m bench sizing --markdown
     """
-    yield from (*sizing_table(), *packed_table(), *window_table())
+    yield from (*packed_table(), *window_table())

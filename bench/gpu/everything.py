@@ -45,7 +45,7 @@ REHEARSAL = "**This ran in Triton's interpreter: it shows that all stages run, a
 
 @dataclass(frozen=True)
 class GPUStage:
-    """One stage; `proves` are items of docs/gpu.md, "Unproved", and of its checks."""
+    """One stage; `proves` are items that docs/gpu_lab_book.md lists beside it."""
 
     name: str
     place: str  # module:function of tries

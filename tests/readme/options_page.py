@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import click
@@ -14,18 +15,21 @@ HEAD = """# Options and their defaults
 
 `python -m tests.readme.options_page` makes this page from the commands. An option that is missing here is off,
 or its value is found out when the run starts. A default stands in the module that applies it ([map](structure.md)).
+
+| option | default | of `swiftbatch` |
+|---|---|---|
 """
 
 
-def commands(group: click.Group, path: str = "swiftbatch") -> Iterator[tuple[str, click.Command]]:
+def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:
     context = click.Context(group)
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
         if isinstance(command, click.Group):
-            yield from commands(command, f"{path} {name}")
+            yield from commands(command, f"{path}{name} ")
         else:
-            yield f"{path} {name}", command
+            yield f"{path}{name}", command
 
 
 def shown_default(option: click.Option) -> str:
@@ -35,14 +39,14 @@ def shown_default(option: click.Option) -> str:
 
 
 def page() -> str:
-    """Return the page: a table for each command, with the options that have a default in it."""
-    parts = [HEAD]
+    """Return the page: a row for each option and default, with the commands that have it."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, command in commands(main):  # type: ignore[arg-type]
-        options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
-        rows = [f"| `{each.opts[0]}` | {default} |" for each in options if (default := shown_default(each))]
-        if rows:
-            parts.append("\n".join([f"\n## `{name}`\n", "| option | default |", "|---|---|", *rows, ""]))
-    return "".join(parts)
+        for each in command.params:
+            if isinstance(each, click.Option) and not each.hidden and (default := shown_default(each)):
+                found[each.opts[0], default].append(name)
+    rows = (f"| `{option}` | {default} | {', '.join(names)} |\n" for (option, default), names in sorted(found.items()))
+    return HEAD + "".join(rows)
 
 
 if __name__ == "__main__":

@@ -41,14 +41,14 @@ def missing_files(text: str) -> list[str]:
 
 def test_the_files_of_the_map_are_where_it_says() -> None:
     assert missing_files(STRUCTURE) == []
-    assert len(re.findall(r"`[\w/]+\.py`", STRUCTURE)) > 40
+    assert len(re.findall(r"`[\w/]+\.py`", STRUCTURE)) > 20
     text = "`jobs/`: `job.py`, `worker/engine/engine.py`, `job.py`; `jobs/reader.py`; `jobs/run/` has `run.py`"
     assert missing_files(text) == ["job.py", "jobs/reader.py"]
 
 
 def test_the_first_pages_are_short() -> None:
     assert len(README.splitlines()) <= 250
-    assert len(STRUCTURE.splitlines()) <= 110  # forty changes, a line each
+    assert len(STRUCTURE.splitlines()) <= 80
     steps = [
         re.findall(r"^(\d+)\. ", section(STRUCTURE, f"The way of a {what}"), re.MULTILINE) for what in ("job", "token")
     ]

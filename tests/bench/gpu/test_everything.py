@@ -21,6 +21,7 @@ from swiftbatch.worker.decode_bench import BenchError
 from swiftbatch.worker.model.decoder_config import read_decoder_config
 from tests import ROOT
 from tests.bench.gpu import broken_stages
+from tests.readme.command_lines import page, section, table
 
 pytestmark = pytest.mark.long
 
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
 NEEDS_COMMANDS = (  # start processes of their own
     *("bits", "rows of kinds", "kinds of models", "tests", "Ray", "second process", "restart"),
 )
-PUBLISHED_NUMBERS = {  # of models that docs/gpu.md has tables of; that of Qwen3.5 follows from its config
+PUBLISHED_NUMBERS = {  # of models that docs/gpu_lab_book.md has figures of; that of Qwen3.5 follows from its config
     "Llama 3.1 8B": DENSE["Llama 3.1 8B"].num_parameters - 128_256 * 4096,  # one matrix for embedding and head
     "Qwen3.5 27B": 26_895_998_464,
     "Qwen3 30B A3B": EXPERTS["Qwen3 30B A3B"][0].num_parameters,
@@ -36,6 +37,7 @@ PUBLISHED_NUMBERS = {  # of models that docs/gpu.md has tables of; that of Qwen3
     "GLM 4.7 Flash": EXPERTS["GLM 4.7 Flash"][0].num_parameters,
     "Gemma 3 27B": WINDOWED["Gemma 3 27B"].num_parameters,
 }
+LAB_BOOK = page("docs/gpu_lab_book.md")
 ITEMS = {item for stage in STAGES for item in stage.proves}
 QUICK = ("host", "graph memory", "loading", "flash")
 
@@ -73,10 +75,10 @@ def test_an_error_a_hang_and_a_sudden_end_cost_one_stage_each(tmp_path: Path) ->
     assert last_of(unprepared, folder)["words"].endswith("ValueError: no such model")
     assert last_of(dying, folder)["words"].startswith("with exit code 7: ")
     assert last_of(dying, folder)["words"].endswith("an illegal memory access was encountered")
-    page = (folder / PAGE).read_text()
-    assert "| the item of good | good | yes |" in page
-    assert "| the item of dying | dying | **no** |" in page
-    assert (REHEARSAL in page) != torch.cuda.is_available()
+    written = (folder / PAGE).read_text()
+    assert "| the item of good | good | yes |" in written
+    assert "| the item of dying | dying | **no** |" in written
+    assert (REHEARSAL in written) != torch.cuda.is_available()
     assert not (folder / everything.SCRATCH).exists()
 
 
@@ -111,16 +113,16 @@ def test_the_page_says_what_is_proved_and_what_is_not(tmp_path: Path) -> None:
     assert "| both | one, two, three | **no** |" in page_of(stages, tmp_path)
 
 
-def test_every_item_that_no_gpu_has_shown_is_named_by_a_stage_or_said_to_have_none() -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    section = page.partition("## Unproved")[2]
-    proved_by = {item: ", ".join(stage.name for stage in STAGES if item in stage.proves) for item in ITEMS}
-    found = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
-    named = dict(cells for cells in found if cells[0] != "item")
-    assert {item: names for item, names in named.items() if not names.startswith("none")} == proved_by
-    bold = {item.rstrip(".:") for item in re.findall(r"^- \*\*(.+?)\*\*", section, re.MULTILINE)}
-    assert len(bold) > 5
-    assert bold <= set(named)
+def test_the_lab_book_lists_the_stages_in_their_order_with_what_they_prove_and_their_times() -> None:
+    told = [(name, items, int(seconds)) for name, _, items, seconds in table(LAB_BOOK, "stage")]
+    assert told == [(stage.name, ", ".join(stage.proves), stage.seconds) for stage in STAGES]
+
+
+def test_every_item_that_no_gpu_has_shown_is_proved_by_a_stage_or_by_hand() -> None:
+    unproved = section(LAB_BOOK, "Unproved until a GPU has run it")
+    items = set(re.findall(r"^- \*\*(.+?)\.?\*\*", unproved, re.MULTILINE))
+    assert len(items) > 5
+    assert items - ITEMS == {"The image", "The manifests"}
 
 
 def test_a_machine_without_a_gpu_is_told_how_to_rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,10 +171,3 @@ def test_the_tensors_of_a_family_are_those_of_its_config_and_as_many_numbers_as_
     first, repeated = counts[: family.num_first], counts[family.num_first :]
     in_layers = sum(first) + sum(repeated[each % len(repeated)] for each in range(family.num_layers - len(first)))
     assert once + in_layers == PUBLISHED_NUMBERS[family.name]
-
-
-def test_the_page_of_gpus_lists_the_stages_in_their_order_with_their_times() -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    section = page.partition("## Everything in one command")[2].partition("\n## ")[0]
-    cells = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
-    assert [(name, int(seconds)) for name, _, seconds in cells] == [(stage.name, stage.seconds) for stage in STAGES]

@@ -1,4 +1,4 @@
-"""Runs of few and many jobs as docs/gpu.md tells them: what plans of pages and rows bring."""
+"""Runs of few and many jobs as docs/gpu_lab_book.md tells them: what plans of pages and rows bring."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bench.tables import tables
 from swiftbatch.worker.drafters.tree_budget import PRIOR_ACCEPTANCE
 from tests import ROOT
 
-PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "gpu_lab_book.md").read_text(encoding="utf-8")
 SHORT_JOBS, MIXED = RUNS[2:]
 OF_VLLM = 5030  # tokens/s of 150 jobs at a time, computed from what others measured
 

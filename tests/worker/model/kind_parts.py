@@ -260,81 +260,63 @@ def gguf_section() -> str:
 
 
 def _row(kind: str, asked: str, found: Agreement) -> str:
-    differ = f"{found.greatest_difference:.1e} | {found.num_same_choices} of {found.num_rows}"
-    return f"| `{kind}` | {' | '.join(where_it_runs(kind))} | {asked} | {differ} |"
+    assert found.num_same_choices == found.num_rows, kind
+    return f"| `{kind}` | {' | '.join(where_it_runs(kind))} | {asked} | {found.greatest_difference:.1e} |"
 
 
 HEAD = """\
 # Models that run here
 
-A model runs if the `model_type` of its `config.json` (its kind) is in the table below. Any other kind is refused before
-a job is accepted. Each kind was compared with transformers' own forward on a tiny model with random weights, in
-float32, on 300 consecutive random tokens. Windows and chunks have 100 positions, so the rows lie on both sides of their
-edges. `swiftbatch doctor --model MODEL` makes the same comparison with your model's own weights.
-
-`swiftbatch inspect MODEL` shows all this for one model, before its weights are downloaded. What computes it, in the
-columns: `kernels` are our own for all of a forward; with `kernels attend` the layers of transformers multiply;
-`transformers` are its layers alone, which on a GPU take thousands of launches a token: slow.
+A model runs if the `model_type` of its `config.json` (its kind) is in [the table](#the-kinds). Other kinds are refused
+before a job is accepted. `swiftbatch inspect MODEL` says this for one model before its weights are downloaded, and
+`swiftbatch doctor --model MODEL` compares it with `transformers`, with its own weights.
 
 Models of text and images run as texts, and lines with images are rejected:
 NESTED.
 Some kinds are another one by name:
 SAME.
 
-The other columns: what the kind needs beside plain attention to all positions; the greatest difference between two
-logits (which spread over about 10); the rows with the same best token.
-`python -m tests.worker.model.kind_parts > docs/models.md` writes this page. The figures come from one machine with
-AVX-512, with attention in torch. On a CPU, all layers but those with chunks use the attention of the
-[kernels](kernels.md), which is tested with every kind.
+Not supported:
 
-Rotary positions that transformers chooses by the length of a text would let a row's result depend on other texts in the
-batch. Of the type `longrope` (Phi-4-mini, Phi-3.5) they run where our kernels run all of a model: prompt and
-`max_tokens` together choose the short or the long factors, once for all of a job, and `swiftbatch extend` refuses a
-job that would need the other ones. Of the type `dynamic` only Hunyuan's form runs: a fixed `alpha` stretches its
-positions. All others of these two types are refused.
+- recurrent layers other than those below, such as Mamba's first form; position biases; learned positions;
+- adapters: merge them first;
+- weights that lack a tensor of the model or have one too many, files whose end is zeros (as an unfinished download
+  leaves them), and matrices of zeros;
+- rotary positions of the type `longrope` (Phi-4-mini, Phi-3.5) where our kernels do not run all of a model, and of the
+  type `dynamic` other than Hunyuan's with a fixed `alpha`. With `longrope`, prompt and `max_tokens` together choose the
+  short or the long factors once for a job; `swiftbatch extend` refuses a job that would need the other ones.
 
-Not supported: Mamba's first form and other recurrent layers than those below, position biases, learned positions,
-adapters (merge them first). Weights that lack a tensor of the model, or have one that the model has
-no place for, are refused, because `transformers` would fill gaps with random numbers. So are files whose end is
-zeros, as an unfinished download leaves them, and matrices of zeros. Layers that predict further tokens (MTP) are no
-part of the model: `auto` [drafts with them](engines.md#the-engine-that-chooses) where it can.
+Layers that predict further tokens (MTP) are no part of the model: `auto`
+[drafts with them](engines.md#the-engine-that-chooses) where it can.
 
 ## Latent attention
 
-The heads of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash make their keys and values of one vector per position. The
-caches and checkpoints of our kernels hold that vector and the turned part of the keys, which all heads share: 54 KB per
-position of GLM-4.7-Flash, where keys and values of all heads would take 963 KB. A query goes through its head's keys to
-the vector's dimensions, and what it finds there through the head's values. `auto` drafts with trees for these models,
-without chains that scan keys, and `--kv-dtype` is refused.
+The heads of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash make their keys and values from one vector per position.
+Caches and checkpoints hold only that vector and the rotary part of the keys: 54 KB per position of GLM-4.7-Flash
+instead of 963 KB. `auto` drafts with trees for these models, and `--kv-dtype` is refused.
 
 ## Layers with states
 
 Gated delta nets (Qwen3-Next, Qwen3.5), delta attention (Kimi Linear), Mamba-2 (Bamba, Falcon-H1, Granite 4 h,
 Nemotron-H) and short convolutions (LFM2) have one state per job in place of keys and values per position. Their rows
-are exact under drafts and in batches, too. Our kernels run all of these models on a CPU and
-[on a GPU](gpu.md#layers-with-states), but for Kimi Linear: on a CPU they attend and take the steps of its states, and
-the layers of transformers multiply. Engines with trained parts are refused for models with states.
+are exact under drafts and in batches, too. Our kernels run all of them but Kimi Linear, on a CPU and on a GPU. Engines
+with trained parts are refused for models with states.
 
-A job keeps its state in float32 at the end of its text and at a boundary of 64 positions one or two blocks back, with
-what each position since then has done to it. `swiftbatch inspect` says what that takes at most, with the largest draft
-tree, and how many jobs fit: 959 MB for a job of Qwen3.5-27B, of whatever length, beside 66 KB per position of keys and
-values. Both are counted where a job is taken in.
-
-- **Checkpoints** hold the state at the boundary and the last inputs of the convolutions (154 MB for Qwen3.5-27B),
-  beside keys and values. They are written whole, once these have grown by as many bytes. A resume loads the state and
-  reads up to 127 tokens and those since it was written; where it is damaged, all tokens are read again.
-- **Prompts that begin alike** are copied up to the last boundary that they share. For this, a job keeps its state at up
-  to four boundaries where others part from it.
-- **Loops that are taken back**: a job that may do so keeps its state at two boundaries further back, about as far as a
-  loop is long, and reads on from there.
+- **Memory.** A job keeps its state in float32 at the end of its text and at a boundary of 64 positions, with what each
+  position since then has done to it. `swiftbatch inspect` says how much that is and how many jobs fit: 959 MB for a job
+  of Qwen3.5-27B of any length, beside 66 KB per position of keys and values.
+- **Checkpoints** hold the state at the boundary (154 MB for Qwen3.5-27B) beside keys and values. They are written once
+  these have grown by as many bytes. A resume loads the state and reads up to 127 tokens and those since the checkpoint;
+  if the state is damaged, all tokens are read again.
+- **Prompts that begin alike** are copied up to the last boundary that they share.
+- **Loops that are taken back**: such a job keeps its state at two boundaries further back and reads on from there.
 
 ## Quantized weights
 
 A quantized checkpoint stands for the matrices that its format defines, computed in float32 and rounded once to the
 run's dtype. So a run gives the tokens of the dequantized model, to the bit. Activations, keys and values are not
-quantized, whatever the checkpoint says of them: other programs do that for some of these formats, and give other
-tokens. Where our kernels run all of a model, weights stay packed in memory, and a step reads their 4 or 8 bits. The
-layers of transformers get them dequantized when they are loaded.
+quantized, whatever the checkpoint says of them; programs that do so give other tokens. Where our kernels run all of a
+model, weights stay packed in memory. The layers of `transformers` get them dequantized.
 
 | format, in safetensors (for GGUF see [below](#gguf-files)) | what runs |
 |---|---|
@@ -346,58 +328,62 @@ layers of transformers get them dequantized when they are loaded.
 | GPTQ as `gptq` | 2, 3, 4 or 8 bits, first and second form, with `desc_act` as well |
 | AWQ as `awq` | 4 bits in the order `gemm` |
 
-All others are refused by their name, such as bitsandbytes, quark, hqq or torchao. So are keys of a config that are not
-understood, sparse weights, rotations, and parts that are missing, damaged or do not fit together.
+Refused: all other formats, such as bitsandbytes, quark, hqq or torchao; unknown keys of a config; sparse weights;
+rotations; parts that are missing, damaged or do not fit together.
+
 `swiftbatch quantize MODEL --format int4 --output DIR` makes such a checkpoint of a plain model, also `int8` and `fp8`.
 With `--text FILE` it says what that costs, in nats per token.
 
 ## The kinds
 
-| kind | on a CPU | on a GPU | needs | greatest difference | same choices |
-|---|---|---|---|---|---|
+- "On a CPU", "on a GPU": `kernels` are our own for all of a forward; with `kernels attend` the layers of transformers
+  multiply; `transformers` are its layers alone, which are slow on a GPU.
+- "Needs": what the kind needs beside plain attention to all positions.
+- "Greatest difference" between our logits and those of transformers' own forward. Logits spread over about 10. All 300
+  rows had the same best token.
+
+The comparison: a tiny model with random weights in float32, 300 random tokens, windows and chunks of 100 positions, one
+machine with AVX-512, attention in torch. The tests compare the attention of the [kernels](kernels.md) with every kind.
+`python -m tests.worker.model.kind_parts > docs/models.md` writes this page.
+
+| kind | on a CPU | on a GPU | needs | greatest difference |
+|---|---|---|---|---|
 """
 GGUF = """\
 
 ## GGUF files
 
-`--model path/to/model.gguf` runs a file of llama.cpp; of a model in several files, name the first. Only these files
-count, not what lies beside them. The architectures:
+`--model path/to/model.gguf` runs a file of llama.cpp; of a model in several files, name the first. Files beside it do
+not count. The architectures:
 GGUF_ARCHITECTURES.
 The types of tensors:
 GGUF_TYPES.
 Others are refused by name, as is anything in the metadata that may change a layer and is not understood here.
 
-The tokens are exactly those of the dequantized twin: a folder whose matrices are the numbers that the file's types
-define in float32, rounded once to `--dtype`. On a GPU, that is the twin's run with `--linear triton`: see
-[Packed weights](gpu.md#packed-weights). Activations are not quantized, unlike in llama.cpp, so its tokens may differ.
-Rotary positions of Llama 3, YaRN and linear ones are those that the file says. A text ends at the tokens that the
-metadata names as the end of a text, a turn or a message, and at special tokens such as `<|im_end|>`, `<|eot_id|>` and
-`<end_of_turn>` where the file has them.
-
-The tokenizer is made of the file's vocabulary by the rules that `tokenizer.ggml.model` and `tokenizer.ggml.pre` name.
-Models `llama` (SentencePiece) and `gpt2` (bytes) run, with these names of `pre`:
-codeshell, command-r, dbrx, deepseek-r1-qwen, exaone, f2llmv2, falcon-h1, falcon3, gpt-2, gpt-4o, granite-docling, jais,
-jina-v5-nano, kanana2, kormo, lfm2, llama-bpe, llama-v3, llama3, llama4, megrez, midm-2.0, minerva-7b, minimax-m2, mpt,
-olmo, phi-2, pixtral, qwen2, qwen35, refact, smaug-bpe, smollm, starcoder, talkie, tekken, trillion.
-Each has vectors in the tests, with tokens that llama.cpp gives. Another name, or none, is refused: convert the model
-again, or use its safetensors. In two cases texts have the tokens of the model's own tokenizer, and llama.cpp gives
-others: `qwen2`, `deepseek-r1-qwen`, `mpt` and `olmo` compose characters first (NFC), and `tekken`, `gpt-4o`, `kanana2`,
-`llama4`, `minimax-m2` and `talkie` count combining marks as letters. Tokens that only fill a vocabulary (`[PAD151700]`,
-type "unused") have no text, and no text comes to them.
-
-The small files that come of the metadata (config, tokenizer, chat template) are written once, into `swiftbatch/gguf` in
-`$XDG_CACHE_HOME` or `~/.cache`. The tokenizer of a large vocabulary takes some seconds the first time. A run knows the
-bytes of the GGUF files themselves, and of these small files: a worker with others refuses to go on.
+- **Tokens** are exactly those of a folder with the dequantized matrices: the numbers that the file's types define in
+  float32, rounded once to `--dtype`. On a GPU that is a run with `--linear triton`: see
+  [Packed weights](gpu.md#packed-weights). llama.cpp quantizes activations, so its tokens may differ.
+- **Ends.** A text ends at the tokens that the metadata names as the end of a text, a turn or a message, and at
+  `<|im_end|>`, `<|eot_id|>`, `<end_of_turn>` and the like where the file has them.
+- **The tokenizer** is made from the file's vocabulary. Models `llama` (SentencePiece) and `gpt2` (bytes) run, with
+  these names of `tokenizer.ggml.pre`: codeshell, command-r, dbrx, deepseek-r1-qwen, exaone, f2llmv2, falcon-h1,
+  falcon3, gpt-2, gpt-4o, granite-docling, jais, jina-v5-nano, kanana2, kormo, lfm2, llama-bpe, llama-v3, llama3,
+  llama4, megrez, midm-2.0, minerva-7b, minimax-m2, mpt, olmo, phi-2, pixtral, qwen2, qwen35, refact, smaug-bpe, smollm,
+  starcoder, talkie, tekken, trillion. With another name, or none, convert the model again or use its safetensors.
+- **Differences to llama.cpp's tokenizer**, where ours follows the model's own: `qwen2`, `deepseek-r1-qwen`, `mpt` and
+  `olmo` compose characters first (NFC); `tekken`, `gpt-4o`, `kanana2`, `llama4`, `minimax-m2` and `talkie` count
+  combining marks as letters. Tokens that only fill a vocabulary (`[PAD151700]`, type "unused") have no text.
+- **Small files** made from the metadata (config, tokenizer, chat template) are written once, into `swiftbatch/gguf` in
+  `$XDG_CACHE_HOME` or `~/.cache`. A worker with another GGUF file, or other small files, refuses to continue a run.
 """
 
 FOOT = """
 ## Mistral's own tokenizer
 
 Some of Mistral's models have no tokenizer but `tekken.json`. The library mistral-common reads it:
-`pip install '.[mistral]'`, on every node. It wants a numpy below 2.4, so install without `-c constraints.txt`, which
-says another one. Texts and chats have the tokens that this library gives them: what a user writes never becomes a
-control token, and `chat_template_kwargs` have no effect. Structured outputs do not work with these models. Where a
-`tokenizer.json` lies beside it, `tekken.json` is not read, whatever is installed.
+`pip install '.[mistral]'`, on every node. It needs a numpy below 2.4, so install without `-c constraints.txt`. A user's
+text never becomes a control token. `chat_template_kwargs` have no effect, and structured outputs do not work with these
+models. If there is a `tokenizer.json` beside it, `tekken.json` is not read.
 """
 
 if __name__ == "__main__":
