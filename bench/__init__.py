@@ -1,1 +1,1 @@
-"""Benchmarks and checks of the whole, which are run from the repository's root and are not installed."""
+"""Benchmarks and checks, run from a checkout and not installed."""

@@ -1,6 +1,6 @@
-"""`python -m bench`: every benchmark is a module with `Options` and `run`, which yields records; this is all the rest.
+"""`python -m bench`: runs a benchmark module, which has `Options` and `run`.
 
-Options are the fields of `Options`: `num_tokens` is `--tokens`, `json_path` is `--json`, tuples are comma-separated.
+The field `num_tokens` is `--tokens`, `json_path` is `--json`, tuples are comma-separated.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ABLATIONS = {name: f"bench.{name}_ablation" for name in ("tokenswift", "triforce
 MODULES = {name: f"bench.{name.replace('-', '_')}" for name in (
     "agreement", "auto", "checkpoints", "fields", "kernels", "long", "many-jobs", "mixed", "scale", "sizing", "tail",
 )} | {"all": "bench.suite", "gpu": "bench.gpu.gpu"}  # fmt: skip
-PROGRAMS = ("digests",)  # that say themselves what they take
+PROGRAMS = ("digests",)  # programs with their own options
 
 
 class Benches(OneLineErrors):
-    """Commands by their modules, each of which is imported when it is asked for."""
+    """Commands by module, imported when needed."""
 
     modules = MODULES
 
@@ -50,7 +50,6 @@ class Ablations(Benches):
 
 
 def command_of(name: str, module: ModuleType) -> click.Command:
-    """The command that runs a module's benchmark with the fields of its options."""
     fields = module.Options.model_fields
 
     def run(is_markdown: bool, **given: Any) -> None:
@@ -74,7 +73,6 @@ def command_of(name: str, module: ModuleType) -> click.Command:
 
 
 def option_of(name: str, field: FieldInfo) -> click.Option:
-    """The option of a field."""
     said = "--" + name.removeprefix("num_").removesuffix("_path").replace("_", "-")
     if field.annotation is bool:
         return click.Option([said, name], is_flag=True, default=None)
@@ -86,7 +84,7 @@ def option_of(name: str, field: FieldInfo) -> click.Option:
 
 @contextlib.contextmanager
 def _lines(path: str | None) -> Iterator[IO[str]]:
-    """Where records go as they come: the file that is named, or what a terminal shows beside the tables."""
+    """Yield the stream for records: the named file, or stderr."""
     if path is None:
         yield sys.stderr
     else:
@@ -106,7 +104,7 @@ def main(context: click.Context) -> None:
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
     elif context.invoked_subcommand == "decode":
-        import bench.variants  # noqa: F401  then variants have names as engines do
+        import bench.variants  # noqa: F401  then variants have names like engines
 
 
 main.add_command(decode)

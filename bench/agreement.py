@@ -1,4 +1,4 @@
-"""`python -m bench agreement`: how often the target draws with a partial cache what it draws with all keys."""
+"""How often the target draws with a partial cache what it draws with all keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CACHES = PARTIAL_CACHES | {"scan": ScanKVCache}
 
 
 class Options(BenchOptions):
-    """The measurement asked for: `num_tokens` behind each of `positions`, at each temperature, for each of `caches`."""
+    """Options; `caches` are NAME:BUDGET, `num_tokens` are drawn after each position."""
 
     text: Path
     caches: Names = ("scan:256", "summary:2048")  # name:budget
@@ -69,7 +69,7 @@ def run(options: Options) -> Iterator[Record]:
 
 
 class _Comparison:
-    """Plain decoding behind a text; before each token, every cache draws its own."""
+    """Plain decoding; before each token every cache draws its own."""
 
     def __init__(
         self, target: TargetModel, options: Options, full: FullKVCache, text: list[int], temperature: float

@@ -1,4 +1,4 @@
-"""`python -m bench auto`: what the engine that chooses loses against the best single one, over a grid."""
+"""What `auto` loses against the best single engine, over a grid."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
 
 BASELINE, CHOOSER = "autoregressive", "auto"
-TWIN = "autoregressive again"  # plain decoding beside itself: what the machine's own wandering makes of a ratio
+TWIN = "autoregressive again"  # plain decoding again: measures the machine's noise in a ratio
 COLUMNS = (
     *("position", "temperature", "num_sequences", "num_tokens", "plain_tokens_per_second", "auto_to_plain"),
     *("best_other", "auto_to_best", "twin_to_plain", "same_tokens"),
 )
-ROOM = 2  # times the tokens that are asked for: no sequence of a batch ends before the others are there
-CELL_TOKENS = 2048  # least tokens of a slot: short jobs follow each other, as on a worker
-ROUND_TOKENS = 50  # least tokens of a job before another contestant takes its turn: machines change their speed
+ROOM = 2  # times the requested tokens, so that no sequence of a batch ends early
+CELL_TOKENS = 2048  # least tokens per slot: short jobs follow each other, as on a worker
+ROUND_TOKENS = 50  # least tokens of a turn, because machines change speed
 
 
 class Options(BenchOptions):
-    """The grid: every one of `positions`, `slots`, `temperatures` and `num_tokens`; `auto` and plain always run."""
+    """The grid; `auto` and plain decoding always run."""
 
     text: Path
     engines: Names = tuple(name for name in ENGINES if name not in (Computation.engine, BASELINE))
     positions: Ints = (4096,)
-    slots: Ints = (1, 4, 8)  # sequences of a step
-    num_tokens: Ints = (256,)  # of each job
-    num_repetitions: int = 1  # of every cell, with fresh drafters and other seeds
+    slots: Ints = (1, 4, 8)  # sequences per step
+    num_tokens: Ints = (256,)  # per job
+    num_repetitions: int = 1  # of each cell, with fresh drafters and other seeds
     temperatures: Floats = (1.0,)
     min_p: float = 0.1
     seed: int = 0
     kv_offload: Path | None = None  # folder of caches outside the device
-    processor_time: bool = False  # in place of the time that passes, also for what `auto` goes by
+    processor_time: bool = False  # measures, and steers `auto` by, CPU time instead of elapsed time
 
     @property
     def contestants(self) -> tuple[str, ...]:
@@ -89,10 +89,7 @@ def run(options: Options) -> Iterator[Record]:
 
 
 def shown(records: list[Record], options: Options) -> list[Record]:
-    """The worst repetition of each cell, and in words the worst ratios of all.
-
-    No ratio can be told from 1 more finely than plain decoding beside itself is.
-    """
+    """Return each cell's worst repetition."""
     cells: dict[tuple[object, ...], Record] = {}
     for each in records:
         place = tuple(each[name] for name in ("position", "temperature", "num_sequences", "num_tokens"))
@@ -107,8 +104,6 @@ def shown(records: list[Record], options: Options) -> list[Record]:
 
 @dataclass(frozen=True)
 class _Cell:
-    """A place of the grid."""
-
     position: int
     num_sequences: int
     temperature: float
@@ -117,12 +112,11 @@ class _Cell:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs of every slot, one behind the other."""
         return -(-CELL_TOKENS // self.num_tokens)
 
 
 class _Grid:
-    """One cache for each sequence of the largest batch: the engines take turns on them."""
+    """One cache per sequence, on which engines take turns."""
 
     def __init__(self, target: TargetModel, options: Options, text: list[int]) -> None:
         self._target, self._options, self._text = target, options, text
@@ -132,7 +126,7 @@ class _Grid:
         self._caches = [target.new_cache(room) for _ in range(max(options.slots))]
 
     def records(self) -> Iterator[Record]:
-        """Yield records cell by cell, position by position: a text is read once."""
+        """Yield records position by position, so that a text is read once."""
         options = self._options
         for position in sorted(options.positions):
             first, *others = self._caches
@@ -161,10 +155,6 @@ class _Grid:
         return _figures(cell, {name: num_tokens[name] / seconds[name] for name in contestants}, has_same_tokens)
 
     def _go_on(self, contestant: Contestant, sequences: list[Sequence]) -> float:
-        """Leave the jobs for others behind the same text, with all that the drafter has learned.
-
-        Returns the seconds that this takes, as a worker needs them for every job.
-        """
         started = seconds_now()
         for sequence in contestant.sequences:
             contestant.engine.stop(sequence)
@@ -184,7 +174,7 @@ class _Grid:
         return contestant
 
     def _sequences(self, name: str, cell: _Cell, job: int) -> list[Sequence]:
-        """The jobs of all slots, none of which another repetition or slot has."""
+        """Return jobs that no other repetition or slot has."""
         target, sequences, text = self._target, [], self._text[: cell.position]
         most = cell.num_tokens if cell.num_sequences == 1 else ROOM * cell.num_tokens
         sampled = SamplingParams(
@@ -198,7 +188,7 @@ class _Grid:
 
 
 def _figures(cell: _Cell, speeds: dict[str, float], has_same_tokens: bool) -> Record:
-    """One repetition of a cell: the speed of all sequences together by engine, and what they come to."""
+    """Return total speed by engine and the comparison."""
     best = max((name for name in speeds if name not in (CHOOSER, TWIN)), key=speeds.__getitem__)
     return {
         "position": cell.position,

@@ -1,4 +1,4 @@
-"""A batch as `swiftbatch submit` runs it, in processes of its own, and the figures that its result lines give."""
+"""Runs a batch with `swiftbatch submit` and measures it."""
 
 from __future__ import annotations
 
@@ -22,32 +22,31 @@ from swiftbatch.metrics.report.attempts import Attempt, attempts_of, parsed_hist
 from swiftbatch.worker.config import Computation
 
 WORDS = "river lamp seven green walked slowly over the hill and found a letter from her brother who had left in autumn"
-NUM_WORDS = 15  # of a prompt
-ROOM_FOR_PROMPT = 64  # tokens, whatever the tokenizer
+NUM_WORDS = 15  # per prompt
+ROOM_FOR_PROMPT = 64  # tokens, with any tokenizer
 SAMPLING = {"temperature": 1.0, "min_p": 0.1, "ignore_eos": True}
-LEAST_TOKENS = 4  # of a job
+LEAST_TOKENS = 4  # tokens per job
 
 
 class BatchError(UserError):
-    """A batch can't be measured."""
+    pass
 
 
 class BatchOptions(JSONOptions):
-    """A model, and by how much the lengths of the jobs are divided."""
+    """The model, and the divisor of job lengths."""
 
     model: str = Computation.model
     engine: str = Computation.engine
     dtype: Dtype = Computation.dtype
     scale: float = 10.0
-    num_threads: int = Computation.num_threads  # of each worker
+    num_threads: int = Computation.num_threads  # per worker
 
     def scaled(self, num_tokens: float) -> int:
-        """A length of the full batch in the one that is measured."""
         return max(LEAST_TOKENS, round(num_tokens / self.scale))
 
 
 def write_lines(path: Path, lengths: Iterable[int]) -> None:
-    """Write a file of jobs of such lengths, each with a prompt and a seed of its own, the same ones each time."""
+    """Write reproducible jobs of these lengths."""
     draw, words = random.Random(11), WORDS.split()
     with path.open("w", encoding="utf-8") as file:
         for index, length in enumerate(lengths):
@@ -58,7 +57,6 @@ def write_lines(path: Path, lengths: Iterable[int]) -> None:
 
 @contextmanager
 def jobs_file_of(lengths: Iterable[int]) -> Iterator[Path]:
-    """A file of jobs of such lengths, in a folder for their runs that goes with the block."""
     with TemporaryDirectory(prefix="swiftbatch-batch-") as folder:
         write_lines(Path(folder) / "jobs.jsonl", lengths)
         yield Path(folder) / "jobs.jsonl"
@@ -66,14 +64,11 @@ def jobs_file_of(lengths: Iterable[int]) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A `swiftbatch submit` that runs."""
-
     folder: Path
     process: subprocess.Popen[str]
 
     @classmethod
     def of(cls, jobs_file: Path, name: str, options: BatchOptions, num_workers: int, *further: str) -> StartedRun:
-        """Start a run of these jobs, in a folder beside their file."""
         folder = jobs_file.with_name(name)
         sizes = ["--workers", str(num_workers), "--threads", str(options.num_threads), *further]
         what = ["--model", options.model, "--engine", options.engine, "--dtype", options.dtype, "--device", "cpu"]
@@ -88,7 +83,7 @@ class StartedRun:
         return cls(folder, process)
 
     def figures(self) -> Record:
-        """Wait for its end, and measure. Raises BatchError; an interruption ends the run first."""
+        """Wait for the end and measure. Raises BatchError."""
         try:
             told = self.process.communicate()[1]
         except KeyboardInterrupt:
@@ -100,17 +95,15 @@ class StartedRun:
         return figures_of(Run.open(str(self.folder)))
 
     def stop(self) -> None:
-        """Have it end in good order, and wait for that. It counts as one signal with the Ctrl-C that both heard."""
+        """The process ignores this signal after a recent Ctrl-C."""
         self.process.terminate()
-        if self.process.stderr is not None and not self.process.stderr.closed:  # read, for a full pipe would hold it up
+        # reads on, because a full pipe would block it
+        if self.process.stderr is not None and not self.process.stderr.closed:
             self.process.communicate()
 
 
 def figures_of(run: Run) -> Record:
-    """Measure a run that has ended, from a worker's first job to the end of all: the starts of workers stay out.
-
-    Where these begin at different times, the mean counts.
-    """
+    """Leave out the start of the workers."""
     num_tokens, attempts, digests = 0, list[Attempt](), dict[str, str]()
     for record, line in run.output_lines():
         if line is None or line["error"] is not None:
@@ -133,7 +126,7 @@ def figures_of(run: Run) -> Record:
 
 
 def _starts_and_ends(attempts: Iterable[Attempt]) -> tuple[dict[str, float], dict[str, float]]:
-    """The moments when each worker began its first job, and ended its last."""
+    """Return when each worker began its first job and ended its last."""
     starts, ends = dict[str, float](), dict[str, float]()
     for attempt in attempts:
         starts[attempt.worker_id] = min(starts.get(attempt.worker_id, attempt.start), attempt.start)

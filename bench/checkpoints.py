@@ -1,4 +1,4 @@
-"""`python -m bench checkpoints`: what writing state costs, and what it saves on a resume."""
+"""The cost of writing state, and its gain on a resume."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from swiftbatch.worker.text.tokenizer import TextCodec
 
 JOB_ID = "bench"
 SLICE_SECONDS = 0.05
-STEP_SECONDS = 1e-6  # a slice of about one step
-MOST_SLICE_TOKENS = 1024  # what no slice generates
+STEP_SECONDS = 1e-6  # about one step
+MOST_SLICE_TOKENS = 1024  # more than any slice generates
 DRAIN_SECONDS = 600.0
 
 
@@ -40,7 +40,7 @@ DRAIN_SECONDS = 600.0
 class Turn:
     num_tokens: int
     seconds: float
-    num_peak_bytes: int  # of resident memory, above that at its beginning
+    num_peak_bytes: int  # of resident memory above the start
 
     @property
     def ms_per_token(self) -> float:
@@ -48,7 +48,7 @@ class Turn:
 
 
 def make_run(folder: Path, model: str, prompt: str, max_tokens: int) -> None:
-    """A run folder with one job: the prompt, sampled on at temperature 1 with min-p 0.1."""
+    """Make a run with one job at temperature 1 and min-p 0.1."""
     files = locate_model(model)
     manifest = RunManifest(
         run_id="bench",
@@ -75,7 +75,7 @@ def make_run(folder: Path, model: str, prompt: str, max_tokens: int) -> None:
 
 
 class BenchWorker:
-    """One attempt at the job of a run folder."""
+    """One attempt at a run's only job."""
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
         run = Run.open(str(folder))
@@ -88,7 +88,6 @@ class BenchWorker:
 
     @property
     def output_ids(self) -> np.ndarray:
-        """The tokens so far, `[num_tokens]`."""
         [sequence] = self._session.engine.sequences
         return sequence.output_ids
 
@@ -97,14 +96,14 @@ class BenchWorker:
         return self._session.engine.counters.checkpoint_bytes["state"]
 
     def generate_to(self, num_tokens: int) -> Turn:
-        """Work until the job has `num_tokens` tokens; the time of what a resume has to do first counts as well."""
+        """Work until the job has `num_tokens` tokens, resume included."""
         resident, started, num_before = reset_peak(), time.perf_counter(), self.num_tokens
         while self.num_tokens < num_tokens:
             self._work(STEP_SECONDS if num_tokens - self.num_tokens < MOST_SLICE_TOKENS else SLICE_SECONDS)
         return Turn(self.num_tokens - num_before, time.perf_counter() - started, peak_bytes() - resident)
 
     def resume_seconds(self) -> float:
-        """Take the preempted job in and work until it has a new token; returns the seconds from one to the other."""
+        """Resume until the first new token."""
         self._work(STEP_SECONDS)
         num_recovered = self._resume().num_recovered_tokens
         while self.num_tokens <= num_recovered:
@@ -112,7 +111,6 @@ class BenchWorker:
         return self._resume().seconds
 
     def drain(self) -> None:
-        """Write a whole checkpoint and hand the job back."""
         self._session.drain(DRAIN_SECONDS)
 
     def _work(self, seconds: float) -> None:
@@ -126,23 +124,22 @@ class BenchWorker:
         self.num_tokens = progress.num_generated_tokens
 
     def _resume(self) -> ResumeRecord:
-        """Return how this attempt began; the record is written again with its seconds at the first new token."""
         record = self._checkpoints.history(JOB_ID)[-1].resume
         assert record is not None
         return record
 
 
-SPARE_TOKENS = 1024  # the last step goes beyond what is measured: the job may not end with it
+SPARE_TOKENS = 1024  # the last step may overrun, but must not end the job
 
 
 class Options(BenchOptions):
-    """The measurement asked for: `num_rounds` times `checkpoint_tokens` tokens behind each of `positions`."""
+    """Options; `num_rounds` x `checkpoint_tokens` tokens after each position."""
 
     text: Path
     engine: str = Computation.engine
     positions: Ints = (4096,)
     checkpoint_tokens: int = CheckpointSettings.checkpoint_tokens  # between two states; more than a step generates
-    num_rounds: int = 5  # intervals measured with state and without
+    num_rounds: int = 5  # intervals measured with and without state
 
     def engine_config(self, checkpoint: Literal["tokens", "state"]) -> EngineConfig:
         fields = self.model_dump(include={"model", "engine", "dtype", "device", "num_threads", "checkpoint_tokens"})
@@ -179,7 +176,7 @@ def _measure(options: Options, position: int, folder: Path) -> Record:
     rounds = list(_rounds(pair, options))
     tokens_ms, state_ms = ([turn.ms_per_token for turn in turns] for turns in zip(*rounds, strict=True))
     undisturbed, preempted = pair
-    preempted.drain()  # writes in the background are done, and counted
+    preempted.drain()  # so that background writes are complete and counted
     shutil.copytree(folder / "state", folder / "replay", ignore=shutil.ignore_patterns("*.arrow", "manifest.json"))
     resumed = [BenchWorker(folder / name, options.engine_config("state")) for name in ("state", "replay")]
     kv_seconds, replay_seconds = (worker.resume_seconds() for worker in resumed)
@@ -188,7 +185,7 @@ def _measure(options: Options, position: int, folder: Path) -> Record:
         worker.generate_to(num_tokens)
     outputs = {tuple(worker.output_ids[:num_tokens]) for worker in (undisturbed, *resumed)}
     for worker in (undisturbed, *resumed):
-        worker.drain()  # nothing writes into the folder any more
+        worker.drain()  # so that nothing writes into the folder any more
     return {
         "position": position,
         "tokens_ms_per_token": statistics.median(tokens_ms),
@@ -199,13 +196,13 @@ def _measure(options: Options, position: int, folder: Path) -> Record:
         "peak_MiB_above": statistics.median(s.num_peak_bytes - t.num_peak_bytes for t, s in rounds) / 2**20,
         "kv_seconds": kv_seconds,
         "replay_seconds": replay_seconds,
-        "same_tokens": len(outputs) == 1,  # of both resumes and of the worker that went on
+        "same_tokens": len(outputs) == 1,  # of both resumes and the undisturbed worker
     }
 
 
 def _rounds(pair: list[BenchWorker], options: Options) -> Iterator[tuple[Turn, Turn]]:
-    """Generate one interval's tokens with both in turn, each time in the other order. Yields turns (tokens, state)."""
-    half = options.checkpoint_tokens // 2  # a state falls due in the middle of a turn, and is written within it
+    """Generate one interval with both workers, in alternating order."""
+    half = options.checkpoint_tokens // 2  # so that a state is due and written in the middle of a turn
     for worker in pair:
         worker.generate_to(half)
     for number in range(1, options.num_rounds + 1):

@@ -1,12 +1,7 @@
-"""The partial caches that tables compare, by the names that their arms use; users' engines have the summarised one.
+"""The partial caches of the papers' tables; users' engines have the summarised one.
 
-One keeps the positions that matter most (TokenSwift 3.3). The first positions are pinned, the others lie in falling
-order of importance. Newly committed positions overwrite from the least important end; when all are overwritten the
-cache is built anew, by the query of the token that stands there.
-
-The others are those that drafts see in TriForce (4.1, table 1). Each differs from the importance cache in what it
-chooses alone: the chunks that the newest token's query attends to most by their mean keys; the newest positions
-(StreamingLLM); the positions that had most attention so far, of which what was evicted never comes back (H2O).
+By importance (TokenSwift 3.3), by chunks (TriForce 4.1), the newest positions (StreamingLLM), those with most attention
+so far (H2O).
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from swiftbatch.worker.sampling.sequence import Sequence
 
 
 class ImportanceKVCache(SparseCache):
-    """At most `budget` positions, chosen for each layer and head. It is built at fixed positions."""
+    """At most `budget` positions per layer and head."""
 
     def __init__(
         self,
@@ -44,9 +39,9 @@ class ImportanceKVCache(SparseCache):
         is_static: bool = False,
         period: int | None = None,
     ) -> None:
-        """Choose by importance at the prompt's last position, or where the budget is full, and every `period` anew.
+        """Choose at the prompt's end or a full budget, then every `period` positions.
 
-        The output stays out of a static one for ever. Without a period it is built when all chosen positions are
+        A static cache never includes the output. Without a period, it is rebuilt when all chosen positions are
         overwritten.
         """
         self._budget = max(budget, NUM_PINNED + 1)
@@ -57,7 +52,7 @@ class ImportanceKVCache(SparseCache):
         self._last_fed = first_build if is_static else None
         self._built_at: int | None = None
         self._first_new = 0  # position that overwrites the last entry
-        self._num_fed = 0  # positions of the sequence that it has seen
+        self._num_fed = 0  # positions seen
         self.positions = torch.full((shape.num_layers, shape.num_kv_heads, self._budget), -1, device=shape.device)
 
     def _take_in(self, full: FullKVCache, queries: Queries) -> None:
@@ -72,9 +67,8 @@ class ImportanceKVCache(SparseCache):
         self._num_sequence_entries = min(self._num_fed, self._budget)
 
     def _choose(self, full: FullKVCache, length: int, queries: Queries) -> tuple[torch.Tensor, int]:
-        """Positions for the entries behind the pinned ones, `[num_layers, num_kv_heads, budget - NUM_PINNED]`.
-
-        They lie below `length`, in falling order of importance; also returns how many positions were looked at.
+        """Return positions `[num_layers, num_kv_heads, budget - NUM_PINNED]` by importance, and how many were
+        considered.
         """
         importances = [
             importance(self._keys(full, layer, slice(NUM_PINNED, length)), query)
@@ -83,13 +77,11 @@ class ImportanceKVCache(SparseCache):
         return NUM_PINNED + torch.stack(importances).topk(self._budget - NUM_PINNED, dim=-1).indices, length
 
     def _take_all(self, full: FullKVCache, end: int) -> None:
-        """Take in all positions, in order, as long as they fit."""
         self.entries.copy(full, slice(self._num_fed, end), self._num_fed)
         self.positions[:, :, self._num_fed : end] = torch.arange(self._num_fed, end, device=self.shape.device)
         self._num_fed = end
 
     def _build(self, full: FullKVCache, built_at: int, queries: Queries) -> None:
-        """Fill all entries anew."""
         chosen, num_seen = self._choose(full, built_at, queries)
         self.positions[:, :, :NUM_PINNED] = torch.arange(NUM_PINNED, device=self.shape.device)
         self.positions[:, :, NUM_PINNED:] = chosen
@@ -98,7 +90,7 @@ class ImportanceKVCache(SparseCache):
         self._first_new = self._num_fed = num_seen
 
     def _replace(self, full: FullKVCache, end: int) -> None:
-        """Overwrite the least important entries with the positions up to `end`."""
+        """Overwrite the least important entries."""
         if end == self._num_fed:
             return
         new = torch.arange(self._num_fed, end, device=self.shape.device)
@@ -109,21 +101,21 @@ class ImportanceKVCache(SparseCache):
 
 
 def importance(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Score how much positions matter to a token: q . k, summed over the query heads of a key-value head (equation 2).
+    """Return q . k summed over the query heads of a key-value head (equation 2).
 
-    `keys [num_kv_heads, num_positions, head_dim]`, `queries [num_kv_heads, group, head_dim]`; the result
-    `[num_kv_heads, num_positions] float32`.
+    `keys [num_kv_heads, num_positions, head_dim]`, `queries [num_kv_heads, group, head_dim]`, result `[num_kv_heads,
+    num_positions] float32`.
     """
     return (keys @ queries.transpose(1, 2)).float().sum(dim=-1)
 
 
 CHUNK_SIZE = 8
-STRIDE = 256  # positions from one build to the next
-OBSERVED_EVERY = 64  # positions from one query to the next that H2O's sums of attention take in
+STRIDE = 256  # positions between two builds
+OBSERVED_EVERY = 64  # positions between two queries in H2O's sums
 
 
 class RetrievalKVCache(ImportanceKVCache):
-    """Whole chunks, best first. Whatever was left out may come back at the next build."""
+    """Whole chunks, best first; omitted ones may return at the next build."""
 
     def __init__(
         self,
@@ -134,7 +126,6 @@ class RetrievalKVCache(ImportanceKVCache):
         /,
         chunk_size: int = CHUNK_SIZE,
     ) -> None:
-        """`budget` is rounded up to whole chunks behind the pinned positions."""
         self._num_chosen = max(1, -(-(budget - NUM_PINNED) // chunk_size))  # chunks
         super().__init__(shape, NUM_PINNED + self._num_chosen * chunk_size, sequence, new_entries, period=STRIDE)
         self._chunk_size = chunk_size
@@ -158,9 +149,9 @@ class StreamingKVCache(ImportanceKVCache):
 
 
 class HeavyHitterKVCache(ImportanceKVCache):
-    """Half of the budget is the newest positions, half those with the largest sums of attention (Zhang et al. 2023).
+    """The newest positions and as many with the largest attention sums (Zhang et al. 2023).
 
-    The sums take in every 64th query; positions are evicted as those come, each head on its own, and stay evicted.
+    Sums include every 64th query; evictions are final.
     """
 
     def __init__(
@@ -182,7 +173,7 @@ class HeavyHitterKVCache(ImportanceKVCache):
         return self._held.gather(-1, best), length
 
     def _observe(self, full: FullKVCache, length: int, queries: torch.Tensor) -> None:
-        """Take in the positions up to `length` and one query's attention, then evict down to the budget."""
+        """Add the positions up to `length`, then evict."""
         new = torch.arange(length - self._period, length, device=self.shape.device)
         new = new.expand(self.shape.num_layers, self.shape.num_kv_heads, -1)
         held = torch.cat([self._held, new], dim=-1)
@@ -196,22 +187,21 @@ class HeavyHitterKVCache(ImportanceKVCache):
         self._held, self._sums = held.gather(-1, kept), sums.gather(-1, kept)
 
 
-GROUP = 64  # positions that are rounded together; the newest, which fill no group yet, are exact
+GROUP = 64  # positions rounded together; the newest incomplete group stays exact
 MOST_BITS = 16
 
 
 class QuantizedKVCache(SparseCache):
-    """All positions in `num_bits`, as a cache sees them that is compressed as a whole (KIVI, Liu et al. 2024).
+    """All positions in `num_bits` (KIVI, Liu et al. 2024).
 
-    Keys are rounded by channel over a group of positions, values by position over all channels, between the least and
-    the largest of each group. What is measured is what the rounding costs: entries lie in the model's own dtype here.
+    Keys are rounded per channel over a group of positions, values per position; entries keep the model's dtype.
     """
 
     def __init__(
         self, shape: CacheShape, num_bits: int, sequence: Sequence, new_entries: NewEntries = Entries, /
     ) -> None:
         super().__init__(shape, sequence.max_length, new_entries)
-        self._num_steps = (1 << min(num_bits, MOST_BITS)) - 1  # from the least number of a group to its largest
+        self._num_steps = (1 << min(num_bits, MOST_BITS)) - 1  # steps from a group's minimum to its maximum
         self._num_rounded = 0  # positions
 
     def _take_in(self, full: FullKVCache, queries: Queries) -> None:
@@ -227,7 +217,7 @@ class QuantizedKVCache(SparseCache):
 
 
 def rounded(numbers: torch.Tensor, dim: int, num_steps: int) -> torch.Tensor:
-    """The nearest numbers, float32, of those that `num_steps` equal steps lead to from the least to the largest."""
+    """Round to `num_steps` equal steps between minimum and maximum, in float32."""
     exact = numbers.float()
     least, largest = exact.amin(dim, keepdim=True), exact.amax(dim, keepdim=True)
     step = ((largest - least) / num_steps).clamp_min(torch.finfo(torch.float32).tiny)
@@ -235,20 +225,20 @@ def rounded(numbers: torch.Tensor, dim: int, num_steps: int) -> torch.Tensor:
 
 
 PARTIAL_CACHES: dict[str, SparseCacheFactory] = {
-    "summary": SummaryKVCache,  # the most important chunks, and the others as one entry each
-    "dynamic": ImportanceKVCache,  # the most important positions, new ones in place of the least important
-    "static": functools.partial(ImportanceKVCache, is_static=True),  # the same, built once, behind the prompt
-    "full": lambda shape, _, sequence, *room: ImportanceKVCache(shape, sequence.max_length, sequence, *room),  # all
-    "retrieval": RetrievalKVCache,  # the chunks that the newest query attends to most
+    "summary": SummaryKVCache,  # the most important chunks, and one entry for each other chunk
+    "dynamic": ImportanceKVCache,  # the most important positions; new ones replace the least important
+    "static": functools.partial(ImportanceKVCache, is_static=True),  # the same, built once after the prompt
+    # all positions
+    "full": lambda shape, _, sequence, *room: ImportanceKVCache(shape, sequence.max_length, sequence, *room),
+    "retrieval": RetrievalKVCache,  # the chunks with the most attention of the newest query
     "streaming": StreamingKVCache,  # the newest positions
-    "h2o": HeavyHitterKVCache,  # half the newest, half those that had most attention so far
-    "quantized": QuantizedKVCache,  # all, in as many bits as the budget says
+    "h2o": HeavyHitterKVCache,  # half the newest, half with the most attention so far
+    "quantized": QuantizedKVCache,  # all, with the budget as number of bits
     "topk": functools.partial(ImportanceKVCache, period=1),  # as dynamic, chosen before every draft
 }
 
 
 def with_cache(options: dict[str, Any]) -> dict[str, Any]:
-    """An arm's options with its partial cache in place of the cache's name or of a chunk size."""
     if "chunk_size" in options:
         cache = functools.partial(RetrievalKVCache, chunk_size=options["chunk_size"])
         return {name: value for name, value in options.items() if name != "chunk_size"} | {"cache": cache}

@@ -1,12 +1,9 @@
-"""Digests of what the product gives, to be compared before and behind a change that may alter no token.
+"""Digests of the product's output, to compare before and after a change that must alter no token.
 
-`python -m bench.digests --model embedded cli --out before.json`, then `--check before.json` on the changed state.
+`python -m bench.digests --model embedded cli --out before.json`, then `--check before.json`.
 
-A cell of tokens is the SHA-256 of a job's choices as its result has them: token ids, text, end, log-probabilities. Jobs
-go the way of all jobs: lines of a file, a run folder, a worker's session. All engines must agree, whatever shares their
-steps and however often they were killed, so a kind of job has one digest, and `main` says where it has several. A cell
-`drafts` is what an engine proposed, by a clock that goes on at every look: it tells drafters apart that give the same
-tokens.
+A token cell is the SHA-256 of a job's choices. Engines must agree in any batch and after any kills. A `drafts` cell
+hashes an engine's proposals, under a clock that advances at each reading.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # chosen at the first import; CPUs have no other use of Triton
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read at the first import; CPUs use Triton for nothing else
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
@@ -58,10 +55,10 @@ from swiftbatch.worker.training.train_mtp import save_mtp
 Cells = dict[str, str]
 
 EMBEDDED, INTERPRETER, CLI = "embedded", "interpreter", "cli"
-NUM_TOKENS, FEW_TOKENS = 160, 24  # of a job on the embedded model, and on others
+NUM_TOKENS, FEW_TOKENS = 160, 24  # per job on the embedded model, and on others
 REAL_ENGINES = ("auto", "autoregressive", "prompt-lookup", "suffix", "token-recycling")
-ALONE = ("auto", "autoregressive")  # engines that run one job at a time, too, on any model
-KILLED_AT = (0.2, 0.45, 0.7)  # parts of a job's tokens
+ALONE = ("auto", "autoregressive")  # engines that also run one job at a time on any model
+KILLED_AT = (0.2, 0.45, 0.7)  # shares of a job's tokens
 MARKERS = ("<think>", "</think>")
 PROMPT = (
     "The mill stood where the river bent, and the miller's daughter kept its accounts. Every evening she wrote down "
@@ -87,7 +84,7 @@ def day_book(num_days: int) -> str:
     )
 
 
-KINDS: dict[str, dict[str, Any]] = {  # fields of lines; None for none
+KINDS: dict[str, dict[str, Any]] = {  # fields of lines; None skips a kind
     "greedy": {"temperature": 0.0},
     "filters": FILTERS,
     "penalties": {"temperature": 0.8, **PENALTIES, **OTHERS},
@@ -98,21 +95,21 @@ KINDS: dict[str, dict[str, Any]] = {  # fields of lines; None for none
     "long": FILTERS | {"prompt": day_book(190), "top_k": 0},  # longer than all partial caches
     "chat": {"prompt": None, "messages": [{"role": "user", "content": PROMPT}], "temperature": 0.0},
 }
-REAL_KINDS = {name: fields for name, fields in KINDS.items() if name != "chat"}  # not all have a template
+REAL_KINDS = {name: fields for name, fields in KINDS.items() if name != "chat"}  # some have no template
 REAL_KINDS["long"] = KINDS["long"] | {"prompt": day_book(30)}  # longer than Gemma's window
 REAL_KINDS["thinking"] = KINDS["thinking"] | {"thinking_token_budget": 10}
 COSTS = StepCosts((64, 8192), 1e-3 * np.array([[2.0, 2.2, 2.5, 3.0, 4.0, 7.0], [3.5, 3.8, 4.2, 5.0, 7.0, 12.0]]))
 
 
 class Setting(EngineEntry):
-    """An engine that benchmarks alone can name: `place` is its name there."""
+    """An engine that only benchmarks can name."""
 
     def factory(self) -> Any:
         return BY_NAME[self.place]
 
 
 def prepare() -> None:
-    """Have sessions find variants too, share models that were loaded, and not time forwards."""
+    """Share loaded models and skip timing forwards."""
     for name in BY_NAME.keys() - ENGINES.keys() - CHECKPOINT_ENGINES.keys():
         of = next(entry for known, entry in ENGINES.items() if name.startswith(known))
         CHECKPOINT_ENGINES[name] = Setting(**vars(of) | {"place": name})
@@ -134,7 +131,7 @@ def sha(value: object) -> str:
 
 
 class Bench:
-    """A model, and a folder with a run of all kinds of jobs, of which every cell has a copy."""
+    """A model, and a run that every cell copies."""
 
     def __init__(self, model: str, folder: Path) -> None:
         self.model, self.folder, self._numbers = model, folder, itertools.count()
@@ -170,7 +167,7 @@ class Bench:
         return self._cells(run, f"{engine}/{num_slots}/undisturbed")
 
     def killed(self, engine: str, num_slots: int) -> Cells:
-        """One job at a time, or all of them, in four workers one after the other; the lost ones say no goodbye."""
+        """Run the jobs in four workers in turn, the first three killed."""
         run, lost = self.run(), []
         ids = [record.job_id for record in self.records]
         for together in [ids] if num_slots > 1 else [[job_id] for job_id in ids]:
@@ -194,7 +191,7 @@ class Bench:
         return Orders(tuple(given[:num_slots]), tuple(given[num_slots:]), num_slots=num_slots)
 
     def _work(self, worker: WorkerSession, orders: Orders, most: float) -> None:
-        """Work until all jobs have ended, or those that run have `most` tokens on average."""
+        """Work until the jobs ended or have `most` tokens on average."""
         left, seconds = len(orders.assignments + orders.reserve), 0.5 if most == math.inf else 1e-5  # of one step
         while left:
             report = worker.work(orders, seconds)
@@ -210,7 +207,7 @@ class Bench:
         return {f"{kind}/{place}": sha([_without(each, "metrics") for each in found[kind]]) for kind in self._kinds}
 
     def drafts(self, engine: str, num_jobs: int) -> Cells:
-        """The proposals of an engine for jobs together. Its clock goes on with every look at it."""
+        """Return an engine's proposals."""
         ticks, clock = itertools.count(), time.perf_counter
         time.perf_counter = lambda: 1e-4 * next(ticks)
         try:
@@ -222,7 +219,7 @@ class Bench:
         return {f"drafts/{engine}/{num_jobs}": sha(drafted)}
 
     def _sequences(self, target: TargetModel, num_jobs: int) -> list[Sequence]:
-        """The jobs without rules, which need a session."""
+        """Leave out rules, which would need a session."""
         records = [each for each in self.records if each.custom_id in ("long", "filters", "greedy", "n")]
         return [
             Sequence(f"{number}", unpacked(each.prompt_token_ids), each.job.sampling, target.vocab_size)
@@ -235,7 +232,7 @@ def _without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def drafts_of(target: TargetModel, engine: str, sequences: list[Sequence], parts: Path | None = None) -> list[Any]:
-    """Run sequences together to their ends; returns the rows that each step verified, and what it committed."""
+    """Return the rows verified and tokens committed per step."""
     drafter = create_drafter(engine, target, lambda: COSTS, parts)
     runner, steps = Engine(target, drafter), []
     for sequence in sequences:
@@ -251,7 +248,7 @@ def drafts_of(target: TargetModel, engine: str, sequences: list[Sequence], parts
 
 
 def save_predictor(model: str, folder: Path) -> None:
-    """Write an MTP layer that begins as the model's last one, without training: its drafts are right now and then."""
+    """Write an untrained MTP layer, a copy of the model's last one."""
     import torch
 
     files = locate_model(model)
@@ -262,8 +259,8 @@ def save_predictor(model: str, folder: Path) -> None:
 
 
 def cells_of(model: str, engine: str, is_quick: bool) -> Cells:
-    """All cells of an engine, in a process of its own."""
-    logging.disable()  # of what kills have left half-written
+    """Return all cells of an engine."""
+    logging.disable()  # kills leave half-written files, which are logged
     np.seterr(all="ignore")
     prepare()
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -282,7 +279,7 @@ def cells_of(model: str, engine: str, is_quick: bool) -> Cells:
 
 
 def interpreted(engine: str, folder: Path, is_quick: bool) -> Cells:
-    """A GPU's forwards and draws in Triton's interpreter, as tests have them: a random model of one layer."""
+    """Run GPU forwards and draws in Triton's interpreter."""
     import torch
 
     from tests.tiny_model import write_tiny_model
@@ -319,7 +316,6 @@ def interpreted_sequences(vocab_size: int) -> list[Sequence]:
 
 
 def engines_of(model: str, is_quick: bool) -> list[str]:
-    """The engines that a model has cells of, the slowest first."""
     if is_quick:
         return ["tokenswift", "auto", "autoregressive"] if model == EMBEDDED else ["auto"]
     if model == INTERPRETER:
@@ -328,7 +324,7 @@ def engines_of(model: str, is_quick: bool) -> list[str]:
 
 
 def digests(models: list[str], is_quick: bool) -> Cells:
-    """The cells of all models; a process for each engine, so that none knows of others."""
+    """Use a separate process per engine."""
     cells: Cells = {}
     for model in models:
         started, name = time.monotonic(), Path(model).stem
@@ -346,7 +342,6 @@ def digests(models: list[str], is_quick: bool) -> Cells:
 
 
 def disagreements(cells: Cells) -> list[str]:
-    """The cells of tokens that differ from others of their model and kind."""
     first: dict[tuple[str, str, str], str] = {}
     found = []
     for cell, value in cells.items():

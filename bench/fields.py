@@ -1,6 +1,4 @@
-"""`python -m bench fields`: what every field of a job line costs on one stream, beside a line that says nothing.
-
-Each field has a value that has something to do at every token."""
+"""The cost of each field of a job line on one stream."""
 
 from __future__ import annotations
 
@@ -47,12 +45,12 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "structured_outputs: regex": {"regex": "([A-Z]?[a-z]+[,.;]? )+§"},
     "structured_outputs: grammar": {"grammar": GRAMMAR},
 }
-NEVER = Markers((0, 0, 0), (1, 1, 1))  # markers for a model without any: tokens that no text has in a row
-TOKENS_PER_ROUND = 16  # at least, since the clock and busy moments of other programs are in every round
+NEVER = Markers((0, 0, 0), (1, 1, 1))  # markers for a model without any: unlikely token sequences
+TOKENS_PER_ROUND = 16  # at least, because the clock and other programs disturb every round
 
 
 def fields(num_tokens: int) -> dict[str, dict[str, Any]]:
-    """Return the fields of lines with so many tokens, beside their prompt, by a name for people; the first has none."""
+    """Name fields; the first has none."""
     endless: dict[str, dict[str, Any]] = {
         NOTHING: {},
         "repetition_penalty": {"repetition_penalty": 1.2},
@@ -72,9 +70,9 @@ def fields(num_tokens: int) -> dict[str, dict[str, Any]]:
 
 
 class Options(TextOptions):
-    """The measurement: `num_tokens` behind `position` tokens with each field, in turn, in `num_rounds` parts."""
+    """Options; `num_tokens` after `position` tokens per field, in `num_rounds` turns."""
 
-    engine: str = "autoregressive"  # one without drafts shows a field's cost best
+    engine: str = "autoregressive"  # without drafts a field's cost shows best
     position: int = 2048
     num_tokens: int = 2000
     num_rounds: int = 50
@@ -123,17 +121,14 @@ def _contestants(
 
 
 def _rules(codec: TextCodec, params: SamplingParams) -> tuple[Rule, ...]:
-    """Return a worker's rules; a thought is open from the first token on, also where the model has no markers."""
+    """Return a worker's rules; a thinking budget works even without markers."""
     if params.thinking_token_budget is None:
         return codec.rules(params)
     return (ThinkingRule(Thinking(NEVER, is_open=True), params.thinking_token_budget),)
 
 
 def _compete(contestants: list[Contestant], options: Options) -> list[list[float]]:
-    """Seconds per token of every contestant, `[num_contestants][num_rounds]`. They take turns in a new order each time.
-
-    Raises BenchError where a text ends early: nothing could be said of its cost.
-    """
+    """Return seconds per token [num_contestants][num_rounds]. Raises BenchError if a text ends early."""
     seconds: list[list[float]] = [[] for _ in contestants]
     for number in range(options.num_rounds):
         num_tokens = options.num_tokens * (number + 1) // options.num_rounds
@@ -143,6 +138,6 @@ def _compete(contestants: list[Contestant], options: Options) -> list[list[float
             if len(contestants[i].rounds) > num_rounds:
                 num_new = len(contestants[i].token_ids()) - num_before
                 seconds[i].append(contestants[i].rounds[-1][0] / num_new)
-            else:  # its drafts had run ahead: the round before counts these tokens too
+            else:  # its drafts ran ahead, so the previous round includes these tokens
                 seconds[i].append(seconds[i][-1])
     return seconds

@@ -1,4 +1,4 @@
-"""`python -m bench ablation griffin`: GRIFFIN's paper: what a table's rows compare is trained, then drafts."""
+"""Trains and compares the rows of the GRIFFIN paper's tables."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ TIMES = (
     "level_ms",
 )
 TEMPERATURES = (0.0, 1.0)
-NUM_ORDER_SEEDS = 3  # trainings of each row of table order
-MAX_FORWARDS = 6  # of a draft, as deep as the paper's trees
+NUM_ORDER_SEEDS = 3  # trainings per row of table order
+MAX_FORWARDS = 6  # per draft, the depth of the paper's trees
 
 Plan = Literal["own", "paper"]
 """As many nodes and levels as pay; or the paper's whole trees: 60 nodes, depth 6 (appendix C.2)."""
@@ -64,7 +64,7 @@ Layout = Literal["arms", "forwards", "order"]
 
 @dataclass(frozen=True)
 class Variant:
-    """One training: the name of its folder, and what it changes in `GriffinRecipe`."""
+    """A training's folder and changes of `GriffinRecipe`."""
 
     name: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class GriffinTable:
-    """Rows as in the paper, by their labels."""
+    """A table's rows by label, as in the paper."""
 
     title: str
     label_header: str
@@ -193,30 +193,25 @@ GRIFFIN_TABLES: dict[str, GriffinTable] = {
 
 
 def predicted_speedup(plain_ms: float, verify_ms: float, num_levels: float, level_ms: float, tau: float) -> float:
-    """Equation 14: t / (t + d x tbar) x tau, with `verify_ms` as the t of the denominator.
-
-    `plain_ms` is a forward of plain decoding, `level_ms` one of the draft model, of which a step has `num_levels`;
-    `tau` counts the tokens of a step.
-    """
+    """Return equation 14's speedup, t / (t + d x tbar) x tau, with `verify_ms` as the denominator's t."""
     return plain_ms / (verify_ms + num_levels * level_ms) * tau
 
 
 @dataclass(frozen=True)
 class Training:
-    """A draft model that is there, as one row of a table."""
+    """A trained draft model of one row."""
 
     row: str
     seed: int
     folder: Path
     recipe: GriffinRecipe
-    accuracy: list[GriffinAccuracyRecord]  # after training, for each kind of held-out text; none where there are none
+    accuracy: list[GriffinAccuracyRecord]  # after training, per kind of held-out text, if any
 
 
 def figures_of(pairs: list[tuple[Contestant, Contestant]]) -> Record:
-    """Figures of generations of one sequence each, with plain decoding behind the same prompts.
+    """Compare generations with plain decoding after the same prompts.
 
-    All counts and times begin behind the first step. In equation 14 tau is `tokens_per_step`, d `levels_per_step`, tbar
-    `level_ms` (all of drafting, shared out among them) and t `plain_verify_ms`; `predicted` takes a tree for a row.
+    In equation 14 tau is `tokens_per_step`, d `levels_per_step`, tbar `level_ms` and t `plain_verify_ms`.
     """
     generations = [generation for generation, _ in pairs]
     total, plain = _Total.of(generations), _Total.of([plain for _, plain in pairs])
@@ -242,7 +237,7 @@ def figures_of(pairs: list[tuple[Contestant, Contestant]]) -> Record:
 
 @dataclass
 class _Total:
-    """Generations behind their first steps, added up."""
+    """Sums over generations after their first steps."""
 
     num_tokens: int = 0
     num_steps: int = 0
@@ -271,11 +266,10 @@ class _Total:
 
     @property
     def verify_ms(self) -> float:
-        """The time of verification, per step."""
         return 1000 * self.verify_seconds / self.num_steps
 
 
-FEATURES = "features"  # beside the trainings, which share them
+FEATURES = "features"  # shared by the trainings
 
 
 def train_variants(
@@ -286,7 +280,7 @@ def train_variants(
     work: Path,
     recipe: GriffinRecipe,
 ) -> list[Training]:
-    """Train every row's draft model with every seed, where it is not there yet. Raises ModelError, CorpusError."""
+    """Train every row's missing draft models with every seed. Raises ModelError, CorpusError."""
     target = AutoConfig.from_pretrained(files.path, local_files_only=True, trust_remote_code=False)
     trainings = []
     for seed in seeds:
@@ -301,7 +295,7 @@ def train_variants(
 
 
 def recipe_of(variant: Variant, base: GriffinRecipe, seed: int, target: PreTrainedConfig) -> GriffinRecipe:
-    """A variant's recipe, which differs from `base` in what the variant changes and in the seed."""
+    """Return `base` with a variant's changes and a seed."""
     sizes = GriffinConfig.for_target(target)
     expansions = {"hidden": sizes.hidden_size, "double": 2 * sizes.intermediate_size}
     changes: dict[str, Any] = dict(variant.changes)
@@ -314,11 +308,9 @@ OPTIONS: dict[Plan, GriffinOptions] = {"own": GriffinOptions(), "paper": PAPER}
 
 
 class Options(BenchOptions):
-    """The table asked for, what its rows learn from, and how many tokens each arm generates behind how many prompts."""
-
     table: str  # a name in `GRIFFIN_TABLES`
     data: Path  # books to train on
-    work: Path  # folder of trainings, which are kept for other tables
+    work: Path  # trainings are kept here for other tables
     num_steps: int = GRIFFIN_RECIPE.num_steps
     num_own_texts: int = GRIFFIN_RECIPE.texts.num_own_texts
     num_seeds: int = NUM_ORDER_SEEDS  # of table order
@@ -363,7 +355,7 @@ def run(options: Options, recipe: GriffinRecipe = GRIFFIN_RECIPE) -> Iterator[Re
 
 
 def _accuracies(training: Training) -> Iterator[Record]:
-    """What a training says of held-out texts: by the way of drawing, the share of drafts that are not the target's."""
+    """Yield held-out accuracy."""
     for record in training.accuracy:
         for way, rates in record.misaligned.items():
             yield {
@@ -377,7 +369,7 @@ def _accuracies(training: Training) -> Iterator[Record]:
 
 
 def _prompts(options: Options, files: ModelFiles) -> list[Prompt]:
-    """Stretches from all over the text. Raises BenchError where the text is too short."""
+    """Take prompts from all over the text. Raises BenchError."""
     if options.text is None:
         raise BenchError(f"table {options.table}: its arms go on from a text; name one with --text FILE")
     check_length(files, options.prefill, options.num_tokens)
@@ -392,14 +384,13 @@ def _prompts(options: Options, files: ModelFiles) -> list[Prompt]:
 
 
 def _read(options: Options, target: TargetModel, prompt: Prompt, number: int) -> PromptArms:
-    """Read one prompt; each prompt's arms draw with a seed of their own."""
     num_plain = num_plain_tokens(options.num_tokens, options.prefill)
     read = read_prompt(target, prompt, options.num_tokens)
     return PromptArms(target, [read], options.num_tokens, num_plain, options.seed + number)
 
 
 def shown(records: list[Record], options: Options) -> Iterator[Record]:
-    """The paper's table, and what is behind it."""
+    """Yield the paper's table and its details."""
     table, arms = GRIFFIN_TABLES[options.table], [record for record in records if "tree" in record]
     trained = [record for record in records if "drawn_at" in record]
     yield {"words": f"{table.title}. {table.note}"}
@@ -419,7 +410,6 @@ def shown(records: list[Record], options: Options) -> Iterator[Record]:
 
 
 def _order(table: GriffinTable, arms: list[Record], trained: list[Record]) -> Iterator[Record]:
-    """Means over seeds with the least and the most, and in words whether rows come out in the paper's order."""
     taus = {
         (t, row): [each["tokens_per_step"] for each in arms if (each["temperature"], each["row"]) == (t, row)]
         for t, row in product(TEMPERATURES, table.rows)

@@ -1,4 +1,4 @@
-"""The operations that are timed: matrices, attention, draws and whole forwards, with all they read and multiply."""
+"""The timed operations (matrices, attention, draws, forwards) with their bytes and multiplications."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from swiftbatch.worker.sampling import native_sampler as sampling
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 
-LARGEST, SMALLEST = 1 << 28, 1 << 18  # bytes of memory that are read: from beyond every cache, to all within
-NUM_READ = 1 << 26  # bytes of a reading, at least
-NUM_MULTIPLIED = 200_000  # times all registers, in a round
-NUM_ROUNDS = 20  # short ones, so that some are not disturbed
-FLOATS = 64  # that are read at a time
+LARGEST, SMALLEST = 1 << 28, 1 << 18  # bytes: beyond every cache, within all caches
+NUM_READ = 1 << 26  # least bytes per reading
+NUM_MULTIPLIED = 200_000  # all registers, per round
+NUM_ROUNDS = 20  # short ones, so that some are undisturbed
+FLOATS = 64  # read at a time
 POINTER, INT = ctypes.c_void_p, ctypes.c_int
 SIGNATURES = {
     "roof_read": (None, [POINTER, ctypes.c_int64, ctypes.c_int64]),
@@ -46,7 +46,6 @@ SIGNATURES = {
 
 
 def with_roof(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, with the functions that benchmarks alone use as they are called."""
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -54,7 +53,7 @@ def with_roof(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class Roof:
-    """Measures once and remembers: the best of some rounds."""
+    """Measures the machine's limits once; the best of some rounds."""
 
     def __init__(self, library: ctypes.CDLL, element: int, num_threads: int) -> None:
         self._library = with_roof(library)
@@ -65,14 +64,14 @@ class Roof:
         self.flops_per_second = self._multiply(element)
 
     def bytes_per_second(self, num_bytes: int) -> float:
-        """Measure how fast all threads together read so many bytes again and again: few of them lie in a cache."""
+        """Measure reading so many bytes repeatedly on all threads."""
         size = min(max(1 << (num_bytes - 1).bit_length(), SMALLEST), LARGEST)
         if size not in self._bytes_per_second:
             self._bytes_per_second[size] = self._read(size)
         return self._bytes_per_second[size]
 
     def seconds(self, num_bytes: int, num_flops: int, num_bytes_between: int) -> float:
-        """Return the least time of an operation that reads these bytes, so many others lying between two times."""
+        """Return the least time for these bytes and operations."""
         return max(num_bytes / self.bytes_per_second(num_bytes_between), num_flops / self.flops_per_second)
 
     def _read(self, size: int) -> float:
@@ -90,7 +89,7 @@ class Roof:
         return float(num_flops / self._best_seconds(lambda _: self._library.roof_multiply(element, NUM_MULTIPLIED)))
 
     def _best_seconds(self, work: Callable[[int], None]) -> float:
-        """Return the seconds of the best round, all threads at once."""
+        """Return the seconds of the best round with all threads."""
         rounds = []
         for _ in range(NUM_ROUNDS):
             started = time.perf_counter()
@@ -104,7 +103,7 @@ SAMPLING = SamplingParams(max_tokens=1000, temperature=1.0, min_p=0.1, seed=1, i
 
 @dataclass(frozen=True)
 class Packing:
-    """A way to pack a matrix: as Q4_1, as int4 checkpoints and as Q8_0 do."""
+    """A packing of a matrix, as in Q4_1, int4 checkpoints and Q8_0."""
 
     name: str
     code: Code
@@ -121,7 +120,7 @@ PACKINGS = (
 
 @dataclass(frozen=True)
 class Operation:
-    """A call over rows. `num_bytes_between`: what is read from one reading of the same bytes to the next."""
+    """A call over rows; `num_bytes_between` are read between two uses."""
 
     name: str
     num_rows: int
@@ -130,13 +129,13 @@ class Operation:
     num_bytes_between: int
     call: Callable[[], object]
     length: int | None = None  # positions in the cache
-    in_torch: Callable[[], object] | None = None  # the same by `transformers`
-    whole: str | None = None  # the model in a form that this is a part of, and how often a forward has the part
+    in_torch: Callable[[], object] | None = None  # the same in `transformers`
+    whole: str | None = None  # the whole model in this form, of which a forward has this part `times`
     times: int = 1
 
 
 def matrix_shapes(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
-    """Depth and columns of the matrices of a layer as the decoder has them, and of the head."""
+    """Return depth and columns of a layer's matrices and the head's."""
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     return {
         "q, k, v": (sizes.hidden, query + 2 * key),
@@ -148,7 +147,7 @@ def matrix_shapes(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
 
 
 class Matrix:
-    """A linear layer by itself, of zeros."""
+    """A linear layer of zeros."""
 
     def __init__(self, team: Team, handle: int, num_bytes: int, depth: int, columns: int) -> None:
         self._team, self._handle, self._num_bytes = team, handle, num_bytes
@@ -186,10 +185,7 @@ class Matrix:
 def matrix_operations(
     sizes: DecoderSizes, team: Team, row_counts: tuple[int, ...], of: str = ""
 ) -> Iterator[Operation]:
-    """Every matrix of a layer, and the head: read again and again, so from a cache where it has room.
-
-    Each in the model's dtype, then packed in the ways that its depth allows. Names begin with whose they are.
-    """
+    """Yield a layer's matrices and the head, in the model's dtype and packed."""
     for name, (depth, columns) in matrix_shapes(sizes).items():
         times = 1 if name == "head" else sizes.num_layers
         matrices = {"": Matrix.plain(team, sizes.dtype, depth, columns)}
@@ -202,7 +198,6 @@ def matrix_operations(
 
 
 def attention_operation(sizes: DecoderSizes, team: Team, cache: FullKVCache, num_rows: int) -> Operation:
-    """Attention of one layer after the other, a layer in each call."""
     rows, layers = rows_behind(cache, num_rows), itertools.cycle(range(sizes.num_layers))
     query = torch.ones(num_rows, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype)
     key = torch.ones(num_rows, sizes.num_kv_heads, sizes.head_dim, dtype=sizes.dtype)
@@ -218,7 +213,6 @@ def attention_operation(sizes: DecoderSizes, team: Team, cache: FullKVCache, num
 def forward_operation(
     sizes: DecoderSizes, target: TargetModel, in_torch: TargetModel, cache: FullKVCache, num_rows: int
 ) -> Operation:
-    """A whole forward over the rows of one sequence, logits included."""
     rows = [rows_behind(cache, num_rows)]
     *layer, (head_depth, head_columns) = matrix_shapes(sizes).values()
     num_weights = sizes.num_layers * sum(depth * columns for depth, columns in layer) + head_depth * head_columns
@@ -230,7 +224,6 @@ def forward_operation(
 
 
 def sampling_operations(vocab: int, row_counts: tuple[int, ...]) -> Iterator[Operation]:
-    """A draw, a walk that accepts all nodes of a chain, and candidates; reading alone, as far as bytes tell."""
     logits = 4 * torch.randn(row_counts[-1], vocab, generator=torch.Generator().manual_seed(0))
     num_bytes = logits[0].nbytes
 
@@ -257,7 +250,7 @@ def rows_behind(cache: FullKVCache, num_rows: int) -> SequenceRows:
 
 
 def attention_costs(sizes: DecoderSizes, length: int, num_rows: int) -> tuple[int, int]:
-    """Bytes and floating-point operations of one layer's attention; rows share what they read."""
+    """Return bytes and floating-point operations of one layer."""
     num_positions = length + num_rows
     num_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * sizes.dtype.itemsize * num_positions
     return num_bytes, 4 * num_rows * sizes.num_heads * sizes.head_dim * num_positions

@@ -1,4 +1,4 @@
-"""`python -m bench kernels`: what the compiled kernels make of this machine, operation by operation."""
+"""Times the compiled kernels, operation by operation."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_libr
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.model.model_files import locate_model
 
-# published models, measured with weights of zeros: no weights need to be there
+# published models, measured with zero weights
 SHAPES = {  # num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab
     "qwen3-0.6b": (28, 1024, 16, 8, 128, 3072, 151_936),
     "llama-3.1-8b": (32, 4096, 32, 8, 128, 14_336, 128_256),
 }
-LEAST_SECONDS = 0.002  # least seconds of a round: a shorter call is repeated
+LEAST_SECONDS = 0.002  # least seconds per round: shorter calls are repeated
 SUMMED = ("ms", "num_bytes", "num_flops", "allowed_ms")
 COLUMNS = (
     *("variant", "num_threads", "memory_GB/s", "multiply_GFLOP/s"),
@@ -43,13 +43,13 @@ COLUMNS = (
 
 
 class Options(BenchOptions):
-    """The measurement asked for: forwards over each of `rows` behind each of `lengths`, on CPUs."""
+    """Options; forwards over each of `rows` after each of `lengths`, on CPUs."""
 
     device: Device = "cpu"
     lengths: Ints = (0, 2048, 20_480, 102_400)  # positions in the cache
-    rows: Ints = (1, 8, 32)  # of a forward
-    num_rounds: int = 7  # of which the median counts
-    shapes: Names = ()  # of other models, whose matrices are timed, too: names in `SHAPES`
+    rows: Ints = (1, 8, 32)  # per forward
+    num_rounds: int = 7  # the median counts
+    shapes: Names = ()  # names in `SHAPES` of other models to time
 
 
 def run(options: Options) -> Iterator[Record]:
@@ -80,9 +80,9 @@ def run(options: Options) -> Iterator[Record]:
         yield record
         if operation.whole is not None:
             wholes.setdefault((operation.whole, operation.num_rows), []).append((record, operation.times))
-    complete = max(map(len, wholes.values()), default=0)  # some depths are no whole groups of a form
+    complete = max(map(len, wholes.values()), default=0)  # some depths are not divisible into groups
     for (name, num_rows), parts in wholes.items():
-        if len(parts) == complete:  # the matrices of a model in a form together
+        if len(parts) == complete:  # a model's matrices in one form together
             summed = {field: sum(record[field] * times for record, times in parts) for field in SUMMED}
             yield _figures({"name": name, "length": None, "num_rows": num_rows} | summed)
 
@@ -92,7 +92,6 @@ def shown(records: list[Record], options: Options) -> list[Record]:
 
 
 def _figures(record: Record) -> Record:
-    """Add what follows from times, bytes and operations."""
     return record | {
         "GB/s": record["num_bytes"] / record["ms"] / 1e6,
         "GFLOP/s": record["num_flops"] / record["ms"] / 1e6,
@@ -116,7 +115,6 @@ def _operations(options: Options, target: TargetModel, sizes: DecoderSizes, team
 
 
 def _full_cache(target: TargetModel, options: Options) -> FullKVCache:
-    """A cache of zeros for all lengths."""
     cache = target.new_cache(max(options.lengths) + max(options.rows))
     cache.clear()
     cache.advance(max(options.lengths))
@@ -124,10 +122,7 @@ def _full_cache(target: TargetModel, options: Options) -> FullKVCache:
 
 
 def _measured(operation: Operation, num_rounds: int, roof: Roof) -> Record:
-    """Medians of rounds, ours and torch's in turn, so that a busy moment of the machine hits both.
-
-    `allowed_ms`: what this machine would need for the bytes and products alone.
-    """
+    """Return medians, ours and torch's in turn, and the machine's limit."""
     calls = [call for call in (operation.call, operation.in_torch) if call is not None]
     first = [min(_seconds(call, 1) for _ in range(2)) for call in calls]
     num_calls = [max(1, round(LEAST_SECONDS / seconds)) for seconds in first]
@@ -141,7 +136,6 @@ def _measured(operation: Operation, num_rounds: int, roof: Roof) -> Record:
 
 
 def _seconds(call: Callable[[], object], num_calls: int) -> float:
-    """Time one of these calls."""
     started = time.perf_counter()
     for _ in range(num_calls):
         call()
@@ -149,6 +143,5 @@ def _seconds(call: Callable[[], object], num_calls: int) -> float:
 
 
 def sizes_named(name: str, dtype: torch.dtype) -> DecoderSizes:
-    """The sizes of a decoder of that name."""
     counts = one_of(SHAPES, name)
     return DecoderSizes(*counts, epsilon=1e-6, scale=counts[4] ** -0.5, dtype=dtype)

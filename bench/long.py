@@ -1,4 +1,4 @@
-"""`python -m bench long`: one long generation against plain decoding, measured on the way at the same positions."""
+"""A long generation, compared on the way with plain decoding at the same positions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Verification
 from swiftbatch.worker.session.running_job import distinct
 
-NUM_PLAIN_TOKENS = 24  # of one window
+NUM_PLAIN_TOKENS = 24  # per window
 RATES = ("speedup", "alpha", "beta", "tokens_per_step")
 COLUMNS = (
     *("num_tokens", "total.seconds", "total.plain_seconds", *(f"total.{rate}" for rate in RATES)),
@@ -61,14 +61,14 @@ NOTHING = Sources([], [])
 
 @dataclass
 class _Asked:
-    """The length of the text behind which a tree was asked for, and what the tree was made of."""
+    """A requested tree's text length and sources."""
 
     start: int
     sources: Sources = NOTHING
 
 
 class MeteredProposer(TokenSwiftProposer):
-    """A proposer that keeps what its trees are made of until it hears which tokens were accepted."""
+    """A proposer that remembers each tree's sources until it is verified."""
 
     def __init__(self, tally: ReuseTally, *parts: Any) -> None:
         super().__init__(*parts)
@@ -87,14 +87,14 @@ class MeteredProposer(TokenSwiftProposer):
     def update(self, sequence: Sequence, verification: Verification) -> None:
         end = len(sequence) - len(verification.committed_ids) + verification.num_accepted_tokens
         asked = [*self._asked.pop(sequence.sequence_id, []), _Asked(end + 1)]
-        for one, later in itertools.pairwise(asked):  # the token in front of the later tree was drawn, not proposed
+        for one, later in itertools.pairwise(asked):  # the token before the later tree was drawn, not proposed
             path = tuple(sequence.token_ids[one.start : min(end, later.start - 1)].tolist())
             self._tally.num_accepted_tokens += sum(by_ngrams_alone(path, one.sources))
         super().update(sequence, verification)
 
 
 def by_ngrams_alone(path: tuple[int, ...], sources: Sources) -> list[bool]:
-    """Tell for every token of a path whether n-grams alone proposed it."""
+    """Return which tokens of a path only n-grams proposed."""
     ngrams = [tuple(token for _, token in ngram) for ngram in sources.ngrams]
     in_digits, is_alone, found = True, False, []
     for depth, token in enumerate(path):
@@ -108,10 +108,7 @@ def by_ngrams_alone(path: tuple[int, ...], sources: Sources) -> list[bool]:
 def metered_drafter(
     engine: str, target: TargetModel, costs: Costs, parts_folder: Path | None, options: TokenSwiftOptions | None = None
 ) -> tuple[Drafter, ReuseTally | None]:
-    """An engine's drafter, and what its n-grams bring; None for one that reuses none. Raises ModelError.
-
-    TokenSwift's `options` may be others than the engine's.
-    """
+    """Make an engine's drafter and the tally of its n-grams, if any. Raises ModelError."""
     if engine not in METERED:
         return create_bench_drafter(engine, target, costs, parts_folder), None
     tally = ReuseTally()
@@ -121,16 +118,11 @@ def metered_drafter(
 
 @dataclass
 class ReuseTally:
-    """The gain of reused n-grams so far."""
-
-    num_accepted_tokens: int = 0  # that they alone proposed
+    num_accepted_tokens: int = 0  # proposed by n-grams alone
 
 
 class Options(TextOptions):
-    """`num_tokens` behind `prefill` tokens of text, with a record every `every` tokens.
-
-    Every `plain_every` tokens, plain decoding generates `NUM_PLAIN_TOKENS`, which count neither as output nor in time.
-    """
+    """Options; plain decoding's `NUM_PLAIN_TOKENS` every `plain_every` tokens do not count."""
 
     engine: str = Computation.engine
     draft_model: Path | None = None
@@ -150,11 +142,9 @@ class Options(TextOptions):
         return SamplingParams(max_tokens=self.num_tokens, ignore_eos=True, **sampled)
 
     def record_stops(self) -> list[int]:
-        """Numbers of tokens at which figures are taken, ascending; the last one is the end."""
         return [*range(self.every, self.num_tokens, self.every), self.num_tokens]
 
     def plain_stops(self) -> list[int]:
-        """Numbers of tokens at which plain decoding is timed, the last time over the last tokens."""
         last = max(0, self.num_tokens - NUM_PLAIN_TOKENS)
         grid = {*range(0, last, self.plain_every), *self.record_stops(), last}
         return sorted(stop for stop in grid if stop <= last)
@@ -183,7 +173,7 @@ def shown(records: list[Record], options: Options) -> list[Record]:
 
 
 def generated(options: Options, target: TargetModel, drafter: Drafter, reuse: ReuseTally | None) -> Iterator[Record]:
-    """Generate with a given drafter, whose n-grams bring `reuse`; yields figures at every stop. Raises BenchError."""
+    """Yield figures at every stop. Raises BenchError."""
     generation = LongGeneration(options, target, drafter, reuse)
     sequence, plain = generation.sequence, PlainWindows(target, NUM_PLAIN_TOKENS)
     plain_stops, record_stops = set(options.plain_stops()), set(options.record_stops())
@@ -194,7 +184,7 @@ def generated(options: Options, target: TargetModel, drafter: Drafter, reuse: Re
         start = start or mark
         if stop in plain_stops:
             plain.measure(sequence, generation.cache)
-        if stop in record_stops and mark["num_tokens"] > (before or start)["num_tokens"]:  # a step may run past two
+        if stop in record_stops and mark["num_tokens"] > (before or start)["num_tokens"]:  # a step may pass two stops
             yield {
                 "engine": options.engine,
                 "num_tokens": mark["num_tokens"],
@@ -208,10 +198,9 @@ def generated(options: Options, target: TargetModel, drafter: Drafter, reuse: Re
 
 
 class LongGeneration:
-    """A prompt in the cache and what the engine says behind it. Marks are taken at pauses, which do not count."""
+    """A generation; marks are taken in pauses, which do not count."""
 
     def __init__(self, options: Options, target: TargetModel, drafter: Drafter, reuse: ReuseTally | None) -> None:
-        """`reuse` is what the drafter's n-grams bring, where it has some."""
         self._drafter, self._reuse, self._num_draft_depth = drafter, reuse, 0
         text, prefill = options.text, options.prefill
         prompt_ids = text_tokens(text, target.files, prefill) if text else own_tokens(target, prefill)
@@ -224,10 +213,9 @@ class LongGeneration:
         self._seconds = time.perf_counter() - started
 
     def run_to(self, num_tokens: int) -> Record:
-        """Generate until there are at least `num_tokens` tokens, and return the counts since the first token."""
         started = time.perf_counter()
         while self.sequence.num_generated_tokens < num_tokens:
-            for _, verification in self._engine.step():  # ends with its tokens on the host: clocks are right on a GPU
+            for _, verification in self._engine.step():  # tokens are on the host then, so clocks are right on a GPU
                 self._num_draft_depth += max(verification.tree.depths(), default=0)
         self._seconds += time.perf_counter() - started
         counters, draft = self._engine.counters, self._drafter.counters
@@ -245,7 +233,7 @@ class LongGeneration:
 
 
 def _between(first: Record, last: Record, plain: PlainWindows) -> Record:
-    """Figures from one mark to a later one. `alpha` is the paper's equation 4: None where nothing was drafted."""
+    """Return figures between two marks; `alpha` is the paper's equation 4."""
     names = ("num_tokens", "seconds", "num_steps", "num_accepted", "draft_depth", "num_rounds")
     num_tokens, seconds, num_steps, accepted, depth, rounds = (last[name] - first[name] for name in names)
     plain_seconds = plain.seconds(first["num_tokens"], last["num_tokens"])
@@ -258,7 +246,7 @@ def _between(first: Record, last: Record, plain: PlainWindows) -> Record:
         "speedup": plain_seconds / seconds,
         "alpha": accepted / depth if depth else None,
         "beta": (last["num_ngrams"] - first["num_ngrams"]) / depth if has_beta else None,
-        "tokens_per_step": num_tokens / num_steps,  # the bonus token and steps without a draft included
+        "tokens_per_step": num_tokens / num_steps,  # with bonus tokens and steps without a draft
         "draft_depth": depth / num_steps,
         "rounds_per_step": rounds / num_steps,
         "step_ms": per_step(first["step_seconds"], last["step_seconds"], num_steps),
@@ -267,19 +255,18 @@ def _between(first: Record, last: Record, plain: PlainWindows) -> Record:
 
 
 def per_step(first: dict[str, float], last: dict[str, float], num_steps: int) -> dict[str, float]:
-    """Milliseconds of each phase, between two counts of seconds."""
     return {name: 1000 * (last[name] - first[name]) / num_steps for name in last}
 
 
 class PlainWindows:
-    """Takes a generation's place for `size` tokens now and then. Its cache and its sequence stay as they are."""
+    """Plain decoding of `size` tokens, without a change of the generation."""
 
     def __init__(self, target: TargetModel, size: int) -> None:
         self._size, self._engine = size, BenchEngine(target, AutoregressiveDrafter())
-        self._measured: list[tuple[int, float, np.ndarray]] = []  # position, ms a token, tokens
+        self._measured: list[tuple[int, float, np.ndarray]] = []  # position, ms per token, tokens
 
     def measure(self, sequence: Sequence, cache: FullKVCache) -> None:
-        """Decode plainly from where the sequence stands; nothing where it has ended or was measured already."""
+        """Decode plainly from the sequence's end."""
         num_tokens = sequence.num_generated_tokens
         size = min(self._size, sequence.num_remaining_tokens)
         if size == 0 or (self._measured and self._measured[-1][0] == num_tokens):
@@ -290,24 +277,22 @@ class PlainWindows:
         seconds = []
         while plain.finish_reason is None:
             started = time.perf_counter()
-            [(_, step)] = self._engine.step()  # ends with the token on the host, so a clock is right on a GPU too
+            [(_, step)] = self._engine.step()  # the token is on the host then, so clocks are right on a GPU
             seconds += [(time.perf_counter() - started) / step.num_steps] * step.num_steps
         self._engine.stop(plain)
         self._measured.append((num_tokens, 1000 * statistics.median(seconds), plain.output_ids[num_tokens:]))
 
     def compared(self, output_ids: np.ndarray) -> list[bool]:
-        """Tell for each window whether the generation's tokens, as far as there are any, are the same."""
         windows = ((output_ids[first:][: len(ids)], ids) for first, _, ids in self._measured)
         return [np.array_equal(found, ids[: len(found)]) for found, ids in windows]
 
     def seconds(self, first: int, last: int) -> float:
-        """Return the seconds of plain decoding of generated tokens `[first, last)`: the windows' times, integrated."""
         return (
             integral([place for place, *_ in self._measured], [ms for _, ms, _ in self._measured], first, last) / 1000
         )
 
 
 def integral(positions: list[int], values: list[float], first: int, last: int) -> float:
-    """Integrate the curve through points of ascending positions over `[first, last]`: lines, level at both ends."""
+    """Integrate the piecewise linear curve, constant at both ends, over `[first, last]`."""
     grid = [first, *(position for position in positions if first < position < last), last]
     return float(np.trapezoid(np.interp(grid, positions, values), grid))

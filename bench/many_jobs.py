@@ -1,8 +1,6 @@
-"""The table of docs/gpu_lab_book.md for runs of few and of many jobs: tokens a second by the worker's own plans.
+"""Computes docs/gpu_lab_book.md's table of few and many jobs, without a GPU.
 
-`python -m bench many-jobs` prints it; no GPU is needed. Memory, rows, jobs at a time and draft
-nodes are planned as a worker does. Seconds of a step are a model: measured on an H100 in forwards of 64 rows, and
-computed from there on.
+It plans as a worker does. Step times are a model: measured on an H100 with 64 rows, otherwise computed.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ HEADERS = (
 SIZES = ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2)  # Llama 3.1 8B
 NUM_LAYERS = 32
 STEPS_AT_ONCE = 64  # with the same plan
-GROUP_ROWS = 16  # of a sequence, for which its keys are read once
-SIXTEEN_ROWS = 1.07  # times the attention of one row: measured
-BUSY_SHARE = 0.6  # of a GPU's tensor cores that products reach: computed
-DRAW_SECONDS = 1e-4  # of 64 rows: computed
+GROUP_ROWS = 16  # rows of a sequence that share one read of its keys
+SIXTEEN_ROWS = 1.07  # times one row's attention: measured
+BUSY_SHARE = 0.6  # of a GPU's tensor cores in products: computed
+DRAW_SECONDS = 1e-4  # for 64 rows: computed
 
 
 @dataclass(frozen=True)
@@ -60,18 +58,17 @@ class GPU:
 
     name: str
     capability: int
-    bandwidth: float  # bytes a second that a plain read reaches
-    flops: float  # of its tensor cores in bfloat16, at most
-    forward: float  # seconds of a forward of 64 rows of one job, behind nothing
-    products: float  # of that, those of its products
-    per_job: float  # seconds that each further job adds
+    bandwidth: float  # bytes a second of a plain read
+    flops: float  # peak of its tensor cores in bfloat16
+    forward: float  # seconds of a forward of 64 rows of one short job
+    products: float  # the share of its products
+    per_job: float  # seconds per further job
 
     def memory(self, num_rows: int) -> GPUMemory:
         num_splits = splits_of(GPUS[self.name], SIZES)
         return GPUMemory(GPU_BYTES - CONTEXT_BYTES, num_splits).with_rows(num_rows)
 
     def costs(self, num_rows: int) -> StepCosts:
-        """The step costs of forwards of so many rows."""
         multiplied = 2 * num_rows * SIZES.num_parameters / (BUSY_SHARE * self.flops)
         beyond = max(0.0, multiplied - self.products) if num_rows > NUM_ROWS else 0.0
         base = self.forward + beyond + DRAW_SECONDS * (num_rows / NUM_ROWS - 1)
@@ -85,7 +82,7 @@ class GPU:
         return StepCosts(lengths, seconds, num_rows)
 
     def merge_seconds(self, lengths: np.ndarray, num_rows: np.ndarray, forward: GPUMemory) -> float:
-        """Seconds to write and read partial sums of attention."""
+        """Return the seconds to write and read partial sums of attention."""
         numbers = SIZES.num_heads * (SIZES.head_dim + 1) * NUM_LAYERS
         num_blocks = -(-lengths // BLOCK)
         of_split = np.maximum(-(-num_blocks // forward.num_splits), least_blocks(forward.num_rows))
@@ -98,7 +95,7 @@ H100 = GPU("H100 80 GB", 9, 3.104e12, 9.89e14, 7.85e-3, 5.8e-3, 7e-5)
 
 @dataclass(frozen=True)
 class JobMix:
-    """A run of jobs of these lengths, in positions, whose prompts are short."""
+    """Jobs of these lengths in positions, with short prompts."""
 
     name: str
     lengths: tuple[int, ...]
@@ -119,17 +116,17 @@ RUNS = (
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run them: the rows of a forward, the pages of a pool, the jobs at a time, and what drafts bring."""
+    """A plan: rows of a forward, pages, slots, and acceptance of drafts."""
 
     num_rows: int
     num_slots: int
     num_pages: int | None  # None: each slot has room for the longest job
-    acceptance: np.ndarray  # of each node of a tree
+    acceptance: np.ndarray  # per node of a tree
     host: HostTime
 
     @property
     def tokens(self) -> np.ndarray:
-        """Tokens that a step brings a job, `[num_choices]`."""
+        """Tokens per step and job, `[num_choices]`."""
         return np.array([1 + self.acceptance[:number].sum() for number in NODE_CHOICES])
 
 
@@ -137,13 +134,13 @@ NOTHING = np.zeros(NODE_CHOICES[-1])
 
 
 def way_before(gpu: GPU, run: JobMix) -> Way:
-    """Return the way of the time before pages: slots of the longest job, 32 at most, and 64 rows."""
+    """Return the plan without pages: at most 32 slots of the longest job."""
     plan = plan_memory(SIZES, gpu.memory(NUM_ROWS), max(run.lengths))
     return Way(NUM_ROWS, plan.num_slots, None, NOTHING, MEASURED_HOST)
 
 
 def way_now(gpu: GPU, run: JobMix, acceptance: np.ndarray, host: HostTime) -> Way:
-    """Return the way in which a worker plans for a new run."""
+    """Return a worker's plan for a new run."""
     load = RunLoad(len(run.lengths), sum(run.lengths) / len(run.lengths) / 2, bool(acceptance.any()))
     most = most_rows(gpu.capability, SIZES.item_size, is_packed=False)
     num_rows = rows_that_pay(SIZES, gpu.memory(NUM_ROWS), load, most)
@@ -155,7 +152,7 @@ def way_now(gpu: GPU, run: JobMix, acceptance: np.ndarray, host: HostTime) -> Wa
 
 @dataclass
 class Simulation:
-    """A worker that only counts. Jobs are begun as the driver begins them, and the youngest leaves when pages end."""
+    """A worker that only counts, with the driver's rules."""
 
     gpu: GPU
     run: JobMix
@@ -166,7 +163,7 @@ class Simulation:
     num_tokens: float = 0.0
 
     def speeds(self) -> tuple[float, float]:
-        """Run all jobs to their ends: tokens a second while some wait, and of the whole run."""
+        """Return tokens a second while some jobs wait, and over all."""
         self.waiting = [Growth(0, length) for length in self.run.lengths]
         costs, memory = self.gpu.costs(self.way.num_rows), self.gpu.memory(self.way.num_rows)
         full = 0.0
@@ -188,7 +185,7 @@ class Simulation:
             self.running.append(self.waiting.pop(0))
 
     def _advance(self, costs: StepCosts, memory: GPUMemory) -> None:
-        """Some steps with one plan, until the next job ends at most."""
+        """Advance some steps with one plan."""
         way, number = self.way, len(self.running)
         lengths, tokens = np.array([job.now for job in self.running]), np.tile(way.tokens, (number, 1))
         overhead = way.host.seconds(number) + self.gpu.per_job * (number - 1)
@@ -217,7 +214,6 @@ def speed(gpu: GPU, run: JobMix, way: Way) -> str:
 
 
 def table_rows(gpu: GPU) -> Iterator[list[str]]:
-    """Yield the cells of a GPU's rows."""
     for run in RUNS:
         ways = {
             "before": way_before(gpu, run),

@@ -1,7 +1,6 @@
-"""`python -m bench mixed`: a few long jobs among many short ones, on a worker with little memory for caches.
+"""Few long jobs among many short ones, with little cache memory.
 
-Beside it the same jobs in slots of the longest one's length, as memory is shared out where caches don't grow, and in
-vLLM with the same memory.
+Compared with slots of the longest job's length, and with vLLM.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ from swiftbatch.worker.model.model_files import CONFIG_FILES, locate_model, mode
 
 NUM_LONG, LONG = 10, 40_000
 NUM_SHORT, SHORT = 90, (1000, 4000)
-IN_VLLM = Path(__file__).with_name("vllm_generation.py")  # which no Python of ours imports
+IN_VLLM = Path(__file__).with_name("vllm_generation.py")  # only vLLM's Python imports it
 COLUMNS = ("way", "num_tokens", "seconds", "tokens_per_second")
 
 
 class Options(BatchOptions):
-    """The memory of the worker is divided as the lengths are."""
+    """Options; `scale` divides the memory like the lengths."""
 
     kv_memory: float = 2.0  # GB at full lengths
-    vllm: Path | None = None  # a Python that has vLLM
+    vllm: Path | None = None  # a Python with vLLM
 
 
 def mixed_lengths(options: Options) -> list[int]:
-    """The lengths in the order of the lines, long ones anywhere between."""
     draw = random.Random(3)
     lengths = [LONG] * NUM_LONG + [draw.randint(*SHORT) for _ in range(NUM_SHORT)]
     draw.shuffle(lengths)
@@ -66,7 +64,7 @@ def run(options: Options) -> Iterator[Record]:
 
 
 def _slots_of(options: Options, memory: float, longest: int) -> int:
-    """The slots of the longest job that fit, one at least. Raises BatchError."""
+    """Raises BatchError."""
     config = read_config(options.model, model_folder(options.model, CONFIG_FILES))
     num_bytes = bytes_per_position(config, options.dtype)
     if num_bytes is None:
@@ -75,7 +73,10 @@ def _slots_of(options: Options, memory: float, longest: int) -> int:
 
 
 def _in_vllm(python: Path, jobs: Path, options: Options, memory: float, longest: int) -> Record:
-    """The same jobs in vLLM, from the first to the last, its start left out. Raises BatchError."""
+    """Leave out vLLM's start.
+
+    Raises BatchError.
+    """
     cores = sorted(os.sched_getaffinity(0))[: options.num_threads]
     found = jobs.with_name("vllm.json")
     asked = {

@@ -1,4 +1,4 @@
-"""The fields that options of benchmarks have in common; a benchmark is for developers, so that few are checked."""
+"""Option fields shared by benchmarks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Floats = Annotated[tuple[float, ...], BeforeValidator(_split)]
 
 
 class TextOptions(BenchOptions):
-    """A text, of the model's own words where none is named, and how tokens are sampled behind it."""
+    """A text, by default the model's own, and its sampling."""
 
     text: Path | None = None
     temperature: float = 1.0
@@ -35,22 +35,22 @@ class TextOptions(BenchOptions):
 
 
 class JSONOptions(Frozen):
-    """Options of a benchmark that loads no model in its own process."""
+    """Options of a benchmark that loads no model in its process."""
 
     json_path: Path | None = None
 
 
 class GPUOptions(BenchOptions):
-    """Steps and engines behind each of `lengths` that fits, prompts behind nothing, too; or everything, in a folder."""
+    """Options of `bench gpu`."""
 
     device: Device = "cuda"
     draft_model: Path | None = None
     engines: Names = tuple(ENGINES)
     lengths: Ints = (1000, 20_000, 50_000, 100_000)
     slots: Ints = (1, 4)
-    rows: Ints = (1, 16)  # of each slot
-    num_read: int = 4096  # tokens of a prompt that are timed
-    num_tokens: int = 256  # of each engine at each length
+    rows: Ints = (1, 16)  # per slot
+    num_read: int = 4096  # timed tokens of a prompt
+    num_tokens: int = 256  # per engine and length
     attention: AttentionName = Computation.attention
     linear: LinearName = Computation.linear
     text: Path | None = None

@@ -1,20 +1,19 @@
-"""The most memory that this process held since a moment ago (Linux)."""
+"""The peak memory of this process since a reset (Linux)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-RESET_PEAK = "5"  # proc(5): sets the "high water mark" back to what is resident now
+RESET_PEAK = "5"  # proc(5): resets the "high water mark"
 
 
 def reset_peak() -> int:
-    """Start a new measurement; returns the bytes resident now."""
+    """Start a measurement; return the resident bytes."""
     Path("/proc/self/clear_refs").write_text(RESET_PEAK)
     return _status_bytes("VmRSS")
 
 
 def peak_bytes() -> int:
-    """The most bytes resident since `reset_peak`."""
     return _status_bytes("VmHWM")
 
 

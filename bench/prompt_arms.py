@@ -1,4 +1,4 @@
-"""Prompts that are read once, and generations that go on from them, beside plain decoding: the arms of tables."""
+"""Generations from prompts that are read once, beside plain decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from swiftbatch.worker.sampling.verification import Verification
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts: each sequence reads another stretch of the text, `share` of the prompt's length long."""
+    """Prompts of `share` of the prefill length."""
 
     kind: Literal["books", "needle"] = "books"
     num_sequences: int = 1
@@ -32,21 +32,20 @@ class Prompts:
 
 
 def length_of(prompts: Prompts, prefill: int) -> int:
-    """Tokens of each sequence's prompt."""
     return round(prefill * prompts.share)
 
 
 NEEDLE = (
     "\n\nThe Quorvane ledger of Thessaly Brumidge names her five ships: Oskarrow 7194, Pellimore 3826, Harrowex 2468, "
     "Vantrice 5501.\n\n"
-)  # in no book, and not to be guessed by who has not read it
-NEEDLE_DEPTH = 10  # it lies behind a tenth of the prompt
+)  # found in no book, and hard to guess without reading it
+NEEDLE_DEPTH = 10  # after a tenth of the prompt
 NEEDLE_CUE = 3  # the prompt ends with its first third
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens of a prompt, and what a model that remembers its needle says next: nothing for a plain book."""
+    """A prompt's tokens, and the needle's tokens that should follow, if any."""
 
     token_ids: list[int]
     expected_ids: list[int]
@@ -54,13 +53,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """A prompt and a cache that holds all of it but the last token, which the first step's root row adds."""
+    """A prompt, and a cache of all but its last token."""
 
     prompt: Prompt
     cache: FullKVCache
 
     def copy_to(self, target: TargetModel, num_tokens: int) -> ReadPrompt:
-        """Copy the prompt to a cache of another target's, which may keep it elsewhere."""
         cache = target.new_cache(len(self.prompt.token_ids) + num_tokens)
         cache.load(self.cache.kv(0, self.cache.length))
         return ReadPrompt(self.prompt, cache)
@@ -71,7 +69,6 @@ def num_text_tokens(prompts: Prompts, prefill: int) -> int:
 
 
 def make_prompts(prompts: Prompts, prefill: int, text_ids: list[int], files: ModelFiles) -> list[Prompt]:
-    """The prompts as tokens: one stretch of the text behind the other."""
     length = length_of(prompts, prefill)
     if prompts.kind == "needle":
         return [_with_needle(text_ids[:length], encode(files, NEEDLE))]
@@ -79,14 +76,13 @@ def make_prompts(prompts: Prompts, prefill: int, text_ids: list[int], files: Mod
 
 
 def read_prompt(target: TargetModel, prompt: Prompt, num_tokens: int) -> ReadPrompt:
-    """Read a prompt into a cache with room for `num_tokens` behind it."""
     cache = target.new_cache(len(prompt.token_ids) + num_tokens)
     read_tokens(target, cache, prompt.token_ids, [])
     return ReadPrompt(prompt, cache)
 
 
 def _with_needle(text_ids: list[int], needle_ids: list[int]) -> Prompt:
-    """Make a prompt as long as the text: some of it, the needle, more of it, and how the needle begins."""
+    """Insert the needle into the text, and end with its beginning."""
     cue, rest = needle_ids[: len(needle_ids) // NEEDLE_CUE], needle_ids[len(needle_ids) // NEEDLE_CUE :]
     before = len(text_ids) // NEEDLE_DEPTH
     end = len(text_ids) - len(needle_ids) - len(cue)
@@ -95,21 +91,18 @@ def _with_needle(text_ids: list[int], needle_ids: list[int]) -> Prompt:
 
 @dataclass(frozen=True)
 class Moment:
-    """The counts and times of a generation at a moment, all sequences together. Times in seconds."""
+    """Counts and seconds of a generation up to now, all sequences together."""
 
     num_tokens: int
     num_steps: int
     num_draft_tokens: int
     seconds: float
     step_seconds: dict[str, float]  # propose, verify, commit
-    draft: DraftCounters  # what proposing is made of, where the drafter tells
+    draft: DraftCounters  # the drafter's own counts, if any
 
 
 class TimedEngine(BenchEngine):
-    """An engine that takes the time of its steps. The first one reads what the draft model sees and builds its cache.
-
-    So times of tables begin behind it, as in the papers.
-    """
+    """An engine that times its steps after the first, as the papers do."""
 
     def __init__(self, target: TargetModel, drafter: Drafter) -> None:
         super().__init__(target, drafter)
@@ -118,7 +111,7 @@ class TimedEngine(BenchEngine):
 
     def step(self) -> list[tuple[Sequence, Verification]]:
         started = time.perf_counter()
-        results = super().step()  # ends with its tokens on the host, on a GPU too
+        results = super().step()  # tokens are on the host then, also with a GPU
         self.num_verifications += sum(verification.num_steps for _, verification in results)
         self._seconds += time.perf_counter() - started
         self._after_first_step = self._after_first_step or self._now()
@@ -126,7 +119,7 @@ class TimedEngine(BenchEngine):
 
     @property
     def span(self) -> tuple[Moment, Moment]:
-        """The span that is measured: from behind the first step to now."""
+        """The measured span, from after the first step to now."""
         assert self._after_first_step is not None
         return self._after_first_step, self._now()
 
@@ -137,10 +130,10 @@ class TimedEngine(BenchEngine):
 
 
 def figures_of(generation: Contestant, plain: Contestant, expected_ids: list[int]) -> Record:
-    """Figures of a generation and of plain decoding behind the same prompts. Rates are None where nothing was drafted.
+    """Compare a generation with plain decoding; rates are None without drafts.
 
-    `acceptance` is by the full verification, `middle_acceptance` by the target with a partial cache, `needle_share` of
-    the needle's tokens that plain decoding puts where they belong.
+    `acceptance` is by the full verification, `middle_acceptance` with a partial cache, `needle_share` by plain
+    decoding.
     """
     counters, steps, (first, last) = (
         generation.engine.counters,
@@ -158,7 +151,7 @@ def figures_of(generation: Contestant, plain: Contestant, expected_ids: list[int
         "acceptance": _share(counters.num_accepted_tokens, counters.num_draft_tokens),
         "middle_acceptance": _share(draft.num_agreed_nodes, draft.num_checked_nodes),
         "needle_share": _share(num_same(plain.sequences[0].output_ids, expected_ids), len(expected_ids)),
-        "tokens_per_step": last.num_tokens / steps,  # of one sequence
+        "tokens_per_step": last.num_tokens / steps,  # per sequence
         "drafted_per_step": counters.num_draft_tokens / steps,
         "rounds_per_step": draft.num_rounds / steps,  # forwards with a partial cache
         "first_step_ms": 1000 * first.seconds,
@@ -175,7 +168,6 @@ def _ms_per_token(generation: Contestant) -> float:
 
 
 def num_same(token_ids: np.ndarray, expected_ids: list[int]) -> int:
-    """Count the expected tokens that stand where they belong."""
     return sum(int(found) == expected for found, expected in zip(token_ids, expected_ids, strict=False))
 
 
@@ -187,30 +179,29 @@ def _token_ids(generation: Contestant) -> list[np.ndarray]:
     return [sequence.output_ids for sequence in generation.sequences]
 
 
-LONG_PROMPT = 32_768  # behind a longer one plain decoding is measured for its first tokens only
+LONG_PROMPT = 32_768  # after longer ones, plain decoding only runs for the first tokens
 NUM_PLAIN_TOKENS = 64
-NUM_TURNS = 8  # a generation and plain decoding take turns, so that a busy moment of the machine hits both
+NUM_TURNS = 8  # both take turns, so that disturbances hit both
 
 
 def num_plain_tokens(num_tokens: int, prefill: int) -> int:
-    """Return how many of an arm's tokens plain decoding generates as well, behind prompts of so many tokens."""
     return num_tokens if prefill <= LONG_PROMPT else min(NUM_PLAIN_TOKENS, num_tokens)
 
 
 @dataclass
 class PromptArms:
-    """Runs arms one after the other from the same state."""
+    """Runs arms from the same state."""
 
     target: TargetModel
     read: list[ReadPrompt]
-    num_tokens: int  # behind each prompt
-    num_plain_tokens: int  # of them with plain decoding as well
+    num_tokens: int  # after each prompt
+    num_plain_tokens: int  # of them also with plain decoding
     seed: int
     top_p: float = 1.0  # at every temperature above 0
-    _known: dict[float, list[np.ndarray]] = field(default_factory=dict)  # by temperature, what each sequence said first
+    _known: dict[float, list[np.ndarray]] = field(default_factory=dict)  # each sequence's first tokens by temperature
 
     def run(self, drafter: Drafter, temperature: float) -> tuple[Contestant, Contestant]:
-        """Generate with an arm's drafter and plainly, in turn. Raises BenchError where they do not say the same."""
+        """Raises BenchError if the arms differ."""
         plain = self._start(AutoregressiveDrafter(), temperature, self.num_plain_tokens)
         generation = self._start(drafter, temperature, self.num_tokens)
         for turn in range(1, NUM_TURNS + 1):
@@ -234,7 +225,7 @@ class PromptArms:
         return Contestant("", TimedEngine(self.target, drafter), sequences, caches)
 
     def _compare(self, generation: Contestant, temperature: float) -> None:
-        """Compare with plain decoding's tokens, and beyond them with those of the first arm at this temperature."""
+        """Compare with plain decoding's tokens, then with the first arm's."""
         known = self._known.setdefault(temperature, _token_ids(generation))
         for number, (before, now) in enumerate(zip(known, _token_ids(generation), strict=True)):
             num_common = min(len(before), len(now))

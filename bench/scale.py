@@ -1,6 +1,6 @@
-"""`python -m bench scale`: what a driver costs with so many jobs and workers, on a machine without any worker.
+"""A driver's cost with many jobs and stub workers.
 
-As a module it is one stage, in a process of its own: `python -m bench.scale STAGE OPTIONS`.
+As a module it is one stage: `python -m bench.scale STAGE OPTIONS`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from swiftbatch.worker.session.result_writer import MOST_RESULTS
 
 JOBS_FILE, RUN, OPTIONS_FILE = "jobs.jsonl", "run", "options.json"
 WORDS = ("river", "lamp", "seven", "green", "walked", "slowly", "over", "the", "hill", "and", "found", "a", "letter")
-NUM_WORDS = (10, 90)  # of a prompt
+NUM_WORDS = (10, 90)  # per prompt
 MAX_TOKENS = (16, 4000)
 MAX_ATTEMPTS = 5
-PATIENCE = 1e9  # seconds: no stub worker is ever given up
+PATIENCE = 1e9  # seconds: stub workers are never given up
 MIB = 2**20
 UNMEASURED = "finish"
 COLUMNS = (
@@ -74,19 +74,19 @@ Result = TypeVar("Result")
 
 
 class Options(JSONOptions):
-    """A run of `num_jobs`, of which `share_done` are done when it is resumed, and the driver of `num_workers`."""
+    """Options; `share_done` of the jobs are done at the resume."""
 
     num_jobs: int = 10_000
     num_workers: int = 100
     num_slots: int = 8
-    num_seconds: float = 20.0  # simulated ones, with jobs at work
-    store_ms: float = 0.0  # of a request to the store, simulated: 100 in a busy bucket; 0: a disk
+    num_seconds: float = 20.0  # simulated, with working jobs
+    store_ms: float = 0.0  # simulated time per request to the store: 100 in a busy bucket; 0: a disk
     share_done: float = 0.9
-    folder: Path | None = None  # for the run, which stays; in memory (/dev/shm) it goes sooner
+    folder: Path | None = None  # for the run, which is kept; memory (/dev/shm) is faster
 
 
 class ScaleError(UserError):
-    """A stage can't be measured."""
+    pass
 
 
 def run(options: Options) -> Iterator[Record]:
@@ -117,7 +117,6 @@ def shown(records: list[Record], options: Options) -> list[Record]:
 
 
 def write_jobs(path: Path, num_jobs: int) -> None:
-    """Write a file of jobs of all lengths, the same one each time."""
     draw = random.Random(7)
     with path.open("w", encoding="utf-8") as file:
         for index in range(num_jobs):
@@ -128,7 +127,7 @@ def write_jobs(path: Path, num_jobs: int) -> None:
 
 
 def _measured_apart(name: str, options_file: Path) -> Record:
-    """A stage in a process of its own, so that none finds what another has read. Raises ScaleError."""
+    """Raises ScaleError."""
     command = module_command("bench.scale", name, str(options_file))
     process = subprocess.run(command, env=environment_of_code(), capture_output=True, text=True, check=False)
     if process.returncode != 0:
@@ -144,13 +143,11 @@ def _folder(options: Options) -> Path:
 
 
 def submit(options: Options) -> dict[str, float]:
-    """Read the file of jobs, tokenize it, and add what is new to the run."""
     with submission(str(_folder(options) / JOBS_FILE), str(_folder(options) / RUN), Settings()) as made:
         return {"num_rejects": len(made.rejects)}
 
 
 def drive(options: Options) -> dict[str, float]:
-    """Run jobs for a while with stub workers: `busy` is the driver's share of a core, and turns are its loop's."""
     clock = SimulatedClock()
     store = SlowStore(str(_folder(options) / RUN), clock, options.store_ms / 1000)
     run, beats = Run(store, Run.open(store.uri).manifest), BeatTimes(clock)
@@ -175,7 +172,7 @@ def drive(options: Options) -> dict[str, float]:
 
 
 class SlowStore(Store):
-    """A folder whose requests take a simulated time, and are counted. They delay the thread that made it alone."""
+    """A folder with simulated delays."""
 
     def __init__(self, uri: str, clock: SimulatedClock, seconds: float) -> None:
         super().__init__(uri)
@@ -191,7 +188,7 @@ class SlowStore(Store):
 
 
 class BeatTimes:
-    """Stands for a display, which hears of each beat."""
+    """A display that records heartbeats."""
 
     def __init__(self, clock: SimulatedClock) -> None:
         self._clock = clock
@@ -204,13 +201,12 @@ class BeatTimes:
         self._times.append(self._clock.now())
 
     def figures(self, start: float, end: float) -> dict[str, float]:
-        """The longest time without a beat within another."""
         times = [start, *(time for time in self._times if start < time < end), end]
         return {"longest_without_beat_seconds": float(np.diff(times).max())}
 
 
 class DriverTurns:
-    """Run a driver from its first turn until enough seconds are over."""
+    """Runs a driver from its first turn until enough seconds passed."""
 
     def __init__(self, calls: StubCalls, store: SlowStore, num_seconds: float, stop: Callable[[], None]) -> None:
         self._calls, self._store, self._num_seconds, self._stop = calls, store, num_seconds, stop
@@ -228,7 +224,6 @@ class DriverTurns:
 
     @property
     def span(self) -> tuple[float, float]:
-        """The simulated times of the first turn and of the last one."""
         return self._turns[0][0], self._turns[-1][0]
 
     def figures(self) -> dict[str, float]:
@@ -247,7 +242,6 @@ class DriverTurns:
 
 
 def finish(options: Options) -> dict[str, float]:
-    """Write results as workers would, of all jobs but a part: nothing here is measured for its own sake."""
     run = Run.open(str(_folder(options) / RUN))
     records = run.jobs()
     ended = records[: int(len(records) * options.share_done)]
@@ -269,7 +263,6 @@ def _result(run: Run, record: JobRecord) -> SealedResult:
 
 
 def resume(options: Options) -> dict[str, float]:
-    """Find out what is left to do, as a driver does before it hands out the first job."""
     run = Run.open(str(_folder(options) / RUN))
     queue = load_queue(run, MAX_ATTEMPTS)
     run.set_damaged_aside(queue.unfinished())
@@ -277,7 +270,6 @@ def resume(options: Options) -> dict[str, float]:
 
 
 def cancel(options: Options) -> dict[str, float]:
-    """Cancel what is left, with the output files written."""
     cancel_jobs(Run.open(str(_folder(options) / RUN)), None)
     return {}
 
@@ -293,7 +285,7 @@ STAGES: dict[str, Callable[[Options], dict[str, float]]] = {
 
 
 def measured(name: str, options: Options) -> Record:
-    """A stage's CPU seconds and the memory that it took above what was there before, in bytes."""
+    """Return a stage's CPU seconds and additional memory."""
     before, started = reset_peak(), time.process_time()
     figures = STAGES[name](options)
     seconds = time.process_time() - started

@@ -1,7 +1,4 @@
-"""The tables of docs/gpu.md: jobs that fit a GPU, with weights in bfloat16 and packed, and where layers forget.
-
-`python -m bench sizing --markdown` prints them; no GPU is needed.
-"""
+"""Computes docs/gpu.md's tables of jobs that fit a GPU, without a GPU."""
 
 from __future__ import annotations
 
@@ -18,20 +15,20 @@ from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, one_slot, splits_of
 from swiftbatch.worker.kv.kv_capacity import GB, NUM_UNWRITTEN, held_in_windows
 from swiftbatch.worker.kv.model_sizes import ExpertSizes, ModelSizes, PackedPart
 
-DENSE = {  # models whose weights are published in 8 or 4 bits; sizes follow from their configs
+DENSE = {  # published in 8 or 4 bits; sizes follow from the configs
     "Llama 3.1 8B": ModelSizes(8_030_261_248, 131_072, 32, 8, 128, 4096, 14336, 128_256, 2),
     "Qwen3 32B": ModelSizes(32_762_123_264, 262_144, 64, 8, 128, 5120, 25600, 151_936, 2),
     "Llama 3.1 70B": ModelSizes(70_553_706_496, 327_680, 64, 8, 128, 8192, 28672, 128_256, 2),
 }
 MXFP4, FP8 = "MXFP4 experts", "FP8, blocks of 128"
-CHOSEN = {  # with all routers, their biases and sinks
+CHOSEN = {  # routers, biases and sinks included
     "gpt-oss-20b": ExpertSizes(32, 4, 2880, 24 * (32 * 2881 + 64)),
     "gpt-oss-120b": ExpertSizes(128, 4, 2880, 36 * (128 * 2881 + 64)),
     "Qwen3 30B A3B": ExpertSizes(128, 8, 768, 48 * 128 * 2048),
     "GLM 4.7 Flash": ExpertSizes(64, 4, 1536, 46 * 64 * 2049),
 }
-LATENT = MLASizes(rank=512, query_rank=768, nope_dim=192, rope_dim=64, value_dim=256)  # of GLM 4.7 Flash
-EXPERTS = {  # with what of their weights is packed: all experts, and where FP8 is published all products
+LATENT = MLASizes(rank=512, query_rank=768, nope_dim=192, rope_dim=64, value_dim=256)  # GLM 4.7 Flash
+EXPERTS = {  # packed are all experts, and with published FP8 all products
     "gpt-oss-20b": (ModelSizes(20_914_757_184, 49_152, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 19_110_297_600),
     "gpt-oss-120b": (ModelSizes(116_829_156_672, 73_728, 64, 8, 64, 2880, 2880, 201_088, 2), MXFP4, 114_661_785_600),
     "Qwen3 30B A3B": (ModelSizes(30_532_122_624, 98_304, 32, 4, 128, 2048, 6144, 151_936, 2), FP8, 29_896_998_912),
@@ -42,7 +39,7 @@ EXPERTS = {  # with what of their weights is packed: all experts, and where FP8 
     ),
 }
 
-WINDOWED = {  # with layers that have a window, and others that see all
+WINDOWED = {  # some layers have a window
     "Gemma 3 27B": ModelSizes(
         *(27_009_346_304, 507_904, 32, 16, 128, 5376, 21504, 262_208, 2),
         windows=((1024,) * 5 + (None,)) * 10 + (1024,) * 2,
@@ -58,15 +55,11 @@ GPU = "H100 80 GB"
 
 
 def gpu_memory(num_multiprocessors: int, free_bytes: int, sizes: ModelSizes = MODELS["Llama 3.1 8B"]) -> GPUMemory:
-    """A GPU with the splits that a model of these sizes has there."""
     return GPUMemory(free_bytes, splits_of(num_multiprocessors, sizes))
 
 
 def packed_table() -> list[Record]:
-    """What the weights of a model take in each form, in GB, and how many jobs of each length fit one H100 then.
-
-    Behind those with keys and values in bfloat16 are those in 8 bits; latent vectors have no such codes.
-    """
+    """Return GB of weights in each form, and the jobs that fit one H100, also with 8-bit keys and values."""
     jobs = [f"jobs of {length:,}{words}" for words in ("", ", keys in fp8") for length in SLOT_LENGTHS]
     headers = ("weights of", "form", "GB", *jobs)
     return [dict(zip(headers, cells, strict=True)) for cells in _packed_rows()]
@@ -82,10 +75,7 @@ def _packed_rows() -> Iterator[list[str]]:
 
 
 def window_table() -> list[Record]:
-    """What a job takes of models whose layers with a window forget, in GB, and how many fit one H100.
-
-    Beside both is what it would be if they forgot nothing.
-    """
+    """Return GB per job and the jobs that fit one H100 if window layers forget, and if not."""
     headers = ("model with windows", "positions", "a job", "all held", "jobs", "jobs, all held")
     return [dict(zip(headers, cells, strict=True)) for cells in _window_rows()]
 
@@ -106,7 +96,7 @@ def _most_jobs(sizes: ModelSizes, gpu: GPUMemory, length: int) -> str:
 
 
 def packed_models() -> Iterator[tuple[str, str, ModelSizes]]:
-    """Yield each model in each form: its products packed, embedding, head, norms and biases in bfloat16."""
+    """Yield each model with packed products; the rest stays bfloat16."""
     for model, sizes in DENSE.items():
         number = num_in_products(sizes)
         yield model, "bfloat16", sizes
@@ -118,7 +108,6 @@ def packed_models() -> Iterator[tuple[str, str, ModelSizes]]:
 
 
 def num_in_products(sizes: ModelSizes) -> int:
-    """Count the weights in the products of a dense model's layers."""
     num_layers = sizes.bytes_per_position // (2 * sizes.num_kv_heads * sizes.head_dim * sizes.item_size)
     heads = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_dim  # rows of q, k and v, columns of the output
     return num_layers * sizes.hidden * (heads + 3 * sizes.intermediate)

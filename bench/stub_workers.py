@@ -1,7 +1,4 @@
-"""Workers that only say that they work, on a clock of their own: a driver with a thousand of them fits one core.
-
-The driver is the real one, with its queue, its attempts and its heartbeat. Left out are Ray, and what workers write.
-"""
+"""Stub workers on a simulated clock, so that a driver with a thousand of them fits one core."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from swiftbatch.scheduler.cluster.worker_actor import WorkerInfo, WorkerSpec
 from swiftbatch.scheduler.cluster.worker_code import Code
 from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
 
-TOKENS_PER_SECOND = 200.0  # of each job
+TOKENS_PER_SECOND = 200.0  # per job
 ENDS: tuple[OutcomeKind, ...] = ("ended", "finished")
-COUNTERS_SECONDS = 2.0  # between two reports with counters, as of real workers
-NUM_POSITIONS = 10_000_000  # that each worker's machine has room for
+COUNTERS_SECONDS = 2.0  # between two reports with counters, as in real workers
+NUM_POSITIONS = 10_000_000  # per worker machine
 
 
 class SimulatedClock:
-    """Counts this process's CPU time but for that of stubs, and skips over what it would wait for."""
+    """Counts this process's CPU time without the stubs', and skips waits."""
 
     def __init__(self) -> None:
         self._of_stubs = 0.0
@@ -35,7 +32,6 @@ class SimulatedClock:
         return self._skipped + self.cpu_seconds()
 
     def cpu_seconds(self) -> float:
-        """The CPU time of what is measured."""
         return time.process_time() - self._of_stubs
 
     def skip_to(self, then: float) -> None:
@@ -43,7 +39,7 @@ class SimulatedClock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Leave out the CPU time of the block: it would be another machine's."""
+        """Exclude the block's CPU time."""
         began = time.process_time()
         try:
             yield
@@ -53,7 +49,7 @@ class SimulatedClock:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Stands for a reference to an answer, which is there at `due`."""
+    """A reference to an answer that is ready at `due`."""
 
     due: float
     answer: WorkerInfo | WorkReport
@@ -61,7 +57,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Method:
-    """Called as a method of a Ray actor is."""
+    """A method of a stub Ray actor."""
 
     clock: SimulatedClock
     function: Callable[..., Call]
@@ -73,7 +69,7 @@ class Method:
 
 @dataclass(frozen=True)
 class StubJob:
-    """A job that had `num_tokens` at `begin`, and ends with `most`."""
+    """A job with `num_tokens` at `begin` that ends at `most`."""
 
     job_id: str
     begin: float
@@ -85,13 +81,12 @@ class StubJob:
         return self.begin + (self.most - self.num_tokens) / TOKENS_PER_SECOND
 
     def tokens(self, now: float) -> int:
-        """The tokens that it has by now."""
         return min(self.most, self.num_tokens + int((now - self.begin) * TOKENS_PER_SECOND))
 
 
 @dataclass(eq=False)
 class StubWorker:
-    """Has every job generate at one speed, and finishes it after as many tokens as it may have."""
+    """Runs every job at one speed to its limit."""
 
     calls: StubCalls
     node_id: str
@@ -99,7 +94,7 @@ class StubWorker:
     _backlog: dict[str, Assignment] = field(default_factory=dict)
     _num_slots: int = 1
     _counters: EngineCounters = field(default_factory=EngineCounters)
-    _counted: float = 0.0  # when the counters were last reported
+    _counted: float = 0.0  # time of the last report with counters
 
     def __post_init__(self) -> None:
         info = WorkerInfo("simulated", 0, None, self.node_id, "", NUM_POSITIONS)
@@ -130,7 +125,6 @@ class StubWorker:
         return self.calls.after(end - now, report)
 
     def _run(self, now: float, deadline: float, *, goes_on: bool) -> tuple[float, list[StubJob]]:
-        """Let jobs end and begin as a worker does until its slice is over; returns when that is."""
         ended = list[StubJob]()
         self._refill(now)
         most_jobs = len(self._jobs)
@@ -169,7 +163,7 @@ class StubWorker:
 
 
 class StubCalls:
-    """The way to stub workers, see `scheduler.driver.worker_fleet.Calls`. `at_turn` is called whenever one is due."""
+    """Calls to stub workers; `at_turn` is called when one is due."""
 
     def __init__(self, clock: SimulatedClock) -> None:
         self.clock = clock

@@ -1,4 +1,4 @@
-"""`python -m bench all`: the benchmarks of docs/speed.md in turn, a file of records for each, one page of tables."""
+"""Runs the benchmarks of docs/speed.md and makes one page of tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PENALTY = {"repetition_penalty": 1.2, "penalty_window": 1024, "temperature": 1.0
 
 @dataclass(frozen=True)
 class SuiteStage:
-    """A benchmark with what it is asked for, in full and in a small run."""
+    """A benchmark with its options, in full and in a small run."""
 
     name: str
     module: Any
@@ -84,12 +84,10 @@ STAGES = (
 
 
 class Options(BenchOptions):
-    """A book of 100,000 tokens, the folder for figures and page, and how much is measured."""
-
     text: Path | None = None
     output: Path
     small: bool = False
-    page: Path | None = None  # a page that gets the tables of the folder between its marks; nothing is measured then
+    page: Path | None = None  # a page that gets the folder's tables; nothing is measured
 
 
 def run(options: Options) -> Iterator[Record]:
@@ -222,7 +220,6 @@ SECTIONS: tuple[tuple[str, tuple[str, ...], str, Callable[[list[Record]], list[R
 
 
 def page_of(folder: Path) -> Iterator[str]:
-    """The lines of a folder's tables."""
     made = json.loads((folder / MACHINE).read_text(encoding="utf-8"))
     yield "; ".join(f"{name} {value}" for name, value in made.items())
     for title, stages, words, layout in SECTIONS:
@@ -232,7 +229,6 @@ def page_of(folder: Path) -> Iterator[str]:
 
 
 def with_figures(text: str, folder: Path, place: str) -> str:
-    """The text of a page with a folder's tables between its marks."""
     before, _, rest = text.partition(BEGIN.split("{}", maxsplit=1)[0])
     after = rest.partition(END)[2]
     return "\n".join([before + BEGIN.format(place), "", *page_of(folder), "", END]) + after

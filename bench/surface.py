@@ -1,4 +1,4 @@
-"""The texts of the command line and the names of all metrics. They stay texts, so that a difference can be read."""
+"""The command line's texts and all metrics' names, as text for comparisons."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ CHANGING = re.compile(r"run-\d{8}-\d{6}-[0-9a-f]+|\d{4}-\d\d-\d\dT[0-9:+.]+|[\d.
 
 
 def surface() -> dict[str, str]:
-    """Return the help of all commands, what they say to mistakes, and the metrics."""
+    """Return helps, error messages and metrics."""
     runner = CliRunner(env={"COLUMNS": "100"})
     cells = {
         f"help {' '.join(path)}": runner.invoke(main, [*path, "--help"], terminal_width=98).output

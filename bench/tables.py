@@ -1,4 +1,4 @@
-"""Records, which all benchmarks yield: plain dicts, written as JSON lines, and printed as tables by one function."""
+"""Records of benchmarks, as JSON lines and as tables."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ Record = dict[str, Any]
 
 
 def tables(records: Iterable[Record], *, is_markdown: bool = False) -> str:
-    """Return a table for each stretch of records that have the same fields. `words` alone stand as lines.
-
-    Digests and lists are for the file only.
-    """
+    """Return a table per run of records with the same fields."""
     parts = []
     for names, alike in itertools.groupby(map(flat, records), key=tuple):
         shown = [name for name in names if not name.endswith("sha256")]
@@ -52,7 +49,7 @@ def _cell(value: Any) -> str:
 
 
 def flat(record: Record) -> Record:
-    """The record with the fields of those within as its own, and without lists."""
+    """Merge nested fields into the record, without lists."""
     found: Record = {}
     for name, value in record.items():
         if isinstance(value, dict):
@@ -63,15 +60,11 @@ def flat(record: Record) -> Record:
 
 
 def only(records: Iterable[Record], names: Iterable[str]) -> list[Record]:
-    """Leave of every record the fields of these names that it has."""
     return [{name: each[name] for name in names if name in each} for each in map(flat, records)]
 
 
 def pivot(records: Iterable[Record], rows: Iterable[str], column: str, values: Iterable[str]) -> list[Record]:
-    """Lay records out as papers do: a row for each place in `rows`, with `values` by the field `column` side by side.
-
-    A value that a place lacks is None, so that all rows have the same fields.
-    """
+    """Return a row per place in `rows`, with `values` per value of `column`; missing ones are None."""
     given, names, kept = [flat(record) for record in records], tuple(rows), tuple(values)
     headers = {f"{each[column]} {value}".strip(): None for each in given for value in kept}
     if len(kept) == 1:

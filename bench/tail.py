@@ -1,8 +1,4 @@
-"""`python -m bench tail`: by how much a run of jobs of very different lengths ends later than its work would allow.
-
-The work is measured: as many workers as the run has do all of the jobs each, at the same time and each by itself. What
-one of them takes for that, over their number, is the least that the run could take.
-"""
+"""How much later a run with very different job lengths ends than its work allows."""
 
 from __future__ import annotations
 
@@ -14,12 +10,12 @@ from statistics import fmean
 from bench.batch_run import BatchError, BatchOptions, StartedRun, jobs_file_of
 from bench.tables import Record, only
 
-SPREAD = 20.0  # the longest job over the shortest
+SPREAD = 20.0  # longest over shortest job
 COLUMNS = ("way", "num_tokens", "seconds", "tokens_per_second", "over_bound")
 
 
 class Options(BatchOptions):
-    """Jobs between `longest` / 20 and `longest` tokens, the shorter the more of them."""
+    """Options; jobs between `longest` / 20 and `longest` tokens, more short ones."""
 
     num_jobs: int = 120
     num_workers: int = 2
@@ -27,7 +23,7 @@ class Options(BatchOptions):
 
 
 def tail_lengths(options: Options) -> list[int]:
-    """Lengths as far apart in their logarithms as each other, shuffled: the ends of the span are among them."""
+    """Return shuffled lengths, evenly spaced by logarithm."""
     steps = [index / (options.num_jobs - 1) for index in range(options.num_jobs)]
     lengths = [options.scaled(options.longest * SPREAD ** (step - 1)) for step in steps]
     random.Random(5).shuffle(lengths)
@@ -53,12 +49,12 @@ def run(options: Options) -> Iterator[Record]:
 
 
 def _alone(jobs: Path, options: Options) -> Record:
-    """All jobs on one worker, as often as there are workers, at the same time: each finds the machine as busy."""
+    """Run all jobs on one worker, as often at once as there are workers."""
     runs = [StartedRun.of(jobs, f"alone-{number}", options, 1) for number in range(options.num_workers)]
     try:
         found = [run.figures() for run in runs]
     except (BatchError, KeyboardInterrupt):
-        for run in runs:  # all lie in a folder that goes with this process
+        for run in runs:  # their folder is deleted with this process
             run.stop()
         raise
     seconds = fmean(figures["seconds"] for figures in found)

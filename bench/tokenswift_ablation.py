@@ -1,7 +1,7 @@
-"""`python -m bench ablation tokenswift`: the ablations of TokenSwift's paper, a long generation for each arm.
+"""The TokenSwift paper's ablations, one long generation per arm.
 
-All arms start from the paper's setting (its table 10 for LLaMA3.1-8b, and section 4.3): a prompt of 4,096 tokens,
-T = 1, min-p 0.1, penalty 1.2 over 1,024 tokens, digits 1,3,3,3, k = 20.
+All start from table 10's setting for LLaMA3.1-8b: 4,096 prompt tokens, T = 1, min-p 0.1, penalty 1.2 over 1,024 tokens,
+digits 1,3,3,3, k = 20.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Layout = Literal["by_length", "by_arm", "at_end"]
 
 @dataclass(frozen=True)
 class AblationArm:
-    """One generation: what it changes in `TokenSwiftOptions` (a cache by its name) and in the sampling."""
+    """One generation with its changes of `TokenSwiftOptions` and sampling."""
 
     label: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class AblationArm:
 
 @dataclass(frozen=True)
 class View:
-    """One table of the paper: `measures` are fields of records."""
+    """One table of the paper; `measures` are fields of records."""
 
     title: str
     layout: Layout
@@ -140,12 +140,12 @@ ABLATIONS: dict[str, Ablation] = {
 
 
 class Options(BenchOptions):
-    """The table asked for, and how many tokens each of its arms generates: its five lengths are fifths of them."""
+    """Options; a table's five lengths are fifths of `num_tokens`."""
 
     table: str  # a name in `ABLATIONS`; 15 also gives 16
-    engine: str = "tokenswift-paper"  # which arms change: K = 1 and whole trees; or `tokenswift`: what pays
+    engine: str = "tokenswift-paper"  # the engine to vary: K = 1 with whole trees, or `tokenswift` with what pays
     draft_model: Path | None = None
-    num_tokens: int = 20_000  # 320 at least: more between two records than a step commits
+    num_tokens: int = 20_000  # at least 320, so that two records are more than one step apart
     seed: int = 0
     text: Path | None = None
 
@@ -179,7 +179,6 @@ def run(options: Options) -> Iterator[Record]:
 
 
 def _measures(record: Record) -> Record:
-    """The figures of the paper's columns, since the start."""
     total, distinct = record["total"], record["distinct"]
     average = statistics.mean(distinct.values())
     measures: Record = {name: total[name] for name in ("alpha", "beta", "speedup")} | distinct | {"average": average}
@@ -187,7 +186,6 @@ def _measures(record: Record) -> Record:
 
 
 def shown(records: list[Record], options: Options) -> Iterator[Record]:
-    """The paper's tables."""
     for view in ABLATIONS[options.table].views if records else ():
         yield {"words": view.title}
         if view.layout == "by_length":

@@ -1,7 +1,4 @@
-"""`python -m bench ablation triforce`: the tables of TriForce's paper; arms all go on from prompts that are read once.
-
-An arm's drafter is TriForce as the arm wants it, or the naive policy that the paper compares it with (5.1).
-"""
+"""The TriForce paper's tables; all arms continue prompts read once."""
 
 from __future__ import annotations
 
@@ -45,8 +42,8 @@ COLUMNS = (
 )
 TOP_P = 0.9  # at every temperature above 0, as in the authors' scripts
 BUDGET = 4096
-OWN_BUDGET = 1024  # of the engine itself, beside its summaries
-MAX_BUDGET_SHARE = 8  # a prompt is at least so many budgets long: it would be no partial cache otherwise
+OWN_BUDGET = 1024  # the engine's own, besides its summaries
+MAX_BUDGET_SHARE = 8  # prompts have at least so many budgets, otherwise the cache would not be partial
 
 Plan = Literal["own", "paper", "naive"]
 """As many tokens as pay; the paper's gammas; or the draft model's tokens straight to the full verification."""
@@ -54,9 +51,9 @@ Plan = Literal["own", "paper", "naive"]
 
 @dataclass(frozen=True)
 class PromptArm:
-    """One generation behind the prompts."""
+    """One generation after the prompts."""
 
-    options: dict[str, Any] = field(default_factory=dict)  # what it changes in `TriForceOptions`, its cache by name
+    options: dict[str, Any] = field(default_factory=dict)  # its changes of `TriForceOptions`, the cache by name
     temperature: float = 0.6
     plan: Plan = "own"
     prompts: Prompts = field(default_factory=Prompts)
@@ -64,7 +61,7 @@ class PromptArm:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table: what it is called, and its arms by the names that columns use."""
+    """A table's row: labels, and arms by the names that columns use."""
 
     labels: tuple[str, ...]
     arms: dict[str, PromptArm]
@@ -72,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """Cells with a figure of one arm: `measure` is a field of its record."""
+    """A column: the field `measure` of one arm's record."""
 
     header: str
     arm: str
@@ -81,8 +78,6 @@ class Column:
 
 @dataclass(frozen=True)
 class PromptTable:
-    """Rows and columns as in the paper."""
-
     title: str
     label_headers: tuple[str, ...]
     columns: tuple[Column, ...]
@@ -109,7 +104,7 @@ AT = "At T = 0.6."
 
 
 def budget_for(prefill: int, most: int) -> int:
-    """A budget, or an eighth of a short prompt."""
+    """Return a budget, at most an eighth of the prompt."""
     return min(most, prefill // MAX_BUDGET_SHARE)
 
 
@@ -215,12 +210,10 @@ PROMPT_TABLES: dict[str, Callable[[int, str], PromptTable]] = {
 
 
 class Options(BenchOptions):
-    """The table asked for, how much is read before, and how many tokens each arm generates."""
-
     table: str  # a name in `PROMPT_TABLES`
     text: Path  # whole books
     draft_model: Path | None = None
-    prefill: int = 32_768  # 257 at least; of table 4 in all
+    prefill: int = 32_768  # at least 257; in table 4 the total
     num_tokens: int = 256  # more than the first step commits
     seed: int = 0
     kv_offload: Path | None = None  # table 3: the folder of caches
@@ -255,11 +248,11 @@ def run(options: Options) -> Iterator[Record]:
             pair = behind.run(new_drafter(behind.target, costs, arm, options.draft_model), arm.temperature)
             place = {"table": options.table, "row": " ".join(labels), "arm": name, "temperature": arm.temperature}
             yield place | {"plan": arm.plan, "options": arm.options} | figures_of(*pair, made[0].expected_ids)
-        del behind  # its caches make room for the next ones
+        del behind  # frees its caches for the next ones
 
 
 def shown(records: list[Record], options: Options) -> Iterator[Record]:
-    """The paper's table, and behind it speed and counts of each arm."""
+    """Yield the paper's table, then speed and counts of each arm."""
     table, found = options.layout(), {(record["row"], record["arm"]): record for record in records}
     if records:
         yield {"words": table.title}
@@ -274,7 +267,7 @@ def shown(records: list[Record], options: Options) -> Iterator[Record]:
 
 
 def _slots_wanted(options: Options, files: ModelFiles, table: PromptTable) -> SlotsWanted | None:
-    """Return the needs of all prompts; None where caches go to a folder."""
+    """Return None for a folder of caches."""
     if options.kv_offload is not None:
         return None
     num_tokens = max(options.num_tokens, len(encode(files, NEEDLE)))
@@ -283,7 +276,7 @@ def _slots_wanted(options: Options, files: ModelFiles, table: PromptTable) -> Sl
 
 
 def _read(options: Options, target: TargetModel, prompts: list[Prompt]) -> PromptArms:
-    """Read the prompts, in memory; then move them to where the arms want them. A needle is to be said to its end."""
+    """Read the prompts into the arms' place."""
     num_expected = len(prompts[0].expected_ids)
     num_tokens = num_expected or options.num_tokens
     num_plain = num_expected or num_plain_tokens(options.num_tokens, options.prefill)
@@ -295,18 +288,16 @@ def _read(options: Options, target: TargetModel, prompts: list[Prompt]) -> Promp
 
 
 def _all_prompts(table: PromptTable) -> list[Prompts]:
-    """List the prompts that are to be read, each once."""
     return list(dict.fromkeys(arm.prompts for row in table.rows for arm in row.arms.values()))
 
 
 def _arms_behind(table: PromptTable, prompts: Prompts) -> Iterator[tuple[tuple[str, ...], str, PromptArm]]:
-    """The arms that go on from these prompts, with their row's labels and their names."""
     for row in table.rows:
         yield from ((row.labels, name, arm) for name, arm in row.arms.items() if arm.prompts == prompts)
 
 
 def new_drafter(target: TargetModel, costs: Costs, arm: PromptArm, parts_folder: Path | None) -> SelfSpeculationDrafter:
-    """A drafter that has seen nothing yet. Raises ModelError where no draft model fits this target."""
+    """Raises ModelError if no draft model fits."""
     if arm.plan == "naive":
         return _naive_policy(target, costs, parts_folder)
     return triforce(target, costs, parts_folder, triforce_options(arm))
@@ -317,16 +308,15 @@ def triforce_options(arm: PromptArm) -> TriForceOptions:
 
 
 class NaivePlanner(MeasuredPlanner):
-    """Never plans a round, so that the naive policy is as fast as it can be."""
+    """Never plans a round, for the fastest naive policy."""
 
     def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
         return RoundPlan(0, 0, 0, self.tree(length, num_sequences, max_depth).num_nodes)
 
 
 def _naive_policy(target: TargetModel, costs: Costs, parts_folder: Path | None) -> SelfSpeculationDrafter:
-    """Make a drafter whose draft model's tokens go straight to the full verification."""
     proposer = DraftModelProposer(DraftModel.load(parts_folder, target), 1, target.forwards.new_batch_sampler())
     planner = NaivePlanner(costs(), NUM_PINNED, proposer.node_seconds)
     return SelfSpeculationDrafter(
         target, proposer, planner, StreamingKVCache, NUM_PINNED
-    )  # no round ever asks for the cache
+    )  # no round ever uses the cache

@@ -1,4 +1,4 @@
-"""Generates the texts of a job file with vLLM, and writes figures. Run by a Python that has it, and nothing of ours."""
+"""Generates a job file's texts with vLLM, whose Python runs this."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 
 def main(asked: dict[str, Any]) -> None:
-    """Load the model, generate a few tokens so that nothing is new, then all texts at once."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
 
     jobs_file, found_file = asked.pop("jobs"), asked.pop("found")
@@ -24,7 +23,7 @@ def main(asked: dict[str, Any]) -> None:
     seconds = time.perf_counter() - started
     num_tokens = sum(len(each.outputs[0].token_ids) for each in found)
     figures = {"num_tokens": num_tokens, "seconds": seconds, "tokens_per_second": num_tokens / seconds}
-    with open(found_file, "w", encoding="utf-8") as file:  # vLLM says things of its own on the streams
+    with open(found_file, "w", encoding="utf-8") as file:  # vLLM prints to the streams
         json.dump(figures, file)
 
 

@@ -1,1 +1,1 @@
-"""Jobs, job files, the run folder, checkpoints and results. Imports neither torch nor ray."""
+"""Jobs, job files, runs, checkpoints and results, without torch and ray."""

@@ -1,4 +1,4 @@
-"""The content of a chat job: its messages, and the options that the model's chat template gets beside them."""
+"""Messages and template options of chat jobs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Scalar = str | int | float | bool | None
 Utf8 = Annotated[str, Field(min_length=0)]
 """A text that can be written: a plain `str` of pydantic takes halves of characters, too."""
 
-# fields of a message; a plain text would lose what one of them holds
+# message fields that a plain text would lose
 TEXTLESS = ("tool_calls", "tool_call_id", "function_call", "audio", "annotations", "refusal")
 SHARE_GPT = {"from": "role", "value": "content"}
-TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are names of the Responses API, which vLLM takes, too
-# variables that the renderer of a template takes for itself, or that fields of their own set
+TEXT_PARTS = ("text", "input_text", "output_text")  # the Responses API, which vLLM takes too, uses the last two names
+# variables that the template's renderer or other fields set
 NOT_KWARGS = frozenset(
     [
         *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
@@ -30,24 +30,23 @@ NOT_KWARGS = frozenset(
 
 
 class Message(Strict):
-    """One message of a chat job. `parts` are the texts of a content that has several, `content` is all of them."""
+    """One message of a chat job; `content` is all `parts` joined."""
 
     role: str = Field(min_length=1)
     content: Utf8
     parts: Annotated[tuple[Utf8, ...], BeforeValidator(list_of("a list of texts"))] = ()
     name: Utf8 | None = None
-    reasoning_content: Utf8 | None = None  # the thought in front of an answer; "reasoning" is another name of it
+    reasoning_content: Utf8 | None = None  # "reasoning" is another name of it
 
     @model_validator(mode="before")
     @classmethod
     def _is_plain_text(cls, values: Any) -> Any:
-        """Raises FieldError for what is no text."""
         if not isinstance(values, Mapping):
             return values
         if {"from", "value"} <= values.keys() and not values.keys() & {
             "role",
             "content",
-        }:  # as ShareGPT's files have it
+        }:  # ShareGPT's files use these names
             values = {SHARE_GPT.get(name, name): value for name, value in values.items()}
         for name in TEXTLESS:
             if values.get(name) not in (None, [], ""):
@@ -66,12 +65,11 @@ class Message(Strict):
         return values | {"content": "\n".join(texts)} | ({"parts": texts} if len(texts) > 1 else {})
 
     def as_sent(self) -> dict[str, Any]:
-        """The fields that the message was given."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
 
 def _with_one_thought(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields with the thought of a message under its one name, left out where it is empty."""
+    """Merge both names of a thought."""
     said = {name: values.pop(name) for name in ("reasoning_content", "reasoning") if name in values}
     thoughts = [value for value in said.values() if value not in (None, [], "")]
     if len(thoughts) > 1 and thoughts[0] != thoughts[1]:
@@ -80,7 +78,6 @@ def _with_one_thought(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(part: object, number: int) -> str:
-    """The text of one part of a content."""
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
@@ -96,7 +93,7 @@ def _text_of(part: object, number: int) -> str:
 
 
 class TemplateOptions(Strict):
-    """The options that a chat template gets beside the messages; `kwargs` are variables of its own."""
+    """Options passed to a chat template; `kwargs` are its own variables."""
 
     kwargs: dict[str, Scalar] = Field(default={})
     add_generation_prompt: bool = True
@@ -104,7 +101,7 @@ class TemplateOptions(Strict):
 
 
 def checked_kwargs(value: object) -> dict[str, Scalar]:
-    """Check the value of a line's `chat_template_kwargs` and return it. Raises FieldError."""
+    """Raises FieldError."""
     if not isinstance(value, dict):
         raise FieldError("", f"found {shown(value)}, expected an object")
     for name, each in value.items():
@@ -117,7 +114,7 @@ def checked_kwargs(value: object) -> dict[str, Scalar]:
 
 
 def _is_writable(*values: object) -> bool:
-    """Return whether JSON and UTF-8 can represent the values: not NaN, infinities or halves of characters."""
+    """Return whether the values fit JSON and UTF-8."""
     try:
         json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:

@@ -1,10 +1,10 @@
-"""The base of all errors that a user can mend."""
+"""Base classes of the errors that a user can fix."""
 
 from __future__ import annotations
 
 
 class UserError(RuntimeError):
-    """An error whose text is one line for the user: what was wrong, where, what was expected, what to do next."""
+    """An error for the user: one line with what was wrong, where, what was expected and what to do."""
 
 
 class ModelError(UserError):

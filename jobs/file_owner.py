@@ -1,4 +1,4 @@
-"""The owner of a file. Checkpoints, kept logs and results name it, and serve no other job or run."""
+"""The owner named in checkpoints, kept logs and results."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Self
 from swiftbatch.jobs.input.validation_errors import shown
 from swiftbatch.jobs.json_records import Strict
 
-LENGTH = struct.Struct("<H")  # of the text behind it, in bytes
-SAFE = re.compile(r"[A-Za-z0-9_-]+")  # all that ids have
+LENGTH = struct.Struct("<H")  # bytes of the text behind it
+SAFE = re.compile(r"[A-Za-z0-9_-]+")  # the characters of ids
 
 
 class Identity(Strict):
-    """A job, and what beside it decides its tokens.
+    """A job and the run settings that decide its tokens.
 
-    `job_id` has a hash of prompt, sampling, seed and model. `fingerprint` is that of the run, see `RunManifest`: runs
-    that share it have the same tokens for the same job. The hardware is no part of it, since a job may go on elsewhere.
+    Runs with the same `fingerprint` (see `RunManifest`) draw the same tokens for a job, on any hardware.
     """
 
     job_id: str
     fingerprint: str
 
     def difference(self, found: Identity) -> str | None:
-        """Say why a file with the owner `found` is not this job's; None where it is."""
+        """Return why `found` is not this owner; None if it is."""
         if found.job_id != self.job_id:
             return f"found a file of job {_printable(found.job_id)}, expected one of job {self.job_id}"
         if found.fingerprint != self.fingerprint:
@@ -33,13 +32,12 @@ class Identity(Strict):
         return None
 
     def pack(self) -> bytes:
-        """Encode it for the front of a binary file."""
         text = f"{self.job_id} {self.fingerprint}".encode()
         return LENGTH.pack(len(text)) + text
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> tuple[Self, int]:
-        """Read what `pack` gave at the front of `data`, and its size in bytes. Raises ValueError for anything else."""
+        """Read an identity from the front of `data`; return it and its bytes. Raises ValueError."""
         try:
             (length,) = LENGTH.unpack_from(data)
             text = bytes(data[LENGTH.size : LENGTH.size + length])
@@ -56,17 +54,17 @@ def _printable(text: str) -> str:
 
 
 class DamagedFileError(ValueError):
-    """A file is torn, corrupt or another job's; the text has what was found and expected."""
+    """A torn, corrupt or foreign file."""
 
 
 def refuse_other(found: Identity, expected: Identity) -> None:
-    """Raise `DamagedFileError` for another job's file."""
+    """Raises `DamagedFileError`."""
     if (problem := expected.difference(found)) is not None:
         raise DamagedFileError(problem)
 
 
 def take_identity(payload: bytes | memoryview, expected: Identity) -> int:
-    """The size of the identity in front of a payload. Raises `DamagedFileError` for another one than expected."""
+    """Check a payload's identity; return its bytes. Raises `DamagedFileError`."""
     try:
         found, size = Identity.unpack(payload)
     except ValueError as error:

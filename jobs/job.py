@@ -1,4 +1,4 @@
-"""A job: one prompt, how to continue it, and the identity that ties results and checkpoints to it."""
+"""A job: one prompt, its sampling, and its id."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swiftbatch.jobs.sampling_params import SamplingParams
 
 MAX_CUSTOM_ID = 512
 MAX_SLUG = 40
-SORTED = json.JSONEncoder(sort_keys=True)  # `dumps` would make one for each job
+SORTED = json.JSONEncoder(sort_keys=True)  # `dumps` would make an encoder for each job
 LINE_END = b"\n"
 LATER_FIELDS = {"prompt_ids", "template", "choice_index", "num_choices"}
 
@@ -38,10 +38,9 @@ Messages = Annotated[tuple[Message, ...], BeforeValidator(list_of("a list of mes
 
 
 class Job(Strict):
-    """One generation job, valid and complete: one of `prompt`, `prompt_ids` (tokens) and `messages`, and a seed.
+    """One generation job with one of `prompt`, `prompt_ids` and `messages`.
 
-    `template` is None where its chat template is told nothing beside the messages. A line that asks for several choices
-    is as many jobs of one `custom_id`, each with its `choice_index`.
+    Choices of one line are jobs with the same `custom_id` and different `choice_index`.
     """
 
     custom_id: CustomId
@@ -69,17 +68,14 @@ class Job(Strict):
 
     @property
     def name(self) -> str:
-        """The job's name for people and events: its `custom_id`, and which choice it is if there are several."""
+        """The name in messages, such as `story` or `story[2]`."""
         return self.custom_id if self.num_choices == 1 else f"{self.custom_id}[{self.choice_index}]"
 
     def job_id(self, model_fingerprint: str) -> str:
-        """A safe file name, the same for the same (custom_id, model, prompt, sampling): a slug, '-', 16 hex digits.
-
-        The slug of one of several choices ends in its index.
-        """
+        """Return a file name of custom_id, model, prompt and sampling: slug, '-', 16 hex digits."""
         messages = None if self.messages is None else [message.as_sent() for message in self.messages]
         identity = [self.custom_id, model_fingerprint, self.prompt, messages, self.sampling.identity()]
-        # jobs that say nothing of it keep the id that they had before there was such a field
+        # jobs without these later fields keep their earlier id
         says_later = self.prompt_ids is not None or self.template is not None or self.num_choices > 1
         if says_later and (later := self.model_dump(mode="json", include=LATER_FIELDS, exclude_defaults=True)):
             identity.append(later)
@@ -94,24 +90,21 @@ def _slug(custom_id: str) -> str:
 
 
 def packed(token_ids: list[int]) -> bytes:
-    """Token ids as they are stored: 4 bytes each, the lowest first."""
+    """Encode token ids as little-endian uint32."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 def unpacked(data: bytes) -> list[int]:
-    """The token ids that `packed` has stored."""
     return list(struct.unpack(f"<{len(data) // 4}I", data))
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job of a run: its `job_id`, where it stood and how many tokens its prompt has.
+    """A job of a run with its tokenized prompt.
 
-    `line_number` (from 1) counts the lines of all files that were submitted with it, in their order: of two jobs of one
-    length the one with the lower number runs first. The order of the output is that of the run's tables of jobs.
-    `supersedes` is the id of the shorter job whose tokens it goes on from, None for a job of a file. `prompt_keys` are
-    those of `jobs/shared_prompts.py`. `prompt_token_ids`, as `packed`, and `last_marker` are made when the run takes
-    the job in: who renders later may get another text.
+    `line_number` counts from 1 over all files submitted together; the lower one breaks ties. `supersedes` is the
+    shorter job it continues. `prompt_token_ids` (`packed`) and `last_marker` are kept because a later rendering may
+    differ.
     """
 
     job_id: str
@@ -129,18 +122,17 @@ class JobRecord:
 
     @property
     def max_length(self) -> int:
-        """Positions that it needs if it runs to its `max_tokens`."""
         return self.num_prompt_tokens + self.job.sampling.max_tokens
 
     @property
     def body(self) -> bytes:
-        """The job as JSON, which has no line end, `last_marker` and `prompt_token_ids`, with a line end in between."""
+        """JSON, `last_marker` and `prompt_token_ids`, joined by line ends."""
         parts = self.job.model_dump_json().encode(), (self.last_marker or "").encode(), self.prompt_token_ids
         return LINE_END.join(parts)
 
     @classmethod
     def of_body(cls, job_id: str, line_number: int, num_prompt_tokens: int, body: bytes) -> Self:
-        """Read what a worker needs of a job."""
+        """Parse a `body`, all that a worker needs."""
         job, marker, token_ids = body.split(LINE_END, 2)
         prompt = {"prompt_token_ids": token_ids, "last_marker": marker.decode() or None}
         return cls(job_id, Job.model_validate_json(job), line_number, num_prompt_tokens, **prompt)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The strict, frozen bases of all records, and JSON as bytes: one object a line, sealed with a checksum."""
+"""The strict, frozen bases of all records, and JSON lines with checksums."""
 
 from __future__ import annotations
 
@@ -14,27 +14,22 @@ Record = TypeVar("Record", bound=BaseModel)
 
 
 class Frozen(BaseModel):
-    """A record of ours."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Strict(Frozen):
-    """Converts nothing: "5" and true are no whole numbers. A silent conversion would hide a mistake."""
+    """A record without conversions, which would hide mistakes."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def whole(value: Any) -> Any:
-    """8 of 8.0, which is the same number in JSON; any other value as it is."""
+    """Return 8 for 8.0; other values unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def of_checked(kind: type[Record], values: dict[str, Any]) -> Record:
-    """A record of values for all its fields, in their order, which were checked elsewhere: a million are made so.
-
-    `model_construct` and `model_copy` would take a multiple of the time.
-    """
+    """Make a record of checked values in order, several times faster than `model_construct`."""
     made = object.__new__(kind)
     object.__setattr__(made, "__dict__", values)
     object.__setattr__(made, "__pydantic_fields_set__", _names(kind))
@@ -45,20 +40,20 @@ def of_checked(kind: type[Record], values: dict[str, Any]) -> Record:
 
 @functools.cache
 def _names(kind: type[BaseModel]) -> set[str]:
-    """All fields, in one set for all records: nothing sets a field of one that is frozen, and copies have their own."""
+    """Return all field names; frozen records can share the set."""
     return set(kind.model_fields)
 
 
-# JSON as bytes, one object a line. A sealed one ends with its checksum: a changed character is noticed.
+# JSON lines as bytes; a checksum at the end reveals any changed character.
 
 
-# line ends to some readers (Python's splitlines among them), or commands to terminals: JSON need not escape them
+# some readers take these for line ends, some terminals for commands
 NOT_TEXT = re.compile("[\x7f-\x9f\u2028\u2029]")
-SEAL = b',"checksum":"'  # in no JSON string, where its quotation marks would be escaped
+SEAL = b',"checksum":"'  # no JSON string contains it, because quotation marks are escaped there
 
 
 def dump_line(value: dict[str, Any]) -> bytes:
-    """One line of UTF-8 JSON, newline included. Raises `ValueError` for NaN and infinities."""
+    """Encode one JSON line. Raises `ValueError` for NaN and infinities."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text = NOT_TEXT.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     # lone surrogates have no UTF-8 form
@@ -66,12 +61,12 @@ def dump_line(value: dict[str, Any]) -> bytes:
 
 
 def sealed(text: bytes) -> bytes:
-    """Add its checksum and a newline to a JSON object with something in it."""
+    """Append checksum and newline to a JSON object."""
     return text[:-1] + SEAL + hashlib.sha256(text).hexdigest().encode() + b'"}\n'
 
 
 def unsealed(data: bytes) -> bytes | None:
-    """Return the object as it was sealed; None where there is no checksum. Raises ValueError for another content."""
+    """Return the object without its checksum, None without one. Raises ValueError if they differ."""
     before, seal, _ = data.rpartition(SEAL)
     if not seal:
         return None

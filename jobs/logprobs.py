@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn tokens, as a job has them, and in the two forms of OpenAI's that output lines show."""
+"""Log-probabilities of drawn tokens, and their two forms in OpenAI's output lines."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from numpy.typing import NDArray
 from swiftbatch.jobs.job import Job
 
 NO_TOKEN = -1
-UNLIKELY = -9999.0  # in place of -inf, which JSON does not have
+UNLIKELY = -9999.0  # stands for -inf, which JSON lacks
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probabilities of consecutive tokens. A token that can't come has -inf."""
+    """Log-probabilities of consecutive tokens; an impossible token has -inf."""
 
-    logprobs: NDArray[np.float32]  # [num_tokens], of the drawn tokens
-    top_ids: NDArray[np.int32]  # [num_tokens, num_top], the likeliest first; NO_TOKEN where no more could come
+    logprobs: NDArray[np.float32]  # [num_tokens]
+    top_ids: NDArray[np.int32]  # [num_tokens, num_top], likeliest first; NO_TOKEN fills missing places
     top_logprobs: NDArray[np.float32]  # [num_tokens, num_top]
 
     @classmethod
     def empty(cls, num_tokens: int, num_top: int) -> TokenLogprobs:
-        """Make room for the log-probabilities of `num_tokens` tokens, without values yet."""
         ids, values = np.empty((num_tokens, num_top), np.int32), np.empty((num_tokens, num_top), np.float32)
         return cls(np.empty(num_tokens, np.float32), ids, values)
 
     @classmethod
     def joined(cls, parts: Iterable[TokenLogprobs], num_top: int) -> TokenLogprobs:
-        """Parts that follow each other, as one."""
+        """Concatenate consecutive parts."""
         all_parts = [cls.empty(0, num_top), *parts]
         return cls(
             np.concatenate([part.logprobs for part in all_parts]),
@@ -47,26 +46,25 @@ class TokenLogprobs:
         return int(self.top_ids.shape[1])
 
     def part(self, start: int, end: int) -> TokenLogprobs:
-        """A view of the log-probabilities of the tokens from `start` up to `end`."""
         return TokenLogprobs(self.logprobs[start:end], self.top_ids[start:end], self.top_logprobs[start:end])
 
 
 class TokenTexts(Protocol):
-    """A tokenizer."""
+    """The tokenizer methods that logprobs need."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, also for special tokens."""
+        pass
 
     def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Count the characters of the text in front of each of these tokens."""
+        """Return the characters before each token."""
 
 
 def shown_logprobs(
     job: Job, token_ids: NDArray[np.uint32], logprobs: TokenLogprobs, tokenizer: TokenTexts
 ) -> dict[str, Any]:
-    """Show the log-probabilities of all generated tokens.
+    """Return all log-probabilities in OpenAI's form.
 
-    Tokens behind the end of the text, as those of a stop text, have the places that they would have had.
+    Tokens after the end of the text have offsets as if they were shown.
     """
     if len(logprobs) != len(token_ids):
         raise ValueError(f"found {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
@@ -76,7 +74,7 @@ def shown_logprobs(
 
 
 def _of_completion(token_ids: Sequence[int], logprobs: TokenLogprobs, tokenizer: TokenTexts) -> dict[str, Any]:
-    """The drawn token stands in front of the likeliest, if it is none of them. Of two with one text the first stays."""
+    """Put the drawn token first; of two equal texts the first stays."""
     texts = _Texts(tokenizer, "bytes:")
     own = _finite(logprobs.logprobs).tolist()
     tops = []
@@ -111,15 +109,15 @@ def _of_chat(token_ids: Sequence[int], logprobs: TokenLogprobs, tokenizer: Token
 
 
 def _rows(token_ids: Sequence[int], own: list[float], logprobs: TokenLogprobs) -> Any:
-    """Token, its log-probability, ids and log-probabilities of the likeliest, of each place."""
+    """Yield token, its log-probability, and ids and log-probabilities of the likeliest."""
     return zip(token_ids, own, logprobs.top_ids.tolist(), _finite(logprobs.top_logprobs).tolist(), strict=True)
 
 
 class _Texts(dict[int, tuple[str, list[int]]]):
-    """The text and the bytes of tokens, each made once. Bytes that are no text are written as `\\xe2\\x80`."""
+    r"""Text and bytes of each token; bytes that are no UTF-8 become `\xe2\x80`."""
 
     def __init__(self, tokenizer: TokenTexts, mark: str = "") -> None:
-        """`mark` comes in front of bytes that are no text."""
+        """Put `mark` before bytes that are no UTF-8."""
         super().__init__()
         self._tokenizer, self._mark = tokenizer, mark
 

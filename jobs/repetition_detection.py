@@ -1,4 +1,4 @@
-"""`repetition_detection`: when the output counts as a loop, with vLLM's names and meaning, and what becomes of it."""
+"""`repetition_detection` with vLLM's names and meaning."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ LoopAction = Literal["stop", "rewind", "close"]
 
 
 class RepetitionDetection(Strict):
-    """The output is a loop where it ends in a pattern of tokens `min_count` times in a row.
+    """Detects an output that ends with a pattern repeated `min_count` times.
 
-    Patterns have `min_pattern_size` (0 is 1) to `max_pattern_size` tokens; with `max_pattern_size` 0 nothing is looked
-    for. Raises `pydantic.ValidationError` for values that do not go together.
-
-    With `action` "stop" the output ends there. With "rewind", which vLLM does not have, the tokens from the first
-    repetition on are taken back and drawn anew with other noise, `max_rewinds` times; the next loop is the end. With
-    "close" a loop within a thought closes it, and the answer follows; any other loop is the end.
+    Patterns have `min_pattern_size` to `max_pattern_size` tokens; a maximum of 0 turns it off. "stop" ends the output,
+    "rewind" (not in vLLM) drops the repetitions and draws again up to `max_rewinds` times, "close" closes a looping
+    thought. Raises `pydantic.ValidationError`.
     """
 
     max_pattern_size: int = Field(default=0, ge=0, le=MAX_PATTERN)
@@ -55,14 +52,13 @@ class RepetitionDetection(Strict):
 
     @property
     def smallest_pattern(self) -> int:
-        """The length of the shortest pattern, in tokens."""
         return max(1, self.min_pattern_size)
 
 
 def loop_guard(action: LoopAction | None) -> RepetitionDetection | None:
-    """The detection that `--loop-guard` stands for: a loop has at least 64 tokens, so no row of dots or refrain is one.
+    """Return the detection for `--loop-guard`: at least 64 tokens, so no row of dots counts.
 
-    A pattern shorter than 16 tokens is found by one of its multiples. Jobs are named after these numbers.
+    Multiples reveal shorter patterns. Job ids depend on these numbers.
     """
     if action is None:
         return None
@@ -70,5 +66,4 @@ def loop_guard(action: LoopAction | None) -> RepetitionDetection | None:
 
 
 def without_closing(detection: RepetitionDetection) -> RepetitionDetection:
-    """The same detection where no thought can be closed: a loop is then the end."""
     return detection.model_copy(update={"action": "stop"}) if detection.action == "close" else detection

@@ -1,4 +1,4 @@
-"""Sampling parameters of one job: the fields a user may set, their bounds, and the seed of a job that gives none."""
+"""Sampling parameters of one job, their bounds, and the derived seed."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ TOKEN = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 LogitBias = tuple[tuple[int, float], ...]
 """Token ids, ascending, each with the number that is added to its logit."""
-MAX_TOP_LOGPROBS = 20  # of OpenAI's chats
+MAX_TOP_LOGPROBS = 20  # OpenAI's bound for chats
 MAX_COUNT = 2**31 - 1
-MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # of signed and unsigned 64-bit numbers, which other servers take
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1  # the range of signed and unsigned 64-bit numbers, as in other servers
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 128
-MAX_OUTPUT_PENALTY = 2.0  # OpenAI's bound of the two penalties that count output tokens
-MIN_TEMPERATURE = 1e-30  # below, quotients of ordinary logits leave float32
+MAX_OUTPUT_PENALTY = 2.0  # OpenAI's bound for frequency and presence penalty
+MIN_TEMPERATURE = 1e-30  # below it, ordinary logits divided by it overflow float32
 MIN_PENALTY, MAX_PENALTY = 1e-6, 1e6
 
 NO_LOGPROBS = "with logprobs, expected no such field: a marker that is put into the text has none"
 
 ThinkingEnd = Literal["stop", "close"]
 
-# Fields that came after runs had been made: at their default they are no part of a job's identity.
+# Later fields: at their defaults they do not change a job's id.
 LATER_FIELDS = (
     "frequency_penalty",
     "presence_penalty",
@@ -57,7 +57,7 @@ LATER_FIELDS = (
     "stop_in_reasoning",
 )
 
-WRITTEN_OTHERWISE = {"logit_bias", "repetition_detection", "structured_outputs"}  # in JSON; the others are as they are
+WRITTEN_OTHERWISE = {"logit_bias", "repetition_detection", "structured_outputs"}  # JSON changes only these
 
 StopString = Annotated[str, Field(min_length=1)]
 BadWord = Annotated[str, Field(min_length=1, pattern=r"\S")]
@@ -68,10 +68,7 @@ OutputPenalty = Annotated[float, Field(ge=-MAX_OUTPUT_PENALTY, le=MAX_OUTPUT_PEN
 
 
 def bias_pairs(value: object) -> object:
-    """The pairs of an object whose names are token ids, written as strings or whole numbers.
-
-    Raises FieldError for anything that is no token id or no bias, with a text for the user. Pairs come out as they are.
-    """
+    """Parse a logit_bias object into pairs; pairs pass unchanged. Raises FieldError."""
     if isinstance(value, tuple):
         return value
     if not isinstance(value, Mapping):
@@ -84,7 +81,6 @@ def bias_pairs(value: object) -> object:
 
 
 def bias_object(pairs: LogitBias) -> dict[str, float]:
-    """The object that a job file would have."""
     return {str(token_id): bias for token_id, bias in pairs}
 
 
@@ -104,21 +100,19 @@ def _bias(name: object, bias: object) -> float:
 
 
 class SamplingParams(Strict):
-    """The parameters that decide how a job's tokens are drawn. Raises `pydantic.ValidationError` for one out of bounds.
+    """The parameters that decide how a job's tokens are drawn. Raises `pydantic.ValidationError`.
 
-    `max_tokens` and `penalty_window` count tokens; `temperature` 0 is greedy; `top_k`, `min_p` and `eta` are off at 0,
-    `top_p` and `repetition_penalty` at 1. The penalty looks at the last `penalty_window` tokens, prompt included.
+    `temperature` 0 is greedy; `top_k`, `min_p` and `eta` are off at 0, `top_p` and `repetition_penalty` at 1. The
+    repetition penalty covers the last `penalty_window` tokens, prompt included.
 
-    What the others mean, and the order of all, are vLLM's: the last token of each of `bad_words` is masked where the
-    output ends with those in front of it (with and without a space before the word); end-of-sequence tokens and
-    `stop_token_ids` are masked up to `min_tokens` output tokens (also where `ignore_eos` is set), and stop strings
-    count behind those alone; `logit_bias` is added; then the repetition penalty; then `frequency_penalty` times a
-    token's count in the output and, where that is not 0, `presence_penalty` are taken off; then temperature, top-k,
-    top-p, min-p, eta. `repetition_detection` ends an output that has become a loop, from `min_tokens` on. `logprobs`
-    asks for the log-probability of each token, and of so many of the likeliest at its place; None for nothing of it.
-    A thought that has `thinking_token_budget` tokens is closed, and a structure begins behind it. With `thinking_end`
-    "close", which vLLM does not have, a thought is closed where the text would end within it. Stop strings count in the
-    answer alone, unless `stop_in_reasoning` lets them end a thought.
+    Order and meaning are vLLM's: mask `bad_words` (the last token after the others, with and without a space in front),
+    and end tokens and `stop_token_ids` up to `min_tokens`, also with `ignore_eos`; add `logit_bias`; penalize
+    repetitions; subtract `frequency_penalty` x output count and `presence_penalty`; then temperature, top-k, top-p,
+    min-p, eta.
+
+    `logprobs` is the number of likeliest tokens to report. After `thinking_token_budget` tokens a thought is closed.
+    `thinking_end` "close" (not in vLLM) closes a thought where the text would end. Stop strings match in the answer, or
+    with `stop_in_reasoning` also in thoughts.
     """
 
     max_tokens: int = Field(ge=1, le=MAX_COUNT)
@@ -213,11 +207,11 @@ class SamplingParams(Strict):
                 raise FieldError(name, f"found {found} with a structured output, {expected}")
 
     def with_own(self, max_tokens: int, seed: int) -> Self:
-        """The same parameters for another job, with a limit and a seed that were checked."""
+        """Copy with other checked values."""
         return of_checked(type(self), {**self.__dict__, "max_tokens": max_tokens, "seed": seed})
 
     def identity(self) -> dict[str, Any]:
-        """The parameters that tell a job from another, as JSON: the same as before later fields were known."""
+        """Return JSON for a job's id, without later fields at their defaults."""
         later = _later_defaults()
         said = {name: value for name, value in self.__dict__.items() if name not in later or value != later[name]}
         if not said.keys() & WRITTEN_OTHERWISE:
@@ -232,6 +226,6 @@ def _later_defaults() -> dict[str, Any]:
 
 
 def derive_seed(run_seed: int, custom_id: str) -> int:
-    """The seed (0 .. 2**63-1) of a job that gives none: it follows from the run's seed and `custom_id`."""
+    """Derive a job's seed, 0 .. 2**63-1."""
     digest = hashlib.sha256(f"{run_seed}:{custom_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

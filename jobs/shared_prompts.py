@@ -1,4 +1,4 @@
-"""Finds the jobs whose prompts begin alike, by keys of their tokens: the comparison needs no tokens."""
+"""Finds jobs whose prompts begin alike, by keys of their tokens."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from struct import Struct
 
 import numpy as np
 
-KEY_TOKENS = 64  # from one key to the next
+KEY_TOKENS = 64  # tokens per key
 KEY_BYTES = 4
 BLOCK = Struct(f"<{KEY_TOKENS}I")
 
 
 @dataclass(frozen=True)
 class SharedPrompt:
-    """The part of a prompt that others have as well."""
+    """The part of a prompt that other prompts share."""
 
-    group: int | None = None  # the prompts that are alike for half of their length at least
-    num_tokens: int = 0  # first ones that another prompt begins with as well, in multiples of `KEY_TOKENS`
+    group: int | None = None  # prompts of a group share at least half of their length
+    num_tokens: int = 0  # first tokens shared with another prompt, in multiples of `KEY_TOKENS`
 
 
 NOT_SHARED = SharedPrompt()
 
 
 def prompt_keys(token_ids: Sequence[int]) -> bytes:
-    """A key of every `KEY_TOKENS` tokens, from the first on. Two that differ may have one key: keys are no proof."""
+    """Return one key per `KEY_TOKENS` tokens; equal keys prove nothing."""
     num_keys = len(token_ids) // KEY_TOKENS
     blocks = (token_ids[KEY_TOKENS * number : KEY_TOKENS * (number + 1)] for number in range(num_keys))
     return b"".join(zlib.crc32(BLOCK.pack(*block)).to_bytes(KEY_BYTES, "little") for block in blocks)
 
 
 def shared_prompts(keys: Sequence[bytes]) -> list[SharedPrompt]:
-    """The part that each prompt shares with the others, found by their `prompt_keys`."""
-    order = sorted(range(len(keys)), key=keys.__getitem__)  # the keys that are most alike become neighbours
+    """Return each prompt's shared part, in the order of `keys`."""
+    order = sorted(range(len(keys)), key=keys.__getitem__)  # sorting puts similar prompts next to each other
     pairs = [(_num_alike(keys[one], keys[other]), one, other) for one, other in pairwise(order)]
     found = [NOT_SHARED] * len(keys)
     for number, (num_keys, *pair) in enumerate(pairs):
@@ -50,7 +50,6 @@ def shared_prompts(keys: Sequence[bytes]) -> list[SharedPrompt]:
 
 
 def _num_alike(one: bytes, other: bytes) -> int:
-    """Keys from the first on that are the same."""
     num_bytes = min(len(one), len(other))
     differs = np.frombuffer(one[:num_bytes], "<u4") != np.frombuffer(other[:num_bytes], "<u4")
     return int(differs.argmax()) if differs.any() else len(differs)

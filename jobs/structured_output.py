@@ -1,4 +1,4 @@
-"""Structured output: what a job's text must be, as `response_format` or `structured_outputs` of a line say it."""
+"""Structured output: `response_format` and `structured_outputs` of a line."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pydantic import Field
 from swiftbatch.jobs.input.validation_errors import FieldError, shown
 from swiftbatch.jobs.json_records import Strict
 
-MAX_SCHEMA = 200_000  # characters, as JSON in ASCII
-MAX_TEXT = 20_000  # characters of a regular expression, of a grammar
-MAX_CHOICE_TEXT = 100_000  # characters of all choices, as JSON in ASCII
+MAX_SCHEMA = 200_000  # characters of ASCII JSON
+MAX_TEXT = 20_000  # characters of a regular expression or grammar
+MAX_CHOICE_TEXT = 100_000  # characters of all choices as ASCII JSON
 MAX_CHOICES = 2_000
-SCHEMA_NAMES = ("name", "schema", "description", "strict")  # of OpenAI's `json_schema`
+SCHEMA_NAMES = ("name", "schema", "description", "strict")  # the fields of OpenAI's `json_schema`
 FORMATS = ("text", "json_object", "json_schema")
-# values of `format` in a schema that a text must have; any other is an annotation, as JSON Schema has it
+# `format` values that are enforced; JSON Schema treats others as annotations
 FOLLOWED_FORMATS = frozenset(
     ["date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"]
 )
-NAMED = ("properties", "patternProperties", "$defs", "definitions")  # keywords with names, each with a schema
-DATA = ("const", "enum", "default", "examples", "example")  # keywords with values that are no schemas
+NAMED = ("properties", "patternProperties", "$defs", "definitions")  # their values map names to schemas
+DATA = ("const", "enum", "default", "examples", "example")  # their values are no schemas
 
 Kind = Literal["json", "json_object", "regex", "choice", "grammar"]
 KINDS: tuple[Kind, ...] = ("json", "json_object", "regex", "choice", "grammar")
-# options of vLLM's `structured_outputs`, each with the values that ask for nothing
+# other options of vLLM's `structured_outputs`, with the values that ask for nothing
 OTHER_OPTIONS: dict[str, tuple[Any, ...]] = {
     "structural_tag": (None,),
     "whitespace_pattern": (None,),
@@ -37,23 +37,23 @@ OTHER_OPTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class Structure(Strict):
-    """One kind of text. `text` is a JSON schema or a list of choices as JSON, a regular expression, a grammar, or "".
+    """A required structure; `text` is a JSON schema, choices as JSON, a regular expression, a grammar, or "".
 
-    A schema is kept as it is written: the order of its properties is that of the output.
+    A schema keeps its order.
     """
 
     kind: Kind
     text: str = Field(default="", max_length=MAX_SCHEMA)
 
     def as_said(self) -> dict[str, Any]:
-        """The object that a line would have; a schema in it is text, so that it keeps its order."""
+        """Return the object for a line, a schema as text."""
         if self.kind == "json_object":
             return {self.kind: True}
         return {self.kind: json.loads(self.text) if self.kind == "choice" else self.text}
 
 
 def structure_of(value: object) -> Structure | None:
-    """Parse `structured_outputs`; None if it asks for nothing. A `Structure` comes out as it is. Raises FieldError."""
+    """Parse `structured_outputs`; None if it asks for nothing. Raises FieldError."""
     if value is None or isinstance(value, Structure):
         return value
     if not isinstance(value, Mapping):
@@ -93,12 +93,12 @@ def format_of(value: object) -> Structure | None:
 
 
 def idle_formats(structure: Structure) -> list[str]:
-    """The values of `format` in a schema that no text has to have."""
+    """List the `format` values of a schema that are not enforced."""
     if structure.kind != "json" or '"format"' not in structure.text:
         return []
     try:
         found, left = set[str](), [json.loads(structure.text)]
-    except RecursionError:  # no grammar is made of it either
+    except RecursionError:  # its grammar fails to compile, too
         return []
     while left:
         value = left.pop()
@@ -129,7 +129,6 @@ def _text_of(kind: Kind, value: object) -> str:
 
 
 def _schema(value: object) -> str:
-    """A schema, which may be given as text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -158,7 +157,7 @@ def _within(most: int, text: str, name: str, unit: str = "characters") -> str:
 
 
 def _json(value: object, most: int, name: str) -> str:
-    """The JSON text of a value, as it is kept."""
+    """Return the JSON text of a value. Raises FieldError beyond `most` characters."""
     try:
         written = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
         text = json.dumps(value, separators=(",", ":"))
@@ -169,7 +168,7 @@ def _json(value: object, most: int, name: str) -> str:
 
 
 def _check_writable(text: str, name: str) -> None:
-    """Half of a surrogate pair is no character."""
+    """Raise FieldError for lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:

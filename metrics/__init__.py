@@ -1,1 +1,1 @@
-"""Plain counters that the engine and the driver count into, and the Prometheus exporter over them."""
+"""Plain counters of engine and driver, and their Prometheus exporter."""

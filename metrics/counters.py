@@ -1,4 +1,4 @@
-"""The counters of workers, driver and server, each declared with its metric's name, kind and meaning."""
+"""The counters of workers, driver and server, with their metrics."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 from swiftbatch.metrics.metric import Histogram, Summary, exported, metrics_of
 
-MAX_POSITIONS_COUNTED = 16  # accepted tokens are counted per draft position up to here; deeper ones in the sum only
+MAX_POSITIONS_COUNTED = 16  # deeper draft positions are only in the sum
 
 _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86_400.0
 JOB_SECONDS_BOUNDS = (1.0, 5.0, 15.0, _MINUTE, 300.0, 900.0, _HOUR, 4 * _HOUR, 12 * _HOUR, _DAY, 3 * _DAY, 7 * _DAY)
 JOB_TOKENS_BOUNDS = tuple(float(2**power) for power in range(7, 18))  # 128 .. 131,072 tokens
 DRAFT_KINDS = ("none", "tree", "chain")
 CHECKPOINT_KINDS = ("tokens", "state")
-STATES_OF_ONE_WORKER = (  # they have no sum
+STATES_OF_ONE_WORKER = (  # a sum over workers makes no sense
     "last_checkpoint",
     "checkpoint_interval_seconds",
     "kv_cache_tokens",
@@ -32,7 +32,6 @@ CHECKPOINT_SECONDS_BOUNDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 
 @contextmanager
 def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Add what the block takes to the seconds of a phase."""
     started = time.perf_counter()
     yield
     seconds[phase] += time.perf_counter() - started
@@ -40,7 +39,7 @@ def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 @dataclass
 class EngineCounters:
-    """One worker's counts since it started. Times are in seconds, sizes in bytes."""
+    """One worker's counts since its start; times in seconds, sizes in bytes."""
 
     num_prompt_tokens: int = exported("prompt_tokens_total", "Prompt tokens of jobs taken in.")
     num_read_tokens: int = exported(
@@ -53,7 +52,7 @@ class EngineCounters:
     num_generation_tokens: int = exported(
         "generation_tokens_total", "Tokens generated; those that a resume recovered are apart."
     )
-    num_drafts: int = exported("spec_decode_num_drafts_total", "Draft trees verified.")  # of at least one node
+    num_drafts: int = exported("spec_decode_num_drafts_total", "Draft trees verified.")  # trees with at least one node
     num_draft_tokens: int = exported("spec_decode_num_draft_tokens_total", "Tokens drafted.")
     num_accepted_tokens: int = exported(
         "spec_decode_num_accepted_tokens_total", "Drafted tokens accepted; the bonus token of each step is apart."
@@ -163,11 +162,11 @@ class EngineCounters:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per verification with the bonus token: 1 + accepted / drafts; 1.0 before the first draft."""
+        """Tokens per verification: 1 + accepted / drafts."""
         return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
 
     def count_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count one verified draft tree; an empty one (plain decoding) counts nothing."""
+        """Count one verified draft tree; an empty one counts nothing."""
         if num_draft_tokens == 0:
             return
         self.num_drafts += 1
@@ -178,29 +177,26 @@ class EngineCounters:
                 self.num_accepted_tokens_per_pos[position] += 1
 
     def count_pages(self, num_used: int, num_pages: int | None) -> None:
-        """Note the pages that caches take, of those that they may take; None where that is no question."""
+        """Record the used pages; `num_pages` is None without a limit."""
         if num_pages:
             self.kv_cache_pages = {"used": num_used, "free": max(0, num_pages - num_used)}
             self.kv_cache_pages_ratio = num_used / num_pages
 
     def count_resume(self, kind: str, num_tokens_recovered: int, num_tokens_recomputed: int) -> None:
-        """Count one resume: `kv` loaded the cache, `replay` runs the recovered tokens through the target again.
-
-        Recomputed are the tokens that were there once, in no checkpoint, and had to be drawn again.
-        """
+        """Count a resume: `kv` loaded the cache, `replay` runs recovered tokens again."""
         self.num_resumes[kind] += 1
         self.num_tokens_recovered += num_tokens_recovered
         self.num_tokens_recomputed += num_tokens_recomputed
 
     def count_checkpoint(self, kind: str, num_bytes: int, seconds: float) -> None:
-        """Count one file written: a token log, or a part of a state."""
+        """Count one written file: a token log or part of a state."""
         self.checkpoint_bytes[kind] += num_bytes
         self.checkpoint_seconds[kind].observe(seconds)
-        if self.last_checkpoint is not None:  # a file may be done when the last job has left already
+        if self.last_checkpoint is not None:  # a write may end after the last job left
             self.last_checkpoint = time.time()
 
     def note_work(self, is_running: bool) -> None:
-        """Note whether there are jobs: the age of the last checkpoint counts from the first one's start."""
+        """Start or stop the checkpoint age with the first and last job."""
         self.last_checkpoint = (self.last_checkpoint or time.time()) if is_running else None
 
     def count_store_retry(self) -> None:
@@ -212,18 +208,17 @@ class EngineCounters:
         self.job_generation_tokens.observe(num_generation_tokens)
 
     def add(self, other: EngineCounters, names: Collection[str] | None = None) -> None:
-        """Add what another worker has counted, all of it or the fields of some `names`."""
         for name in SUMMED if names is None else names:
             setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
 
 
 SUMMED = tuple(one.name for one in fields(EngineCounters) if one.name not in STATES_OF_ONE_WORKER)
 WORKER_METRICS = metrics_of(EngineCounters)
-TOTALS = tuple(metric for metric in WORKER_METRICS if metric.kind != "gauge")  # over all workers
+TOTALS = tuple(metric for metric in WORKER_METRICS if metric.kind != "gauge")  # summed over all workers
 
 
 def _sum(one: Any, other: Any) -> Any:
-    """Numbers, lists of equal length, histograms of equal bounds, and dicts of these by key."""
+    """Add numbers, lists, histograms, or dicts of these."""
     if isinstance(one, dict):
         return {**one, **other, **{key: _sum(one[key], other[key]) for key in one.keys() & other.keys()}}
     if isinstance(one, list):
@@ -233,10 +228,10 @@ def _sum(one: Any, other: Any) -> Any:
     return one + other
 
 
-# The counters that the driver keeps beside its workers', and the names under which they are exported.
+# The driver's counters and the names of their metrics.
 
 
-MEMORY_FULL = "memory_full"  # the reason of a preemption by a worker whose memory has no room for all caches
+MEMORY_FULL = "memory_full"  # preemption reason of a worker without memory for all caches
 PREEMPTION_REASONS = (
     *("attempt_failed", "cluster_lost", "driver_stopped", MEMORY_FULL, "migrated", "node_drained", "node_lost"),
     *("store_failed", "worker_died", "worker_error", "worker_out_of_memory", "worker_silent"),
@@ -246,7 +241,7 @@ PREEMPTION_REASONS = (
 
 @dataclass
 class DriverCounters:
-    """The driver's own figures: jobs by state, what it took back from workers or gave up, and all workers' counts."""
+    """The driver's figures: jobs by state, preemptions, failures, and all workers' counts."""
 
     jobs: dict[str, int] = exported(
         "jobs",
@@ -286,21 +281,17 @@ class DriverCounters:
     num_store_retries: int = exported(
         "store_retries_total", "Reads and writes of the run folder that the driver tried again."
     )
-    by_worker: dict[str, EngineCounters] = field(default_factory=dict)  # newest counts, lost workers' included
+    by_worker: dict[str, EngineCounters] = field(default_factory=dict)  # newest counts, also of lost workers
 
     def count_store_retry(self) -> None:
         self.num_store_retries += 1
 
     def take_in(self, worker_id: str, counters: EngineCounters) -> None:
-        """Keep all that a worker has counted since it started. No two workers of one driver have the same id."""
+        """Keep a worker's counts by its unique id."""
         self.by_worker[worker_id] = counters
 
     def totals(self, names: Collection[str] | None = None) -> EngineCounters:
-        """The counts of all workers and the driver's own, added up; a worker that is lost takes nothing away.
-
-        Who asks at every beat names the fields: there may be a thousand workers. What a killed worker counted after its
-        last report is not in there.
-        """
+        """Sum the counts of the driver and all workers, lost ones included."""
         sums = EngineCounters(num_store_retries=self.num_store_retries, jobs_finished=Counter(self.jobs_finished))
         for counters in list(self.by_worker.values()):
             sums.add(counters, names)
@@ -310,7 +301,7 @@ class DriverCounters:
 DRIVER_METRICS = metrics_of(DriverCounters)
 
 
-# The counters of `swiftbatch serve`, and the names under which they are exported.
+# The counters of `swiftbatch serve` and the names of their metrics.
 
 
 BATCH_STATES = ("waiting", "running", "ending")
@@ -318,7 +309,7 @@ BATCH_STATES = ("waiting", "running", "ending")
 
 @dataclass
 class ServerCounters:
-    """The figures that only the server sees: requests by their answer, and the batches that have not ended."""
+    """The server's figures: requests by status, and batches that have not ended."""
 
     batches: dict[str, int] = exported(
         "serve_batches",

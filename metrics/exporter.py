@@ -1,4 +1,4 @@
-"""The Prometheus exporter: collectors that read the counters, and the HTTP endpoint that serves them."""
+"""The Prometheus exporter: collectors of the counters, and their HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from swiftbatch.metrics.metric import Metric, Value
 
 PREFIX = "swiftbatch_"
-TOTALS_PREFIX = "swiftbatch_run_"  # a name of their own: a sum over workers and driver must count nothing twice
+TOTALS_PREFIX = "swiftbatch_run_"  # a separate prefix, so that a sum over workers and driver counts nothing twice
 FAMILIES: Mapping[str, Callable[..., Any]] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
@@ -47,7 +47,7 @@ FAMILIES: Mapping[str, Callable[..., Any]] = {
 
 
 class Labels(NamedTuple):
-    """The labels that every metric carries. There are no per-job labels: a job's figures are in its result."""
+    """The labels of every metric; results have the figures of single jobs."""
 
     model_name: str
     drafter: str
@@ -55,12 +55,10 @@ class Labels(NamedTuple):
 
 
 class NoLabels(NamedTuple):
-    """The labels of metrics about a whole server: none."""
+    """The empty labels of a server's metrics."""
 
 
 class EngineCollector(Collector):
-    """One worker's metrics."""
-
     def __init__(self, counters: EngineCounters, labels: Labels) -> None:
         self._counters = counters
         self._labels = labels
@@ -70,7 +68,7 @@ class EngineCollector(Collector):
 
 
 class DriverCollector(Collector):
-    """The driver's metrics: its own, and the totals over all its workers."""
+    """The driver's own metrics and the totals of all its workers."""
 
     def __init__(self, counters: DriverCounters, labels: Labels) -> None:
         self._counters = counters
@@ -82,8 +80,6 @@ class DriverCollector(Collector):
 
 
 class ServerCollector(Collector):
-    """The metrics of `swiftbatch serve`."""
-
     def __init__(self, counters: ServerCounters) -> None:
         self._counters = counters
 
@@ -92,7 +88,7 @@ class ServerCollector(Collector):
 
 
 def registry_of(collector: Collector) -> CollectorRegistry:
-    """A registry of its own, so that two workers in one process never mix."""
+    """Make a separate registry, since two workers may share a process."""
     registry = CollectorRegistry()
     registry.register(collector)
     return registry
@@ -121,7 +117,7 @@ def _family(
 
 
 def _sample(value: Value) -> tuple[Any, ...]:
-    """A value as `add_metric` of its kind of family takes it."""
+    """Return the arguments of `add_metric` for a value."""
     if isinstance(value, Histogram):
         return _buckets(value), value.total
     if isinstance(value, Summary):
@@ -130,39 +126,38 @@ def _sample(value: Value) -> tuple[Any, ...]:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Cumulative counts by upper bound, as Prometheus has them."""
     bounds = [*map(repr, histogram.bounds), "+Inf"]
     return list(zip(bounds, itertools.accumulate(histogram.counts), strict=True))
 
 
-# The HTTP endpoint of a worker or a driver: its metrics, the addresses for Prometheus at `/sd`, further pages.
+# The HTTP endpoint of a worker or driver: metrics, addresses for Prometheus at `/sd`, other pages.
 
 
-Page = Callable[[str], str]  # the address of the endpoint's own metrics to a JSON document
+Page = Callable[[str], str]  # turns the address of the metrics into a JSON document
 
-OUTSIDE_ADDRESS = ("192.0.2.1", 9)  # reserved for documentation: no packet is sent to it
-EVERYWHERE = "0.0.0.0"  # as a host: all interfaces
+OUTSIDE_ADDRESS = ("192.0.2.1", 9)  # reserved for documentation: nothing is sent to it
+EVERYWHERE = "0.0.0.0"  # all interfaces
 METRICS_PATH = "/metrics"
 MAX_CONNECTIONS = 16
-CLIENT_SECONDS = 10.0  # for a client to send or take the next bytes
+CLIENT_SECONDS = 10.0  # for a client's next bytes
 
 
 class MetricsError(UserError):
-    """The endpoint cannot be served."""
+    """An endpoint that cannot be served."""
 
 
 class _Server(ThreadingWSGIServer):
-    """Keeps a bounded number of connections: who opens and holds them must not take the files of a worker."""
+    """An HTTP server with bounded connections."""
 
-    request_queue_size = 64  # connections that wait; one more scrape would wait a second for its next try
+    request_queue_size = 64  # pending connections; a refused scrape would retry only after a second
 
     def __init__(self, *args: Any) -> None:
         self._lock = threading.Lock()
-        self._connections: list[socket.socket] = []  # the oldest first
+        self._connections: list[socket.socket] = []  # oldest first
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread; beyond the bound, the oldest connection has had its time."""
+        """Answer in a thread, and close the oldest connection beyond the bound."""
         with self._lock:
             self._connections.append(request)
             if len(self._connections) > MAX_CONNECTIONS:
@@ -176,13 +171,13 @@ class _Server(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that was too slow, or has gone."""
+        """Ignore clients that were slow or left."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class _SilentHandler(WSGIRequestHandler):
-    """Writes no line for each scrape."""
+    """A handler that logs no scrapes."""
 
     timeout = CLIENT_SECONDS
 
@@ -193,10 +188,9 @@ class _SilentHandler(WSGIRequestHandler):
 def serve(
     registry: CollectorRegistry, port: int, pages: Mapping[str, Page] | None = None, host: str = EVERYWHERE
 ) -> tuple[str, Callable[[], None]]:
-    """Serve a registry's metrics, and JSON `pages` by path, over HTTP at a host's address; port 0 takes any free one.
+    """Serve metrics and JSON `pages` over HTTP; port 0 takes any free one.
 
-    Returns the address `http://HOST:PORT/metrics` and a function that stops the endpoint.
-    Raises MetricsError if the port is taken, or the address is none of this machine.
+    Returns the address `http://HOST:PORT/metrics` and a function that stops it. Raises MetricsError.
     """
     app = _app(make_wsgi_app(registry), pages or {}, lambda: own_address)
     try:
@@ -233,10 +227,10 @@ def _app(metrics: WSGIApplication, pages: Mapping[str, Page], own_address: Calla
 
 
 def own_host() -> str:
-    """An address by which this host's own processes, and on a cluster its neighbours, reach it."""
+    """Return an address that this host and its cluster can reach."""
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
-        if not address.startswith("127."):  # Debian gives a host's own name such an address
+        if not address.startswith("127."):  # Debian maps the host's own name to such an address
             return address
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(OUTSIDE_ADDRESS)
@@ -248,9 +242,6 @@ DISCOVERY_PATH = "/sd"
 
 
 def discovery_document(addresses: Iterable[str], run: str) -> str:
-    """The targets at `addresses`, each `http://HOST:PORT/metrics`, with a label that says whose run it is.
-
-    The format is that of `http_sd_configs` in Prometheus' reference of its configuration: one group of targets.
-    """
+    """Return Prometheus' `http_sd_configs` document, labelled with the run."""
     targets = [urlsplit(address).netloc for address in addresses]
     return json.dumps([{"targets": targets, "labels": {"run": run}}])

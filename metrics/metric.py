@@ -1,4 +1,4 @@
-"""A field of the plain counters that is exported as a metric: name, kind and meaning stand where it is counted."""
+"""Dataclass fields that declare metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = Literal["counter", "gauge", "summary", "histogram"]
 
 @dataclass
 class Histogram:
-    """Observations counted by upper bound; the last count is of those above every bound."""
+    """Observations by upper bound; the last count is above all bounds."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)  # [num_bounds + 1]
@@ -30,8 +30,6 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Summary:
-    """A number of observations and their sum."""
-
     count: int
     total: float
 
@@ -41,10 +39,9 @@ Value = float | Summary | Histogram
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `read` gives its value, by the values of `label` where it has one; nothing where there is none now.
+    """One metric; `read` returns its value, or one per value of `label`.
 
-    `label_values` are those known beforehand: they are there from the start, as 0, so that the first count is an
-    increase.
+    `label_values` exist from the start as 0, so that the first count is an increase.
     """
 
     name: str  # without the prefix
@@ -65,9 +62,9 @@ def exported(
     of: Callable[[Any], Any] | None = None,
     start: Any = None,
 ) -> Any:
-    """A field of a dataclass of counters, as `Metric` has it; with `by`, a label, a count for each of its values.
+    """Declare a metric as a field; with `by`, one count per label value.
 
-    `of` reads the value from the counters where it is not the field's own; `start` makes the field's first value.
+    `of` reads another value; `start` makes the initial one.
     """
 
     def metric(field_name: str) -> Metric:
@@ -77,5 +74,4 @@ def exported(
 
 
 def metrics_of(counters: type[Any]) -> tuple[Metric, ...]:
-    """All metrics of a dataclass of counters, in the order of its fields."""
     return tuple(found.metadata["metric"](found.name) for found in fields(counters) if "metric" in found.metadata)

@@ -1,4 +1,4 @@
-"""The reference of all metrics, written from their catalogue: `python -m swiftbatch.metrics.reference`."""
+"""Writes the reference of all metrics: `python -m swiftbatch.metrics.reference`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _table(title: str, prefix: str, metrics: Iterable[Metric], counters: Any) ->
 
 
 def _label(metric: Metric, counters: Any) -> str:
-    """The metric's own label, with the values that are there from the start."""
+    """Return the metric's own label and its initial values."""
     if metric.label is None:
         return ""
     counted = metric.read(counters)

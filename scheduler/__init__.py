@@ -1,6 +1,6 @@
-"""The command line, the driver loop, and everything that says Ray. Nothing imports this room."""
+"""The command line, the driver loop and all use of Ray; no other room imports it."""
 
 import os
 
-# The threads of numpy's library would start as it is imported, and hear signals while Ray starts.
+# numpy's import would start threads, which could receive signals while Ray starts.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

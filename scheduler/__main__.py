@@ -1,4 +1,4 @@
-"""The command `swiftbatch` as a process: signals first, then everything else."""
+"""The process of the command `swiftbatch`; it handles signals before anything else."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swiftbatch.scheduler.process.streams import Lines
 
 
 def main() -> None:
-    """Run the command that the process's arguments name; a signal at any moment is one line and exit code 130."""
+    """Run the command; a signal prints one line and exits with 130."""
     try:
         interrupt_on_signals()
         _open_closed_streams()
@@ -21,8 +21,8 @@ def main() -> None:
     except Exception as error:
         if not isinstance(error.__cause__, KeyboardInterrupt):
             raise
-        _tell_interrupted()  # Python 3.11 wraps what a class meets that an import is making
-    except KeyboardInterrupt:  # the commands were not there yet
+        _tell_interrupted()  # Python 3.11 wraps an interrupt that a class meets during an import
+    except KeyboardInterrupt:  # interrupted before the commands were imported
         _tell_interrupted()
     except SystemExit as end:
         if end.code == INTERRUPTED:
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open `os.devnull` in place of streams that are closed (`>&-`), so that nothing else takes their numbers."""
+    """Open `os.devnull` for closed streams, whose numbers other files would get."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -47,7 +47,7 @@ def _tell_interrupted() -> None:
 
 
 def _end_interrupted() -> None:
-    """End without Python's own end: it waits for what was interrupted, and its exit code may be another one."""
+    """Skip Python's wait for interrupted work."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -1,4 +1,4 @@
-"""The command `swiftbatch` as a child of a server: it is killed with the server, and tells a bad input file apart."""
+"""The command `swiftbatch` as a server's child, with an exit code for a bad input file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swiftbatch.scheduler.process.signals import BAD_INPUT, die_with
 
 
 def main(server_pid: int) -> None:
-    """Run the command that the process's further arguments name."""
+    """Run the command in the process's other arguments."""
     die_with(server_pid)
     try:
         command()

@@ -1,4 +1,4 @@
-"""The `swiftbatch` command. Nothing heavy is imported before a command needs it."""
+"""The `swiftbatch` command; heavy modules are imported when a command needs them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF
 
 
 class OneLineErrors(click.Group):
-    """Shows a user's mistake as one line on stderr, with exit code 2 and no traceback."""
+    """Prints a user's mistake as one line, with exit code 2."""
 
     def main(self, *args: Any, **extra: Any) -> NoReturn:
         _prepare_streams()
@@ -49,12 +49,12 @@ class OneLineErrors(click.Group):
         except click.ClickException as error:
             _fail(error.format_message())
         except (click.Abort, KeyboardInterrupt) as error:
-            hint = (error.__cause__ or error).args  # click has an abort of its own
+            hint = (error.__cause__ or error).args  # click raises its own Abort
             Lines(sys.stderr).write(printable("; ".join(["interrupted", *hint])))
             sys.exit(INTERRUPTED)
         except Exception as error:
             if _is_output_error(error):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is yet to be flushed
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for data not flushed yet
                 _fail(f"cannot write to standard output: {os.strerror(error.errno or 0)}")
             if not isinstance(error, UserError):
                 raise
@@ -81,7 +81,7 @@ for command in (*OF_RUNS, inspect, quantize, doctor, train, bench, chaos):
 
 
 def _prepare_streams() -> None:
-    """Closed streams lead nowhere: else the next files opened would be taken for them, by programs below us, too."""
+    """Point closed streams at devnull, because other files would get their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
@@ -91,7 +91,7 @@ def _prepare_streams() -> None:
 
 
 def _is_output_error(error: Exception) -> TypeGuard[OSError]:
-    """Tell whether standard output can't be written to; other files' errors have a name, or are told where they are."""
+    """Return whether standard output failed; other files' errors have a name."""
     return isinstance(error, OSError) and error.filename is None and error.errno in OUTPUT_ERRORS
 
 

@@ -1,4 +1,4 @@
-"""Models and helpers shared by the tests. Real parts, small: the embedded model and tiny random ones."""
+"""Models and helpers shared by all tests."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from uuid import uuid4
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
-# Ray reads who may talk to it once per process, at the first import: whichever test that comes in
+# Ray reads its access mode once per process, at the first import in any test
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-# Threads of torch that wait for others sleep: with more of them than cores, they would turn round on a core that those
-# need. Torch reads this once, too, as it is imported, also in the processes that tests start
+# Waiting threads of torch must sleep: spinning ones would take cores from others. Torch reads this once at import, also
+# in the processes that tests start
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# CUDA kernels run in Triton's interpreter, which is chosen at the first import; torch imports it, and never asks again
+# Triton chooses its interpreter for CUDA kernels at the first import, which torch triggers
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# gw0 and gw1 have a core each, also for what they start; further ones fill the gaps on all of them
+# gw0 and gw1 get a core each, also for their children; further ones use all cores
 if name := os.environ.get("PYTEST_XDIST_WORKER"):
     cores = sorted(os.sched_getaffinity(0))
     number = int(name[2:])
@@ -37,22 +37,22 @@ from swiftbatch.jobs.storage.store import Store
 from tests.jobs.storage.fault_proxy import FaultProxy
 from tests.jobs.storage.s3_server import S3Server, running_s3_server
 
-if TYPE_CHECKING:  # fixtures import these: the process that hands out the tests needs none, and all wait for it
+if TYPE_CHECKING:  # fixtures import these, so that the process which distributes tests starts sooner
     from swiftbatch.worker.forward.target_model import TargetModel
     from swiftbatch.worker.model.model_files import ModelFiles
 
-# No example has a time to keep: the machine may be busy. What fixtures of a test give is the same for all its examples
+# Examples have no deadline on a busy machine, and a test's fixtures serve all its examples
 no_checks = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture)
 hypothesis.settings.register_profile("busy machine", deadline=None, max_examples=50, suppress_health_check=no_checks)
 hypothesis.settings.load_profile("busy machine")
 
 DRIVER, WORKER = "tests/scheduler/driver/", "tests/worker/"
-NUM_THREADS = 1 if name else min(2, len(os.sched_getaffinity(0)))  # more than there are cores are ten times slower
+NUM_THREADS = 1 if name else min(2, len(os.sched_getaffinity(0)))  # more threads than cores are ten times slower
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Search the modules that tests import for garbage neither while they come nor later: they stay to the end."""
+    """Collect no garbage while modules are imported or later, because modules stay to the end."""
     gc.disable()
     result = yield
     gc.freeze()
@@ -61,7 +61,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what shares a Ray, which needs one, and put files that take long first."""
+    """Mark tests that share or start Ray, and run slow files first."""
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ray)
@@ -70,7 +70,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def leave_out_all_but_a_sample(items: list[pytest.Item]) -> None:
-    """Mark cases of a test with `sample(n)` as slow, all but the first of each `n`."""
     num_seen: Counter[str] = Counter()
     for item in items:
         if (marker := item.get_closest_marker("sample")) and not item.get_closest_marker("slow"):
@@ -81,10 +80,7 @@ def leave_out_all_but_a_sample(items: list[pytest.Item]) -> None:
 
 
 def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return short files last. Those that wait, for Ray or a store, are spread among those that compute.
-
-    The driver's come third: they take longest, and the first two processes have no core but their own.
-    """
+    """Sort short files last, and the driver's third, because only the first two processes have a core of their own."""
     groups: dict[str, list[list[pytest.Item]]] = {name: [] for name in ("driver", "ray", "long", "computing", "short")}
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -98,7 +94,7 @@ def in_order(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def group_of(file: list[pytest.Item]) -> str:
-    """Name what the tests of a file spend their time with; long ones outside `worker` wait for stores."""
+    """Name what a file's tests spend their time with."""
     if file[0].nodeid.startswith(DRIVER):
         return "driver"
     if any(item.get_closest_marker("ray") for item in file):
@@ -110,7 +106,7 @@ def group_of(file: list[pytest.Item]) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give a process whole files; those of the driver are one, since they share a Ray."""
+    """Distribute whole files; the driver's count as one, because they share a Ray."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
@@ -129,7 +125,7 @@ def _fixed_threads() -> None:
 
 @pytest.fixture(autouse=True)
 def _same_numbers() -> None:
-    """Draw the same numbers in each test, whichever tests the process has run before."""
+    """Seeds all generators."""
     import torch
 
     torch.manual_seed(0)
@@ -137,7 +133,7 @@ def _same_numbers() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _costs_timed_once() -> Iterator[None]:
-    """Each forward that tells a step's costs runs once: what they are makes plans, and no token depends on a plan."""
+    """Times each forward for step costs once: no token depends on a plan."""
     from swiftbatch.worker.forward import step_costs
 
     with pytest.MonkeyPatch.context() as patch:
@@ -166,7 +162,6 @@ def target(embedded_targets: dict[str, TargetModel]) -> TargetModel:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random two-layer Llama, its parts (heads, draft model) and a tokenizer of 300 entries."""
     from tests.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("tiny-model"), 2)
@@ -174,7 +169,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def one_layer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with one layer, for Triton's interpreter, which takes its time for each. The draft model is as it is."""
+    """The same with one layer, because Triton's interpreter is slow."""
     from tests.tiny_model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("one-layer-model"), 1)
@@ -182,7 +177,7 @@ def one_layer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def books(tmp_path: Path) -> Path:
-    """A folder with a book to learn from and one to be measured on, of one sentence each."""
+    """A folder with one-sentence books to train on and to test on."""
     folder = tmp_path / "books"
     folder.mkdir()
     for name in ("train.jsonl", "test.jsonl"):
@@ -200,7 +195,6 @@ def s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3_uri(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A new folder on the server, which the environment leads to."""
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
     return s3_server.uri(f"run-{uuid4().hex}")
@@ -208,13 +202,13 @@ def s3_uri(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def s3_store(s3_uri: str) -> Store:
-    """The new folder; this store goes past the proxy."""
+    """The new folder, not through the proxy."""
     return Store(s3_uri)
 
 
 @pytest.fixture
 def s3_proxy(s3_store: Store, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """Stands before the server for every store that is opened from now on."""
+    """A proxy between the server and every store opened from now on."""
     proxy = FaultProxy(s3_server.address, seed=1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     yield proxy

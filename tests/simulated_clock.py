@@ -1,4 +1,4 @@
-"""A clock that goes on where a test says so: what is measured or waited for is the same on every machine."""
+"""A clock that only tests advance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class SimulatedClock:
-    """Seconds that pass when somebody sleeps, and when a call that was said to take some is made."""
+    """Time passes by sleeping and by timed calls."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -27,7 +27,7 @@ class SimulatedClock:
         self.now += seconds
 
     def taking(self, seconds: Callable[..., float], call: Callable[..., Result]) -> Callable[..., Result]:
-        """The call, which takes `seconds` of its arguments."""
+        """Let `call` take `seconds` of its arguments."""
 
         @functools.wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Result:
@@ -37,7 +37,6 @@ class SimulatedClock:
         return timed
 
     def rule(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have all code look at this clock, and sleep by it."""
         for name in ("perf_counter", "monotonic"):
             monkeypatch.setattr(time, name, self)
         monkeypatch.setattr(time, "sleep", self.sleep)

@@ -1,4 +1,4 @@
-"""Names: who reads or searches for one finds one thing. Read from the sources alone."""
+"""Each name means one thing; checked in the sources."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections import Counter, defaultdict
 from tests import ROOT
 from tests.test_rooms import OUTSIDE, ROOMS
 
-OF_EACH_BENCH = {"Options"}  # by which `python -m bench` finds them
-SAME_IN_EACH = {  # a paper, a benchmark or a command has one of its own, and so do its neighbours
+OF_EACH_BENCH = {"Options"}  # `python -m bench` finds them by it
+SAME_IN_EACH = {  # each paper, benchmark or command has its own
     *("ablation", "catalogue", "plot", "recipe", "tables", "training", "variants"),
     "__main__",
 }
 
 
 def classes_of(source: str) -> list[str]:
-    """The classes of a module that others may use."""
     return re.findall(r"^class ([^\W_]\w*)", source, re.MULTILINE)
 
 

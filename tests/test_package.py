@@ -1,5 +1,3 @@
-"""The package's own names: what a program may use, and what importing it costs."""
-
 from __future__ import annotations
 
 import os
@@ -24,7 +22,7 @@ def test_every_name_that_a_program_may_use_is_there() -> None:
 
 
 def test_importing_the_package_imports_none_of_its_rooms() -> None:
-    """A worker asks it where they are before any of them runs."""
+    """A worker asks it for their places before any of them runs."""
     program = "import sys, swiftbatch; print([name for name in sys.modules if name.startswith('swiftbatch.')])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
 

@@ -1,4 +1,4 @@
-"""The house: which room may import which, and no circles. Read from the sources alone."""
+"""Checks in the sources which room imports which."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests import ROOT
 
 PACKAGE = "swiftbatch"
 ROOMS = ("jobs", "metrics", "worker", "scheduler")
-OUTSIDE = "bench"  # which no install has: it may import all rooms, and no room imports it
-# The packages of `worker`, each of which knows those before it and no other.
+OUTSIDE = "bench"  # not installed; it may import all rooms, and no room imports it
+# The packages of `worker`, each of which imports only those before it.
 WORKER = {
     "worker.kernels": "arithmetic in C and in Triton, of rows and matrices alone",
     "worker.sampling": "tokens sampled from logits: sequences, trees, noise, filters, walks, in torch, C and Triton",
@@ -35,7 +35,7 @@ DRIVER = (
     *("jobs", "metrics", *WORKER),
     *("scheduler.cluster", "scheduler.display", "scheduler.process"),
 )
-MAY_IMPORT = {  # besides itself; a room's name holds for the rooms below that are not named here
+MAY_IMPORT = {  # besides itself; an entry covers the rooms below it that are not listed
     "jobs": (),
     "metrics": ("jobs",),
     **{name: ("jobs", "metrics", *list(WORKER)[:number]) for number, name in enumerate(WORKER)},
@@ -53,8 +53,8 @@ MAY_IMPORT = {  # besides itself; a room's name holds for the rooms below that a
     ),
 }
 MAY_IMPORT[OUTSIDE] = tuple(MAY_IMPORT)
-MOST_LINES = 200  # of two modules that become one
-ALONE = {  # a module that only one of these imports stays by itself
+MOST_LINES = 200  # of two modules merged
+ALONE = {  # modules with one importer that stay separate
     "scheduler.__main__": "signals are taken before the command is imported",
     "worker.model.formats.catalogue": "a format of weights has a module of its own",
 }
@@ -62,7 +62,7 @@ FOR_MYPY, AS_A_PROGRAM = "TYPE_CHECKING", "__name__ == '__main__'"
 
 
 class Imports(ast.NodeVisitor):
-    """Collects the modules that a source imports, also within functions, and those that it imports for types alone."""
+    """Collects imports inside functions too, and those for types alone."""
 
     def __init__(self, modules: set[str]) -> None:
         self._modules = modules
@@ -85,14 +85,13 @@ class Imports(ast.NodeVisitor):
             self.visit(child)
 
     def generic_visit(self, node: ast.AST) -> None:
-        """Look into statements alone, where imports are: most of a source is expressions."""
+        """Skip expressions, which are most of a source."""
         for part in ("body", "handlers", "cases", "orelse", "finalbody"):
             for child in getattr(node, part, ()):
                 self.visit(child)
 
 
 def _short(name: str) -> str:
-    """A module's name within the package."""
     return name.removeprefix(f"{PACKAGE}.")
 
 
@@ -108,9 +107,9 @@ Graph = dict[str, set[str]]
 
 @pytest.fixture(scope="module")
 def imports_of_all() -> dict[str, Imports]:
-    """Return the imports of each module of the product; rooms hold no code and are left out.
+    """The imports of each product module, without packages.
 
-    Of each only this stays: the garbage collector would look through all parsed sources again and again.
+    Parsed sources go, because the garbage collector would visit them again and again.
     """
     paths = [path.relative_to(ROOT) for room in (*ROOMS, OUTSIDE) for path in (ROOT / room).rglob("*.py")]
     sources = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): ROOT / path for path in paths}
@@ -122,12 +121,12 @@ def imports_of_all() -> dict[str, Imports]:
 
 @pytest.fixture(scope="module")
 def known(imports_of_all: dict[str, Imports]) -> Graph:
-    """The modules of the product that each of them imports, also for types alone: a reader has to know these, too."""
+    """The product modules that each module imports, also for types alone."""
     return {name: its.found | its.for_types for name, its in imports_of_all.items()}
 
 
 def room_of(module: str) -> str:
-    """The nearest room that `MAY_IMPORT` names."""
+    """Return the nearest room in `MAY_IMPORT`."""
     while module and module not in MAY_IMPORT:
         module = module.rpartition(".")[0]
     return module or pytest.fail("a module stands in no room")
@@ -156,7 +155,7 @@ def test_a_module_that_one_neighbour_alone_imports_is_too_large_to_join_it(known
 
 
 def lone(known: Graph) -> dict[str, str]:
-    """Return modules that one module of their folder imports and no other does, with that one. Programs are not."""
+    """Return modules with a single importer, in their own folder, except programs."""
     users: dict[str, list[str]] = {}
     for name, others in known.items():
         for other in others:

@@ -1,4 +1,4 @@
-"""The sample of cases that `make test` runs of a large grid, and the order in which its files come."""
+"""The cases of large grids that `make test` runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from tests.conftest import in_order, leave_out_all_but_a_sample
 
 
 class Case:
-    """A collected case of a test, with its marks."""
-
     def __init__(self, nodeid: str, *marks: pytest.MarkDecorator) -> None:
         self.nodeid, self.path = nodeid, Path(nodeid.partition("::")[0])
         self._marks = list(marks)

@@ -1,4 +1,4 @@
-"""A folder with a random Llama that is small, its parts (heads, draft model) and a tokenizer of 300 entries."""
+"""A random small Llama with heads, draft model and a tokenizer of 300 entries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftbatch.worker.training.train_target import train_tokenizer
 
 
 def write_tiny_model(folder: Path, num_layers: int) -> Path:
-    """Write a model of so many layers; the draft model is the target's first layer."""
+    """The draft model is its first layer."""
     tokenizer = train_tokenizer(["the quick brown fox jumps over the lazy dog. " * 20], 300)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -25,7 +25,7 @@ def write_tiny_model(folder: Path, num_layers: int) -> Path:
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,  # as the kernels take it
+        head_dim=64,  # as the kernels require
         max_position_embeddings=4096,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.eos_token_id,

@@ -1,4 +1,4 @@
-"""Counts of what a call does: the same on every machine, however busy it is."""
+"""Counts of a call's work, equal on every machine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 
 class Work:
-    """Python's calls and lines in this thread while they were counted."""
+    """Calls and lines of Python counted in this thread."""
 
     def __init__(self) -> None:
-        self.num_calls = 0  # of functions, also of those in C
+        self.num_calls = 0  # of functions, also in C
         self.num_lines = 0  # where lines are counted
 
 
 @contextmanager
 def counted_calls(work: Work | None = None) -> Iterator[Work]:
-    """Count calls inside the block, each turn of a generator as one."""
+    """Count each turn of a generator as a call."""
     work, before = work or Work(), sys.getprofile()
 
     def count(frame: FrameType, event: str, argument: Any) -> None:
@@ -33,7 +33,7 @@ def counted_calls(work: Work | None = None) -> Iterator[Work]:
 
 
 def num_lines(call: Callable[[], object]) -> int:
-    """Lines of Python that a call runs through, those of a loop at each of its turns."""
+    """Count the lines of Python that a call runs, repeated ones again."""
     work, before = Work(), sys.gettrace()
 
     def count(frame: FrameType, event: str, argument: Any) -> Any:

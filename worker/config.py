@@ -1,4 +1,4 @@
-"""The settings that a worker decodes by, each default once. Light: the command line shows them."""
+"""Settings and defaults of a worker, without heavy imports because the command line shows them."""
 
 from __future__ import annotations
 
@@ -27,45 +27,44 @@ CheckpointKind = Literal["tokens", "state"]
 
 @dataclass(frozen=True)
 class Computation:
-    """The settings that decide a run's bytes and its drafts: recorded in `run.json`, the same for all workers."""
+    """Settings that decide a run's bytes and drafts, recorded in `run.json` for all workers."""
 
     model: str = "embedded"
     engine: str = DEFAULT_ENGINE
-    draft_model: str | None = None  # folder with the engine's trained parts; None: the model's own
-    kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
+    draft_model: str | None = None  # a folder with the engine's trained parts; None: the model's own
+    kv_offload: str | None = None  # a folder for key-value caches; None: they are on the device
     dtype: Dtype = "bfloat16"
-    kv_dtype: KVDtype | None = None  # of keys and values; None: as `dtype`
+    kv_dtype: KVDtype | None = None  # dtype of keys and values; None: as `dtype`
     device: Device = "auto"
     attention: AttentionName = CudaKernels.attention
     linear: LinearName = CudaKernels.linear
-    num_rows: NumRows = 64  # of every forward on a GPU
+    num_rows: NumRows = 64  # a forward on a GPU has this many
     num_threads: int = 1
-    seed: int = 0  # the seed of a job that gives none follows from it
-    max_tokens: int | None = None  # of a job that gives none; None: what the model's positions leave behind its prompt
-    logprobs_mode: LogprobsMode = "raw_logprobs"  # the logits that jobs' log-probabilities are taken from
-    loop_guard: LoopAction | None = None  # for a job that says nothing of loops; None: they are not looked for
-    thinking_end: ThinkingEnd | None = None  # for a job that says nothing of it; None: a text may end within a thought
-    thinking_markers: ThinkingMarkers = None  # texts around a thought; None: the model's own, where they are known
-    clock: str | None = None  # the ISO time that chat templates hear as now; None: when the run is made
+    seed: int = 0  # seeds of jobs without one derive from it
+    max_tokens: int | None = None  # limit of jobs without their own; None: all positions after the prompt
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # jobs' log-probabilities are of these logits
+    loop_guard: LoopAction | None = None  # action for jobs without their own; None: no check
+    thinking_end: ThinkingEnd | None = None  # action for jobs without their own; None: a text may end within a thought
+    thinking_markers: ThinkingMarkers = None  # texts around a thought; None: the model's own, if known
+    clock: str | None = None  # the ISO time for chat templates; None: the creation of the run
 
     @property
     def cuda_kernels(self) -> CudaKernels:
-        """The choice on a GPU."""
         return CudaKernels(self.attention, self.linear, self.num_rows)
 
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """The settings of checkpoints; they may differ from one resume to the next."""
+    """Settings of checkpoints, which may differ between resumes."""
 
-    checkpoint: CheckpointKind = "state"  # what is written: token logs alone, or the caches as well
-    checkpoint_tokens: int = CHECKPOINT_TOKENS  # of one job, between two states
-    checkpoint_seconds: float = CHECKPOINT_SECONDS  # between two token logs
-    grace_seconds: float = GRACE_SECONDS  # to write checkpoints in, after SIGTERM
-    keep_state: bool = False  # of jobs that ended at their max_tokens, whose caches then stay
-    store_retry_seconds: float = STORE_RETRY_SECONDS  # for which a failing store is tried again
+    checkpoint: CheckpointKind = "state"  # write token logs alone, or caches as well
+    checkpoint_tokens: int = CHECKPOINT_TOKENS  # new tokens of a job between two states
+    checkpoint_seconds: float = CHECKPOINT_SECONDS  # time between two token logs
+    grace_seconds: float = GRACE_SECONDS  # time to write checkpoints after SIGTERM
+    keep_state: bool = False  # keep caches of jobs that ended at max_tokens
+    store_retry_seconds: float = STORE_RETRY_SECONDS  # a failing store is tried again for so long
 
 
 @dataclass(frozen=True)
 class EngineConfig(Computation, CheckpointSettings):
-    """The settings that a worker is started with."""
+    """Settings of a worker."""

@@ -1,4 +1,4 @@
-"""`swiftbatch bench decode`: every engine generates the same tokens in turn. `bench/` shares texts and contestants."""
+"""`swiftbatch bench decode`: every engine generates the same tokens in turn; `bench/` uses parts of it."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Verification
 
 BASELINE = "autoregressive"
-NUM_ROUNDS = 5  # the engines take turns, so that a busy moment of the machine hits them all
-NUM_WARMUP_TOKENS = 16_384  # tokens of another job, so that drafters which learn across jobs start hot
+NUM_ROUNDS = 5  # engines take turns, so that other load on the machine affects all
+NUM_WARMUP_TOKENS = 16_384  # tokens of another job, for drafters that learn across jobs
 BY_NAME: dict[str, DrafterFactory] = {name: entry.factory() for name, entry in (ENGINES | CHECKPOINT_ENGINES).items()}
-"""All engines that can be named; the last ones need a checkpoint that not all models have. `bench/` adds variants."""
+"""Engines by name, also those whose checkpoint not all models have; `bench/` adds variants."""
 PROMPT = (
     "The mill stood where the river bent, and the miller's daughter kept its accounts. Every evening she wrote down "
     "what the farmers had brought and what they had taken home, and every evening the sum came out a little short. "
@@ -55,7 +55,7 @@ Record = dict[str, Any]
 
 
 class BenchError(UserError):
-    """A benchmark that cannot be run as asked."""
+    """Benchmark that cannot run as requested."""
 
 
 class BenchEngine(Engine):
@@ -67,7 +67,7 @@ class BenchEngine(Engine):
 
 
 class BenchOptions(Frozen):
-    """A model, what it computes in and on, and the file for the figures."""
+    """Model, its computation, and the file for the figures."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -85,14 +85,14 @@ class BenchOptions(Frozen):
         return path
 
     def load(self, files: ModelFiles, slots: SlotsWanted | None = None, kv_offload: Path | None = None) -> TargetModel:
-        """Load the model; a GPU is shared out as a worker's is. Raises ModelError, KVRoomError."""
+        """Raises ModelError, KVRoomError."""
         torch.set_num_threads(self.num_threads)
         check_folder(folder := None if kv_offload is None else str(kv_offload))
         return TargetModel.load(files, self.dtype, self.device, folder, slots=slots)
 
 
 class DecodeBenchOptions(BenchOptions):
-    """The measurement asked for. `num_tokens` are generated behind each of `positions` (tokens in the cache)."""
+    """Requested measurement: `num_tokens` after each of `positions` (tokens in the cache)."""
 
     draft_model: Path | None = None
     engines: tuple[str, ...]
@@ -138,7 +138,6 @@ def machine(target: TargetModel) -> dict[str, Any]:
 
 
 def check_length(files: ModelFiles, length: int, num_tokens: int) -> None:
-    """Raises BenchError where the model has too few positions for `num_tokens` behind `length`."""
     if length + num_tokens > files.max_positions:
         raise BenchError(f"{length} + {num_tokens} tokens: {files.name} has {files.max_positions} positions only")
 
@@ -146,7 +145,7 @@ def check_length(files: ModelFiles, length: int, num_tokens: int) -> None:
 def bench_slots(
     engines: Iterable[str], longest: int, num_jobs: int = 1, files: ModelFiles | None = None
 ) -> SlotsWanted:
-    """Return room for jobs of so many positions, one more for probes, and with `files` what `auto` tries."""
+    """Return slots for jobs of `longest` positions, and one for probes."""
     entries = [ENGINES[name] for name in engines if name in ENGINES]
     budget = max((entry.partial_budget for entry in entries), default=0)
     num_best = max((entry.scanned_best for entry in entries), default=0)
@@ -156,17 +155,18 @@ def bench_slots(
 
 
 def digest(*token_ids: np.ndarray) -> str:
-    """SHA-256 over token ids as little-endian uint32, sequence behind sequence."""
+    """Return the SHA-256 of token ids as little-endian uint32."""
     return hashlib.sha256(np.concatenate(token_ids).astype("<u4").tobytes()).hexdigest()
 
 
 class Contestant:
-    """An engine with a sequence in each cache. Others use the caches meanwhile, but for those with states."""
+    """Engine with a sequence in each cache; contestants share caches, except those with states."""
 
     def __init__(self, name: str, engine: Any, sequences: list[Sequence], caches: list[FullKVCache]) -> None:
         self.name, self.engine = name, engine
         self.caches, self.firsts = caches, [cache.length for cache in caches]
-        self.rounds: list[tuple[float, int]] = []  # seconds and steps; a round that the last one had run ahead is none
+        # seconds and steps; a round already covered by the last one adds none
+        self.rounds: list[tuple[float, int]] = []
         self.start(sequences)
 
     def start(self, sequences: list[Sequence]) -> None:
@@ -175,7 +175,7 @@ class Contestant:
             self.engine.start(sequence, cache)
 
     def generate_to(self, num_tokens: int) -> None:
-        """Generate until every sequence has so many tokens, and take the time. Raises BenchError where one ends."""
+        """Generate until every sequence has `num_tokens`, and take the time. Raises BenchError if one ends."""
         for cache, first, kv in zip(self.caches, self.firsts, self._kv, strict=True):
             if cache.is_by_position:
                 cache.roll_back(first)
@@ -197,7 +197,7 @@ class TransformersEngine:
     """Greedy plain decoding of one sequence with `transformers`' DynamicCache and scaled-dot-product attention."""
 
     def __init__(self, target: TargetModel) -> None:
-        from transformers import DynamicCache  # late, as few ask for it
+        from transformers import DynamicCache  # imported here because few runs need it
 
         from swiftbatch.worker.model.causal_lm import load_causal_lm
 
@@ -222,14 +222,13 @@ class TransformersEngine:
 
 
 def _now() -> float:
-    """The time, once queued work of a GPU has ended."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return seconds_now()
 
 
 def compete(contestants: list[Contestant], num_tokens: int, num_rounds: int = NUM_ROUNDS, first: int = 0) -> None:
-    """Let all generate a part of the tokens in turn, round by round, each time in another order from `first` on."""
+    """Let all generate their tokens in turn, in rounds with rotating order."""
     for round_number in range(num_rounds):
         leader = (first + round_number) % len(contestants)
         for contestant in (*contestants[leader:], *contestants[:leader]):
@@ -237,7 +236,7 @@ def compete(contestants: list[Contestant], num_tokens: int, num_rounds: int = NU
 
 
 def run_decode_bench(options: DecodeBenchOptions, report: Callable[[str], None] = lambda line: None) -> list[Record]:
-    """Measure all engines at all positions; `report` gets a line about each stage. Raises BenchError, ModelError."""
+    """Measure all engines at all positions; `report` gets a line per stage. Raises BenchError, ModelError."""
     files, highest = locate_model(options.model), options.positions[-1]
     check_length(files, highest, options.num_tokens)
     longest = max(highest + options.num_tokens, min(NUM_WARMUP_TOKENS, files.max_positions // 2))
@@ -251,7 +250,7 @@ def run_decode_bench(options: DecodeBenchOptions, report: Callable[[str], None] 
 
 
 def decode_records(target: TargetModel, options: DecodeBenchOptions, report: Callable[[str], None]) -> Iterator[Record]:
-    """Yield the records of a position once all engines of a loaded model were there. Raises BenchError, ModelError."""
+    """Yield a position's records once all engines have run. Raises BenchError, ModelError."""
     highest, costs = options.positions[-1], step_costs_of(target)
     report(f"text of {highest} tokens: {options.text or 'the model goes on from a built-in prompt'}")
     text = text_tokens(options.text, target.files, highest) if options.text else own_tokens(target, highest)
@@ -263,11 +262,11 @@ def decode_records(target: TargetModel, options: DecodeBenchOptions, report: Cal
         contestants = list(_contestants(options, target, costs, cache, text[:position], drafters))
         compete(contestants, options.num_tokens)
         yield from _records(contestants, position, options.temperature)
-        cache.roll_back(position - 1)  # which changes nothing where contestants have caches of their own
+        cache.roll_back(position - 1)  # no effect if contestants have their own caches
 
 
 def read_tokens(target: TargetModel, cache: FullKVCache, token_ids: list[int], drafters: list[Drafter]) -> None:
-    """Read all but the last token, which the first step's root row adds; drafters learn as from any prompt."""
+    """Read all but the last token, the first step's root."""
     known, sampler = np.array(token_ids[:-1]), target.forwards.new_batch_sampler()
     while cache.length < len(known):
         prefill_tile(target, cache, known, drafters, sampler)
@@ -288,7 +287,7 @@ def _contestants(
                 own.copy_from(cache, end)
             read_tokens(target, own, text, [])
         contestant = Contestant(name, BenchEngine(target, drafter), [sequence], [own])
-        if state := drafters[name].state(sequence):  # what it has learned of other jobs
+        if state := drafters[name].state(sequence):  # learned from other jobs
             drafter.restore(sequence, state)
         yield contestant
     if options.against == "transformers":
@@ -297,9 +296,9 @@ def _contestants(
 
 
 def warm_drafters(target: TargetModel, costs: Costs, engines: Iterable[str], parts: Path | None) -> dict[str, Drafter]:
-    """Drafters as a worker has them after another job: the model's own text, which holds nothing of the bench's."""
+    """Return drafters that have seen another job: the model's own text."""
     drafters = {name: BY_NAME[name](target, costs, parts) for name in engines}
-    if any(drafter.needs_top_k for drafter in drafters.values()):  # other drafters know only what is in the text
+    if any(drafter.needs_top_k for drafter in drafters.values()):  # other drafters learn only from the text
         num_tokens = min(NUM_WARMUP_TOKENS, target.files.max_positions // 2)
         read_tokens(target, target.new_cache(num_tokens), own_tokens(target, num_tokens), list(drafters.values()))
     return drafters
@@ -323,14 +322,14 @@ def _records(contestants: list[Contestant], position: int, temperature: float) -
 
 
 def ms_per_token(contestant: Contestant) -> float:
-    """The median over the rounds of the time per step, times steps per token."""
+    """Return the median time per step over the rounds, times steps per token."""
     num_steps, num_tokens = contestant.engine.counters.num_steps, len(contestant.token_ids())
     seconds = statistics.median(seconds / steps for seconds, steps in contestant.rounds)
     return float(1000 * seconds * num_steps / num_tokens)
 
 
 def render(records: list[Record]) -> Table:
-    """A table for people; tokens that differ from the baseline's are marked."""
+    """Return a table that marks tokens that differ from the baseline's."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header in ("position", "T", "engine", "ms per\ntoken", "speed-up", "acceptance\nlength", "same\ntokens"):
         is_text = header in ("engine", "same\ntokens")
@@ -345,14 +344,14 @@ def render(records: list[Record]) -> Table:
 
 
 def encode(files: ModelFiles, text: str) -> list[int]:
-    from transformers import AutoTokenizer  # half a second, of which a benchmark that is refused has no use
+    from transformers import AutoTokenizer  # imported here because it takes half a second
 
     tokenizer = AutoTokenizer.from_pretrained(files.path, local_files_only=True, trust_remote_code=False)
     return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
 def read_text(path: Path) -> str:
-    """A plain UTF-8 file, or the `text` fields of a `.jsonl` file one after the other. Raises BenchError."""
+    """Return a UTF-8 file, or the joined `text` fields of a `.jsonl` file. Raises BenchError."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -372,7 +371,6 @@ def read_text(path: Path) -> str:
 
 
 def text_tokens(path: Path, files: ModelFiles, num_tokens: int) -> list[int]:
-    """The first `num_tokens` tokens of a text file. Raises BenchError where it has fewer."""
     ids = encode(files, read_text(path))
     if len(ids) < num_tokens:
         raise BenchError(f"text {path}: it has {len(ids)} tokens, the highest position needs {num_tokens}")
@@ -380,7 +378,7 @@ def text_tokens(path: Path, files: ModelFiles, num_tokens: int) -> list[int]:
 
 
 def own_tokens(target: TargetModel, num_tokens: int) -> list[int]:
-    """The first `num_tokens` tokens of a built-in prompt and what the model goes on to say; made once, kept on disk."""
+    """Return the first `num_tokens` tokens of a built-in prompt and the model's continuation, cached on disk."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftbatch" / "bench"
     path = folder / f"{target.files.fingerprint[:16]}-{str(target.dtype).removeprefix('torch.')}.npy"
     known = np.load(path, allow_pickle=False).tolist() if path.is_file() else encode(target.files, PROMPT)

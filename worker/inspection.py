@@ -1,4 +1,4 @@
-"""Tells what a model is and how it would run, from its config and the heads of its weights alone. Without torch."""
+"""Inspection of a model by its config and weight headers, without torch."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ SMALL_FILES = ("*config.json", "*.index.json", "*.jinja", "chat_template*.json")
 
 @dataclass(frozen=True)
 class Source:
-    """A model before its weights are read. `tensors` is None where no weights are known."""
+    """Model before its weights are read; `tensors` is None if unknown."""
 
     name: str
     path: Path
-    tensors: tuple[tuple[str, StoredTensor], ...] | None  # by their stored names
-    has_files: bool  # of its weights: on the hub it has the heads of tensors alone
+    tensors: tuple[tuple[str, StoredTensor], ...] | None  # has stored names
+    has_files: bool  # False on the hub, where only tensor headers are read
 
 
 def source_of(model: str) -> Source:
-    """Find `embedded`, a folder or a hub id. Raises ModelError for one that is neither."""
+    """Find `embedded`, a folder or a hub id. Raises ModelError for anything else."""
     path = EMBEDDED if model == "embedded" else Path(model)
     if path.suffix == SUFFIX and path.is_file():
         path = model_folder(model, CONFIG_FILES)
@@ -69,7 +69,7 @@ def source_of(model: str) -> Source:
         return Source(model, path, stored, has_files=stored is not None or _has_others(path))
     path = hub_snapshot(model, SMALL_FILES)
     stored = _stored_on_hub(model)
-    files = weight_files(path)  # which the hub's cache may have
+    files = weight_files(path)  # the hub's cache may have them
     return Source(model, path, stored, has_files=bool(files) and all(file.is_file() for file in files))
 
 
@@ -82,14 +82,14 @@ def _stored_in(path: Path) -> tuple[tuple[str, StoredTensor], ...] | None:
 
 
 def _has_others(path: Path) -> bool:
-    """Tell whether weights of other programs lie in a folder. One with a config alone is looked at as it is."""
+    """Return whether a folder has only weights of other programs; one without weights is accepted."""
     return any(file.suffix in OTHER_WEIGHTS for file in path.iterdir())
 
 
 def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
-    """The heads of the files on the hub, by requests of their first bytes; None where it can't be asked.
+    """Return tensor headers from the hub; None if it is unreachable.
 
-    Raises ModelError for a model that has other weights alone.
+    Raises ModelError for a model without safetensors.
     """
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError
@@ -101,7 +101,7 @@ def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
         raise ModelError(
             f"model {model}: no model.safetensors on the hub, nor an index; other weights are not loaded"
         ) from None
-    except Exception:  # the hub's client raises many kinds; each means: not to be had
+    except Exception:  # the hub's client raises many kinds
         return None
     return tuple(
         (name, StoredTensor(str(each.dtype), tuple(each.shape)))
@@ -110,48 +110,48 @@ def _stored_on_hub(model: str) -> tuple[tuple[str, StoredTensor], ...] | None:
     )
 
 
-DTYPE = "bfloat16"  # that bytes and slots are told for
-GPU_BYTES = 84_000_000_000  # what programs see of 80 GiB, on the safe side
-CONTEXT_BYTES = 600_000_000  # CUDA's own, before anything is allocated: not measured yet
-GPUS = {"A100 80 GB": 108, "H100 80 GB": 132}  # multiprocessors
-SLOT_LENGTHS = (8_192, 32_768, 100_000)  # positions of a job
+DTYPE = "bfloat16"  # bytes and slots are reported for it
+GPU_BYTES = 84_000_000_000  # 80 GiB less what programs cannot use
+CONTEXT_BYTES = 600_000_000  # an estimate of CUDA's own memory
+GPUS = {"A100 80 GB": 108, "H100 80 GB": 132}
+SLOT_LENGTHS = (8_192, 32_768, 100_000)
 
 
 class DevicePath(Frozen):
-    """The code that runs a forward on a device, and the reason why it is not faster there."""
+    """Code that runs forwards on a device, and why it is not faster."""
 
     name: str
     reason: str | None
 
 
 class Inspection(Frozen):
-    """A model as `swiftbatch inspect` shows it. What the files do not say is None."""
+    """Model as `swiftbatch inspect` shows it; None means unknown."""
 
     model: str
     kind: str
     text_kind: str
-    refusal: str | None  # why it does not run here
-    num_parameters: int | None  # of the text model
-    formats: dict[str, int]  # numbers stored in each dtype, in safetensors' words; packed ones in those of their format
-    quantization: str | None  # the format of weights that are not plain
-    num_bytes: int | None  # of all stored tensors
+    refusal: str | None  # says why it does not run here
+    num_parameters: int | None
+    formats: dict[str, int]  # counts numbers by safetensors' dtype or packed format
+    quantization: str | None  # names the format of quantized weights
+    num_bytes: int | None
     max_positions: int | None
-    bytes_per_position: int | None  # in caches
-    num_whole_positions: int | None  # newest ones that take all of these bytes on a CPU; None where all do
-    bytes_per_old_position: int | None  # of those further back
-    state_bytes: int  # of a job, whatever its length: of layers that have a state
-    checkpointed_state_bytes: int  # of these, what a checkpoint holds
+    bytes_per_position: int | None
+    num_whole_positions: int | None  # newest positions that take all these bytes on a CPU; None: all do
+    bytes_per_old_position: int | None  # bytes of older positions
+    state_bytes: int
+    checkpointed_state_bytes: int  # a checkpoint has this part of them
     cpu: DevicePath | None
     cuda: DevicePath | None
-    slots: dict[str, dict[int, int]]  # that fit with plain decoding, by GPU and positions of a job
+    slots: dict[str, dict[int, int]]  # counts jobs that fit with plain decoding, by GPU and positions
     has_chat_template: bool
     thinking_markers: tuple[str, str] | None
-    predictor: str | None  # what is done with its layers that predict further tokens (MTP); None where it has none
-    engines: tuple[str, ...]  # whose parts are there, or that need none
+    predictor: str | None  # says how multi-token prediction layers (MTP) are used; None without any
+    engines: tuple[str, ...]  # lists engines with all their parts
 
 
 def inspect_model(model: str) -> Inspection:
-    """Look at `embedded`, a folder or a hub id. Raises ModelError where there is no config to look at."""
+    """Inspect `embedded`, a folder or a hub id. Raises ModelError if there is no config."""
     source = source_of(model)
     if fault := adapter_fault(source.path):
         raise ModelError(f"model {model}: {fault}")
@@ -199,7 +199,6 @@ def inspect_model(model: str) -> Inspection:
 
 
 def _layout(source: Source, whole: dict[str, Any]) -> tuple[Layout | None, str | None]:
-    """Return the layout of the weights, as far as they are known, or the reason why they do not load here."""
     try:
         return layout_of(source.tensors or (), whole, format_of(text_view(whole), source.path)), None
     except FormatError as error:
@@ -207,14 +206,13 @@ def _layout(source: Source, whole: dict[str, Any]) -> tuple[Layout | None, str |
 
 
 def _refusal(source: Source, whole: dict[str, Any]) -> str | None:
-    """Say why a model does not run here, without the list of those that do."""
+    """Return why a model does not run here, without the supported kinds."""
     if said := what_refuses(whole, source.path):
         return said.split("; kinds that run here")[0]
     return (folder_fault if source.has_files else small_files_fault)(source.path)
 
 
 def _formats(source: Source, layout: Layout | None) -> dict[str, int]:
-    """Numbers by what they are stored as, in all towers."""
     if source.tensors is None:
         return {}
     packed = {stored for each in (layout.packed if layout else ()) for stored in each.parts.values()}
@@ -231,7 +229,6 @@ def _num_bytes(source: Source) -> int | None:
 
 
 def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
-    """Jobs of each length that fit each GPU; layers with a window forget there, behind what checkpoints lag by."""
     sizes = replace(sizes, held=held_in_windows(sizes.windows, NUM_UNWRITTEN))
     found: dict[str, dict[int, int]] = {}
     for name, num_multiprocessors in GPUS.items():
@@ -242,7 +239,6 @@ def _slots(sizes: ModelSizes, most_positions: int) -> dict[str, dict[int, int]]:
 
 
 def _chat_template(path: Path) -> str | None:
-    """The text of a model's chat template, where its small files have one."""
     for file in sorted(path.glob("*.jinja")):
         return file.read_text(encoding="utf-8", errors="replace")
     for file in (*sorted(path.glob("chat_template*.json")), path / "tokenizer_config.json"):
@@ -258,7 +254,7 @@ def _chat_template(path: Path) -> str | None:
 
 
 def _predictor(source: Source, config: dict[str, Any], on_a_cpu: DevicePath | None) -> str | None:
-    """Say what is done with a checkpoint's layers that predict further tokens; None where it has none."""
+    """Return the use of a checkpoint's multi-token prediction layers; None without any."""
     try:
         predictor_of(source.tensors or (), config, source.path)
     except NoPredictorError as error:
@@ -269,7 +265,6 @@ def _predictor(source: Source, config: dict[str, Any], on_a_cpu: DevicePath | No
 
 
 def _engines(path: Path) -> tuple[str, ...]:
-    """The engines that could draft for this model: those without parts, and those whose parts lie in its folder."""
     return tuple(
         name
         for name, entry in ENGINES.items()

@@ -1,7 +1,6 @@
-"""`python -m bench gpu --everything`: all that a machine with a GPU has to show, stage by stage, within some minutes.
+"""`python -m bench gpu --everything`: all GPU checks in stages.
 
-Each stage has a process of its own, which is killed when its time is over: a hang, or an access to memory that is not
-there, costs that stage alone. The next process imports while one runs. As a module this is such a process.
+Each stage is a process with a time limit, so that a hang costs only that stage. As a module this is such a process.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from swiftbatch.worker.training.training_lock import held
 if TYPE_CHECKING:
     from bench.gpu.trial import Trial, Try
 
-PAGE, SCRATCH = "summary.md", "scratch"  # in the folder: weights and runs, which go when all stages are over
-FEWEST_SECONDS = 15  # that are worth the start of a stage
-INTERPRETED = 20  # times as long as a GPU may take
-SETTLE_SECONDS = 5  # behind a process that did not end by itself, whose memory a GPU gives back late
-LOG_LINES = 3  # of what a process said last that stand in its record
-MOST_WORDS = 300  # characters of an error that stand in a record; the log has all
+PAGE, SCRATCH = "summary.md", "scratch"  # weights and runs, deleted after all stages
+FEWEST_SECONDS = 15  # least time to start a stage
+INTERPRETED = 20  # times as slow as a GPU
+SETTLE_SECONDS = 5  # after a killed process, whose GPU memory is freed late
+LOG_LINES = 3  # last lines of output in a record
+MOST_WORDS = 300  # characters of an error in a record; the log has all
 REHEARSAL = "**This ran in Triton's interpreter: it shows that all stages run, and proves nothing about a GPU.**"
 
 
 @dataclass(frozen=True)
 class GPUStage:
-    """One stage; `proves` are items that docs/gpu_lab_book.md lists beside it."""
+    """One stage; `proves` are items of docs/gpu_lab_book.md."""
 
     name: str
-    place: str  # module:function of tries
-    seconds: int  # after which its process is killed
+    place: str  # module:function that yields the attempts
+    seconds: int  # its process is killed after them
     proves: tuple[str, ...] = ()
 
     def tries(self, trial: Trial) -> Iterable[Try]:
@@ -58,12 +57,11 @@ class GPUStage:
         return found(trial)
 
     def path(self, folder: Path) -> Path:
-        """The file of its records."""
         return folder / f"{re.sub(r'[^a-z0-9]+', '-', self.name.lower())}.jsonl"
 
 
 _JOBS, _STAGES = "bench.gpu.jobs:", "bench.gpu.stages:"
-STAGES = (  # the most valuable first
+STAGES = (  # most valuable first
     GPUStage("products", f"{_STAGES}products", 90, ("Another GPU",)),
     GPUStage("rows", f"{_STAGES}rows", 120, ("Another GPU",)),
     GPUStage("attention", f"{_STAGES}attention", 90, ("Another GPU",)),
@@ -98,9 +96,9 @@ STAGES = (  # the most valuable first
 
 
 def run_everything(output: Path, minutes: float, stages: Sequence[GPUStage] = STAGES) -> Iterator[Record]:
-    """Run what the folder lacks. Exits with 1 where not all has passed. Raises BenchError without a GPU.
+    """Run the missing stages.
 
-    Raises ModelError where another process measures into the same folder.
+    Exits with 1 if any failed. Raises BenchError without a GPU, ModelError if the folder is in use.
     """
     is_gpu, deadline = torch.cuda.is_available(), time.monotonic() + 60 * minutes
     if not is_gpu and os.environ.get("TRITON_INTERPRET") != "1":
@@ -137,12 +135,11 @@ def records_of(stage: GPUStage, folder: Path) -> list[Record]:
 
 
 def last_of(stage: GPUStage, folder: Path) -> Record:
-    """The last record of a stage, which has its state unless it was interrupted."""
     return (records_of(stage, folder) or [{}])[-1]
 
 
 def page_of(stages: Sequence[GPUStage], folder: Path) -> str:
-    """All tables: what is proved, the stages, then the figures."""
+    """Return the page: proved items, stages, figures."""
     found = {stage.name: records_of(stage, folder) for stage in stages}
     items = dict.fromkeys(item for stage in stages for item in stage.proves)
     proved = [
@@ -172,7 +169,7 @@ def page_of(stages: Sequence[GPUStage], folder: Path) -> str:
 
 
 def _verdict(stages: list[list[Record]]) -> str:
-    """An item is proved where all its stages have passed and nothing in them was left untried."""
+    """Return "yes" if all stages of an item passed and tried everything."""
     states = [(records or [{}])[-1].get("state") for records in stages]
     if any(state not in (None, "passed") for state in states):
         return "**no**"
@@ -181,7 +178,7 @@ def _verdict(stages: list[list[Record]]) -> str:
 
 
 class StageProcess:
-    """A process that has imported what a stage needs, or is about to, and waits for its turn."""
+    """A process that imports a stage's modules and waits for its turn."""
 
     def __init__(self, stage: GPUStage, folder: Path) -> None:
         self._stage, self._folder = stage, folder
@@ -193,15 +190,14 @@ class StageProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment_of_code(),
-                start_new_session=True,  # so that all that it starts is killed with it
+                start_new_session=True,  # so that its children are killed with it
             )
 
     def run(self, seconds: float) -> Record:
-        """Let it have its turn, and return the stage's last record."""
         started, path = time.monotonic(), self._stage.path(self._folder)
         path.write_text("")
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it stays open: the process ends with this one
+        with contextlib.suppress(BrokenPipeError):  # stays open: the process ends with this one
             self._process.stdin.write(b"\n")
             self._process.stdin.flush()
         state, words = "ended", ""
@@ -221,7 +217,7 @@ class StageProcess:
         )
 
     def kill(self) -> None:
-        """End it and all that it started."""
+        """Kill the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -237,7 +233,7 @@ def _add(path: Path, record: Record) -> Record:
 
 
 def tried(stage: GPUStage, trial: Trial, folder: Path) -> Record:
-    """Try all of a stage, and keep the records as findings come. Whatever a try raises is its finding."""
+    """Save records; an exception becomes a finding."""
     started, all_passed = time.perf_counter(), True
     for name, attempt in stage.tries(trial):
         before = time.perf_counter()
@@ -257,22 +253,22 @@ def tried(stage: GPUStage, trial: Trial, folder: Path) -> Record:
 
 
 def main(name: str, place: str, folder: Path) -> None:
-    """Import, wait for the turn, and try the stage."""
+    """Import, wait for the turn, and run the stage."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     importlib.import_module(place.partition(":")[0])
     from bench.gpu import trial
 
     if not sys.stdin.readline():
-        return  # the command ended
+        return  # the parent ended
     threading.Thread(target=_end_with_the_command, daemon=True).start()
     tried(GPUStage(name, place, 0), trial.here(folder / SCRATCH), folder)
     sys.stdout.flush()
-    os._exit(0)  # what a GPU's library does at the end of a process has no say in what was found
+    os._exit(0)  # a GPU library's failure at exit must not change the result
 
 
 def _end_with_the_command() -> None:
-    """Wait until nobody is at the other end of the pipe, then end, with all processes that this one has started."""
-    while os.read(0, 1):  # not by the stream, whose lock an end of this process would wait for
+    """Kill this process group when the parent closes the pipe."""
+    while os.read(0, 1):  # not by the stream, whose lock would block the exit
         pass
     os.killpg(os.getpgid(0), signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""The command `python -m bench gpu`, which needs neither a GPU nor Triton to say that there is none."""
+"""The command `python -m bench gpu`, importable without Triton."""
 
 from __future__ import annotations
 

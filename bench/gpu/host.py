@@ -1,7 +1,6 @@
-"""The stage of the host: what it adds to steps of few and of many jobs, beside a device that takes no time.
+"""The host stage: the host's share of steps, beside a device that takes no time.
 
-The double of a graph launches nothing, and tokens come from a list. So the stage says the same with a GPU and without:
-for how long a device waits between the tokens of a step and the next forward, and the host's work beside that.
+Graphs launch nothing and tokens come from a list, so it needs no GPU.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from swiftbatch.worker.sampling.verification import TOP_K
 
 CPU = torch.device("cpu")
 ENGINES = ("autoregressive", "token-recycling", "auto")
-LENGTH = 1000  # of all texts
+LENGTH = 1000  # positions of all texts
 NUM_WARM_STEPS, TOKENS_A_STEP = 12, 9
-FIRST_TOKEN = 16  # of those that are drawn
+FIRST_TOKEN = 16  # lowest token drawn
 SURE = 0.6  # share of rows that draw their best candidate
-ONE_STEP, ONE_JOB = 0.3, 0.01  # ms that a step may have a device wait, and each of its jobs
-LENGTHS, FORWARD_SECONDS, POSITION_SECONDS = (64, 8192, 49_152), 7e-3, 4e-8  # of 8B on an H100
+ONE_STEP, ONE_JOB = 0.3, 0.01  # allowed wait of the device in ms: per step, and per job
+LENGTHS, FORWARD_SECONDS, POSITION_SECONDS = (64, 8192, 49_152), 7e-3, 4e-8  # Llama 8B on an H100
 FORWARD, DRAW = CudaDecoder.forward.__name__, "draw"
 
 
 @dataclass
 class IdleDevice:
-    """A `Capture` whose graphs do nothing. It notes when those of forwards and of draws are replayed."""
+    """A `Capture` with empty graphs that records launches."""
 
     launched: dict[str, list[float]] = field(default_factory=lambda: {FORWARD: [], DRAW: []})
 
@@ -52,7 +51,7 @@ class IdleDevice:
         return Repeated(lambda: times.append(time.thread_time()))
 
     def take(self) -> tuple[float, float]:
-        """The moments at which the first forward and the last draw since the last call were launched."""
+        """Return the times of the first forward and the last draw."""
         found = self.launched[FORWARD][0], self.launched[DRAW][-1]
         for times in self.launched.values():
             times.clear()
@@ -60,7 +59,6 @@ class IdleDevice:
 
 
 def host(trial: Trial) -> Iterator[Try]:
-    """All numbers of jobs, each with all engines."""
     parts = Parts.of(written(LLAMA_8B.cut(), trial.scratch / "host-model", CPU), "float32", CPU)
     for num_jobs in trial.sizes.host_counts:
         wide = parts.with_rows(next(rows for rows in ROW_CHOICES if rows >= num_jobs))
@@ -68,7 +66,6 @@ def host(trial: Trial) -> Iterator[Try]:
 
 
 def _steps(parts: Parts, num_jobs: int, num_steps: int) -> Finding:
-    """The same jobs with every engine."""
     rows, most = list[Row](), ONE_STEP + ONE_JOB * num_jobs
     for name in ENGINES:
         rows.append(_times(parts, name, num_jobs, num_steps))
@@ -78,7 +75,7 @@ def _steps(parts: Parts, num_jobs: int, num_steps: int) -> Finding:
 
 
 def _times(parts: Parts, engine: str, num_jobs: int, num_steps: int) -> Row:
-    """Medians over steps: for how long the device waits for its next forward, and the host's work beside one."""
+    """Return the device's wait for its next forward, and other host work."""
     device, num_all = IdleDevice(), num_steps + NUM_WARM_STEPS
     running, drawn = _begun(parts.target(num_jobs, LENGTH + TOKENS_A_STEP * num_all, device), engine, num_jobs, num_all)
     waits, besides, before = list[float](), list[float](), 0.0
@@ -99,7 +96,7 @@ def _times(parts: Parts, engine: str, num_jobs: int, num_steps: int) -> Row:
 
 
 def _begun(target: ArenaTarget, engine: str, num_jobs: int, num_steps: int) -> tuple[BenchEngine, DrawnTokens]:
-    """An engine with jobs behind caches that count as read."""
+    """Make an engine whose jobs' caches count as filled."""
     running = BenchEngine(target, create_bench_drafter(engine, target, lambda: _costs(target)))
     prompts = [random_ids(target.vocab_size, LENGTH, number) for number in range(num_jobs)]
     for sequence in sequences_of(target, prompts, TOKENS_A_STEP * num_steps):
@@ -113,14 +110,13 @@ def _begun(target: ArenaTarget, engine: str, num_jobs: int, num_steps: int) -> t
 
 
 class DrawnTokens:
-    """Tokens in place of those that a device would draw: few, so that drafts are accepted now and then."""
+    """Few tokens, so that some drafts are accepted."""
 
     def __init__(self, out: torch.Tensor) -> None:
-        """`out`: the results of a draw, as `SamplingGraphs` has them."""
+        """`out` holds the results of a draw."""
         self._rng, self._out = np.random.default_rng(0), out.numpy()
 
     def renew(self) -> None:
-        """Draw others, with candidates of which they are some."""
         num_rows = len(self._out) // WORDS_OUT
         tokens, _, ids, logprobs = np.split(self._out, np.cumsum([1, 1, TOP_K]) * num_rows)
         rows = np.argsort(self._rng.random((num_rows, TOP_K)), axis=1) + FIRST_TOKEN
@@ -130,6 +126,5 @@ class DrawnTokens:
 
 
 def _costs(target: ArenaTarget) -> StepCosts:
-    """The seconds that steps would take on the GPU that is stood for."""
     seconds = [[FORWARD_SECONDS + POSITION_SECONDS * length] * len(ROW_COUNTS) for length in LENGTHS]
     return StepCosts(LENGTHS, np.array(seconds), target.forwards.rows_per_forward)

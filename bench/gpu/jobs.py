@@ -1,7 +1,4 @@
-"""Stages of jobs: steps of few and of many at a time, of models in published shapes, plain and with every way to draft.
-
-Texts say nothing, and lie behind keys and values of noise; all engines have to give the same tokens.
-"""
+"""Job stages: steps of few and many jobs with all ways to draft, on random texts and caches."""
 
 from __future__ import annotations
 
@@ -36,14 +33,14 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 
 ENGINES = ("autoregressive", "token-recycling", "auto")
-TOKENS_A_STEP = 16  # that there is room for
+TOKENS_A_STEP = 16  # room per step
 SHARE = 0.6  # of the free memory, for caches
 NUM_WARM_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """The tokens of some sequences, and the time and number of the steps behind the first ones."""
+    """The tokens of sequences, and the steps after the warm-up."""
 
     token_ids: list[list[int]]
     seconds: float
@@ -52,18 +49,16 @@ class Decoded:
 
     @property
     def sha256(self) -> str:
-        """The beginning of a digest of all tokens."""
         return digest(*(np.array(each) for each in self.token_ids))[:16]
 
 
 def random_ids(vocab_size: int, length: int, seed: int) -> list[int]:
-    """A text that says nothing."""
     rng = random.Random(seed)
     return [rng.randrange(vocab_size) for _ in range(length)]
 
 
 def sequences_of(target: TargetModel, prompts: Many[list[int]], num_tokens: int) -> list[Sequence]:
-    """A sequence for each prompt, all with seeds of their own; the first is drawn greedily."""
+    """Make one sequence per prompt; the first is greedy."""
     made = []
     for number, prompt in enumerate(prompts):
         params = SamplingParams(
@@ -80,7 +75,7 @@ def decoded(
     caches: Many[FullKVCache | None],
     num_steps: int | None = None,
 ) -> Decoded:
-    """Generate to the end of all sequences, or so many steps behind the first ones, which warm up."""
+    """Generate to the end, or `num_steps` steps after the warm-up."""
     engine = BenchEngine(target, drafter)
     for sequence, cache in zip(sequences, caches, strict=True):
         engine.start(sequence, cache)
@@ -101,7 +96,7 @@ def decoded(
 
 
 def jobs(trial: Trial) -> Iterator[Try]:
-    """All numbers of jobs, over one copy of the weights; the most of them in wider forwards, too."""
+    """Yield all numbers of jobs."""
     parts = trial.deep_parts()
     for num_jobs in trial.sizes.job_counts:
         yield f"{num_jobs} at a time", functools.partial(_steps, trial, parts, num_jobs, ENGINES)
@@ -111,7 +106,6 @@ def jobs(trial: Trial) -> Iterator[Try]:
 
 
 def families(trial: Trial) -> Iterator[Try]:
-    """Each family with all numbers of jobs, over one copy of its weights."""
     for family in trial.sizes.families:
         parts = trial.family_parts(family)
         for num_jobs in trial.sizes.family_counts:
@@ -120,7 +114,6 @@ def families(trial: Trial) -> Iterator[Try]:
 
 
 def _steps(trial: Trial, parts: Parts, num_jobs: int, engines: tuple[str, ...]) -> Finding:
-    """The same jobs with every engine."""
     num_tokens = TOKENS_A_STEP * (trial.sizes.num_steps + NUM_WARM_STEPS)
     length = _length(trial, parts, num_jobs, num_tokens)
     target = target_of(parts, num_jobs + 1, length + num_tokens)
@@ -156,20 +149,18 @@ def _steps(trial: Trial, parts: Parts, num_jobs: int, engines: tuple[str, ...]) 
 
 
 def _length(trial: Trial, parts: Parts, num_jobs: int, num_tokens: int) -> int:
-    """The positions of each job, as many as fit, in whole blocks."""
     assert parts.loaded is not None
     room = SHARE * free_bytes(trial.device) / parts.cache_shape().bytes_per_position() / (num_jobs + 1) - num_tokens
     return max(BLOCK, min(trial.sizes.job_length, int(room) // BLOCK * BLOCK))
 
 
 def _agree(some: list[int], others: list[int]) -> bool:
-    """Tell whether one of two texts is the beginning of the other."""
     common = min(len(some), len(others))
     return some[:common] == others[:common]
 
 
 def target_of(parts: Parts, num_slots: int, longest: int) -> ArenaTarget:
-    """The model over an arena of its own, with two pools of pages where some layers have a window."""
+    """Make the model over its own arena."""
     arena = _arena(parts, num_slots, longest)
     fill(arena)
     forwards = CudaForwards(parts.weights, arena, frozenset(), parts.num_splits, parts.kernels, parts.capture)
@@ -187,7 +178,7 @@ def _arena(parts: Parts, num_slots: int, longest: int) -> KVArena:
 
 
 def fill(arena: KVArena) -> None:
-    """Let all pages have the same noise, and all states be zeros: so texts are behind the same, wherever they lie."""
+    """Fill all pages with the same noise and zero all states."""
     for pool in (arena, arena.windowed):
         if pool is None:
             continue
@@ -201,7 +192,6 @@ def fill(arena: KVArena) -> None:
 
 
 def behind(target: ArenaTarget, length: int, num_more: int) -> FullKVCache:
-    """A cache with so many positions, of what lies in the arena, and room for more."""
     cache = target.new_cache(length + num_more)
     cache.advance(length)
     return cache

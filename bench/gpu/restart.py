@@ -1,7 +1,6 @@
-"""The stage of restarts: a worker is killed under load, its memory comes back, and another goes on with its job.
+"""The restart stage: a worker is killed, and another continues its job.
 
-Without Ray: each worker is a process with a session, as a node runs it. As a module this is such a process; it says how
-many tokens it has, and at the end a digest of them.
+As a module this is a worker, without Ray.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ from swiftbatch.worker.decode_bench import PROMPT, BenchError, digest
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row
 from swiftbatch.worker.kv.free_memory import settled_free_bytes
 
-PARTS = 6  # of the text, after each of which a worker says how far it is
-KILLED_AFTER = 3  # of them
+PARTS = 6  # a worker prints after each of them
+KILLED_AFTER = 3  # parts
 
 
 def restart(trial: Trial) -> Iterator[Try]:
-    """A worker that is killed, one that goes on, and one that nobody disturbs."""
     yield "killed and resumed", functools.partial(_killed_and_resumed, trial)
 
 
@@ -81,7 +79,6 @@ class _Worker:
         )
 
     def number_of_tokens(self) -> int:
-        """Wait until it says how many tokens it has."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -89,21 +86,19 @@ class _Worker:
         return int(line)
 
     def last_word(self) -> str:
-        """Wait for its end, before which it says a digest."""
         said, _ = self._process.communicate()
         if self._process.returncode != 0:
             raise BenchError(f"a worker ended with exit code {self._process.returncode}; the log says why")
         return said.split()[-1]
 
     def kill(self) -> None:
-        """Kill it as the kernel does when memory runs out."""
         self._process.kill()
         self._process.wait()
 
 
 def _new_run(trial: Trial, name: str) -> Path:
     folder = trial.scratch / f"restart-{name}"
-    shutil.rmtree(folder, ignore_errors=True)  # of a stage that was interrupted
+    shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted stage
     make_run(folder, str(trial.decoded_files.path), PROMPT, 2 * trial.sizes.restart_tokens + PARTS)
     return folder
 
@@ -113,7 +108,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def main(order: dict[str, Any]) -> None:
-    """Work on the run's job, from wherever it is, and say how far it is."""
+    """Work on the run's job and print the progress."""
     num_tokens = int(order["num_tokens"])
     worker = BenchWorker(Path(order["folder"]), EngineConfig(**order["config"]))
     for number in range(1, PARTS + 1):

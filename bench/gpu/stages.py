@@ -1,4 +1,4 @@
-"""The stages of `bench gpu --everything` but those of jobs: checks of `doctor`, tests, draws, copies, speed, memory."""
+"""The stages of `bench gpu --everything` except jobs."""
 
 from __future__ import annotations
 
@@ -53,32 +53,28 @@ NUM_ATTENDED = 8  # rows of two slots
 
 
 def products(trial: Trial) -> Iterator[Try]:
-    """Versions, the memory's speed, products in all places."""
     return _checks(trial.parts(), "machine", "products")
 
 
 def rows(trial: Trial) -> Iterator[Try]:
-    """Trees against plain decoding, graphs against launches, our forward against transformers'."""
+    """Check trees against plain decoding, graphs against launches, our forward against transformers'."""
     return _checks(trial.parts(), "rows", "replay", "transformers")
 
 
 def attention(trial: Trial) -> Iterator[Try]:
-    """Attention at all lengths and its speed, and the noise."""
     return _checks(trial.parts(), "attention", "attention speed", "noise")
 
 
 def packed(trial: Trial) -> Iterator[Try]:
-    """Random codes of all kinds in the model's shapes."""
     return _checks(trial.parts(dtype="bfloat16"), "packed products")
 
 
 def second_process(trial: Trial) -> Iterator[Try]:
-    """The same work in another process."""
     return _checks(trial.parts(), "second process")
 
 
 def flash(trial: Trial) -> Iterator[Try]:
-    """The checks that flash-attn has a part in, where it is installed."""
+    """Check what flash-attn affects, if installed."""
     if importlib.util.find_spec("flash_attn") is None:
         yield "flash-attn", lambda: untried("flash-attn is not installed")
         return
@@ -87,12 +83,11 @@ def flash(trial: Trial) -> Iterator[Try]:
 
 
 def untried(why: str) -> Finding:
-    """A finding about what this machine does not have."""
     return Finding(passed=True, words=f"not tried: {why}", rows=[], unproved=why)
 
 
 def _checks(parts: Parts, *names: str) -> Iterator[Try]:
-    """Yield the checks of `doctor` with these names; unlike there, one that fails ends nothing."""
+    """Yield the checks of `doctor`; a failure stops none."""
     for check in CHECKS:
         if check.name in names:
             yield check.name, functools.partial(check.run, parts)
@@ -100,7 +95,7 @@ def _checks(parts: Parts, *names: str) -> Iterator[Try]:
 
 
 def kept_rows(trial: Trial) -> Iterator[Try]:
-    """Attention to codes against attention to the numbers that they stand for."""
+    """Check attention to codes against attention to their values."""
     parts = trial.parts()
     for kv_dtype in CODES:
         yield (
@@ -133,7 +128,7 @@ LAST_LINES = 4
 
 
 def _of_tests(*names: str) -> Callable[[Trial], Iterator[Try]]:
-    """The tries of a stage that are tests which wait for a GPU: those of some files of `tests/worker`."""
+    """Make a stage of GPU tests in files of `tests/worker`."""
 
     def tries(trial: Trial) -> Iterator[Try]:
         yield f"pytest -m gpu {' '.join(names)}", functools.partial(_tests, trial, *names)
@@ -148,7 +143,6 @@ tests = _of_tests("test_gpu", "kv/test_every_cache", "kv/test_host_copies")
 
 
 def ray_run(trial: Trial) -> Iterator[Try]:
-    """A run over Ray whose worker is killed, against one that nobody disturbs."""
     yield "chaos", functools.partial(_chaos, trial)
 
 
@@ -170,7 +164,7 @@ def _chaos(trial: Trial) -> Finding:
 
 
 def _ran(command: list[str], folder: Path) -> Finding:
-    """Run a command to its end, all of whose words go to the log; the last ones are the finding's."""
+    """Put a command's last words into the finding."""
     environment = environment_of_code() | {"TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0")}
     lines = []
     with subprocess.Popen(
@@ -195,13 +189,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.2, "penalty_window": 128, "frequency_penalty": 0.3},
     "all": {"top_k": 200, "top_p": 0.98, "min_p": 0.01, "eta": 1e-4, "repetition_penalty": 1.1, "temperature": 1.2},
 }
-MOST_OTHER = 0.005  # share of draws that may differ: where a filter's edge or two scores are a rounding apart
-SPREAD = 3.0  # of logits, as those of models
-PENALISED = 30  # sequences that have places of their own for counts
+MOST_OTHER = 0.005  # share of draws that may differ: a filter's edge or two scores may be a rounding apart
+SPREAD = 3.0  # of logits, as in models
+PENALISED = 30  # sequences with penalty counts
 
 
 def draws(trial: Trial) -> Iterator[Try]:
-    """Every kind of sampling."""
     vocab = trial.sizes.sampled_vocab
     drawing = CudaBatchSampler(vocab, trial.device)
     for name in KINDS:
@@ -237,7 +230,7 @@ def _drawn(drawing: Any, sequences: list[Sequence], logits: torch.Tensor) -> lis
 
 
 def _seconds(drawing: CudaBatchSampler, sequences: list[Sequence], logits: torch.Tensor, trial: Trial) -> float:
-    """The seconds of one draw of all rows, up to their tokens on the host."""
+    """Time one draw of all rows, up to tokens on the host."""
     samplers, trees = [drawing.sampler(sequence) for sequence in sequences], [DraftTree()] * len(sequences)
     rows = list(logits[: len(sequences)])
     started = time.perf_counter()
@@ -246,11 +239,10 @@ def _seconds(drawing: CudaBatchSampler, sequences: list[Sequence], logits: torch
 
 
 NUM_STEPS = 30
-MOST_SLOWER = 1.5  # times a step that has a checkpoint beside it; more would be seen by users
+MOST_SLOWER = 1.5  # times slower beside a checkpoint; users would notice more
 
 
 def copies(trial: Trial) -> Iterator[Try]:
-    """Pinning, both directions, and what copies cost steps."""
     yield "pinning", functools.partial(_pinning, trial)
     parts = trial.deep_parts()
     yield "a checkpoint beside steps", functools.partial(_checkpoint, trial, parts)
@@ -258,7 +250,7 @@ def copies(trial: Trial) -> Iterator[Try]:
 
 
 def _pinning(trial: Trial) -> Finding:
-    """Pin, copy there and back, both at a time, and let go."""
+    """Pin, copy there and back, both at once, and release."""
     num_bytes, rows = trial.sizes.copied_bytes, list[Row]()
     started = time.perf_counter()
     memory = PinnedMemory(num_bytes, trial.device)
@@ -293,7 +285,7 @@ def _row(name: str, num_bytes: int, seconds: float) -> Row:
 
 
 def _checkpoint(trial: Trial, parts: Parts) -> Finding:
-    """Steps alone, and while another thread brings the same cache's positions to the host again and again."""
+    """Time steps alone and beside a thread that copies their cache."""
     length = trial.sizes.checkpoint_length
     target = parts.target(1, length + NUM_STEPS)
     target.arena.buffer.normal_(generator=parts.generator(5))
@@ -323,7 +315,7 @@ def _checkpoint(trial: Trial, parts: Parts) -> Finding:
 
 
 def _step_seconds(target: TargetModel, cache: FullKVCache) -> float:
-    """The median seconds of steps of one row, each behind the same positions."""
+    """Return the median of a one-row step."""
     seconds = []
     for token_id in random_ids(target.vocab_size, NUM_STEPS if target.device.type == "cuda" else 2, 3):
         started = time.perf_counter()
@@ -334,7 +326,6 @@ def _step_seconds(target: TargetModel, cache: FullKVCache) -> float:
 
 
 def offloaded_target(parts: Parts, num_slots: int, longest: int) -> ArenaTarget:
-    """The model with caches in the host's memory."""
     arena = OffloadedArena(parts.cache_shape(), num_slots, longest, streams_of(parts.device))
     arena.buffer.zero_()
     forwards = OffloadedForwards(parts.weights, arena, frozenset(), parts.num_splits, parts.kernels, parts.capture)
@@ -342,7 +333,6 @@ def offloaded_target(parts: Parts, num_slots: int, longest: int) -> ArenaTarget:
 
 
 def _offloaded_steps(trial: Trial, parts: Parts) -> Finding:
-    """A step whose layers come from the host, against the time of the bytes alone."""
     length = trial.sizes.checkpoint_length
     started = time.perf_counter()
     target = offloaded_target(parts, 1, length + NUM_STEPS)
@@ -362,7 +352,6 @@ def _offloaded_steps(trial: Trial, parts: Parts) -> Finding:
 
 
 def loading(trial: Trial) -> Iterator[Try]:
-    """Weights from files to the device, as workers load them."""
     yield "from files", functools.partial(_loading, trial)
 
 
@@ -384,7 +373,7 @@ NUM_TIMES = 7
 
 
 def wide_products(trial: Trial) -> Iterator[Try]:
-    """The checks of products, and of trees against plain decoding, at each number of rows of a forward."""
+    """Check products, and trees against plain decoding, at each number of rows."""
     parts = trial.parts(dtype="bfloat16" if trial.device.type == "cuda" else None)
     for num_rows in trial.sizes.row_counts:
         for name, attempt in _checks(parts.with_rows(num_rows), "products", "rows"):
@@ -392,7 +381,6 @@ def wide_products(trial: Trial) -> Iterator[Try]:
 
 
 def scans(trial: Trial) -> Iterator[Try]:
-    """Rounds behind scanned texts of some lengths, beside forwards that attend to all of them."""
     parts = trial.deep_parts()
     for length in trial.sizes.scanned_lengths:
         yield f"{length:,} positions", functools.partial(_scanned, parts, length)
@@ -434,7 +422,6 @@ def _median(target: TargetModel, call: Callable[[], object]) -> float:
 
 
 def graph_memory(trial: Trial) -> Iterator[Try]:
-    """Measure what CUDA's context, graphs and workspaces take beside what torch was asked for."""
     yield "context and graphs", functools.partial(_graph_memory, trial)
 
 
@@ -457,7 +444,7 @@ def _graph_memory(trial: Trial) -> Finding:
 
 
 def _taken(device: torch.device) -> dict[str, float]:
-    """The memory that torch holds, and what is taken outside of it."""
+    """Return the memory held by torch, and taken outside it."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
@@ -469,7 +456,6 @@ def _taken(device: torch.device) -> dict[str, float]:
 
 
 def engines(trial: Trial) -> Iterator[Try]:
-    """Steps, prompts, a resume, and every engine; on a CPU plain decoding alone."""
     yield "bench gpu", functools.partial(_benched, trial)
 
 

@@ -1,7 +1,4 @@
-"""`python -m bench gpu`: what a GPU makes of a model. Steps, prompts, a resume, every engine, and the memory used.
-
-Of a step: how long the GPU is busy, what the host adds, and what the memory alone would take.
-"""
+"""`python -m bench gpu`: a GPU's speed and memory with a model."""
 
 from __future__ import annotations
 
@@ -31,12 +28,12 @@ from swiftbatch.worker.kv.kv_capacity import GB, GPU_PAGE
 from swiftbatch.worker.kv.model_sizes import ModelSizes, read_sizes
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
-PIECE = 1024  # positions of a checkpoint's segment
-NUM_CACHES = 2  # an engine has a job's and the warm-up text's; a resume has as many
+PIECE = 1024  # positions per checkpoint segment
+NUM_CACHES = 2  # an engine has a job's and the warm-up's; a resume also has two
 
 
 def measured(parts: Parts, options: Options) -> Iterator[Record]:
-    """All figures of a model on a device, each part with the memory to itself. Raises BenchError without room."""
+    """Yield all figures. Raises BenchError without room."""
     meter = MemoryMeter(parts.device)
     if parts.loaded is None:
         raise BenchError(f"model {options.model}: the kernels do not know this kind, expected one of docs/kernels.md")
@@ -66,7 +63,7 @@ def measured(parts: Parts, options: Options) -> Iterator[Record]:
 
 
 def _fitting(parts: Parts, options: Options) -> dict[int, list[int]]:
-    """Return, for each number of slots, the lengths that have room. Raises BenchError where two caches have none."""
+    """Raises BenchError."""
     sizes = read_sizes(parts.files, options.dtype)
     assert sizes is not None
     kernels = parts.kernels
@@ -103,7 +100,7 @@ def _engine_records(parts: Parts, options: Options, engines: list[str], lengths:
 
 
 class Stopwatch:
-    """A `Capture` whose graphs take the time of every replay, and wait for it."""
+    """A `Capture` that times every replay and waits for it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -121,7 +118,6 @@ class Stopwatch:
 def step_records(
     parts: Parts, fitting: dict[int, list[int]], row_counts: Sequence[int], bandwidth: float
 ) -> Iterator[Record]:
-    """Steps of so many slots at each of their `fitting` lengths; `bandwidth` is the memory's, bytes a second."""
     for num_slots, lengths in fitting.items():
         if not lengths:
             continue
@@ -144,7 +140,7 @@ def _step(
     place: tuple[int, int],
     bandwidth: float,
 ) -> Record:
-    """Medians of some rounds at `place`: length, and rows of each slot."""
+    """`place` is length and rows of each slot."""
     length, num_rows = place
     busy, whole = [], []
     for seed in range(1 + parts.extent.num_rounds):
@@ -158,17 +154,17 @@ def _step(
     return {
         "length": length,
         "num_slots": len(caches),
-        "num_rows": num_rows,  # of each
-        "busy_ms": 1000 * busy_seconds,  # of the GPU
+        "num_rows": num_rows,  # per slot
+        "busy_ms": 1000 * busy_seconds,  # the GPU's
         "host_ms": 1000 * (whole_seconds - busy_seconds),
         "GB": num_bytes / 1e9,  # weights, keys and values
-        "roofline_ms": 1000 * num_bytes / bandwidth,  # to read them, and nothing else
+        "roofline_ms": 1000 * num_bytes / bandwidth,  # only reading them
         "of_roofline": num_bytes / bandwidth / busy_seconds,
     }
 
 
 def step_bytes(parts: Parts, length: int, num_slots: int) -> int:
-    """Count the bytes that a step has to read: all products' weights once, keys and values of every slot once."""
+    """Count the bytes that a step reads."""
     return parts.weights.product_bytes + num_slots * length * parts.cache_shape().bytes_per_position()
 
 
@@ -183,7 +179,7 @@ def _groups(caches: list[FullKVCache], length: int, num_rows: int, vocab_size: i
 
 
 def read_records(parts: Parts, starts: Sequence[int], num_tokens: int) -> Iterator[Record]:
-    """Known tokens behind caches of these lengths: a prompt's, or those of a job that is replayed."""
+    """Time reading known tokens after caches of these lengths."""
     longest = max(starts) + num_tokens
     target = parts.target(1, longest)
     target.arena.buffer.normal_(generator=parts.generator(6))
@@ -202,7 +198,7 @@ def read_records(parts: Parts, starts: Sequence[int], num_tokens: int) -> Iterat
 
 
 def resume_record(parts: Parts, length: int) -> Record:
-    """Keys and values of a slot to the host, piece by piece as checkpoints take them, and into another slot."""
+    """Time copying a slot's keys and values to the host and into another slot."""
     target = parts.target(2, length)
     target.arena.buffer.normal_(generator=parts.generator(7))
     cache, resumed = (target.new_cache(length) for _ in range(2))
@@ -228,7 +224,7 @@ def resume_record(parts: Parts, length: int) -> Record:
 
 
 def _same_bits(ours: FullKVCache, theirs: FullKVCache, length: int) -> bool:
-    """Tell whether all bits are the same, layer by layer: a copy of all would have no room."""
+    """Compare layer by layer, in little memory."""
     whole = torch.int16 if ours.shape.row_dtype.itemsize == 2 else torch.int32
     return all(
         torch.equal(a.view(whole), b.view(whole))
@@ -238,7 +234,6 @@ def _same_bits(ours: FullKVCache, theirs: FullKVCache, length: int) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of the device's memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(KVRoom(MEMORY, 1).free_bytes())
@@ -247,24 +242,24 @@ def free_bytes(device: torch.device) -> int:
 def fitting_lengths(
     sizes: ModelSizes, gpu: GPUMemory, lengths: list[int], num_behind: int, num_slots: int
 ) -> list[int]:
-    """Lengths of which so many slots have room, each with `num_behind` positions more."""
-    behind = num_behind + GPU_PAGE  # of whose last page a part stays empty
+    """Return the lengths that fit so many slots."""
+    behind = num_behind + GPU_PAGE  # part of the last page stays empty
     return [length for length in lengths if one_slot(sizes, gpu, length + behind).num_fitting >= num_slots]
 
 
 class MemoryMeter:
-    """The most bytes that were held, stage by stage."""
+    """The most bytes held in each stage."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._reset()
 
     def note(self, stage: str) -> Record:
-        """Return the most that was held since the last stage; on a GPU with what it has for itself."""
+        """Return the peak since the last stage."""
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             reserved = torch.cuda.memory_reserved(self._device)
-            outside = total - free - reserved  # the context, other libraries' buffers, other processes
+            outside = total - free - reserved  # context, library buffers, other processes
             most = outside + torch.cuda.max_memory_reserved(self._device)
         else:
             most = peak_bytes()

@@ -1,7 +1,6 @@
-"""The things that stages are given: a device, models in published shapes with random weights, and how much is tried.
+"""What stages share: a device, random models in published shapes, and sizes.
 
-`families.jsonl` has their configs with one layer of each kind, and as many layers as are published. The first one is
-written once for all stages; others lie on the device without any files. `deepened` repeats the layers.
+`families.jsonl` has configs with one layer of each kind; `deepened` repeats layers.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from swiftbatch.worker.model.text_config import HEAD, text_view
 
 Try = tuple[str, Callable[[], Finding]]
 """A name, and what is tried under it."""
-DEVIATION = 0.02  # of random weights, as models are initialized with
+DEVIATION = 0.02  # of random weights, as in initialized models
 PACKED: dict[str, tuple[Code, int, float, re.Pattern[str]]] = {  # code, group, scales, and the tensors that have it
     "FP8": ("e4m3", 128, 2.0**-12, re.compile(r"_proj(_qkv|_z|_with_mqa)?\.weight$")),
     "MXFP4": ("e2m1", 32, 2.0**-6, re.compile(r"\.experts\.(gate_up|down)_proj$")),
@@ -53,27 +52,25 @@ PACKED: dict[str, tuple[Code, int, float, re.Pattern[str]]] = {  # code, group, 
 
 @dataclass(frozen=True)
 class Family:
-    """A model's config with one layer of each kind, and as many layers as are published."""
+    """A model's config with one layer of each kind."""
 
     name: str
     config: dict[str, Any]
     num_layers: int
-    small: dict[str, Any]  # of its config, for Triton's interpreter
+    small: dict[str, Any]  # changes of its config for Triton's interpreter
     packed: str | None = None
-    num_first: int = 0  # layers that stand once, in front of those that are repeated
+    num_first: int = 0  # first layers that are not repeated
 
     def cut(self) -> Family:
-        """A small model of this family, of the layers that are made."""
         config = self.config | {"max_position_embeddings": 4096} | self.small
         return dataclasses.replace(self, config=config, num_layers=config["num_hidden_layers"])
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """The config as a model folder has it."""
         return text_view({"attention_bias": False, "tie_word_embeddings": False, "rope_scaling": None} | self.config)
 
     def tensors(self, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
-        """Random numbers in all its tensors, from one seed."""
+        """Make random tensors from one seed."""
         generator, made = torch.Generator(device).manual_seed(0), dict[str, Weight]()
         for name, shape in shapes_of(self.text_config):
             if self.packed is not None and PACKED[self.packed][3].search(name):
@@ -86,13 +83,12 @@ class Family:
 
 
 def _packed(form: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> PackedMatrix:
-    """A matrix, or those of all experts where a dimension stands in front."""
     code, most, scale, _ = PACKED[form]
     columns, depth = math.prod(shape[:-1]), shape[-1]
     random: dict[str, Any] = {"generator": generator, "device": generator.device}
     codes = torch.randint(0, 256, (columns, depth * CODE_BITS[code] // 8), **random, dtype=torch.uint8)
     if code == "e4m3":
-        codes[(codes & 127) == 127] = 0  # which are no numbers
+        codes[(codes & 127) == 127] = 0  # these are no numbers
     scales = scale * torch.rand(columns, depth // min(most, depth), **random)
     if len(shape) == 2:
         return PackedMatrix(code, codes, scales, dtype)
@@ -100,7 +96,7 @@ def _packed(form: str, shape: tuple[int, ...], dtype: torch.dtype, generator: to
 
 
 def shapes_of(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of a model's tensors as they are published; transformers has experts in one tensor."""
+    """Yield names and shapes of published tensors; transformers merges experts."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     experts = read_decoder_config(config).experts
@@ -135,19 +131,19 @@ GPU_EXTENT = Extent(
 
 @dataclass(frozen=True)
 class TrialSizes:
-    """The amount tried by all stages together, for some minutes of a GPU."""
+    """The amount of work of all stages, some minutes on a GPU."""
 
     model: Family = LLAMA_8B
-    num_layers: int = 32  # of steps that are timed
+    num_layers: int = 32  # of timed steps
     extent: Extent = GPU_EXTENT
     dtype: Dtype = "bfloat16"
-    decoded: str = "embedded"  # the model that engines decode with; empty: that with random weights
+    decoded: str = "embedded"  # the model for engines; empty: the random one
     kept_length: int = 32_768
     job_counts: tuple[int, ...] = (1, 4, 15, 32, 128)
     job_length: int = 4096
     num_steps: int = 24
     families: tuple[Family, ...] = tuple(FAMILIES)
-    family_counts: tuple[int, ...] = (1, 8, 32)  # of jobs
+    family_counts: tuple[int, ...] = (1, 8, 32)  # numbers of jobs
     host_counts: tuple[int, ...] = (1, 8, 32, 128)
     num_host_steps: int = 60
     row_counts: tuple[int, ...] = (64, 128, 256)
@@ -161,7 +157,7 @@ class TrialSizes:
     restart_tokens: int = 6000
 
 
-SMALL_SIZES = TrialSizes(  # for Triton's interpreter: a second for each forward
+SMALL_SIZES = TrialSizes(  # for Triton's interpreter, which takes a second per forward
     model=LLAMA_8B.cut(),
     num_layers=1,
     extent=Extent(
@@ -201,7 +197,7 @@ SMALL_SIZES = TrialSizes(  # for Triton's interpreter: a second for each forward
 
 @dataclass
 class Trial:
-    """A device, and the folder that the stages share."""
+    """A device, and the stages' shared folder."""
 
     device: torch.device
     scratch: Path
@@ -209,31 +205,27 @@ class Trial:
 
     @functools.cached_property
     def files(self) -> ModelFiles:
-        """The model with random weights, written if no stage did so before."""
         return written(self.sizes.model, self.scratch / "model", self.device)
 
     @functools.cached_property
     def decoded_files(self) -> ModelFiles:
-        """The model that engines decode with."""
         return locate_model(self.sizes.decoded) if self.sizes.decoded else self.files
 
     def parts(
         self, kernels: CudaKernels = DEFAULT_KERNELS, files: ModelFiles | None = None, dtype: Dtype | None = None
     ) -> Parts:
-        """The model with random weights, or another one, as checks take it."""
         made = Parts.of(files or self.files, dtype or self.sizes.dtype, self.device, kernels)
         made.extent = self.sizes.extent
         return made
 
     def deep_parts(self) -> Parts:
-        """The same with as many layers as the published model has."""
         made = self.parts()
         few = made.load
         made.load = lambda: deepened(few(), self.sizes.num_layers)
         return made
 
     def family_parts(self, family: Family) -> Parts:
-        """A family's model, as checks take it. Weights are made when they are asked for."""
+        """Make the family's weights on demand."""
         config, dtype, device = family.text_config, torch.bfloat16, self.device
         sizes, num_splits = sizes_of(config, 0, "bfloat16"), NUM_SPLITS_ELSEWHERE
         assert sizes is not None
@@ -247,7 +239,7 @@ class Trial:
             made = decoder_of(family.tensors(dtype, device), read_decoder_config(config), dtype)
             return deepened(stacked_weights(made, device, handed_over(made)), family.num_layers, family.num_first)
 
-        # cuBLAS where products are not packed, as workers have it; a CPU's has none of these sums
+        # unpacked products use cuBLAS, as in workers; CPUs have none of these sums
         kernels = DEFAULT_KERNELS if device.type == "cuda" else CudaKernels(linear="triton")
         made = Parts(files, dtype, device, num_splits, load, kernels=kernels)
         made.extent = self.sizes.extent
@@ -255,7 +247,7 @@ class Trial:
 
 
 def written(family: Family, folder: Path, device: torch.device) -> ModelFiles:
-    """A dense model of random weights in a folder, which is made once; its tokenizer only has to be there."""
+    """Write once, with a placeholder tokenizer."""
     if not folder.exists():
         made = Path(tempfile.mkdtemp(dir=folder.parent))
         tensors = {name: plain(each).cpu() for name, each in family.tensors(torch.bfloat16, device).items()}
@@ -269,7 +261,7 @@ def written(family: Family, folder: Path, device: torch.device) -> ModelFiles:
 
 
 class HostLane:
-    """A `CopyLane` elsewhere than on a GPU: it copies at once."""
+    """A `CopyLane` without a GPU, which copies at once."""
 
     def buffers(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         host, device = (torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2))
@@ -286,16 +278,12 @@ class HostLane:
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The streams of offloaded caches."""
     lane = (lambda: CudaLane(device)) if device.type == "cuda" else HostLane
     return Streams(computing_stream(device), lane(), lane())
 
 
 def deepened(weights: StackedWeights | None, num_layers: int, num_first: int = 0) -> StackedWeights | None:
-    """The same layers again and again, each in memory of its own: a cache of the GPU has no use for what it read.
-
-    The first few stand once. Rotations stay those that layers share.
-    """
+    """Repeat the layers, except the first `num_first`, in separate memory, so that a GPU's cache can't help."""
     if weights is None:
         return None
     repeated = itertools.cycle(weights.layers[num_first:])
@@ -305,7 +293,7 @@ def deepened(weights: StackedWeights | None, num_layers: int, num_first: int = 0
 
 
 def here(scratch: Path) -> Trial:
-    """A trial of this machine's GPU; in Triton's interpreter, where that was asked for, one of small sizes."""
+    """Without a GPU the trial is small, in Triton's interpreter."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return Trial(torch.device("cpu"), scratch, SMALL_SIZES)
     return Trial(torch.device("cuda"), scratch)

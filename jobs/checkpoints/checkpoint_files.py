@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint, and readers that name and skip damaged files or those of another job."""
+"""The JSON files of a checkpoint; readers skip and report damaged or foreign ones."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from swiftbatch.jobs.input.validation_errors import reasons, shown
 from swiftbatch.jobs.json_records import Strict, sealed, unsealed
 from swiftbatch.jobs.storage.store import Store
 
-NUMBERS_PER_EPOCH: Final = 1_000_000  # of attempts, for each driver
+NUMBERS_PER_EPOCH: Final = 1_000_000  # attempt numbers per driver
 
 
 class OwnedFile(Strict):
-    """The part that all files share. `dump_file` fills it in."""
+    """The owner, which all files share; `dump_file` sets it."""
 
     identity: Identity | None = None
 
 
 class SegmentEntry(Strict):
-    """A KV segment with the positions `[start, end)`; `file` is relative to the job's folder, `size` in bytes."""
+    """A KV segment of positions `[start, end)`; `size` is in bytes."""
 
     file: str = Field(pattern=r"^[0-9]{4,}/kv-[0-9]+-[0-9]+\.arrow$")
     start: int = Field(ge=0)
@@ -40,12 +40,11 @@ class SegmentEntry(Strict):
 
     @property
     def attempt(self) -> int:
-        """The attempt that wrote it."""
         return int(self.file.partition("/")[0])
 
 
 class DrafterEntry(Strict):
-    """The state of `engine`'s drafter after `num_positions` positions; `file` and `size` as in a `SegmentEntry`."""
+    """The state of `engine`'s drafter after `num_positions` positions."""
 
     file: str = Field(pattern=r"^[0-9]{4,}/drafter-[0-9]+\.arrow$")
     num_positions: int = Field(ge=0)
@@ -60,7 +59,7 @@ class DrafterEntry(Strict):
 
 
 class LayerStatesEntry(Strict):
-    """States of layers behind the first `num_positions` positions; `file` and `size` as in a `SegmentEntry`."""
+    """Layer states after the first `num_positions` positions."""
 
     file: str = Field(pattern=r"^[0-9]{4,}/states-[0-9]+\.arrow$")
     num_positions: int = Field(gt=0)
@@ -74,16 +73,11 @@ class LayerStatesEntry(Strict):
 
     @property
     def attempt(self) -> int:
-        """The attempt that wrote it."""
         return int(self.file.partition("/")[0])
 
 
 class StateManifest(OwnedFile):
-    """`manifest.json`: the segments of a sequence from position 0 on, without a gap, and the newest drafter state.
-
-    They are of the tokens that stood there after `num_rewinds` rewinds. A model with layers that have states has the
-    newest of these beside its segments; other models' manifests do not name any.
-    """
+    """`manifest.json`: segments from position 0 and newest states, after `num_rewinds` rewinds."""
 
     num_rewinds: int = Field(default=0, ge=0)
     segments: tuple[SegmentEntry, ...] = ()
@@ -105,10 +99,9 @@ class StateManifest(OwnedFile):
 
 
 class ResumeRecord(Strict):
-    """The beginning of an attempt: what it took over, what it had to compute again, and how long that took.
+    """How an attempt resumed.
 
-    `num_recomputed_tokens` were generated once more, `num_loaded_positions` came from KV segments; `resumed` is the
-    time (seconds since the epoch) when the job went on.
+    `num_recomputed_tokens` were generated again, `num_loaded_positions` came from segments.
     """
 
     kind: Literal["kv", "replay"]
@@ -120,18 +113,18 @@ class ResumeRecord(Strict):
 
 
 class AttemptStart(Strict):
-    """The maker of an attempt, since when, with which numerics, and which of its job's attempts it is: 1, 2, ..."""
+    """The worker, start and numerics of an attempt; `attempt` counts from 1."""
 
     worker_id: str
     claimed: Moment
-    numerics: str  # names what makes KV the same bits; attempts that differ in it don't share segments
+    numerics: str  # equal numerics give equal KV bits, so only such attempts share segments
     attempt: int = Field(ge=1)
 
 
 class AttemptRecord(Strict):
-    """One attempt of a job; `worker_id` and `numerics` are empty and `claimed` is 0 where its start is damaged.
+    """One attempt of a job; `attempt` counts from 1, `number` is its folder's.
 
-    `attempt` counts from 1, `number` is that of its folder.
+    The other fields are empty if damaged.
     """
 
     attempt: int
@@ -139,33 +132,32 @@ class AttemptRecord(Strict):
     claimed: Moment = 0.0
     numerics: str = ""
     resume: ResumeRecord | None = None
-    timeline: Timeline | None = None  # None where it never drew a token
+    timeline: Timeline | None = None  # None if it drew no token
     number: int
 
 
 class ClaimFile(AttemptStart, OwnedFile):
-    """`claim.json`, written with the attempt's first other file."""
+    """`claim.json`, written before the attempt's other files."""
 
 
 class ResumeFile(ResumeRecord, OwnedFile):
-    """`resume.json`"""
+    pass
 
 
 class TimelineFile(Timeline, OwnedFile):
-    """`timeline.json`"""
+    pass
 
 
 FileModel = TypeVar("FileModel", bound=OwnedFile)
 
 
 def dump_file(content: OwnedFile, identity: Identity) -> bytes:
-    """One line of JSON that says whose it is, and ends with a checksum of itself."""
     owned = content.model_copy(update={"identity": identity})
     return sealed(owned.model_dump_json().encode())
 
 
 def parse_file(data: bytes, model: type[FileModel], identity: Identity) -> FileModel:
-    """The content of a job's JSON file. Raises `DamagedFileError` for a damaged one or one of another job."""
+    """Parse a job's JSON file. Raises `DamagedFileError`, also for another job's."""
     try:
         text = unsealed(data)
     except ValueError as error:
@@ -199,7 +191,7 @@ def _check_name(file: str, expected: str) -> None:
         raise ValueError(f"found the file name {shown(file)}, expected it to end in {expected}")
 
 
-# Reads files that may be damaged, or another job's: what can't be used is named in the log, once, and skipped.
+# Readers that log damaged or foreign files once and skip them.
 
 
 Content = TypeVar("Content")
@@ -213,14 +205,14 @@ def digest(data: bytes | memoryview) -> str:
 
 
 class Known(NamedTuple):
-    """A file's size in bytes and its checksum, as the manifest has them."""
+    """A file's size in bytes and checksum in the manifest."""
 
     size: int
     sha256: str
 
 
 class CheckedFiles:
-    """Files of a store, decoded. The `decode` functions raise `DamagedFileError`; methods raise `StoreError` only."""
+    """Decoded files of a store; `decode` functions raise `DamagedFileError`, methods only `StoreError`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -229,14 +221,14 @@ class CheckedFiles:
     def read_verified(
         self, path: str, known: Known, identity: Identity, whose: Decode[Identity | None], decode: Decode[Content]
     ) -> Content | None:
-        """Decode a file that the job should have, as `decoded` does; `whose` reads its identity, without a check.
+        """Check and decode a file of the manifest; None if unusable.
 
-        Another job's file would fail its checksum: the identity is compared first, so that the log can name that job.
+        `whose` reads the identity first, because another job's file would only fail its checksum.
         """
         size, sha256 = known
 
         def verified(data: bytes) -> Content:
-            if (owner := whose(data)) is not None:  # else the file is damaged
+            if (owner := whose(data)) is not None:  # without an owner the file is damaged
                 refuse_other(owner, identity)
             if len(data) != size:
                 raise DamagedFileError(f"found {len(data)} bytes, expected {size}")
@@ -247,7 +239,7 @@ class CheckedFiles:
         return self.decoded(path, self._store.read(path), verified)
 
     def decoded(self, path: str, data: bytes | None, decode: Decode[Content]) -> Content | None:
-        """Decode `data`, which was read from `path`; None where that is absent, damaged or another job's."""
+        """Return None if the file is absent, damaged or another job's."""
         try:
             if data is None:
                 raise DamagedFileError("found no file")
@@ -257,7 +249,6 @@ class CheckedFiles:
             return None
 
     def name(self, path: str, problem: str) -> None:
-        """Say once what is wrong with a file."""
         if (path, problem) not in self._named:
             self._named.add((path, problem))
             where = self._store.shown_uri
@@ -267,10 +258,7 @@ class CheckedFiles:
 def read_attempt(
     store: Store, files: CheckedFiles, folder: str, numbers: Sequence[int], index: int, identity: Identity
 ) -> AttemptRecord:
-    """Read what is known of one of a job's attempts, all of which have `numbers`, from its `folder`.
-
-    `files` names what is due and missing, or can't be used.
-    """
+    """Read one of a job's attempts; `numbers` are those of all."""
 
     def read(name: str, model: type[FileModel], is_due: bool) -> dict[str, Any] | None:
         path = f"{folder}/{name}"
@@ -284,7 +272,7 @@ def read_attempt(
     start = read("claim.json", ClaimFile, is_due=True) or {}
     # the first attempt has none, and the newest may have just begun
     resume = read("resume.json", ResumeFile, is_due=index > 0 and not is_newest)
-    # none where it drew no token
+    # an attempt without a token has none
     timeline = read("timeline.json", TimelineFile, is_due=False)
     known = {"attempt": index + 1} | start | {"number": number, "resume": resume, "timeline": timeline}
     return AttemptRecord.model_validate(known)

@@ -1,20 +1,17 @@
 """Checkpoints of running jobs: a token log, which is the truth, and a state, which saves work.
 
-Each attempt that has written something has its own folder, and a job ends with none:
-
-checkpoints/<job_id>/<attempt>/claim.json            who took the job, when, on which numerics; written first
-                               tokens.bin            all tokens generated so far, and the rewinds, replaced as a whole
-                               logprobs-<start>-<end>-<num_rewinds>.bin    of some tokens, for jobs that ask for them;
-                                                     written before the token log that has these
-                               kv-<start>-<end>.arrow        keys and values of some positions, never changed
+checkpoints/<job_id>/<attempt>/claim.json            worker, time and numerics; written first
+                               tokens.bin            all tokens so far and the rewinds
+                               logprobs-<start>-<end>-<num_rewinds>.bin    written before the token log
+                               kv-<start>-<end>.arrow        keys and values, never changed
                                drafter-<num_positions>.arrow
-                               states-<num_positions>.arrow  of layers that have one in place of keys and values
-                               manifest.json         names segments (of earlier attempts too) and drafter state with
-                                                     their checksums, written last
-                               resume.json           how the attempt began, where it was not the first
-                               timeline.json         when it had how many tokens, for reports
+                               states-<num_positions>.arrow  layer states in place of keys and values
+                               manifest.json         segments, also of earlier attempts, and states with
+                                                     checksums, written last
+                               resume.json           how it began, unless it was the first
+                               timeline.json         its tokens over time, for reports
 
-Each file says whose it is. One of another job, or of a run that computes otherwise, is skipped as a damaged one is.
+Each file names its owner; damaged and foreign files are skipped. An ended job has no folder.
 """
 
 from __future__ import annotations
@@ -88,14 +85,12 @@ _EMPTY = TokenLog(np.zeros(0, dtype=np.uint32))
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Methods raise `StoreError` when the storage fails; a file that is damaged, or another
-    job's, is skipped and named in a warning, once.
+    """The checkpoints of one run. Methods raise `StoreError`; bad files are skipped with one warning.
 
-    An attempt writes below its own number only, so a worker believed dead can't harm its successor's files.
+    An attempt only writes below its own number, so a worker wrongly thought dead can't harm its successor.
     """
 
     def __init__(self, store: Store, fingerprint: str) -> None:
-        """`fingerprint` is the run's, see `RunManifest`."""
         self._store = store
         self._fingerprint = fingerprint
         self._files = CheckedFiles(store)
@@ -106,16 +101,16 @@ class CheckpointStore:
         return cls(run.store, run.manifest.fingerprint)
 
     def begin(self, job_id: str, attempt: int, start: AttemptStart) -> None:
-        """Say who makes an attempt, before its first other file. Its number is nobody else's: the driver sees to it."""
+        """Write an attempt's claim before its other files."""
         data = dump_file(ClaimFile(**start.model_dump()), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "claim.json"), data)
 
     def attempts(self, job_id: str) -> list[int]:
-        """The numbers of all attempts at a job that have written something, ascending."""
+        """Return all attempts with files, ascending."""
         return sorted(int(name) for name in self._store.list(f"checkpoints/{job_id}") if name.isdecimal())
 
     def history(self, job_id: str) -> list[AttemptRecord]:
-        """The attempts of a job that have written something, oldest first, with what is known of each."""
+        """Return the attempts with files, oldest first."""
         numbers, identity = self.attempts(job_id), self._identity(job_id)
         return [
             read_attempt(self._store, self._files, _folder(job_id, number), numbers, index, identity)
@@ -123,55 +118,46 @@ class CheckpointStore:
         ]
 
     def numerics(self, job_id: str, attempt: int) -> str | None:
-        """The numerics that an attempt computed with, "" where it does not say; None where its claim can't be read."""
+        """Return an attempt's numerics; "" if unnamed, None if unreadable."""
         path, identity = _path(job_id, attempt, "claim.json"), self._identity(job_id)
         claim = self._files.decoded(path, self._store.read(path), lambda data: parse_file(data, ClaimFile, identity))
         return None if claim is None else claim.numerics
 
     def write_resume(self, job_id: str, attempt: int, record: ResumeRecord) -> None:
-        """Keep how an attempt began; due in every attempt but the first."""
         data = dump_file(ResumeFile(**record.model_dump()), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "resume.json"), data)
 
     def write_timeline(self, job_id: str, attempt: int, timeline: Timeline) -> int:
-        """Replace the attempt's timeline. Returns bytes written."""
         data = dump_file(TimelineFile(**timeline.model_dump()), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "timeline.json"), data)
         return len(data)
 
     def write_tokens(self, job_id: str, attempt: int, token_ids: TokenIds, rewinds: tuple[Rewind, ...] = ()) -> int:
-        """Replace the attempt's log by `token_ids` [num_tokens], all tokens generated so far. Returns bytes written."""
         data = encode_log(TokenLog(token_ids, rewinds), self._identity(job_id))
         self._store.write(_path(job_id, attempt, "tokens.bin"), data)
         return len(data)
 
     def read_tokens(self, job_id: str) -> TokenIds:
-        """The tokens [num_tokens] of the log that `read_log` gives."""
         return self.read_log(job_id).token_ids
 
     def read_log(self, job_id: str) -> TokenLog:
-        """The log of all attempts that is furthest, empty if there is none."""
         return self._logs(job_id, self.attempts(job_id))[0]
 
     def read_attempts(self, job_id: str) -> tuple[list[int], TokenLog]:
-        """The numbers of all attempts as `attempts` gives them, and the log as `read_log` does."""
         numbers = self.attempts(job_id)
         return numbers, self._logs(job_id, numbers)[0]
 
     def write_with_logprobs(
         self, job_id: str, attempt: int, log: TokenLog, logprobs: TokenLogprobs, written: WrittenSpans
     ) -> int:
-        """Write the log-probabilities that are not `written` yet, then the tokens; `logprobs` are of all tokens.
-
-        Returns bytes written.
-        """
+        """Write the log-probabilities not yet `written`, then the tokens. Returns bytes written."""
         num_bytes = self._logprobs.write(_folder(job_id, attempt), written, log, logprobs, self._identity(job_id))
         num_bytes += self.write_tokens(job_id, attempt, *log)
         self._logprobs.drop_replaced(_folder(job_id, attempt), written)
         return num_bytes
 
     def read_log_with_logprobs(self, job_id: str, num_top: int) -> tuple[TokenLog, TokenLogprobs]:
-        """The furthest log as far as its tokens have log-probabilities, with `num_top` others each, and these."""
+        """Return the furthest log up to the last token with log-probabilities, and these."""
         attempts = self.attempts(job_id)
         folders = [_folder(job_id, attempt) for attempt in reversed(attempts)]
         furthest, its_logprobs = _EMPTY, TokenLogprobs.empty(0, num_top)
@@ -185,23 +171,22 @@ class CheckpointStore:
         return furthest, its_logprobs
 
     def _logs(self, job_id: str, attempts: Sequence[int]) -> list[TokenLog]:
-        """The token logs of all attempts, the furthest first, and an empty one."""
+        """Return attempts' logs, the furthest first, then an empty one."""
         logs, decode = [_EMPTY], partial(decode_log, identity=self._identity(job_id))
         for attempt in attempts:
             path = _path(job_id, attempt, "tokens.bin")
             data = self._store.read(path)
             if data is None and (attempt == attempts[-1] or not self._has_state(job_id, attempt)):
-                continue  # it had not come to one, or its worker had it in a file of all its jobs
+                continue  # it wrote none, or its worker kept it in a packed file
             if (log := self._files.decoded(path, data, decode)) is not None:
                 logs.append(log)
         return sorted(logs, key=lambda log: log.progress, reverse=True)
 
     def _has_state(self, job_id: str, attempt: int) -> bool:
-        """Return whether an attempt left parts of a state: a token log is written before these."""
         return any(name.endswith(".arrow") for name in self._store.list(_folder(job_id, attempt)))
 
     def write_segment(self, job_id: str, attempt: int, segment: Segment) -> SegmentEntry:
-        """Write a segment's file and return what a manifest has to say of it. Raises `TypeError` for unfit arrays."""
+        """Write a segment; return its manifest entry. Raises `TypeError` for unfit arrays."""
         data = encode_segment(segment, self._identity(job_id))
         name = segment_name(segment.start, segment.end)
         self._store.write(_path(job_id, attempt, name), data)
@@ -210,7 +195,7 @@ class CheckpointStore:
         )
 
     def read_segment(self, job_id: str, entry: SegmentEntry) -> Segment | None:
-        """The segment that a manifest names, its arrays read-only; None if it is damaged or absent."""
+        """Return None if damaged or absent."""
 
         def decode(data: bytes) -> Segment:
             segment = decode_segment(data)
@@ -223,7 +208,7 @@ class CheckpointStore:
         return self._files.read_verified(path, known, self._identity(job_id), identity_of_segment, decode)
 
     def write_drafter(self, job_id: str, attempt: int, num_positions: int, engine: str, state: State) -> DrafterEntry:
-        """Write the state of `engine`'s drafter after `num_positions` positions, as `write_segment` does a segment."""
+        """Write a drafter's state after `num_positions` positions and return its manifest entry."""
         data = encode_state(state, self._identity(job_id))
         name = drafter_name(num_positions)
         self._store.write(_path(job_id, attempt, name), data)
@@ -236,13 +221,12 @@ class CheckpointStore:
         )
 
     def read_drafter(self, job_id: str, entry: DrafterEntry) -> State | None:
-        """The drafter state that a manifest names; None if it is damaged or absent."""
+        """Return None if damaged or absent."""
         path = f"checkpoints/{job_id}/{entry.file}"
         known = Known(entry.size, entry.sha256)
         return self._files.read_verified(path, known, self._identity(job_id), identity_of_state, decode_state)
 
     def write_states(self, job_id: str, attempt: int, states: LayerStates) -> LayerStatesEntry:
-        """Write the states of layers, as `write_segment` does keys and values."""
         data = encode_state(states.arrays, self._identity(job_id))
         name = states_name(states.num_positions)
         self._store.write(_path(job_id, attempt, name), data)
@@ -250,14 +234,14 @@ class CheckpointStore:
         return LayerStatesEntry(file=file, num_positions=states.num_positions, size=len(data), sha256=digest(data))
 
     def read_states(self, job_id: str, entry: LayerStatesEntry) -> LayerStates | None:
-        """The states of layers that a manifest names; None if they are damaged or absent."""
+        """Read layer states; None if damaged or absent."""
         path = f"checkpoints/{job_id}/{entry.file}"
         known = Known(entry.size, entry.sha256)
         arrays = self._files.read_verified(path, known, self._identity(job_id), identity_of_state, decode_state)
         return None if arrays is None else LayerStates(entry.num_positions, arrays)
 
     def write_manifest(self, job_id: str, attempt: int, manifest: StateManifest, replaced: Collection[str] = ()) -> int:
-        """Make what was written count, then remove the files that it no longer names. Returns bytes written."""
+        """Write a manifest, then delete the files it `replaced`. Returns bytes written."""
         data = dump_file(manifest, self._identity(job_id))
         self._store.write(_path(job_id, attempt, "manifest.json"), data)
         for file in replaced:
@@ -265,23 +249,22 @@ class CheckpointStore:
         return len(data)
 
     def read_manifest(self, job_id: str, attempt: int) -> StateManifest | None:
-        """Read an attempt's manifest; None where it is absent, or can't be used."""
+        """Return None if absent or damaged."""
         path = _path(job_id, attempt, "manifest.json")
         data = self._store.read(path)
-        # without one there must be nothing for it to name
+        # without a manifest there must be no state files
         if data is None and not self._has_state(job_id, attempt):
             return None
         identity = self._identity(job_id)
         return self._files.decoded(path, data, lambda data: parse_file(data, StateManifest, identity))
 
     def read_manifests(self, job_id: str) -> list[StateManifest]:
-        """The manifests of all attempts that can be read: most positions first, then the newest attempt."""
+        """Return the most positions first, then the newest attempt."""
         manifests = [(attempt, self.read_manifest(job_id, attempt)) for attempt in self.attempts(job_id)]
         found = [(manifest.num_positions, attempt, manifest) for attempt, manifest in manifests if manifest is not None]
         return [manifest for *_, manifest in sorted(found, key=lambda entry: entry[:2], reverse=True)]
 
     def clear(self, job_id: str) -> None:
-        """Remove all checkpoints of a job; call it when the result is written."""
         self._store.delete_folder(f"checkpoints/{job_id}")
 
     def _identity(self, job_id: str) -> Identity:

@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background: what each job has still to write, and the thread that writes it."""
+"""The background thread that writes checkpoints, and each job's pending files."""
 
 from __future__ import annotations
 
@@ -27,29 +27,28 @@ from swiftbatch.jobs.checkpoints.timeline import Timeline
 from swiftbatch.jobs.checkpoints.token_log import Rewind, TokenIds, TokenLog, WorkerLogs
 from swiftbatch.jobs.logprobs import TokenLogprobs
 
-CHECKPOINT_TOKENS = 1024  # of one job, between two states: the default of --checkpoint-tokens
-CHECKPOINT_SECONDS = 5.0  # between two token logs
-GRACE_SECONDS = 20.0  # to write checkpoints in, after SIGTERM
+CHECKPOINT_TOKENS = 1024  # positions between two states of a job: the default of --checkpoint-tokens
+CHECKPOINT_SECONDS = 5.0  # seconds between two token logs
+GRACE_SECONDS = 20.0  # seconds to write checkpoints after SIGTERM
 
 FileKind = Literal["tokens", "state"]
 WriteFile = Callable[[CheckpointStore], int]  # writes one file and returns its bytes
 
 
 class KVSource(Protocol):
-    """The cache of a running sequence. Committed positions never change, so any thread may ask at any time."""
+    """A running sequence's cache; any thread may read committed positions."""
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
-        """Keys and values of committed positions as a `Segment` holds them; may be a view on the cache."""
+        """Return committed positions as in `Segment`; may be a view."""
         ...
 
 
 @dataclass
 class PendingCheckpoint:
-    """The newest token log, timeline and state of one job, as far as they are not written.
+    """One job's newest log, timeline and state that are not written yet.
 
-    A state is written as segments behind those there already, then the states of layers, the drafter's file and a
-    manifest. Where more segments follow, each has a manifest behind it. A newer state takes the place of one that is
-    half-written: its segments go on where those of the older one are.
+    A state is written as segments, layer states, drafter and manifest. A newer state replaces a half-written one and
+    continues its segments.
     """
 
     job_id: str
@@ -57,28 +56,27 @@ class PendingCheckpoint:
     engine: str
     source: KVSource | None
     segments: list[SegmentEntry]
-    num_rewinds: int = 0  # the rewinds before what is written from now on
+    num_rewinds: int = 0  # rewinds before the next files
     start: AttemptStart | None = None
     is_begun: bool = False  # `start` is written, or there is none
-    is_alone: bool = False  # its token log is not to go into its worker's file
+    is_alone: bool = False  # its log must not go into the worker's file
     log: TokenLog | None = None
-    logprobs: TokenLogprobs | None = None  # of the log's tokens; None where the job asks for none
-    written: WrittenSpans = field(default_factory=WrittenSpans)  # of log-probabilities
+    logprobs: TokenLogprobs | None = None  # one per token of `log`; None if the job asks for none
+    written: WrittenSpans = field(default_factory=WrittenSpans)  # files of log-probabilities
     timeline: Timeline | None = None
-    token_ids: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.uint32))  # of all positions of the state
+    token_ids: TokenIds = field(default_factory=lambda: np.zeros(0, dtype=np.uint32))  # all positions of the state
     drafter_state: State = field(default_factory=dict)
     drafter: DrafterEntry | None = None
     layer_states: LayerStates | None = None
     states: LayerStatesEntry | None = None
     is_manifest_due: bool = False
-    replaced: list[str] = field(default_factory=list)  # files that no manifest names any more, once it is written
+    replaced: list[str] = field(default_factory=list)  # files that the next manifest drops
 
     @property
     def num_written_positions(self) -> int:
         return self.segments[-1].end if self.segments else 0
 
     def num_written_up_to(self, limit: int) -> int:
-        """Positions of the segments that end at `limit` at most."""
         return next((entry.end for entry in reversed(self.segments) if entry.end <= limit), 0)
 
     @property
@@ -87,7 +85,6 @@ class PendingCheckpoint:
 
     @property
     def num_positions_of_states(self) -> int:
-        """Positions of the newest states of layers, 0 without any."""
         newest = self.layer_states or self.states
         return newest.num_positions if newest else 0
 
@@ -105,11 +102,11 @@ class PendingCheckpoint:
 
     @property
     def _may_write_states(self) -> bool:
-        """Tell whether states of layers wait that the segments reach."""
+        """Return whether segments reach the pending layer states."""
         return self.layer_states is not None and self.layer_states.num_positions <= self.num_written_positions
 
     def rewind(self, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Drop the state from `num_positions` on. The log is written first, then a manifest says so."""
+        """Drop the state from `num_positions` on; the log is written before the manifest."""
         self.log, self.logprobs, self.num_rewinds = log, logprobs, len(log.rewinds)
         self.written.rewind(len(log.token_ids))
         self.segments = [entry for entry in self.segments if entry.end <= num_positions]
@@ -124,18 +121,17 @@ class PendingCheckpoint:
 
     @property
     def may_be_packed(self) -> bool:
-        """Return whether a log waits that may go into its worker's file: log-probabilities have files beside logs."""
+        """Return whether the log may be packed: one with log-probabilities may not."""
         return self.log is not None and self.logprobs is None and self.start is not None and not self.is_alone
 
     def pack(self, logs: WorkerLogs) -> None:
-        """Take log and timeline from those that wait, and put them into the worker's file."""
         assert self.log is not None
         assert self.start is not None
         logs.put(self.job_id, self.attempt, self.start, self.log, self.timeline)
         self.log = self.timeline = None
 
     def begun(self, write: WriteFile) -> WriteFile:
-        """Have `write` say first who makes the attempt, where no file does so yet."""
+        """Claim the attempt first, if no file does."""
 
         def write_both(checkpoints: CheckpointStore) -> int:
             if self.start is not None and not self.is_begun:
@@ -146,23 +142,18 @@ class PendingCheckpoint:
         return write_both
 
     def take_tokens(self) -> WriteFile:
-        """Take the token log from those that wait, and return a function that writes it. Call it while a log waits.
-
-        The function writes the log-probabilities first: a log is worth as much as it has of them.
-        """
         log, self.log = self.log, None
         logprobs, self.logprobs = self.logprobs, None
         assert log is not None
         return partial(self._write_tokens, log, logprobs)
 
     def take_timeline(self) -> WriteFile:
-        """Take the timeline from those that wait, and return a function that writes it. Call it while one waits."""
         timeline, self.timeline = self.timeline, None
         assert timeline is not None
         return lambda checkpoints: checkpoints.write_timeline(self.job_id, self.attempt, timeline)
 
     def take_state(self, max_positions: int) -> WriteFile:
-        """Return a function that writes the next file of the state. Call it while `has_state`, and run it first."""
+        """Return a function that writes the state's next file; run it before the next call."""
         if self.is_manifest_due and (self._is_behind or not (self._may_write_states or self.drafter_state)):
             return self._write_manifest
         if self._may_write_states:
@@ -181,7 +172,7 @@ class PendingCheckpoint:
         return checkpoints.write_with_logprobs(self.job_id, self.attempt, log, logprobs, self.written)
 
     def _write_segment(self, start: int, token_ids: TokenIds, checkpoints: CheckpointStore) -> int:
-        assert self.source is not None  # `CheckpointWriter.put_state` asks for it
+        assert self.source is not None  # `CheckpointWriter.put_state` requires it
         segment = Segment(start, token_ids, self.source.kv(start, start + len(token_ids)))
         entry = checkpoints.write_segment(self.job_id, self.attempt, segment)
         self.segments.append(entry)
@@ -211,7 +202,6 @@ class PendingCheckpoint:
         return checkpoints.write_manifest(self.job_id, self.attempt, manifest, replaced)
 
     def _replace(self, entry: DrafterEntry | LayerStatesEntry | None) -> None:
-        """Have the file of a state deleted behind the next manifest."""
         if entry is not None:
             self.replaced.append(entry.file)
 
@@ -220,18 +210,17 @@ Positioned = TypeVar("Positioned", LayerStates, LayerStatesEntry)
 
 
 def _up_to(states: Positioned | None, num_positions: int) -> Positioned | None:
-    """States of layers that no position behind the first ones has changed."""
+    """Return the states if no position after the first `num_positions` changed them."""
     return states if states is not None and states.num_positions <= num_positions else None
 
 
-# Writes checkpoints behind the engine's back: one thread, one file at a time, token logs before all else.
+# Background writing of checkpoints: one thread, one file at a time, token logs first.
 
 
 class CheckpointWriter:
-    """One background thread that writes the checkpoints of all running jobs of a worker.
+    """One background thread that writes the checkpoints of a worker's jobs.
 
-    `put_*` return at once, whatever the storage does. Where it is slower than the engine, the newest replaces what
-    waits: the memory held is one token log and one state of the drafter per job, and one encoded file.
+    `put_*` return at once. If the storage is slow, the newest data replaces what is pending.
     """
 
     def __init__(
@@ -241,18 +230,18 @@ class CheckpointWriter:
         on_written: Callable[[FileKind, int, float], None],
         logs: WorkerLogs | None = None,
     ) -> None:
-        """A segment has at most `segment_positions` positions. Without `logs` each job has a token log of its own.
+        """Write segments of at most `segment_positions`; without `logs` nothing is packed.
 
-        `on_written(kind, num_bytes, seconds)` is called after each file, in the writer's thread.
+        The thread calls `on_written(kind, num_bytes, seconds)` after each file.
         """
         self._checkpoints = checkpoints
         self._segment_positions = segment_positions
         self._on_written = on_written
         self._logs = logs
-        self._jobs: dict[str, PendingCheckpoint] = {}  # the one that waited longest first
-        self._changed = threading.Condition()  # guards all that follows, and the jobs
-        self._writing: str | None = None  # a job whose own file is being written, "" for the worker's
-        self._kind: FileKind = "tokens"  # of the file that is being written, or was last
+        self._jobs: dict[str, PendingCheckpoint] = {}  # in the order of their turns
+        self._changed = threading.Condition()  # guards the jobs and all fields below
+        self._writing: str | None = None  # the job whose file is being written, "" for packed logs
+        self._kind: FileKind = "tokens"  # the current or last file
         self._failure: Exception | None = None
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
@@ -270,10 +259,10 @@ class CheckpointWriter:
         start: AttemptStart | None = None,
         is_begun: bool = False,
     ) -> None:
-        """Begin with a job, behind the `segments` that a resume found valid. Without `source` it has no state.
+        """Begin a job after the `segments` of its resume; without `source` it has no state.
 
-        Of the first `num_logprobs` tokens the log-probabilities are in files of earlier attempts. `start` is written
-        in front of the first file, unless the attempt `is_begun`: then it is there already.
+        `num_logprobs` tokens have log-probabilities in earlier attempts' files. `start` is written first unless the
+        attempt `is_begun`.
         """
         with self._changed:
             if job_id in self._jobs:
@@ -283,7 +272,7 @@ class CheckpointWriter:
             self._jobs[job_id] = job
 
     def together(self) -> AbstractContextManager[bool]:
-        """Begin to write what is put inside the block only behind it."""
+        """Hold back writing until the block ends."""
         return self._changed
 
     def put_tokens(
@@ -294,11 +283,9 @@ class CheckpointWriter:
         logprobs: TokenLogprobs | None = None,
         is_alone: bool = False,
     ) -> None:
-        """Have `output_ids` [num_tokens], all tokens generated so far, written as the job's token log. Copies these.
+        """Queue `output_ids` [num_tokens], all tokens so far, as the job's log; copies them.
 
-        With `is_alone` it goes into a file of its own from now on, since the job is to go on elsewhere.
-
-        `logprobs`, where the job asks for them, are of all these tokens; they are not copied and must not change.
+        `is_alone` keeps the log unpacked, because the job moves. `logprobs` are not copied and must not change.
         """
         log = TokenLog(np.array(output_ids, dtype=np.uint32), rewinds)
         with self._changed:
@@ -308,9 +295,9 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def rewind(self, job_id: str, log: TokenLog, num_positions: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Put a log with one more rewind, as `put_tokens` does, and drop the state from `num_positions` on.
+        """Queue a log with one more rewind; drop the state from `num_positions` on.
 
-        When this returns, nothing reads those positions of the job's source any more.
+        Afterwards nothing reads those positions of the source.
         """
         with self._changed:
             job = self._opened(job_id)
@@ -321,7 +308,6 @@ class CheckpointWriter:
             self._changed.notify_all()
 
     def put_timeline(self, job_id: str, timeline: Timeline) -> None:
-        """Have the job's timeline written, after all token logs; it counts as a part of these."""
         with self._changed:
             self._opened(job_id).timeline = timeline
             self._changed.notify_all()
@@ -329,11 +315,10 @@ class CheckpointWriter:
     def put_state(
         self, job_id: str, token_ids: NDArray[np.integer], drafter: State, layers: LayerStates | None = None
     ) -> None:
-        """Have the state written of a sequence whose cache holds `token_ids` [num_positions], prompt included.
+        """Queue the state of a cache that holds `token_ids` [num_positions].
 
-        The arrays of `drafter` ({} = none) and `layers` are given away: the caller must not change them. `token_ids`
-        is copied. Without `layers` those that came before stay.
-        A cache behind the job's segments, as in the middle of a replay, has nothing new and is passed over.
+        Takes ownership of `drafter` and `layers`; without `layers` the earlier ones stay. A cache that ends before the
+        job's segments is ignored.
         """
         copied = np.array(token_ids, dtype=np.uint32)
         with self._changed:
@@ -346,26 +331,22 @@ class CheckpointWriter:
                 self._changed.notify_all()
 
     def num_state_positions(self, job_id: str) -> int:
-        """Positions of the newest state put, or of the segments that the job was opened with."""
         with self._changed:
             return self._opened(job_id).num_positions
 
     def num_written_positions(self, job_id: str, limit: int) -> int:
-        """Positions in the job's segments that end at `limit` at most: its source is not asked for them any more."""
+        """Return the positions in segments up to `limit`, which need no source."""
         with self._changed:
             return self._opened(job_id).num_written_up_to(limit)
 
     def num_positions_of_states(self, job_id: str) -> int:
-        """Positions of the newest states of layers put, 0 without any."""
         with self._changed:
             return self._opened(job_id).num_positions_of_states
 
     def close(self, job_id: str, has_ended: bool = True) -> bool:
-        """Drop what waits of a job and let the file being written end: nothing of the job is written afterwards.
+        """Drop a job's pending files after the current write; return whether the attempt has own files.
 
-        Nor is its source held any longer, whose memory others wait for. Returns whether the attempt has own files.
-        What the worker's file has of the job stays there, if it `has_ended`, until `forget`; else it goes to the job's
-        own folder, behind the engine's back as well.
+        With `has_ended` its packed log stays until `forget`; otherwise it moves to the job's folder.
         """
         with self._changed:
             closed = self._jobs.pop(job_id, None)
@@ -379,30 +360,28 @@ class CheckpointWriter:
             return closed.is_begun
 
     def forget(self, job_ids: Collection[str]) -> None:
-        """Note that closed jobs have results: their token logs are of no use any more."""
         with self._changed:
             if self._logs is not None and job_ids:
                 self._logs.forget(job_ids)
                 self._changed.notify_all()
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all is written, at most `seconds`. Return whether all is."""
+        """Wait up to `seconds` until all is written; return whether it is."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or self._is_idle(), seconds)
             return self._failure is None and self._is_idle()
 
     def wait_for_logs(self, job_ids: Collection[str]) -> None:
-        """Wait, however long the store takes, until jobs have their newest token logs in files of their own."""
+        """Wait until the jobs' newest logs are in files of their own."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or not self._has_logs_of(job_ids))
 
     def check(self) -> None:
-        """Raise what ended the thread: a `StoreError` where the storage failed for good."""
+        """Raise the thread's error, such as a `StoreError`."""
         if self._failure is not None:
             raise self._failure
 
     def stop(self) -> None:
-        """End the thread after the file being written."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -423,7 +402,6 @@ class CheckpointWriter:
         return self._writing is None and not is_waiting
 
     def _has_logs_of(self, job_ids: Collection[str]) -> bool:
-        """Return whether a token log of some jobs waits, or is being written."""
         is_written = self._writing in job_ids and self._kind == "tokens"
         return is_written or any(self._jobs[job_id].log is not None for job_id in job_ids if job_id in self._jobs)
 
@@ -435,14 +413,14 @@ class CheckpointWriter:
             try:
                 num_bytes = write(self._checkpoints)
                 self._on_written(kind, num_bytes, time.perf_counter() - started)
-            except Exception as error:  # whatever it is, it must reach the engine's thread: see `check`
+            except Exception as error:  # any error must reach the engine's thread, see `check`
                 failure = error
             with self._changed:
                 self._writing, self._failure = None, failure
                 self._changed.notify_all()
 
     def _next_file(self) -> tuple[FileKind, WriteFile] | None:
-        """Wait for something to write and take it: token logs first, states last; None when the thread is to end."""
+        """Return logs first and states last; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or not self._is_idle())
             if self._is_over():
@@ -452,7 +430,7 @@ class CheckpointWriter:
             return file
 
     def _most_urgent(self) -> tuple[str, tuple[FileKind, WriteFile]]:
-        """Return the job whose file is to be written next, "" for packed logs, and how; call it while one waits."""
+        """Return the next job ("" for packed logs) and its file."""
         jobs = self._jobs.values()
         if self._logs is not None and (packed := [job for job in jobs if job.may_be_packed]):
             for each in packed:
@@ -460,7 +438,7 @@ class CheckpointWriter:
             return "", ("tokens", _apart(self._logs.take()))
         if job := next((job for job in jobs if job.log is not None), None):
             if self._logs is not None:
-                self._logs.forget([job.job_id])  # the file that has it stays until this one is written
+                self._logs.forget([job.job_id])  # the packed file keeps it until this one is written
             return self._own(job, "tokens", job.take_tokens())
         if (job := next((job for job in jobs if job.timeline is not None), None)) is not None:
             return self._own(job, "tokens", job.take_timeline())
@@ -470,11 +448,10 @@ class CheckpointWriter:
         return self._own(job, "state", job.take_state(self._segment_positions))
 
     def _own(self, job: PendingCheckpoint, kind: FileKind, write: WriteFile) -> tuple[str, tuple[FileKind, WriteFile]]:
-        """A file of one job, which goes to the end of the queue, so that every job has its turn."""
+        """Move the job to the end of the queue."""
         self._jobs[job.job_id] = self._jobs.pop(job.job_id)
         return job.job_id, (kind, job.begun(write))
 
 
 def _apart(write: Callable[[], int]) -> WriteFile:
-    """A function that writes no checkpoint of a single job."""
     return lambda _: write()

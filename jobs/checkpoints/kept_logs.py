@@ -1,10 +1,8 @@
-"""Token logs that outlive their jobs, so that these can go on with more tokens some day; and how they go on from them.
+"""Token logs that outlive their jobs, so that `extend` can continue them.
 
-tokens/<job_id>.bin         of a job that ended at its max_tokens, or in a thought that there was no room to close;
+tokens/<job_id>.bin         a job that ended at max_tokens, or in a thought without room to close it;
                             written before its result
-tokens/<job_id>.logprobs    the log-probabilities of these tokens, where the job asked for them; written before both
-
-The checkpoint of a job that goes on from them has that one's attempts. It is written anew: each file says whose it is.
+tokens/<job_id>.logprobs    its log-probabilities if it asked for them; written before both
 """
 
 from __future__ import annotations
@@ -39,10 +37,9 @@ SUFFIX, LOGPROBS = ".bin", ".logprobs"
 
 
 class KeptLogs:
-    """The kept token logs of one run. Methods raise `StoreError` when the storage fails."""
+    """The kept token logs of one run. Methods raise `StoreError`."""
 
     def __init__(self, store: Store, fingerprint: str) -> None:
-        """`fingerprint` is the run's, see `RunManifest`."""
         self._store = store
         self._fingerprint = fingerprint
 
@@ -51,21 +48,20 @@ class KeptLogs:
         return cls(run.store, run.manifest.fingerprint)
 
     def write(self, job_id: str, log: TokenLog, logprobs: TokenLogprobs | None = None) -> None:
-        """Keep all that a job has generated, in place of an older log."""
         identity = self._identity(job_id)
         if logprobs is not None:
             self._store.write(_path(job_id, LOGPROBS), encode_span(log.token_ids, logprobs, identity))
         self._store.write(_path(job_id), encode_log(log, identity))
 
     def read(self, job_id: str) -> TokenLog:
-        """A job's tokens and rewinds. Raises `DamagedFileError`, also where there is no log or another job's."""
+        """Read a job's log. Raises `DamagedFileError` if absent, damaged or another job's."""
         data = self._store.read(_path(job_id))
         if data is None:
             raise DamagedFileError("found no token log")
         return decode_log(data, self._identity(job_id))
 
     def read_logprobs(self, job_id: str, log: TokenLog) -> TokenLogprobs:
-        """The log-probabilities of all tokens of a kept log. Raises `DamagedFileError`, also if some have none."""
+        """Raises `DamagedFileError`."""
         data = self._store.read(_path(job_id, LOGPROBS))
         if data is None:
             raise DamagedFileError("found no log-probabilities")
@@ -75,18 +71,15 @@ class KeptLogs:
         return span.logprobs
 
     def sizes(self) -> dict[str, int]:
-        """The jobs that have a log, with its bytes and those of log-probabilities."""
         found = {name: size for name, size in self._store.sizes(FOLDER).items() if size is not None}
         names = (name.removesuffix(SUFFIX) for name in found if name.endswith(SUFFIX))
         return {name: found[f"{name}{SUFFIX}"] + found.get(f"{name}{LOGPROBS}", 0) for name in names}
 
     def delete(self, job_id: str) -> None:
-        """Remove a job's log; an absent one is fine."""
         for suffix in (SUFFIX, LOGPROBS):
             self._store.delete(_path(job_id, suffix))
 
     def clear(self) -> None:
-        """Remove all of them."""
         self._store.delete_folder(FOLDER)
 
     def _identity(self, job_id: str) -> Identity:
@@ -108,10 +101,9 @@ def inherit(
     log: TokenLog,
     logprobs: TokenLogprobs | None = None,
 ) -> None:
-    """Write what the job of `identity` begins with: the state kept of `earlier_id`, if any, its attempts and `log`.
+    """Write the start of `identity`'s job: kept state of `earlier_id`, attempts and `log`.
 
-    `logprobs` are of all tokens of the log, where the job asks for them. The next attempt goes on there as after a
-    loss. Call it before the run knows the job; again does no harm.
+    Call it before the run knows the job; it may be repeated.
     """
     _State(CheckpointStore(store, identity.fingerprint), identity.job_id, earlier_id).take()
     for record in attempts:
@@ -124,7 +116,7 @@ def inherit(
         if record.resume is not None:
             store.write(f"{folder}/resume.json", dump_file(ResumeFile(**record.resume.model_dump()), identity))
         if record.timeline is not None:
-            # it ended with all its tokens in the log
+            # its log has all its tokens
             timeline = record.timeline.model_dump() | ({"is_released": True} if is_last else {})
             store.write(f"{folder}/timeline.json", dump_file(TimelineFile(**timeline), identity))
         its_log = log if is_last else TokenLog(np.zeros(0, dtype=np.uint32))
@@ -135,15 +127,12 @@ def inherit(
 
 
 class _State:
-    """Writes state of the earlier job as the later one's own, each file once."""
-
     def __init__(self, checkpoints: CheckpointStore, job_id: str, earlier_id: str) -> None:
         self._checkpoints = checkpoints
         self._job_id, self._earlier_id = job_id, earlier_id
-        self._segments: dict[str, SegmentEntry | None] = {}  # by the file of the earlier job; None: it can't be read
+        self._segments: dict[str, SegmentEntry | None] = {}  # by the earlier job's file; None if unreadable
 
     def take(self) -> None:
-        """Take what the manifests name, and each manifest behind it."""
         for attempt in self._checkpoints.attempts(self._earlier_id):
             if (manifest := self._checkpoints.read_manifest(self._earlier_id, attempt)) is not None:
                 own = {
@@ -154,7 +143,7 @@ class _State:
                 self._checkpoints.write_manifest(self._job_id, attempt, manifest.model_copy(update=own))
 
     def _taken(self, segments: Sequence[SegmentEntry]) -> Iterator[SegmentEntry]:
-        """The segments up to one that can't be read: those behind it have nothing to go on from."""
+        """Yield the segments before the first unreadable one."""
         for entry in segments:
             if entry.file not in self._segments:
                 self._segments[entry.file] = self._segment(entry)
@@ -183,5 +172,4 @@ class _State:
 
 
 def _attempt(entry: SegmentEntry | DrafterEntry) -> int:
-    """The attempt that has written a file."""
     return int(entry.file.partition("/")[0])

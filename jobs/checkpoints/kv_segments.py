@@ -1,10 +1,6 @@
-"""The state of a drafter, or of layers, as an Arrow IPC file: a record batch of one row, a binary column an array.
+"""State files (Arrow record batches of one row) and KV segments (Arrow tensors).
 
-The schema's metadata say whose it is.
-
-A KV segment as a file: Arrow IPC tensors one behind the other, which load without a copy.
-
-They are the first position, whose segment it is, the tokens, keys and values.
+A segment's tensors are first position, owner, tokens, keys and values; they load without a copy.
 """
 
 from __future__ import annotations
@@ -22,12 +18,12 @@ from swiftbatch.jobs.file_owner import DamagedFileError, Identity
 State = dict[str, NDArray[Any]]
 
 IDENTITY = b"identity"
-PLAIN_KINDS = "biufc"  # bool, integers, floats, complex: nothing that would have to be pickled
+PLAIN_KINDS = "biufc"  # bool, integers, floats, complex: nothing needs pickle
 
 
 @dataclass(frozen=True)
 class LayerStates:
-    """The states that layers have behind the first `num_positions` positions, in place of keys and values."""
+    """States of layers after `num_positions` positions, in place of keys and values."""
 
     num_positions: int
     arrays: State  # never changed
@@ -38,13 +34,13 @@ class LayerStates:
 
 
 def encode_state(state: State, identity: Identity) -> memoryview:
-    """The bytes of a job's state file; arrays of any shape. Raises `TypeError` for a dtype that is no plain number."""
+    """Encode a job's state. Raises `TypeError` for odd dtypes."""
     import pyarrow as pa
 
     columns = [(_field(name, array), _column(array)) for name, array in state.items()]
     schema = pa.schema([field for field, _ in columns], metadata={IDENTITY: identity.pack()})
     batch = pa.record_batch([column for _, column in columns], schema=schema)
-    # a first pass that only counts: a buffer that grows would need the room twice
+    # the first pass counts bytes: a growing buffer would need twice the memory
     counter = pa.MockOutputStream()
     _write(batch, counter)
     buffer = pa.allocate_buffer(counter.size())
@@ -53,7 +49,7 @@ def encode_state(state: State, identity: Identity) -> memoryview:
 
 
 def decode_state(data: bytes) -> State:
-    """The arrays of a state file, writable and in memory of their own. Raises `DamagedFileError`."""
+    """Decode a state file into new, writable arrays. Raises `DamagedFileError`."""
     import pyarrow as pa
 
     try:
@@ -64,7 +60,7 @@ def decode_state(data: bytes) -> State:
 
 
 def identity_of_state(data: bytes) -> Identity | None:
-    """Read which job a state's file names, before anything of it is checked; None where it names none."""
+    """Read the owner without checking the file; None if it names none."""
     import pyarrow as pa
 
     try:
@@ -84,7 +80,7 @@ def _field(name: str, array: NDArray[Any]) -> Any:
 
 
 def _column(array: NDArray[Any]) -> Any:
-    """One value: the array's bytes, not copied where they are in order already."""
+    """Copy only if out of order."""
     import pyarrow as pa
 
     values = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
@@ -107,14 +103,14 @@ def _array(field: Any, column: Any) -> NDArray[Any]:
     return values.reshape(json.loads(field.metadata[b"shape"])).copy()
 
 
-# 16-bit floats are kept as their bits, since Arrow has no bfloat16; rows in 8 bits as the bytes of codes and scales
+# Arrow has no bfloat16, so 16-bit floats are stored as bits; 8-bit rows as bytes of codes and scales
 KV_DTYPES = tuple(map(np.dtype, ("uint16", "float32", "int8", "uint8")))
-HEADERS_SIZE = 4096  # room for what Arrow puts before four tensors, and the second of them: a few hundred bytes in all
+HEADERS_SIZE = 4096  # bytes for Arrow's four tensor headers and the owner: a few hundred suffice
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The positions `[start, end)` of one sequence: their tokens, prompt included, and their keys and values."""
+    """The tokens, prompt included, keys and values of positions `[start, end)`."""
 
     start: int
     token_ids: TokenIds  # [num_positions]
@@ -126,10 +122,7 @@ class Segment:
 
 
 def encode_segment(segment: Segment, identity: Identity) -> memoryview:
-    """The bytes of a job's segment file, in one buffer of that size: the only copy made of `kv`.
-
-    Raises `TypeError` for arrays of another dtype or of shapes that do not go together.
-    """
+    """Encode a segment, copying `kv` once. Raises `TypeError` for wrong dtypes or shapes."""
     import pyarrow as pa
 
     _check(segment)
@@ -144,7 +137,7 @@ def encode_segment(segment: Segment, identity: Identity) -> memoryview:
 
 
 def decode_segment(data: bytes) -> Segment:
-    """The segment of a file; its arrays are read-only views on `data`. Raises `DamagedFileError` for anything else."""
+    """Decode a segment into read-only views of `data`. Raises `DamagedFileError`."""
     import pyarrow as pa
 
     source = pa.BufferReader(data)
@@ -163,7 +156,7 @@ def decode_segment(data: bytes) -> Segment:
 
 
 def identity_of_segment(data: bytes) -> Identity | None:
-    """Read which job a segment's file names, before anything of it is checked; None where it names none."""
+    """Read the owner without checking the file; None if it names none."""
     import pyarrow as pa
 
     try:
@@ -174,7 +167,7 @@ def identity_of_segment(data: bytes) -> Identity | None:
 
 
 def _read_head(source: Any) -> tuple[int, memoryview]:
-    """The first position, and the bytes of the identity, of a segment file's reader, which then is behind them."""
+    """Read the first position and the owner's bytes."""
     import pyarrow as pa
 
     header = pa.ipc.read_tensor(source).to_numpy()

@@ -1,9 +1,7 @@
-"""The log-probabilities of running jobs, in files beside their token logs: written before these, read with them.
+"""Log-probabilities of running jobs, written before their token log.
 
-A file has those of some consecutive output tokens: a header with checksums, whose they are, the token ids, their
-log-probabilities, and ids and log-probabilities of the likeliest tokens at each place; 4 bytes a number, little-endian.
-What stands there follows from the job and its tokens up to each place: bytes that name both can be trusted, whatever
-was rewound since, and by whichever attempt they were written.
+A file has header, owner, token ids, their log-probabilities, and the likeliest tokens; 4 bytes a number, little-endian.
+It is valid for any attempt with the same tokens up to its end.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from swiftbatch.jobs.logprobs import TokenLogprobs
 from swiftbatch.jobs.storage.store import Store
 
 MAGIC = b"SWLOGPRB"
-HEADER = struct.Struct("<8sIII32s")  # magic, first token, tokens, likeliest, SHA-256 of tokens in front
-CHECKSUM = struct.Struct("<I")  # CRC-32 of the header and of all behind this
+HEADER = struct.Struct("<8sIII32s")  # magic, first token, num_tokens, num_top, SHA-256 of the tokens before
+CHECKSUM = struct.Struct("<I")  # CRC-32 of the header and everything after this
 NAME = re.compile(r"logprobs-([0-9]+)-([0-9]+)-[0-9]+\.bin")
 
 
@@ -35,12 +33,12 @@ class LogprobSpan(NamedTuple):
     """The log-probabilities of the output tokens from `start` on."""
 
     start: int
-    digest_before: bytes  # of the tokens in front of them
+    digest_before: bytes  # hash of the tokens before `start`
     token_ids: TokenIds  # [num_tokens]
     logprobs: TokenLogprobs
 
     def num_agreeing(self, token_ids: TokenIds) -> int:
-        """Count the first tokens of the span that an output has in their places; 0 if the tokens in front differ."""
+        """Count the span's first tokens that an output has in place."""
         if self.start > len(token_ids) or self.digest_before != _digest(token_ids[: self.start]):
             return 0
         theirs = token_ids[self.start : self.start + len(self.token_ids)]
@@ -49,7 +47,7 @@ class LogprobSpan(NamedTuple):
 
 
 def encode_span(token_ids: TokenIds, logprobs: TokenLogprobs, identity: Identity, start: int = 0) -> bytes:
-    """Encode the tokens of a job's output and their log-probabilities from `start` on; both are of all its tokens."""
+    """Encode log-probabilities from `start` on; the arguments hold all tokens."""
     part = logprobs.part(start, len(token_ids))
     arrays = (token_ids[start:], part.logprobs, part.top_ids, part.top_logprobs)
     types = ("<u4", "<f4", "<i4", "<f4")
@@ -60,7 +58,7 @@ def encode_span(token_ids: TokenIds, logprobs: TokenLogprobs, identity: Identity
 
 
 def decode_span(data: bytes, identity: Identity) -> LogprobSpan:
-    """Read what `encode_span` was given, into new memory. Raises `DamagedFileError`, never gives wrong numbers."""
+    """Decode a span into new memory. Raises `DamagedFileError`."""
     start, num_tokens, num_top, before, payload = _checked(data, identity)
     if len(payload) != 8 * num_tokens * (1 + num_top):
         raise DamagedFileError(f"found {len(payload)} bytes of numbers, expected {8 * num_tokens * (1 + num_top)}")
@@ -74,7 +72,7 @@ def decode_span(data: bytes, identity: Identity) -> LogprobSpan:
 
 
 def _checked(data: bytes, identity: Identity) -> tuple[int, int, int, bytes, memoryview]:
-    """The header of a whole file of the job, from its first token on, and the numbers behind it."""
+    """Return first token, counts, digest and numbers."""
     if len(data) < HEADER.size + CHECKSUM.size:
         raise DamagedFileError(f"found {len(data)} bytes, expected a header of {HEADER.size + CHECKSUM.size}")
     magic, start, num_tokens, num_top, before = HEADER.unpack_from(data)
@@ -88,22 +86,22 @@ def _checked(data: bytes, identity: Identity) -> tuple[int, int, int, bytes, mem
 
 @dataclass
 class WrittenSpans:
-    """The files of an attempt that hold log-probabilities, and the tokens of each.
+    """An attempt's files of log-probabilities and their tokens.
 
-    A new file takes in those that are no larger than it would be: so few files stay, and each number is written a few
-    times only. The files whose place it has taken are dropped once its token log is written: an older log needs them.
+    A new file absorbs smaller ones, so files stay few. These are deleted after the new log, because the older log needs
+    them.
     """
 
-    num_before: int = 0  # tokens whose log-probabilities earlier attempts have written
-    files: list[tuple[int, int, str]] = field(default_factory=list)  # first token, end, name; one behind the other
-    replaced: list[str] = field(default_factory=list)  # names of files that are to be dropped
+    num_before: int = 0  # tokens covered by files of earlier attempts
+    files: list[tuple[int, int, str]] = field(default_factory=list)  # (first token, end, name), consecutive
+    replaced: list[str] = field(default_factory=list)  # names of files to delete
 
     @property
     def end(self) -> int:
         return self.files[-1][1] if self.files else self.num_before
 
     def start_of_next(self, num_tokens: int) -> int:
-        """The first token of a file that ends at `num_tokens`."""
+        """Return the first token of the next file."""
         start = self.end
         for first, end, _ in reversed(self.files):
             if end - first > num_tokens - start:
@@ -112,18 +110,16 @@ class WrittenSpans:
         return start
 
     def add(self, start: int, num_tokens: int, name: str) -> None:
-        """Note that a file from `start` up to `num_tokens` has been written."""
         self.replaced += [other for first, _, other in self.files if first >= start]
         self.files = [entry for entry in self.files if entry[0] < start] + [(start, num_tokens, name)]
 
     def rewind(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` only: the log-probabilities that files have of them are as good as before."""
         self.num_before = min(self.num_before, num_tokens)
         self.files = [(first, min(end, num_tokens), name) for first, end, name in self.files if first < num_tokens]
 
 
 def span_name(start: int, end: int, num_rewinds: int) -> str:
-    """The name of a file; none is ever written twice with other content."""
+    """Return a file name that is never reused for other content."""
     return f"logprobs-{start}-{end}-{num_rewinds}.bin"
 
 
@@ -132,7 +128,7 @@ def _digest(token_ids: TokenIds) -> bytes:
 
 
 class LogprobFiles:
-    """The log-probability files of one run. `folders` are those of a job's attempts. Methods raise `StoreError`."""
+    """The log-probability files of one run. Methods raise `StoreError`."""
 
     def __init__(self, store: Store, files: CheckedFiles) -> None:
         self._store = store
@@ -141,7 +137,7 @@ class LogprobFiles:
     def write(
         self, folder: str, written: WrittenSpans, log: TokenLog, logprobs: TokenLogprobs, identity: Identity
     ) -> int:
-        """Write the log-probabilities not `written` yet; `logprobs` are of all tokens. Returns bytes written."""
+        """Write the log-probabilities not yet `written`. Returns bytes written."""
         num_tokens = len(log.token_ids)
         if num_tokens <= written.end:
             return 0
@@ -153,13 +149,12 @@ class LogprobFiles:
         return len(data)
 
     def drop_replaced(self, folder: str, written: WrittenSpans) -> None:
-        """Remove the files whose place others have taken."""
         while written.replaced:
             self._store.delete(f"{folder}/{written.replaced[-1]}")
             written.replaced.pop()
 
     def read(self, folders: Sequence[str], token_ids: TokenIds, num_top: int, identity: Identity) -> TokenLogprobs:
-        """Read the log-probabilities of an output's first tokens, as many as the files hold without a gap."""
+        """Read an output's log-probabilities up to the first gap."""
         decode = partial(decode_span, identity=identity)
         places = sorted(self._places(folders), key=lambda place: place[:2])
         spans: dict[str, LogprobSpan | None] = {}
@@ -182,13 +177,11 @@ class LogprobFiles:
         return TokenLogprobs.joined(parts, num_top)
 
     def _places(self, folders: Sequence[str]) -> Iterator[tuple[int, int, str]]:
-        """First token, end and path of each file."""
         for folder in folders:
             for name in self._store.list(folder):
                 if found := NAME.fullmatch(name):
                     yield int(found[1]), int(found[2]), f"{folder}/{name}"
 
     def _reaching(self, places: Sequence[tuple[int, int, str]], num_found: int) -> list[tuple[int, str]]:
-        """The files that go on behind the first tokens, the farthest first."""
         reaching = [(end, path) for start, end, path in places if start <= num_found < end]
         return sorted(reaching, reverse=True)

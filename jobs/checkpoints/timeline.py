@@ -1,4 +1,4 @@
-"""The timeline of an attempt: how many tokens it had at some moments, kept so that a report can be made afterwards."""
+"""An attempt's token counts over time, for reports."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from pydantic import Field, model_validator
 
 from swiftbatch.jobs.json_records import Strict
 
-Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # seconds since the epoch, to the end of the year 9999
+Moment = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # seconds since the epoch, up to the year 9999
 
 MAX_MARKS = 64
 MIN_STRIDE_SECONDS = 1.0
 
 
 class Timeline(Strict):
-    """Columns [num_marks], one mark after the other; each counts from the attempt's first new tokens on.
+    """Columns [num_marks], from the first verified step on.
 
-    The first mark is at the attempt's first verified step, so that what it read first stays out of the pace.
-    `num_tokens` are the job's generated tokens, those that a resume recovered included; the other counts are this
-    attempt's.
+    `num_tokens` includes recovered tokens; the other counts are this attempt's.
     """
 
-    started: Moment  # of the first mark
+    started: Moment  # time of the first mark
     seconds: tuple[float, ...]  # since `started`
     num_tokens: tuple[int, ...]
     num_drafts: tuple[int, ...]
     num_accepted_tokens: tuple[int, ...]
-    is_released: bool = False  # the attempt ended at its last mark, with all its tokens in the log
+    is_released: bool = False  # the attempt ended at its last mark with all its tokens in the log
 
     @model_validator(mode="after")
     def _has_equal_columns(self) -> Self:
@@ -38,10 +36,9 @@ class Timeline(Strict):
 
 
 class TimelineRecorder:
-    """Takes the marks of a running attempt: at most `MAX_MARKS`, however long it runs.
+    """Records at most `MAX_MARKS` marks.
 
-    When there are too many, every second one goes and the next ones come half as often: a mark is never further from
-    its neighbour than a thirtieth of the attempt, or `MIN_STRIDE_SECONDS`.
+    When they are full, every second one is dropped and the interval doubles.
     """
 
     def __init__(self) -> None:
@@ -49,10 +46,10 @@ class TimelineRecorder:
         self._stride = MIN_STRIDE_SECONDS
         self._started = 0.0
         self._newest: tuple[float, int, int, int] | None = None
-        self.has_news = False  # there is a mark that no timeline taken has
+        self.has_news = False  # some marks are not in a taken timeline
 
     def note(self, now: float, wall: float, num_tokens: int, num_drafts: int, num_accepted_tokens: int) -> None:
-        """Note how far the attempt is; `now` in `time.monotonic()` seconds, `wall` in seconds since the epoch."""
+        """Record progress; `now` is `time.monotonic()`, `wall` seconds since the epoch."""
         mark = (now, num_tokens, num_drafts, num_accepted_tokens)
         if not self._marks:
             self._started = wall
@@ -61,12 +58,12 @@ class TimelineRecorder:
             return
         self._marks.append(mark)
         self.has_news = True
-        if len(self._marks) > MAX_MARKS - 1:  # the newest one comes on top
+        if len(self._marks) > MAX_MARKS - 1:  # the newest one is added to these
             del self._marks[1::2]
             self._stride *= 2
 
     def take(self, is_released: bool = False) -> Timeline | None:
-        """The timeline up to now, None before the first step."""
+        """Return the timeline so far, None before the first step."""
         if self._newest is None:
             return None
         self.has_news = False

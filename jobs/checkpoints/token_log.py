@@ -1,4 +1,4 @@
-"""The token log of a job as bytes, and the log of a worker that holds those of all its jobs in one file."""
+"""A job's token log as bytes, and a worker's packed file of logs."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ REWIND = struct.Struct("<II")
 
 
 class Rewind(NamedTuple):
-    """A loop of the output was taken back: of `num_tokens` generated ones the first `num_kept` stayed."""
+    """A removed loop: of `num_tokens` generated ones the first `num_kept` stayed."""
 
     num_tokens: int
     num_kept: int
 
 
 class TokenLog(NamedTuple):
-    """The output of a job so far: `token_ids` [num_tokens] as they stand, and all rewinds, oldest first."""
+    """A job's output so far: `token_ids` [num_tokens], and all rewinds, oldest first."""
 
     token_ids: TokenIds
     rewinds: tuple[Rewind, ...] = ()
 
     @property
     def progress(self) -> tuple[int, int]:
-        """A pair that is the greater, the further the job was: a rewind takes tokens back, and none is ever undone."""
+        """An ordering key that grows with progress, also at a rewind."""
         return len(self.rewinds), len(self.token_ids)
 
     def until(self, num_tokens: int) -> TokenLog:
-        """The log as it was when the job last had these first tokens and no more, without rewinds to behind them."""
+        """Return the log when it last had exactly `num_tokens` tokens."""
         if num_tokens >= len(self.token_ids):
             return self
         numbers = (number for number, rewind in enumerate(self.rewinds, 1) if rewind.num_kept <= num_tokens)
@@ -67,7 +67,7 @@ class TokenLog(NamedTuple):
 
 
 def encode_log(log: TokenLog, identity: Identity) -> bytes:
-    """The bytes of a job's log. Raises `TypeError` for token ids of another dtype or shape."""
+    """Encode a job's log. Raises `TypeError` for unfit token ids."""
     token_ids, rewinds = log
     if token_ids.dtype != np.uint32 or token_ids.ndim != 1:
         raise TypeError(f"found token ids of {token_ids.dtype} {token_ids.shape}, expected uint32 [num_tokens]")
@@ -77,7 +77,7 @@ def encode_log(log: TokenLog, identity: Identity) -> bytes:
 
 
 def decode_log(data: bytes, identity: Identity) -> TokenLog:
-    """The log of a job, its tokens in memory of their own. Raises `DamagedFileError`, never gives wrong tokens."""
+    """Decode a job's log into new memory. Raises `DamagedFileError`."""
     if len(data) < HEADER.size:
         raise DamagedFileError(f"found {len(data)} bytes, expected a header of {HEADER.size}")
     magic, num_tokens, checksum = HEADER.unpack_from(data)
@@ -95,7 +95,7 @@ def decode_log(data: bytes, identity: Identity) -> TokenLog:
 
 
 def _size_of_rewinds(payload: bytes) -> int:
-    """Bytes of the rewinds, in front of the tokens."""
+    """Return the bytes of the rewinds."""
     if len(payload) < NUM_REWINDS.size:
         raise DamagedFileError(f"found {len(payload)} bytes behind the header, expected the number of rewinds")
     (num_rewinds,) = NUM_REWINDS.unpack_from(payload)
@@ -105,18 +105,18 @@ def _size_of_rewinds(payload: bytes) -> int:
     return size
 
 
-# The token logs of all jobs of a worker in one file, so that an interval costs one write, however many jobs it has.
+# The logs of all jobs of a worker in one file, so that an interval costs one write.
 
 
 CHECKPOINTS, WORKERS, WORKER_LOG_SUFFIX = "checkpoints", "workers", ".logs"
 WORKER_LOGS_FOLDER = f"{CHECKPOINTS}/{WORKERS}"
-ENTRY_HEAD = b'{"entry":'  # with which the line of an entry begins
-NUM_LISTINGS = 3  # for files, which go when the next one is there
-NUM_WRITERS = 16  # at a time, where a file is unpacked
+ENTRY_HEAD = b'{"entry":'  # every entry begins with it
+NUM_LISTINGS = 3  # a listing may miss a file that was just replaced
+NUM_WRITERS = 16  # files written at a time when unpacking
 
 
 class PackedLog(NamedTuple):
-    """One attempt's entry: the bytes of its files, none where it has no timeline yet."""
+    """The files of one attempt as bytes; the timeline may be empty."""
 
     job_id: str
     attempt: int
@@ -126,37 +126,35 @@ class PackedLog(NamedTuple):
 
     @property
     def files(self) -> dict[str, bytes]:
-        """Files by name, the log last: once that is there, all are."""
+        """Files by name, the log last, to prove the others."""
         return {"claim.json": self.claim, "timeline.json": self.timeline, "tokens.bin": self.log}
 
 
 class FoundLogs(NamedTuple):
-    """Files by their names, and the entries in them."""
+    """The names of packed files, and their entries."""
 
     names: list[str]
     entries: list[PackedLog]
 
     def without(self, job_ids: Collection[str]) -> FoundLogs:
-        """The same without what the files have of some jobs: it is of no use any more."""
         return FoundLogs(self.names, [entry for entry in self.entries if entry.job_id not in job_ids])
 
 
 class RunningAttempt(NamedTuple):
-    """An attempt that is in its worker's file: what reports say of it, and its tokens."""
+    """An attempt in a worker's packed file."""
 
     record: AttemptRecord
     log: TokenLog
 
 
 class _Head(Strict):
-    entry: Literal[1] = 1  # with `HEAD`, what a reader looks for behind damage
+    entry: Literal[1] = 1  # `ENTRY_HEAD` matches it, to find the next entry after damage
     job_id: str
     attempt: int
     sizes: tuple[int, int, int] = Field(description="of the files in bytes")
 
 
 def pack(entries: Iterable[PackedLog]) -> bytes:
-    """The file of some entries."""
     parts: list[bytes] = []
     for entry in entries:
         files = list(entry.files.values())
@@ -166,7 +164,7 @@ def pack(entries: Iterable[PackedLog]) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[list[PackedLog], int]:
-    """The entries of a file that can be found, and the number of bytes that belong to none: it was torn or damaged."""
+    """Return a file's readable entries, and its number of damaged bytes."""
     entries, num_lost, start = [], 0, 0
     while start < len(data):
         behind = data.find(b"\n", start) + 1
@@ -187,7 +185,7 @@ def unpack(data: bytes) -> tuple[list[PackedLog], int]:
 
 
 def _next_entry(data: bytes, files: int, end: int) -> int:
-    """Return where the entry behind one begins, whose files do from `files` to `end`: sooner if bytes were lost."""
+    """Find the next entry, or earlier if bytes are missing."""
     if end == len(data) or data.startswith(ENTRY_HEAD, end):
         return end
     sooner = data.find(ENTRY_HEAD, files, end + len(ENTRY_HEAD) - 1)
@@ -202,13 +200,12 @@ def _head(line: bytes) -> _Head | None:
 
 
 class PackedLogs:
-    """The files of the workers of one run. Methods raise `StoreError` when the storage fails."""
+    """The packed files of a run's workers. Methods raise `StoreError`."""
 
     def __init__(self, store: Store, fingerprint: str) -> None:
-        """`fingerprint` is the run's, see `RunManifest`."""
         self._store, self._fingerprint = store, fingerprint
         self._files = CheckedFiles(store)
-        self._known: dict[str, dict[str, RunningAttempt]] = {}  # by the names of files, which never change
+        self._known: dict[str, dict[str, RunningAttempt]] = {}  # by file name; files never change
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -223,27 +220,25 @@ class PackedLogs:
         return PackedLog(job_id, attempt, claim, kept, encode_log(log, identity))
 
     def write(self, name: str, entries: Iterable[PackedLog]) -> int:
-        """Write a file as a whole. Returns its bytes."""
         data = pack(entries)
         self._store.write(f"{WORKER_LOGS_FOLDER}/{name}", data)
         return len(data)
 
     def delete(self, name: str) -> int:
-        """Remove a file; an absent one is fine. Returns the bytes written, none."""
         self._store.delete(f"{WORKER_LOGS_FOLDER}/{name}")
         return 0
 
     def names(self, worker_ids: Collection[str] | None = None) -> list[str]:
-        """The files of some workers, or of all, the older ones of a worker first."""
+        """Return the files of some workers, or of all, oldest first."""
         names = [name for name in self._store.list(WORKER_LOGS_FOLDER) if name.endswith(WORKER_LOG_SUFFIX)]
         return [name for name in names if worker_ids is None or name.rsplit("-", 2)[0] in worker_ids]
 
     def read(self, worker_ids: Collection[str] | None = None) -> dict[str, RunningAttempt]:
-        """Return what the files of some workers, or of all, say of jobs, by ids; of several attempts the furthest."""
+        """Return the furthest attempts in the files of some workers, or of all, by job."""
         for _ in range(NUM_LISTINGS):
             read = {name: self._known.get(name) or self._attempts(name) for name in self.names(worker_ids)}
             self._known = {name: attempts for name, attempts in read.items() if attempts is not None}
-            if len(read) == len(self._known):  # else a file has gone in between, and the next one is there
+            if len(read) == len(self._known):  # otherwise a file was replaced meanwhile
                 break
         found: dict[str, RunningAttempt] = {}
         for attempts in self._known.values():
@@ -253,7 +248,7 @@ class PackedLogs:
         return found
 
     def entries(self, name: str) -> list[PackedLog] | None:
-        """Read the entries of a file, None where it has gone; bytes that are no whole entry are named as damage."""
+        """Read a file's entries, None if it is gone; damage is logged."""
         if (data := self._store.read(f"{WORKER_LOGS_FOLDER}/{name}")) is None:
             return None
         found, num_lost = unpack(data)
@@ -262,16 +257,13 @@ class PackedLogs:
         return found
 
     def found(self, worker_ids: Collection[str] | None = None) -> FoundLogs:
-        """The files of some workers, or of all, and what they have."""
         names = self.names(worker_ids)
         return FoundLogs(names, [entry for name in names for entry in self.entries(name) or ()])
 
     def put_in_place(self, found: FoundLogs) -> None:
-        """Write entries as the attempts' own files, then delete the files that had them.
+        """Write entries as the attempts' own files, then delete the packed ones.
 
-        To do so again does no harm, whenever it was broken off. Nor does a worker that is believed lost and goes on:
-        nobody else writes below its attempts' numbers, and these are overtaken, so that nobody misses what its next
-        files have.
+        It may be repeated. A worker wrongly thought dead does no harm, because its attempts are superseded.
         """
         by_attempt: dict[tuple[str, int], list[PackedLog]] = {}
         for entry in found.entries:
@@ -281,7 +273,7 @@ class PackedLogs:
             list(pool.map(self.delete, found.names))
 
     def place(self, entry: PackedLog) -> int:
-        """Write an entry as its attempt's own files, unless these are as far. Returns bytes written."""
+        """Write an entry as own files unless these are as far. Returns bytes written."""
         log = self._files.decoded(_place(entry), entry.log, partial(self._decoded, entry))
         folder = f"{CHECKPOINTS}/{entry.job_id}/{entry.attempt:04d}"
         if log is None:
@@ -296,7 +288,7 @@ class PackedLogs:
         return sum(map(len, files.values()))
 
     def _attempts(self, name: str) -> dict[str, RunningAttempt] | None:
-        """The attempts that a file tells of, by job; None where it has gone."""
+        """Return None if the file is gone."""
         if (entries := self.entries(name)) is None:
             return None
         found = {}
@@ -323,25 +315,25 @@ def _place(entry: PackedLog) -> str:
 
 
 class WorkerLogs:
-    """The file of one worker: its newest token logs, until each is in its job's own folder or no longer needed.
+    """One worker's packed file of logs.
 
-    `take` and `take_rest` return functions that write: these are called one after the other, all else under one lock.
+    The functions from `take` and `take_rest` run one at a time, everything else under one lock.
     """
 
     def __init__(self, packed: PackedLogs, worker_id: str) -> None:
         self._packed = packed
-        self._name, self._numbers = f"{worker_id}-{token_hex(8)}", count(1)  # no other worker has the name, ever
+        self._name, self._numbers = f"{worker_id}-{token_hex(8)}", count(1)  # no other worker ever has this name
         self._entries: dict[tuple[str, int], PackedLog] = {}
         self._leaving: list[tuple[str, int]] = []
         self._written: str | None = None  # the newest file
 
     @property
     def has_rest(self) -> bool:
-        """Return whether an entry is to go to its own folder, or nothing in the file is needed any more."""
+        """Return whether an entry must move, or the file is no longer needed."""
         return bool(self._leaving or (self._written is not None and not self._entries))
 
     def put(self, job_id: str, attempt: int, start: AttemptStart, log: TokenLog, timeline: Timeline | None) -> None:
-        """Have the next file hold a log, in place of an older one of its attempt; without a timeline that one's."""
+        """Put a log into the next file; without a timeline keep the older one."""
         older = self._entries.get((job_id, attempt))
         entry = self._packed.entry(job_id, attempt, start, log, timeline)
         if timeline is None and older is not None:
@@ -349,17 +341,16 @@ class WorkerLogs:
         self._entries[job_id, attempt] = entry
 
     def leave(self, job_id: str, attempt: int) -> None:
-        """Have an entry written to its own folder: its job leaves this worker without a result."""
+        """Move an entry to its own folder."""
         if (job_id, attempt) in self._entries:
             self._leaving.append((job_id, attempt))
 
     def forget(self, job_ids: Collection[str]) -> None:
-        """Leave jobs out from now on: they have a result, or own files that are as far."""
         for key in [key for key in self._entries if key[0] in job_ids and key not in self._leaving]:
             del self._entries[key]
 
     def take(self) -> Callable[[], int]:
-        """Return a function that writes a new file, then deletes the one before, and returns the bytes written."""
+        """Return a function that replaces the file and returns the bytes written."""
         before, entries = self._written, list(self._entries.values())
         self._written = name = f"{self._name}-{next(self._numbers):06d}{WORKER_LOG_SUFFIX}"
 
@@ -372,7 +363,7 @@ class WorkerLogs:
         return write
 
     def take_rest(self) -> Callable[[], int]:
-        """Return a function for the next thing that `has_rest` tells of; no later file holds the entry."""
+        """Return a function for the next step that `has_rest` reports."""
         if self._leaving:
             entry = self._entries.pop(self._leaving.pop(0))
             return lambda: self._packed.place(entry)

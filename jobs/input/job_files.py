@@ -1,4 +1,4 @@
-"""Finds job files by paths, URIs and patterns, and opens them: plain, gzip, zstd, a pipe or standard input."""
+"""Finds job files by path, URI or pattern, and opens them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import IO, Any, cast
 from urllib.parse import quote
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.storage.folder_uri import OBJECT_STORES, hidden_credentials, local_path, shown_uri
 from swiftbatch.jobs.storage.local_folder import COPY_BYTES
-from swiftbatch.jobs.storage.object_store import OBJECT_STORES, hidden_credentials, local_path, shown_uri
 from swiftbatch.jobs.storage.store import Store, StoreError
 
 STANDARD_INPUT = "-"
-CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # by first bytes, none of which are UTF-8 text
+CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}  # magic numbers; none is UTF-8 text
 UNPACKERS = {"gzip": "gunzip", "zstd": "zstd -d"}
 
 KINDS = {
@@ -33,17 +33,17 @@ KINDS = {
     stat.S_IFBLK: "a device",
 }
 EXPECTED = "expected a JSONL or Parquet file"
-NUM_BYTES = 4096  # the first bytes of a file that tell its kind
+NUM_BYTES = 4096  # bytes read to detect a file's kind
 TAR_SIGN = slice(257, 262)
 
 UTF_8 = "expected UTF-8: convert it, as with iconv -f {0} -t UTF-8"
-BYTE_ORDER_MARKS = {  # marks of four bytes come first
+BYTE_ORDER_MARKS = {  # four-byte marks come first
     b"\xff\xfe\0\0": "UTF-32",
     b"\0\0\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-ZEROS: dict[tuple[bool, ...], str] = {  # True for a zero among the first four bytes of ASCII letters
+ZEROS: dict[tuple[bool, ...], str] = {  # True for each zero among the first four bytes of ASCII letters
     (False, True, True, True): "UTF-32LE",
     (True, True, True, False): "UTF-32BE",
     (False, True, False, True): "UTF-16LE",
@@ -62,32 +62,31 @@ SIGNATURES = {
     b"SQLite format 3\0": ("an SQLite database", EXPECTED),
     b"ARROW1\0\0": ("an Arrow file", EXPECTED),
 }
-OFFICE = (b"[Content_Types].xml", b"mimetypeapplication/vnd.oasis")  # first names in the ZIP archive of such a document
+# first entries of the ZIP archives of office documents
+OFFICE = (b"[Content_Types].xml", b"mimetypeapplication/vnd.oasis")
 
 ARRAY = re.compile(rb"\s*\[\s*(\{|$)")
 ONE_A_LINE = "expected one JSON object a line, without brackets around them: jq -c '.[]' makes that of it"
 
 
 class InputFileError(UserError):
-    """The job file as a whole can't be read."""
+    """A job file that can't be read."""
 
 
 def shown_input(path: str) -> str:
-    """The name of a job file in messages."""
     return "standard input" if path == STANDARD_INPUT else path or "''"
 
 
 def odd_kind(mode: int) -> str | None:
-    """The kind of a thing with this `st_mode`, if it is neither a file nor a folder."""
+    """Name an odd `st_mode`; None for a file or folder."""
     return KINDS.get(stat.S_IFMT(mode))
 
 
 @contextmanager
 def open_input(path: str, name: str | None = None) -> Iterator[BufferedReader]:
-    """The uncompressed bytes of a job file; `-` is standard input. A pipe is waited for. Errors call it `name`.
+    """Open the uncompressed bytes of a job file or pipe; `-` is standard input.
 
-    Raises InputFileError, also while it is read from: for what is absent, a folder, a socket or a device (which may
-    have no end), and for compressed data that is damaged or cut off.
+    Raises InputFileError, also while reading: for absent, endless or damaged files.
     """
     codec = None
     try:
@@ -98,7 +97,7 @@ def open_input(path: str, name: str | None = None) -> Iterator[BufferedReader]:
             else:
                 import pyarrow as pa
 
-                # NativeFile is no RawIOBase, and has all that a BufferedReader asks of one
+                # NativeFile is no RawIOBase but has all that BufferedReader needs
                 stream: Any = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec)
                 with BufferedReader(cast("Any", stream)) as text:
                     if inner := _codec(text):
@@ -117,14 +116,14 @@ def open_input(path: str, name: str | None = None) -> Iterator[BufferedReader]:
 
 
 def _codec(file: BufferedReader) -> str | None:
-    """Tell the compression by the first bytes; None for a file without."""
+    """Return None for plain text."""
     return next((codec for magic, codec in CODECS.items() if file.peek(4).startswith(magic)), None)
 
 
 @contextmanager
 def _open(path: str) -> Iterator[BufferedReader]:
     if path == STANDARD_INPUT:
-        yield BufferedReader(cast("Any", sys.stdin.buffer))  # one that can peek, whatever stands in for it
+        yield BufferedReader(cast("Any", sys.stdin.buffer))  # a stand-in for stdin may lack `peek`
         return
     kind = odd_kind(os.stat(path).st_mode)
     if kind in ("a socket", "a device"):
@@ -134,7 +133,7 @@ def _open(path: str) -> Iterator[BufferedReader]:
 
 
 def other_kind(head: bytes) -> str | None:
-    """Say by a file's first bytes what it is instead of a job file, and what was expected; None for a job file."""
+    """Describe a file that is no job file by its first bytes; None for a job file."""
     if encoding := _wide_encoding(head):
         return f"found {encoding[:6]} text; {UTF_8.format(encoding)}"
     if head[TAR_SIGN] == b"ustar":
@@ -148,10 +147,9 @@ def other_kind(head: bytes) -> str | None:
 
 
 def is_array(line: bytes | None, head: bytes, is_only: bool) -> bool:
-    """Tell by a file's first line if it holds one JSON array of objects; `is_only`: no other line has text.
+    """Return whether a file is one JSON array; `is_only` means that no other line has text.
 
-    A whole array in front of other lines, or a torn one, is a bad line, and no file of another kind. `line` is None
-    where it is too long: then the file's first bytes, `head`, tell.
+    `line` is None if too long; then `head`, the first bytes, decides.
     """
     if line is None or is_only:
         return is_only and ARRAY.match(line or head) is not None
@@ -161,32 +159,31 @@ def is_array(line: bytes | None, head: bytes, is_only: bool) -> bool:
     try:
         json.loads(text)
     except json.JSONDecodeError as error:
-        return error.pos >= len(text)  # it goes on in the next line
+        return error.pos >= len(text)  # it continues on the next line
     except (ValueError, RecursionError):
         pass
     return False
 
 
 def _wide_encoding(head: bytes) -> str | None:
-    """The encoding of text that has more than one byte for an ASCII letter."""
+    """Detect text with several bytes per ASCII letter."""
     for mark, encoding in BYTE_ORDER_MARKS.items():
         if head.startswith(mark):
             return encoding
     return ZEROS.get(tuple(byte == 0 for byte in head[:4])) if head[:4].isascii() else None
 
 
-# Finds job files by paths, URIs and patterns, in the order in which they are read, each as a file on a disk.
+# Resolves paths, URIs and patterns in reading order to files on a disk.
 
 
 OURS = (*OBJECT_STORES, "file")
-MAX_PROBLEM = 300  # characters; some libraries tell long stories
+MAX_PROBLEM = 300  # characters; some libraries write long errors
 
 
 def found_files(said: Sequence[str]) -> list[str]:
-    """The files that paths, URIs and patterns mean: as they were said, those of a pattern sorted, each file once.
+    """Resolve paths, URIs and patterns in order, each file once.
 
-    A name with signs of a pattern that is a file's is that file. Raises InputFileError for a pattern without a file,
-    StoreError.
+    Raises InputFileError for a pattern without files, StoreError.
     """
     found: dict[str, str] = {}
     for place in said:
@@ -198,10 +195,7 @@ def found_files(said: Sequence[str]) -> list[str]:
 
 @contextmanager
 def local_copy(place: str) -> Iterator[tuple[str, str]]:
-    """The path of a job file on a disk, a copy where it is elsewhere, and its name for messages.
-
-    Raises InputFileError where there is none, StoreError.
-    """
+    """Yield a job file's local path, perhaps of a copy, and its name. Raises InputFileError, StoreError."""
     if "://" not in place:
         yield place, shown_input(place)
         return
@@ -215,20 +209,18 @@ def local_copy(place: str) -> Iterator[tuple[str, str]]:
 
 
 def split(uri: str) -> tuple[str, str]:
-    """The URI of the folder that a file is in, and the file's name."""
     place, mark, query = uri.partition("?")
     folder, _, name = place.rpartition("/")
     return f"{folder}{mark}{query}", name
 
 
 def joined(folder_uri: str, path: str) -> str:
-    """The URI of a path below a folder; what follows a '?' stays at the end."""
+    """Append a path to a folder's URI, before any `?`."""
     place, mark, query = folder_uri.partition("?") if "://" in folder_uri else (folder_uri, "", "")
     return f"{place.rstrip('/')}/{path}{mark}{query}"
 
 
 def _check_object(place: str) -> None:
-    """Raise InputFileError for a URI of an object store that names no object."""
     if _scheme(place) in OBJECT_STORES:
         bucket, _, name = shown_uri(place).partition("://")[2].partition("/")
         if not bucket or not name.rpartition("/")[2]:
@@ -240,14 +232,14 @@ def _check_object(place: str) -> None:
 
 
 def _identity(place: str) -> str:
-    """A text that is the same for all names of a file: it follows symbolic links, and makes a path of a file's URI."""
+    """Return an equal text for all names of a file."""
     if _scheme(place) == "file":
         return os.path.realpath(_path_of(place))
     return place if "://" in place or place == STANDARD_INPUT else os.path.realpath(place)
 
 
 def _copy(place: str, name: str, target: IO[bytes]) -> None:
-    """Copy a file that is elsewhere. Raises InputFileError, StoreError."""
+    """Raises InputFileError, StoreError."""
     folder, file = split(place)
     try:
         is_there = Store(folder).copy_to(file, target) if _scheme(place) in OURS else copy_foreign(place, target)
@@ -269,7 +261,7 @@ def _path_of(uri: str) -> str:
 
 
 def _matching(place: str) -> list[str]:
-    """The files that a pattern matches, sorted. Raises InputFileError, StoreError."""
+    """Raises InputFileError, StoreError."""
     if "://" not in place:
         found = _on_disk(place)
     elif _scheme(place) in OURS:
@@ -303,7 +295,7 @@ def _scheme(uri: str) -> str:
 
 
 def copy_foreign(uri: str, target: IO[bytes]) -> bool:
-    """Write the bytes of a file to `target`; False where there is none. Raises StoreError."""
+    """Copy a file to `target`; return False if absent. Raises StoreError."""
     from pyarrow.fs import FSSpecHandler, PyFileSystem
 
     with _reached(uri) as (filesystem, path):
@@ -315,7 +307,7 @@ def copy_foreign(uri: str, target: IO[bytes]) -> bool:
 
 
 def matching_foreign(uri: str) -> list[str]:
-    """The URIs of the files that a pattern matches, sorted. Raises StoreError."""
+    """List the URIs of a pattern's files, sorted. Raises StoreError."""
     with _reached(uri) as (filesystem, pattern):
         if filesystem.isfile(pattern):
             return [uri]
@@ -325,7 +317,7 @@ def matching_foreign(uri: str) -> list[str]:
 
 @contextmanager
 def _reached(uri: str) -> Iterator[tuple[Any, str]]:
-    """The fsspec filesystem of a URI, and the path there. Whatever goes wrong is one StoreError: each has its own."""
+    """Yield a URI's fsspec filesystem and path. Raises StoreError for any error."""
     try:
         import fsspec
 
@@ -333,6 +325,6 @@ def _reached(uri: str) -> Iterator[tuple[Any, str]]:
     except Exception as error:
         problem = " ".join(hidden_credentials(str(error) or type(error).__name__, uri).split())
         raise StoreError(
-            f"cannot read {shown_uri(uri)}: {problem[:MAX_PROBLEM]}; expected a path, file://, s3://, gs://, "
+            f"cannot read {shown_uri(uri)}: {problem[:MAX_PROBLEM]}; expected a path, file://, s3://, gs://, az://, "
             "hf://datasets/ORG/NAME/FILE, or another place that fsspec reaches from here"
         ) from None

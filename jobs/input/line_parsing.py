@@ -1,4 +1,4 @@
-"""Parses an input line into its jobs, and checks what it shares with earlier lines only once."""
+"""Parses input lines into jobs; what earlier lines share is checked once."""
 
 from __future__ import annotations
 
@@ -45,24 +45,23 @@ Form = TypeVar("Form", bound=BaseModel)
 
 @dataclass(frozen=True)
 class JobLine:
-    """One line: `prompts` of a completion, `messages` of a chat, and how many choices there are to be of each."""
+    """One line: `prompts` of a completion or `messages` of a chat."""
 
     custom_id: str
     prompts: tuple[LinePrompt, ...]
     messages: tuple[Message, ...] | None
     template: TemplateOptions | None
-    sampling: Mapping[str, Any]  # all sampling fields but `max_tokens`, with a seed
+    sampling: Mapping[str, Any]  # all sampling fields except `max_tokens`, with a seed
     num_choices: int
-    max_tokens: int | None  # None: the run's, or what the prompt leaves
-    priority: int = 0  # the job with the lower number begins first
-    without_effect: tuple[str, ...] = ()  # the fields that were read and change nothing
+    max_tokens: int | None  # None: the run's limit, or the rest of the context
+    priority: int = 0  # lower numbers begin first
+    without_effect: tuple[str, ...] = ()  # ignored fields
     format_field: str | None = None  # None: no structure, or one of `structured_outputs`
-    # parameters of jobs by the fields laid over `sampling`; lines with the same fields share them
+    # checked parameters by the fields laid over `sampling`; lines with equal fields share them
     checked: dict[tuple[object, ...], SamplingParams] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def url(self) -> JobUrl:
-        """The endpoint that the line would be sent to."""
         return COMPLETIONS if self.messages is None else CHAT
 
     def jobs(
@@ -71,10 +70,10 @@ class JobLine:
         loop_guard: RepetitionDetection | None = None,
         thinking_end: ThinkingEnd | None = None,
     ) -> list[Job]:
-        """The jobs of the line: all choices of its first prompt, or of its messages, then those of the next prompt.
+        """Return the line's jobs: all choices of the first prompt, then of the next.
 
-        `max_tokens` are those behind each prompt, or behind the messages; the others are for a line that says nothing.
-        They close no thought of a line that asks for log-probabilities: the marker would have none.
+        `max_tokens` has one limit per prompt. `thinking_end` skips lines with log-probabilities, because a forced
+        marker has none.
         """
         prompts: Sequence[LinePrompt | None] = self.prompts if self.messages is None else [None]
         limited = [each for each in zip(prompts, max_tokens, strict=True) for _ in range(self.num_choices)]
@@ -114,7 +113,7 @@ class JobLine:
 
 
 def choice_seed(seed: int, choice_index: int) -> int:
-    """The seed of a choice: the first has the line's, so that it is what it would be alone; others follow from it."""
+    """Return a choice's seed; the first keeps the line's."""
     if choice_index == 0:
         return seed
     digest = hashlib.sha256(f"choice {choice_index} of {seed}".encode()).digest()
@@ -122,11 +121,11 @@ def choice_seed(seed: int, choice_index: int) -> int:
 
 
 class LineError(ValueError):
-    """A line describes no job; the text says which field, what was found and what was expected."""
+    """A line that describes no job."""
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """The JSON object of one line, as `parse_json` reads it. Raises `LineError`."""
+    """Parse one line's JSON object. Raises `LineError`."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise LineError(f"found {shown(value)}, expected a JSON object")
@@ -134,25 +133,25 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """A JSON value, in which no name is given twice. Raises `LineError`.
+    """Parse JSON without duplicate names. Raises `LineError`.
 
-    NaN and Infinity pass here: no field takes them, and the refusal can then name the field.
+    NaN and Infinity pass, so that the field's error can name it.
     """
     try:
         return _DECODER.decode(text) if text[:1] != BYTE_ORDER_MARK else json.loads(text)
     except json.JSONDecodeError as error:
-        problem = error.msg.removesuffix(" at")  # as some of Python's end
+        problem = error.msg.removesuffix(" at")  # some of Python's messages end with "at"
         raise LineError(f"not JSON: {problem} at column {error.colno}, expected one object on the line") from None
     except RecursionError:
         raise LineError("not readable: nested too deeply, expected one flat object on the line") from None
     except LineError:
         raise
-    except ValueError:  # Python refuses to convert numbers of thousands of digits
+    except ValueError:  # Python refuses numbers of thousands of digits
         raise LineError("not readable: found a number of thousands of digits, expected ordinary numbers") from None
 
 
 def line_from_object(values: dict[str, Any], run_seed: int) -> JobLine:
-    """Turn a parsed line into a `JobLine`; a missing seed is derived from `run_seed`. Raises `LineError`."""
+    """Turn a parsed line into a `JobLine`. Raises `LineError`."""
     if any(values.get(name) is not None for name in ("method", "url", "body")):
         batch = _validated(BatchLine, values)
         if batch.url == COMPLETIONS:
@@ -165,7 +164,10 @@ def line_from_object(values: dict[str, Any], run_seed: int) -> JobLine:
 
 
 def _request(form: type[Form], values: dict[str, Any], url: JobUrl, prefix: str = "") -> tuple[Form, tuple[str, ...]]:
-    """The fields that have a meaning here, and the names of those that have none. Raises `LineError`."""
+    """Return fields that count, and ignored names.
+
+    Raises `LineError`.
+    """
     known, idle, refused = taken_apart(values, form.model_fields, url)
     if refused:
         raise LineError("; ".join(f"field '{prefix}{name}': {problem}" for name, problem in refused))
@@ -173,10 +175,7 @@ def _request(form: type[Form], values: dict[str, Any], url: JobUrl, prefix: str 
 
 
 def _validated(form: type[Form], values: dict[str, Any], prefix: str = "") -> Form:
-    """Check one object. Raises `LineError`. As in OpenAI's API, null stands for the default of a field that has one.
-
-    A null in a field of another form is nothing.
-    """
+    """Validate one object; null means the default, as in OpenAI's API. Raises `LineError`."""
     nullable = _nullable(form)
     try:
         return form.model_validate({k: v for k, v in values.items() if v is not None or k not in nullable})
@@ -186,7 +185,7 @@ def _validated(form: type[Form], values: dict[str, Any], prefix: str = "") -> Fo
 
 @functools.cache
 def _nullable(form: type[BaseModel]) -> frozenset[str]:
-    """The names of the fields that have a default, and of those that only other forms have."""
+    """Return the fields that null may omit."""
     required = {name for name, field in form.model_fields.items() if field.is_required()}
     return frozenset({*ShortLine.model_fields, *BatchLine.model_fields} - required)
 
@@ -241,29 +240,29 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-BYTE_ORDER_MARK = "\ufeff"  # which `loads` refuses, and says so
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_names)  # `loads` would make one for each line
+BYTE_ORDER_MARK = "\ufeff"  # `loads` refuses it with a misleading message
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_names)  # `loads` would make a decoder for each line
 
 
-# Reads lines that differ from an earlier one in fields of their own alone: what both say is not checked again.
+# Reuses checks for lines that differ from an earlier one only in their own fields.
 
 
-MAX_CACHED_LINES = 1000  # a file may have a kind for each line
-MAX_KEY_CHARACTERS = 4000  # of what a kind is known by
+MAX_CACHED_LINES = 1000  # a file may have one kind per line
+MAX_KEY_CHARACTERS = 4000  # length of a kind's key
 OWN_FIELDS = ("prompt", "messages", "max_tokens", "seed")
-FIELDS_BOUND_TO_OWN = ("max_completion_tokens", "min_tokens")  # are good or not depending on a line's `max_tokens`
+FIELDS_BOUND_TO_OWN = ("max_completion_tokens", "min_tokens")  # their validity depends on the line's `max_tokens`
 MESSAGES: TypeAdapter[tuple[Message, ...]] = TypeAdapter(Messages, config=ConfigDict(strict=True))
 
 
 @dataclass(frozen=True)
 class ParsedLineCache:
-    """The kinds of a file's lines: the first good line of each, by all that it says but its own fields."""
+    """The first good line of each kind, keyed by all but its own fields."""
 
     run_seed: int
     _firsts: dict[str, JobLine] = field(default_factory=dict)
 
     def line(self, values: dict[str, Any]) -> JobLine:
-        """The line that `line_from_object` makes of the same values. Raises `LineError` as that does."""
+        """Raises `LineError`."""
         body = values.get("body")
         fields = body if isinstance(body, dict) else values
         try:
@@ -283,7 +282,7 @@ class ParsedLineCache:
         return line
 
     def _own(self, custom_id: object, fields: dict[str, Any], first: JobLine) -> JobLine | None:
-        """A line of the same kind as `first` with its own fields; None where one of them is not plainly good."""
+        """Return None for a line that needs a full check."""
         prompt, messages = fields.get("prompt"), fields.get("messages")
         max_tokens, seed = fields.get("max_tokens", 1), fields.get("seed", 0)
         is_named = isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID and custom_id.isascii()
@@ -314,7 +313,7 @@ class ParsedLineCache:
 
 
 def _kind(values: dict[str, Any], fields: dict[str, Any]) -> str:
-    """All that a line says beside its own fields, and which of these it has. Unlike ==, repr tells 1, 1.0 and true."""
+    """Return a key of the other fields; repr, unlike ==, separates 1, 1.0 and true."""
     around = [] if fields is values else [(name, value) for name, value in values.items() if name not in _AROUND]
     rest = [(name, None) if name in _OWN else (name, value) for name, value in fields.items()]
     return repr((around, rest))

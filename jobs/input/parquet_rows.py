@@ -1,4 +1,4 @@
-"""Parquet rows as the objects that lines are, by `--column FIELD=COLUMN` and by the columns' own names."""
+"""Parquet rows as line objects, by `--column FIELD=COLUMN` and column names."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ BATCH = {"method", "url", "body"}
 
 
 class ColumnError(UserError):
-    """An error in what is said of columns."""
+    """A wrong or missing column."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of fields, by field. Without any, a line's names are its fields."""
+    """The columns of renamed fields."""
 
     by_field: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, said: Iterable[str]) -> Columns:
-        """The columns of some `FIELD=COLUMN`. Raises ColumnError."""
+        """Parse `FIELD=COLUMN` arguments. Raises ColumnError."""
         by_field: dict[str, str] = {}
         for text in said:
             name, _, column = text.partition("=")
@@ -47,10 +47,9 @@ class Columns:
         return cls(by_field)
 
     def chosen(self, names: Collection[str]) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-        """The columns of `names` that are read, each behind its field, and the names that are passed over.
+        """Return (field, column) pairs to read, and ignored names.
 
-        If some fields have columns, another column is read where its name is a field's. But where a text or a form of
-        line has a column, other texts and forms of line are passed over.
+        If a text or form of line is mapped, other texts and forms are ignored.
         """
         if not self.by_field:
             return [(name, name) for name in names], ()
@@ -60,10 +59,7 @@ class Columns:
         return pairs, tuple(name for name in names if name not in used)
 
     def applied(self, values: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """The fields of one line, and the names in it that were passed over.
-
-        Raises LineError where the line has no `custom_id`, or no text, under the name that it is said to have.
-        """
+        """Return a line's fields and ignored names. Raises LineError if a mapped `custom_id` or text is missing."""
         if not self.by_field:
             return values, ()
         for needed in ({"custom_id"}, SHORT_TEXTS | BATCH):
@@ -75,11 +71,9 @@ class Columns:
         return {name: values[column] for name, column in pairs}, passed_over
 
     def absent(self, names: Collection[str]) -> list[str]:
-        """The `FIELD=COLUMN` whose column is not among `names`."""
         return [f"{name}={column}" for name, column in self.by_field.items() if column not in names]
 
     def _settled(self) -> set[str]:
-        """The fields that no column is read for because of its name alone."""
         settled = set(self.by_field)
         if settled & SHORT_TEXTS:
             return settled | SHORT_TEXTS | BATCH
@@ -88,28 +82,28 @@ class Columns:
 
 MAGIC = b"PAR1"
 NUM_ROWS_AT_ONCE = 256
-BUFFER_BYTES = 2**20  # of each column; without it a row group's column is read at once, however long
-# these may be JSON text
+BUFFER_BYTES = 2**20  # bytes per column; without a buffer a whole row group's column is read at once
+# fields whose column may hold JSON text
 OBJECTS = (
     *("messages", "body", "logit_bias", "chat_template_kwargs", "response_format", "structured_outputs"),
     *("repetition_detection", "tools"),
 )
-INDEX = re.compile(r"__index_level_[0-9]+__")  # the index that pandas writes beside the columns
+INDEX = re.compile(r"__index_level_[0-9]+__")  # the index column that pandas adds
 
 Row = tuple[int, dict[str, Any] | LineError, tuple[str, ...]]
 """The number of a row (from 1), its fields or what is wrong with it, and the columns that were passed over."""
 
 
 def parquet_rows(file: IO[bytes], name: str, columns: Columns) -> Iterator[Row]:
-    """The rows of a file that can seek, some at a time. Without a column `custom_id` a row's is `FILE:ROW`.
+    """Yield the rows of a seekable file; `FILE:ROW` replaces a missing `custom_id`.
 
-    Raises InputFileError, also on the way: for damaged data, for unknown columns, and where one of `columns` is absent.
+    Raises InputFileError, also while reading.
     """
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
-        # without threads: pyarrow's may still be starting when a refused command ends, and abort the process
+        # without threads: pyarrow's may still start when a refused command ends, and abort the process
         source = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BUFFER_BYTES)
         pairs, passed_over = _chosen(source.schema_arrow.names, name, columns)
         short = {column for _, column in pairs if _is_short_float(source.schema_arrow.field(column).type)}
@@ -131,7 +125,7 @@ def parquet_rows(file: IO[bytes], name: str, columns: Columns) -> Iterator[Row]:
 
 
 def _chosen(names: list[str], name: str, columns: Columns) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """The columns that are read behind their fields, and those that are passed over. Raises InputFileError."""
+    """Raises InputFileError."""
     names = [column for column in names if not INDEX.fullmatch(column)]
     found = f"its columns are: {', '.join(map(shown, names))}"
     twice = sorted({column for column in names if names.count(column) > 1})
@@ -150,19 +144,19 @@ def _chosen(names: list[str], name: str, columns: Columns) -> tuple[list[tuple[s
 
 
 def _objects(batch: Any) -> Iterator[dict[str, Any] | LineError]:
-    """The rows of a batch; one that can't be Python's is an error of its own."""
+    """Yield a batch's rows, or LineErrors for those Python can't represent."""
     try:
         yield from batch.to_pylist(maps_as_pydicts="strict")
         return
     except (UnicodeDecodeError, KeyError, ValueError, OverflowError):
-        pass  # one of the rows is bad: look for it
+        pass  # a row is bad: find it
     for index in range(batch.num_rows):
         try:
             [row] = batch.slice(index, 1).to_pylist(maps_as_pydicts="strict")
             yield row
         except UnicodeDecodeError as error:
             yield LineError(f"not UTF-8: found 0x{error.object[error.start]:02x} in a text, expected UTF-8 text")
-        except KeyError:  # a key of a map came twice: maps alone are read strictly
+        except KeyError:  # a map has a key twice: only maps are read strictly
             yield LineError("found a key twice in a map, expected each once")
         except (ValueError, OverflowError) as error:
             yield LineError(f"not readable: {' '.join(str(error).split())}")
@@ -171,7 +165,6 @@ def _objects(batch: Any) -> Iterator[dict[str, Any] | LineError]:
 def _fields(
     values: dict[str, Any], pairs: list[tuple[str, str]], short: set[str], custom_id: str
 ) -> dict[str, Any] | LineError:
-    """The fields of a row that are not null."""
     try:
         fields = {name: _value(name, values[column], column in short) for name, column in pairs}
     except LineError as error:
@@ -182,11 +175,11 @@ def _fields(
 
 
 def _value(name: str, value: Any, is_short: bool) -> Any:
-    """A field as JSON would have it. Raises LineError."""
+    """Raises LineError."""
     if value is not None and is_short:
-        import numpy as np  # `status` reads no tables, and needs none of it
+        import numpy as np  # `status` reads no tables and should not import numpy
 
-        value = float(str(np.float32(value)))  # 0.8 as it was written, not 0.800000011920929
+        value = float(str(np.float32(value)))  # 0.8 as written, not 0.800000011920929
     plain = _plain(value)
     if name in OBJECTS and isinstance(plain, str):
         try:
@@ -197,10 +190,7 @@ def _value(name: str, value: Any, is_short: bool) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A whole float is the whole number that a table with gaps keeps so; bytes are text without its type.
-
-    Databases write whole numbers and others as decimals, and have a type for UUIDs.
-    """
+    """Convert whole floats, bytes, decimals and UUIDs, which databases write."""
     if isinstance(value, UUID):
         return str(value)
     if isinstance(value, Decimal):
@@ -209,7 +199,8 @@ def _plain(value: Any) -> Any:
         return int(value)
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    if isinstance(value, dict):  # all structs of a column have the same fields: null is none, but of a message's text
+    if isinstance(value, dict):
+        # all structs of a column share their fields, so a null means absent, except for a message's text
         return {name: _plain(each) for name, each in value.items() if each is not None or name == "content"}
     if isinstance(value, bytes):
         try:

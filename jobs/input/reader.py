@@ -1,4 +1,4 @@
-"""Reads job files (JSON lines or Parquet, alone or in folders), and turns bad lines into rejects."""
+"""Reads job files and turns bad lines into rejects."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from swiftbatch.jobs.storage.store import Store
 
 MAX_LINE_BYTES = 32 * 2**20
 SKIP_BYTES = 2**20
-MAX_REJECTS = 1_000_000  # a small compressed file may hold any number
-MAX_FIRST_REJECTS = 10_000  # in front of the first job
+MAX_REJECTS = 1_000_000  # bounds a small compressed file with endless lines
+MAX_FIRST_REJECTS = 10_000  # bad lines before the first job
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PARQUET_SUFFIX = ".parquet"
 
 
 @dataclass
 class JobReader:
-    """Reads files as if they were one: the line numbers of jobs and `rejects` count on from file to file, from 1.
+    """Reads several files as one, with line numbers from 1 over all.
 
-    A line without a seed gets one from `run_seed` and its `custom_id`; one for another URL than `endpoint` is a reject.
+    Lines without a seed get one from `run_seed`; those for another URL than `endpoint` are rejected.
     """
 
     run_seed: int
     columns: Columns = field(default_factory=Columns)
-    endpoint: JobUrl | None = None  # None: lines for any
-    is_for_many: bool = False  # files: then places are named with theirs
+    endpoint: JobUrl | None = None  # None accepts any
+    is_for_many: bool = False  # places then name their file
     rejects: Rejects = field(default_factory=Rejects)
-    _files: list[tuple[int, str]] = field(default_factory=list)  # number of lines before each file, and its name
+    _files: list[tuple[int, str]] = field(default_factory=list)  # lines before each file, and its name
     _num_lines: int = 0
     _num_jobs: int = 0
     _first_lines: dict[str, int] = field(default_factory=dict)
@@ -65,10 +65,7 @@ class JobReader:
         self._kinds = ParsedLineCache(self.run_seed)
 
     def lines(self, path: str, name: str) -> Iterator[tuple[int, JobLine]]:
-        """The jobs of a file that errors call `name`, as they are read, with their line numbers.
-
-        Raises `InputFileError` when it can't be read, see `open_input`.
-        """
+        """Yield a file's jobs with line numbers. Raises `InputFileError`."""
         before = self._num_lines
         self._files.append((before, name))
         for line_number, values, passed_over in _rows(path, name, self.columns):
@@ -84,7 +81,7 @@ class JobReader:
             yield self._num_lines, job
 
     def end(self) -> None:
-        """Raise `InputFileError` if there was nothing but blank lines."""
+        """Raise `InputFileError` if all lines were blank."""
         if not self._num_jobs and not self.rejects:
             _, name = self._files[0]
             more = {1: " holds", 2: " and 1 more file hold"}.get(
@@ -95,7 +92,6 @@ class JobReader:
             )
 
     def placed(self, reject: Reject) -> Reject:
-        """Return a reject with its file and its line number there; before, its number counts on over all files."""
         if not self.is_for_many:
             return reject
         before, name = self._files[bisect_left(self._files, (reject.line_number, "")) - 1]
@@ -119,7 +115,7 @@ class JobReader:
         return job
 
     def refuse_endless(self, rejects: Rejects) -> None:
-        """Raise InputFileError where so many lines of the files are bad that they are hardly meant to be jobs."""
+        """Raise InputFileError for endless bad lines."""
         most = MAX_REJECTS if self._num_jobs else MAX_FIRST_REJECTS
         if len(rejects) > most:
             first = self.placed(rejects[0])
@@ -130,10 +126,7 @@ class JobReader:
 
 
 def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list[Reject]]:
-    """Read one file: its jobs with their line numbers (from 1) and its rejects, both in file order.
-
-    Raises `InputFileError` when the file can't be read to its end, or holds nothing but blank lines.
-    """
+    """Read one file's jobs with line numbers, and its rejects. Raises `InputFileError`."""
     reader = JobReader(run_seed)
     jobs = list(reader.lines(path, shown_input(path)))
     reader.end()
@@ -141,7 +134,6 @@ def read_jobs(path: str, run_seed: int) -> tuple[list[tuple[int, JobLine]], list
 
 
 def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:
-    """The lines of a file, or its rows where its first bytes are Parquet's; see `parquet_rows`."""
     with open_input(path, name) as file:
         if file.peek(len(MAGIC)).startswith(MAGIC):
             with _seekable(file, path) as whole:
@@ -159,7 +151,7 @@ def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:
 
 
 def _job_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, bytes | None]]:
-    """The lines of a file, see `_lines`. Raises `InputFileError` for a file of another kind."""
+    """Raises `InputFileError` for another kind of file."""
     head = file.peek(NUM_BYTES)
     if kind := other_kind(head):
         raise InputFileError(f"cannot read the job file {name}: {kind}")
@@ -173,7 +165,7 @@ def _job_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, bytes | N
 
 @contextmanager
 def _seekable(file: BufferedReader, path: str) -> Iterator[IO[bytes]]:
-    """A file that can seek, with the bytes of `file`: a copy, unless it is a plain file on a disk."""
+    """Yield a seekable file with the same bytes, a copy if necessary."""
     if path != STANDARD_INPUT and os.path.isfile(path) and file.seekable():
         yield file
         return
@@ -183,7 +175,7 @@ def _seekable(file: BufferedReader, path: str) -> Iterator[IO[bytes]]:
 
 
 def _lines(file: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
-    """Line numbers and stripped lines that are not blank; None stands for a line that is too long."""
+    """Yield line numbers and stripped lines; None for a line that is too long."""
     line_number = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         line_number += 1
@@ -191,7 +183,7 @@ def _lines(file: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
             _skip_rest(file, line)
             yield line_number, None
             continue
-        if stripped := line.removeprefix(BYTE_ORDER_MARK).strip():  # also where files were joined
+        if stripped := line.removeprefix(BYTE_ORDER_MARK).strip():  # a mark may follow where files were joined
             yield line_number, stripped
 
 
@@ -211,28 +203,25 @@ def _text(line: bytes | None) -> str:
 
 
 def _readable_custom_id(value: object) -> str | None:
-    """The `custom_id` of a line that may yet be rejected, if it is fit to be shown and written."""
     value = text_id(value)
     if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID:
         return None
     return None if any("\ud800" <= letter <= "\udfff" for letter in value) else value
 
 
-# Job files where they lie: in a folder on a disk, or in an object store.
+# Job files in folders on a disk or in an object store.
 
 
 JOB_FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-LOST_AND_FOUND = "lost+found"  # a file system's own, which it lets nobody read
+LOST_AND_FOUND = "lost+found"  # a file system's own folder, which nobody may read
 
-FolderIdentity = tuple[int, int]  # of a folder: device and inode
+FolderIdentity = tuple[int, int]  # device and inode
 
 
 def job_files_in(folder: Store) -> tuple[list[str], dict[str, str]]:
-    """The paths of all job files in a folder and in the folders below it, sorted, by the ends of their names.
+    """List all job files below a folder, sorted, by their endings, and what could not be searched.
 
-    With them what could not be looked into on a disk, and why: folders, links, and what is neither file nor folder.
-    Names that start with '.' are passed over: so are files that are still being written under such a name.
-    Raises StoreError where the folder itself can't be listed.
+    Names with a leading '.' may be half written and are skipped. Raises StoreError.
     """
     folder.list("")
     paths, skipped = _walk_disk(folder.uri) if folder.is_local else (_walk(folder, ""), {})
@@ -240,7 +229,7 @@ def job_files_in(folder: Store) -> tuple[list[str], dict[str, str]]:
 
 
 def digest_of(folder: Store, path: str) -> str:
-    """The SHA-256 of a file, in hexadecimal. Raises StoreError."""
+    """Return the SHA-256 in hexadecimal. Raises StoreError."""
     digest = hashlib.sha256()
     for piece in folder.pieces(path) or ():
         digest.update(piece)
@@ -248,7 +237,7 @@ def digest_of(folder: Store, path: str) -> str:
 
 
 def job_lines(said: Sequence[str], reader: JobReader) -> Iterator[tuple[int, JobLine]]:
-    """The jobs of files, as they are read, in the order of `found_files`. Raises InputFileError, StoreError."""
+    """Yield the jobs of files in order. Raises InputFileError, StoreError."""
     files = found_files(said)
     reader.is_for_many = len(files) > 1
     for file in files:
@@ -291,6 +280,5 @@ def _walk_disk(root: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _look_at(place: str) -> tuple[os.stat_result, list[str] | None]:
-    """The status of what is at a place, and the names in it if it is a folder."""
     status = os.stat(place)
     return status, os.listdir(place) if stat.S_ISDIR(status.st_mode) else None

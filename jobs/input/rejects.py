@@ -1,4 +1,4 @@
-"""Lines of job files that are no jobs: however many there are, in little memory."""
+"""Rejected lines of job files, any number in little memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from swiftbatch.jobs.storage.store import new_spool, told_of_room
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A line that is no job: its number (from 1), its `custom_id` where it could be read, and the reason.
-
-    `file` is its file's name where there were several.
-    """
+    """A rejected line with its number from 1; `file` is set if there are several."""
 
     line_number: int
     custom_id: str | None
@@ -28,7 +25,7 @@ class Reject:
 
     @property
     def place(self) -> str:
-        """`line 7`, or `part-2.jsonl:7`."""
+        """The place as `line 7` or `part-2.jsonl:7`."""
         return f"line {self.line_number}" if self.file is None else f"{self.file}:{self.line_number}"
 
 
@@ -37,25 +34,25 @@ REJECT = TypeAdapter(Reject)
 
 
 class Rejects(Sequence[Reject]):
-    """Rejects as lines of a file, which is in memory while it is short. All that is done may raise StoreError."""
+    """Rejects in a file, in memory while short. Methods may raise StoreError."""
 
     def __init__(self, some: Iterable[Reject] = ()) -> None:
         self._file = new_spool()
         self._is_at_end = True
-        self._starts = array("Q", [0])  # of each line, and of the one to come
+        self._starts = array("Q", [0])  # of each line, and the end
         finalize(self, self._file.close)
         for reject in some:
             self.add(reject)
 
     @classmethod
     def read(cls, file: BinaryIO) -> Rejects:
-        """The rejects in a file of JSON objects, one a line. Raises ValueError for other lines."""
-        return cls(REJECT.validate_python(json.loads(line)) for line in file)  # pydantic reads no lone surrogates
+        """Parse JSON lines. Raises ValueError."""
+        return cls(REJECT.validate_python(json.loads(line)) for line in file)  # pydantic parses no lone surrogates
 
     def add(self, reject: Reject) -> None:
         line = json.dumps([reject.line_number, reject.custom_id, reject.reason, reject.file]).encode() + b"\n"
         with told_of_room():
-            if not self._is_at_end:  # a seek writes what waits to be written
+            if not self._is_at_end:  # a seek flushes pending writes
                 self._file.seek(self._starts[-1])
             self._file.write(line)
         self._is_at_end = True

@@ -1,4 +1,4 @@
-"""The fields of an input line in each form: those taken, those without effect, those not supported."""
+"""The used, ignored and unsupported fields of each form of line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from swiftbatch.jobs.json_records import Strict, whole
 from swiftbatch.jobs.sampling_params import MAX_COUNT, MAX_TOP_LOGPROBS, TOP_P, SamplingParams
 from swiftbatch.jobs.structured_output import Structure, format_of
 
-MAX_CHOICES = 128  # of a prompt
-MAX_PROMPTS = 2048  # of a line, and of prompts and choices together
-MAX_PRIORITY = 2**63 - 1  # and its negative, less one: vLLM's bounds
+MAX_CHOICES = 128  # choices per prompt
+MAX_PROMPTS = 2048  # prompts per line, also times choices
+MAX_PRIORITY = 2**63 - 1  # the bounds are vLLM's: this and its negative less one
 
-# the end of a path behind any server's address, or a path with or without the version
+# a server's address with a known path at its end, or a path with or without the version
 URL = re.compile(r"(?:https?://\S+?/|/?(?:v1/)?)((?:chat/)?completions)/?(?:\?\S*)?")
 
 LinePrompt = str | tuple[int, ...]
@@ -27,13 +27,13 @@ LinePrompt = str | tuple[int, ...]
 
 
 def text_id(value: object) -> object:
-    """The digits of a `custom_id` that is a whole number: data sets count their rows."""
+    """Write a whole number, such as a row's, as text."""
     number = whole(value)
     return str(number) if type(number) is int else value
 
 
 def endpoint(value: object) -> object:
-    """The endpoint that a line's `url` means: a path or a whole address. Anything else as it is."""
+    """Return the endpoint of a line's path or address; other values unchanged."""
     found = URL.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         return value
@@ -41,7 +41,7 @@ def endpoint(value: object) -> object:
 
 
 def prompts_of(value: object) -> tuple[LinePrompt, ...]:
-    """The prompts of a line: one text, one list of token ids, or a list of either. Raises FieldError."""
+    """Parse a text, a list of token ids, or a list of either. Raises FieldError."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > MAX_PROMPTS:
             raise FieldError("", f"found {len(value)} prompts, expected at most {MAX_PROMPTS}")
@@ -68,7 +68,7 @@ def _prompt(value: object, place: str = "") -> LinePrompt:
 
 
 def logprobs_of(value: object) -> int | bool | None:
-    """Check `logprobs`, in any form of line: a number in a completion, true or false in a chat. Raises FieldError."""
+    """Check `logprobs`: a number for completions, a boolean for chats. Raises FieldError."""
     value = whole(value)
     if value is None or isinstance(value, bool):
         return value
@@ -86,10 +86,10 @@ TemplateKwargs = Annotated[dict[str, Scalar], BeforeValidator(checked_kwargs)]
 
 
 class LineFields(SamplingParams):
-    """The fields that every kind of line may have. The run decides the model, so `model` is read and not used."""
+    """The fields of every form of line; the run sets the model."""
 
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)  # type: ignore[assignment]  # may be left open
-    top_p: float = Field(default=TOP_P, ge=0.0, le=1.0)  # 0, which OpenAI takes, keeps the likeliest token
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)  # type: ignore[assignment]  # may be omitted
+    top_p: float = Field(default=TOP_P, ge=0.0, le=1.0)  # 0, which OpenAI accepts, keeps the likeliest token
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     model: str = ""
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
@@ -138,21 +138,20 @@ class LineFields(SamplingParams):
 
     @property
     def structure(self) -> Structure | None:
-        """The structure that the text must have, whichever field says it."""
         return self.structured_outputs if self.response_format is None else self.response_format
 
     @property
     def format_field(self) -> str | None:
-        """The field of `response_format` that says what the text must be; None where another one does, or none."""
+        """Return the part of `response_format` with the structure."""
         if self.response_format is None:
             return None
         return "response_format.json_schema.schema" if self.response_format.kind == "json" else "response_format"
 
 
 def asked_logprobs(fields: LineFields, is_chat: bool) -> int | None:
-    """The number of likeliest tokens that a line asks for beside each drawn one; None for no log-probabilities.
+    """Return the number of likeliest tokens to report, if any.
 
-    Raises FieldError where a chat asks as a completion does, or the other way round.
+    Raises FieldError if a chat uses the form of completions or the reverse.
     """
     said, num_top = fields.logprobs, fields.top_logprobs
     if is_chat and type(said) is int and said > 0:
@@ -169,11 +168,11 @@ def asked_logprobs(fields: LineFields, is_chat: bool) -> int | None:
 
 
 class ChatFields(Strict):
-    """The options that a chat template gets beside the messages."""
+    """A chat's options for its template."""
 
     chat_template_kwargs: TemplateKwargs = Field(default={})
     reasoning_effort: Utf8 | None = None
-    add_generation_prompt: bool | None = None  # None: unless the last message is to be continued
+    add_generation_prompt: bool | None = None  # None: true unless the last message is continued
     continue_final_message: bool = False
 
     @model_validator(mode="after")
@@ -194,7 +193,7 @@ class ChatFields(Strict):
 
     @property
     def template(self) -> TemplateOptions | None:
-        """The options of the chat template; None if they are the defaults."""
+        """The template options; None if all are defaults."""
         effort: dict[str, Scalar] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         prompted = self.add_generation_prompt
         options = TemplateOptions(
@@ -225,7 +224,7 @@ class ShortLine(ChatFields, LineFields):
 
 
 class BatchLine(Strict):
-    """A line of OpenAI Batch; `url` says what the body is."""
+    """A line of OpenAI Batch; `url` decides the form of `body`."""
 
     custom_id: LineId
     method: Literal["POST"] = "POST"
@@ -239,8 +238,6 @@ class BatchLine(Strict):
 
 
 class CompletionBody(LineFields):
-    """Body for `/v1/completions`."""
-
     prompt: Prompts
 
     @model_validator(mode="after")
@@ -250,8 +247,6 @@ class CompletionBody(LineFields):
 
 
 class ChatBody(ChatFields, LineFields):
-    """Body for `/v1/chat/completions`."""
-
     messages: Messages
 
     @model_validator(mode="after")
@@ -260,10 +255,10 @@ class ChatBody(ChatFields, LineFields):
         return self
 
 
-# Fields that lines of other programs have: those without a meaning here, and those that are not supported.
+# Fields for other programs: ignored ones and unsupported ones.
 
 
-# they steer servers, caches, bills and streams: the text is the same with and without them
+# these steer servers, caches, bills and streams, not the text
 WITHOUT_EFFECT = frozenset(
     [
         *("user", "metadata", "store", "service_tier", "stream", "stream_options", "parallel_tool_calls"),
@@ -278,10 +273,10 @@ WITHOUT_EFFECT = frozenset(
         ),
         *("return_tokens_as_token_ids", "return_token_offsets", "routed_experts_prompt_start", "truncation_side"),
         *("guided_decoding_backend", "guided_whitespace_pattern", "prompt_cache_options"),
-        *("return_assistant_tokens_mask", "spaces_between_special_tokens"),  # the latter: texts have no special tokens
+        *("return_assistant_tokens_mask", "spaces_between_special_tokens"),  # texts have no special tokens
     ]
 )
-NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for nothing; null always does so
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for nothing, besides null
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -321,16 +316,14 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {  # with the values that ask for no
 RENAMED = {  # vLLM's older names
     f"guided_{kind}": f"structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")
 }
-PLAIN_SPECIAL_TOKENS = {"/v1/completions": True, "/v1/chat/completions": False}  # `add_special_tokens` as it is here
+# the value of `add_special_tokens` used here
+PLAIN_SPECIAL_TOKENS = {"/v1/completions": True, "/v1/chat/completions": False}
 
 
 def taken_apart(
     values: dict[str, Any], known: Collection[str], url: str
 ) -> tuple[dict[str, Any], tuple[str, ...], list[tuple[str, str]]]:
-    """The fields that are for the form with the names `known`, the names of those without effect, and refusals.
-
-    A refusal is a field and what is wrong with it. Fields that nobody knows stay for the form to refuse.
-    """
+    """Return fields of the form `known`, ignored names, and refusals (field, problem)."""
     left, idle, refused = {}, [], []
     for name, value in values.items():
         if name in known or not is_of_others(name):
@@ -345,7 +338,7 @@ def taken_apart(
 
 
 def is_of_others(name: str) -> bool:
-    """Return whether lines for other programs may have a field of this name, which has no meaning here."""
+    """Return whether other programs use this field."""
     return name in WITHOUT_EFFECT or name in NOT_SUPPORTED or name == "add_special_tokens"
 
 

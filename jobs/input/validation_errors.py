@@ -1,4 +1,4 @@
-"""Turn pydantic's errors into reasons a user can act on: the field, what was found, what was expected."""
+"""Turns pydantic's errors into reasons for users: field, found, expected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_SHOWN = 60
 MAX_REASONS = 5
 KNOWN = ", expected one of: "
 
-# pydantic's own words speak of Python; these speak of JSON
+# pydantic's texts speak of Python, these of JSON
 EXPECTED = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -21,12 +21,12 @@ EXPECTED = {
     "string_unicode": "text that can be written as UTF-8",
     "bool_type": "true or false",
     "dict_type": "an object",
-    "string_pattern_mismatch": "a text that is not blank",  # the one pattern that fields have
+    "string_pattern_mismatch": "a text that is not blank",  # the only pattern of any field
 }
 
 
 class FieldError(ValueError):
-    """An error in a field: its name in what is validated ('' for all of it), what was found, and what was expected."""
+    """An error in a field, named '' for the whole value."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(problem)
@@ -34,7 +34,7 @@ class FieldError(ValueError):
 
 
 def list_of(items: str) -> Callable[[object], tuple[object, ...]]:
-    """Return what makes a tuple of a list, and says of anything else that it expected `items` ("a list of texts")."""
+    """Return a converter of lists to tuples; its error expects `items`."""
 
     def as_tuple(value: object) -> tuple[object, ...]:
         if not isinstance(value, list | tuple):
@@ -45,11 +45,11 @@ def list_of(items: str) -> Callable[[object], tuple[object, ...]]:
 
 
 def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") -> str:
-    """The errors of one validation by `model` in one line; `prefix` goes before field names, as in `body.`."""
+    """Join the errors of one validation; `prefix`, such as `body.`, precedes fields."""
     texts: list[str] = []
     for details in error.errors()[:MAX_REASONS]:
         reason, _, known = _reason(details, model, prefix).partition(KNOWN)
-        is_said = any(text.endswith(KNOWN + known) for text in texts)  # the list of known values is long: say it once
+        is_said = any(text.endswith(KNOWN + known) for text in texts)  # say the long list of known values once
         texts.append(reason if is_said or not known else reason + KNOWN + known)
     if error.error_count() > MAX_REASONS:
         texts.append(f"and {error.error_count() - MAX_REASONS} more")
@@ -57,7 +57,7 @@ def reasons(error: ValidationError, model: type[BaseModel], prefix: str = "") ->
 
 
 def shown(value: object) -> str:
-    """A found value as short ASCII JSON, safe to print whatever the file held; of long ones also how long they are."""
+    """Return a value as short, printable ASCII JSON."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -79,7 +79,7 @@ def _reason(details: ErrorDetails, model: type[BaseModel], prefix: str) -> str:
     if details["type"] == "missing":
         return f"field '{name}': found nothing, expected a value"
     if details["type"] == "extra_forbidden":
-        # the name comes from the file: shown as JSON it can't break the line
+        # the name comes from the file: as JSON it can't break the line
         return f"unknown field {shown(name)}{KNOWN}{', '.join(_fields_at(model, details['loc'][:-1]))}"
     found = f"field '{name}': found {shown(details['input'])}, expected "
     if details["type"] == "model_type":
@@ -100,7 +100,7 @@ def _expected(details: ErrorDetails) -> str:
 
 
 def _dotted(loc: tuple[int | str, ...]) -> str:
-    """`messages[0].role`"""
+    """Return a place as `messages[0].role`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
 
 

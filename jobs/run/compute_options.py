@@ -1,15 +1,15 @@
-"""The names that a run's dtype, device, kernels and other such options take. Light: the command line shows them."""
+"""The allowed values of compute options, without heavy imports."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Dtype = Literal["bfloat16", "float32"]
-KVDtype = Literal["fp8", "int8"]  # of keys and values that are not in the run's dtype
+KVDtype = Literal["fp8", "int8"]  # None: as the run's dtype
 Device = Literal["auto", "cpu", "cuda"]
-AttentionName = Literal["triton", "flash"]  # of a GPU's kernels, as the next
+AttentionName = Literal["triton", "flash"]  # for GPUs only, as the next
 LinearName = Literal["cublas", "triton"]
-NumRows = Literal[64, 128, 256]  # of every forward on a GPU
+NumRows = Literal[64, 128, 256]  # rows of every forward on a GPU
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 """The source of log-probabilities: the model's logits, or the scores that are drawn from. The names are vLLM's."""

@@ -1,7 +1,4 @@
-"""Output lines of a run in a file for each job, as errors are.
-
-What is damaged counts as not there, is kept, and can be told of.
-"""
+"""Output lines with one file per job; damaged ones count as absent."""
 
 from __future__ import annotations
 
@@ -19,22 +16,22 @@ from swiftbatch.jobs.storage.store import Store
 DAMAGED = "damaged"
 NO_FILE = "found no file, but something else of that name"
 SUFFIX = ".json"
-NUM_SHORT_AHEAD = 1024  # lines whose lengths are known
-BYTES_AHEAD = 2**24  # of these, and of files as if all were equally long
+NUM_SHORT_AHEAD = 1024  # lines of known length
+BYTES_AHEAD = 2**24  # bytes read ahead; files count as equally long
 
 
 class LinePlace(NamedTuple):
-    """The place of a job's line: a file of its own, or a part of a segment."""
+    """The place of a job's line: a file, or part of a segment."""
 
     job_id: str
     path: str
     start: int = 0
     length: int | None = None  # None for a whole file
-    num_tokens: int = 0  # of a result in a segment
+    num_tokens: int = 0  # set for results in a segment
 
     @property
     def name(self) -> str:
-        """The line's name in what is told of damage; its end has the job's id."""
+        """The name in damage reports; it ends with the job's id."""
         return self.path if self.length is None else f"{self.path}/{self.job_id}"
 
 
@@ -43,9 +40,9 @@ Found = TypeVar("Found")
 
 
 class LineFiles:
-    """The lines in one folder of a run, by job id. `damaged` is told of each file that can't be used, and why.
+    """The lines in one folder of a run; `damaged` collects unusable files.
 
-    `fingerprint` is the run's, None where nobody knows it.
+    `fingerprint` is the run's, None if unknown.
     """
 
     def __init__(self, store: Store, folder: str, damaged: dict[str, str], fingerprint: str | None) -> None:
@@ -55,7 +52,7 @@ class LineFiles:
         self._fingerprint = fingerprint
 
     def sizes(self) -> dict[str, int]:
-        """The jobs that have a file with something in it, with its bytes."""
+        """Return the bytes of each file that is not empty, by job."""
         sizes = {name: size for name, size in self._store.sizes(self._folder).items() if name.endswith(SUFFIX)}
         for name, size in sizes.items():
             if not size:
@@ -63,7 +60,6 @@ class LineFiles:
         return {name.removesuffix(SUFFIX): size for name, size in sizes.items() if size}
 
     def job_ids(self) -> set[str]:
-        """The jobs that have a file with something in it."""
         return set(self.sizes())
 
     def path(self, job_id: str) -> str:
@@ -73,11 +69,10 @@ class LineFiles:
         return LinePlace(job_id, self.path(job_id))
 
     def write(self, job_id: str, line: dict[str, Any]) -> None:
-        """Keep a line, in place of an older one."""
         self._store.write(self.path(job_id), sealed(dump_line(line)[:-1]))
 
     def write_all(self, lines: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """Keep the lines of many jobs, in place of older ones, several at a time: a store takes its time for each."""
+        """Write many lines in parallel, because each takes a store's latency."""
         remaining = iter(lines)
         with ThreadPoolExecutor(NUM_READERS) as pool:
             while batch := list(islice(remaining, NUM_READ_AHEAD)):
@@ -85,11 +80,10 @@ class LineFiles:
                     pass
 
     def read(self, job_id: str) -> dict[str, Any] | None:
-        """A job's line; None where it is absent or damaged."""
+        """Read a job's line; None if absent or damaged."""
         return self._parsed(self.place(job_id), self._data(self.place(job_id)))
 
     def read_all(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
-        """The lines of jobs in that order, as `read` gives them."""
         return read_lines(self._data, map(self.place, job_ids), self._parsed)
 
     def _parsed(self, place: LinePlace, data: bytes | None) -> dict[str, Any] | None:
@@ -102,11 +96,11 @@ class LineFiles:
         self._store.delete(self.path(job_id))
 
     def set_damaged_aside(self, job_ids: Iterable[str]) -> list[tuple[str, str, str]]:
-        """Make room where the lines of these jobs are damaged: the old path, what is wrong, and where it is now."""
+        """Move damaged lines away; return old path, problem and new path."""
         names, moved = set(self._store.list(self._folder)), []
         for job_id in job_ids:
             path = self.path(job_id)
-            # looked at again: a late worker may have written a whole one meanwhile
+            # read again: a late worker may have replaced it meanwhile
             if f"{job_id}{SUFFIX}" in names and self.read(job_id) is None:
                 aside = self._free_path(job_id)
                 if self._store.move(path, aside):
@@ -123,7 +117,7 @@ class LineFiles:
 def parsed_line(
     place: LinePlace, data: bytes | None, damaged: dict[str, str], fingerprint: str | None
 ) -> dict[str, Any] | None:
-    """The output line that was read at a place; None where it is absent, damaged, or another's: `damaged` says why."""
+    """Parse a line; None if absent, damaged or foreign, with the reason in `damaged`."""
     if data is None:
         return None
     try:
@@ -138,11 +132,10 @@ def parsed_line(
 def written_line(
     place: LinePlace, data: bytes | None, damaged: dict[str, str], fingerprint: str | None
 ) -> bytes | None:
-    """The bytes of `parsed_line` as `dump_line` makes them: most results lie so, and are copied."""
     try:
         text = unsealed(data) if data else None
     except ValueError:
-        text = None  # which `parsed_line` tells of
+        text = None  # `parsed_line` reports the problem
     if text is not None and is_plain_result(text, place.job_id, fingerprint):
         return text + b"\n"
     line = parsed_line(place, data, damaged, fingerprint)
@@ -155,9 +148,9 @@ def read_lines(
     line_of_data: Callable[[LinePlace, bytes | None], Found | None],
     elsewhere: Callable[[LinePlace], Iterable[LinePlace]] = lambda place: (),
 ) -> Iterator[Found | None]:
-    """`line_of_data` of many places in their order, None for a place that is None. Reads ahead, but not far.
+    """Yield `line_of_data` for places in order, with bounded read-ahead.
 
-    Where a line is not whole, the first whole one of those `elsewhere` stands for it.
+    A whole line from `elsewhere` replaces a damaged one.
     """
 
     def line_of(place: LinePlace) -> Found | None:
@@ -173,13 +166,13 @@ def read_lines(
     remaining = iter(places)
     with ThreadPoolExecutor(NUM_READERS) as pool:
         while batch := _some(remaining):
-            each = math.ceil(len(batch) / NUM_READERS)  # a thread takes several: handing over costs, too
+            each = math.ceil(len(batch) / NUM_READERS)  # each thread takes several, because handing over costs time
             for lines in pool.map(lines_of, (batch[start : start + each] for start in range(0, len(batch), each))):
                 yield from lines
 
 
 def _some(places: Iterator[LinePlace | None]) -> list[LinePlace | None]:
-    """The next places: fewer where lines are long, or nobody knows how long they are."""
+    """Take the next places."""
     some, num_bytes = list[LinePlace | None](), 0
     for place in islice(places, NUM_SHORT_AHEAD):
         some.append(place)

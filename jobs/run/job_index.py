@@ -1,7 +1,4 @@
-"""The jobs of a run without their prompts, in arrays: about a hundred bytes each, so that a million fit anywhere.
-
-Who wants their names alone needs no manifest of the run.
-"""
+"""A run's jobs without prompts, a hundred bytes each."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ ROWS_AT_ONCE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class JobEntry:
-    """One job without its prompt; the fields mean what they do in `Job` and `JobRecord`."""
+    """One job without its prompt; fields as in `Job` and `JobRecord`."""
 
     job_id: str
     custom_id: str
@@ -40,16 +37,14 @@ class JobEntry:
     max_tokens: int
     choice_index: int = 0
     num_choices: int = 1
-    place: int = -1  # among the rows of all tables of its run, where it is known
+    place: int = -1  # its row in all tables of the run, -1 if unknown
 
     @property
     def name(self) -> str:
-        """The name of the job for people and events, equal to `Job.name`."""
         return self.custom_id if self.num_choices == 1 else f"{self.custom_id}[{self.choice_index}]"
 
     @property
     def max_length(self) -> int:
-        """Positions that it needs if it runs to its `max_tokens`."""
         return self.num_prompt_tokens + self.max_tokens
 
 
@@ -57,9 +52,9 @@ ENTRY = tuple(name for name in JobEntry.__dataclass_fields__ if name != "place")
 
 
 class JobIndex:
-    """Some jobs of a run, in input order. A row of `columns` is a job; `places` are its rows in all tables of the run.
+    """Jobs in input order, a row of `columns` each; `places` are their rows in the run's tables.
 
-    Text columns are Arrow's, with one chunk, and numbers are numpy's.
+    Text columns are Arrow arrays, numbers numpy's.
     """
 
     def __init__(self, columns: dict[str, Any], places: NDArray[np.int64]) -> None:
@@ -71,7 +66,7 @@ class JobIndex:
 
     @classmethod
     def of(cls, parts: Iterable[pa.Table], names: Sequence[str] = COLUMNS) -> Self:
-        """All jobs of parts with the columns `names`, each in its newest form; `job_id` and `supersedes` say which."""
+        """Collect the newest form of each job; `names` need `job_id` and `supersedes`."""
         import pyarrow as pa
 
         empty = table_schema().empty_table().select(names)
@@ -82,12 +77,11 @@ class JobIndex:
         return cls(_columns(table), places)
 
     def some(self, rows: NDArray[np.int64]) -> JobIndex:
-        """The jobs of some rows alone."""
         taken = {name: _taken(column, rows) for name, column in self.columns.items()}
         return JobIndex(taken, self.places[rows])
 
     def without(self, *names: str) -> JobIndex:
-        """The same jobs without some columns, which nobody needs any more."""
+        """Drop columns to free their memory."""
         return JobIndex({name: each for name, each in self.columns.items() if name not in names}, self.places)
 
     def entry(self, row: int) -> JobEntry:
@@ -96,18 +90,15 @@ class JobIndex:
         return JobEntry(**fields, place=int(self.places[row]))
 
     def entries(self) -> Iterator[JobEntry]:
-        """All jobs, a bounded number in memory at once."""
         for start in range(0, len(self), ROWS_AT_ONCE):
             some = slice(start, start + ROWS_AT_ONCE)
             fields: Any = [*(self.columns[name][some].tolist() for name in ENTRY), self.places[some].tolist()]
             yield from starmap(JobEntry, zip(*fields, strict=True))
 
     def job_ids(self) -> Iterator[str]:
-        """The ids of all jobs, a bounded number in memory at once."""
         return self._texts("job_id")
 
     def custom_ids(self) -> Iterator[str]:
-        """The names of the lines of all jobs, as `job_ids`."""
         return self._texts("custom_id")
 
     def _texts(self, name: str) -> Iterator[str]:
@@ -115,7 +106,7 @@ class JobIndex:
             yield from self.columns[name][start : start + ROWS_AT_ONCE].to_pylist()
 
     def rows_of(self, name: str, values: Iterable[str]) -> NDArray[np.int64]:
-        """The rows whose text in the column `name` is one of some."""
+        """Return the rows whose column `name` has one of the values."""
         import pyarrow as pa
         from pyarrow import compute
 
@@ -149,7 +140,7 @@ def _taken(column: Any, rows: NDArray[np.int64]) -> Any:
 
 
 def _newest(table: pa.Table) -> NDArray[np.int64]:
-    """The rows of the newest form of each job, in input order."""
+    """Return the rows of each job's newest form, in input order."""
     from pyarrow import compute
 
     job_ids, supersedes = table.column("job_id"), table.column("supersedes")
@@ -162,6 +153,6 @@ def _newest(table: pa.Table) -> NDArray[np.int64]:
 
 
 def job_entries(store: Store) -> Iterator[JobEntry]:
-    """The jobs of a run in input order, each in its newest form. Raises RunError, StoreError."""
+    """Yield a run's jobs in their newest forms. Raises RunError, StoreError."""
     names = (*ENTRY, "supersedes")
     return JobIndex.of(read_parts(store, names), names).entries()

@@ -1,4 +1,4 @@
-"""The tables of a run's jobs (jobs.parquet): written in input order, read part by part."""
+"""The tables of a run's jobs (jobs.parquet), in input order."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ Row = tuple[Any, ...]
 
 FIRST = "jobs.parquet"
 LATER = "jobs"
-RUN, LONGEST = b"swiftbatch.run_id", b"swiftbatch.longest_job"  # in a table's metadata
-JOB, TOKEN_IDS = 2, 5  # the places of the job as JSON and of its prompt's ids in a row
+RUN, LONGEST = b"swiftbatch.run_id", b"swiftbatch.longest_job"  # metadata of a table
+JOB, TOKEN_IDS = 2, 5  # columns of the JSON job and of its prompt's ids
 ROWS_PER_PART = 50_000
-CHARACTERS_PER_PART = 64 * 2**20  # of the jobs as JSON, and bytes of their prompts' ids: prompts may be long
+CHARACTERS_PER_PART = 64 * 2**20  # characters of JSON jobs plus bytes of prompt ids: prompts may be long
 
 
 def paths(store: Store) -> list[str]:
-    """The tables of a run, oldest first."""
     return [FIRST, *(f"{LATER}/{name}" for name in store.list(LATER) if name.endswith(".parquet"))]
 
 
 def add(store: Store, table: BinaryIO) -> None:
-    """Add a table of jobs, which stands in a file, to a run. Two at once do not harm each other."""
+    """Add a table of jobs; two writers at once do no harm."""
     if store.exists(FIRST) or not store.write_new_from(FIRST, table):
         number = len(store.list(LATER)) + 2
         table.seek(0)
@@ -42,12 +41,10 @@ def add(store: Store, table: BinaryIO) -> None:
 
 
 def write_records(target: IO[bytes], records: Iterable[JobRecord], run_id: str) -> int:
-    """Write a table of jobs as they come; returns their number."""
     return _write(target, (_part(rows) for rows in _parts(map(_row, records))), run_id)
 
 
 def write_tables(target: IO[bytes], parts: Iterable[pa.Table], run_id: str) -> int:
-    """Write a table of parts as `read_parts` gives them; returns the number of jobs."""
     return _write(target, (part.select(table_schema().names) for part in parts if len(part)), run_id)
 
 
@@ -68,7 +65,7 @@ def _write(target: IO[bytes], parts: Iterable[pa.Table], run_id: str) -> int:
 def table_schema() -> pa.Schema:
     import pyarrow as pa
 
-    # large: all prompts of a part may pass the 2 GiB of a plain string column
+    # large_string: a part's prompts may exceed the 2 GiB of a string column
     texts = {"job_id": pa.string(), "custom_id": pa.string(), "job": pa.large_string(), "supersedes": pa.string()}
     numbers = ("line_number", "num_prompt_tokens", "max_tokens", "choice_index", "num_choices")
     prompts = {"prompt_keys": pa.large_binary(), "prompt_token_ids": pa.large_binary(), "last_marker": pa.string()}
@@ -107,10 +104,9 @@ def _part(rows: Sequence[Row]) -> pa.Table:
 
 
 def lineages(pairs: Iterable[tuple[str, str | None]]) -> list[list[str]]:
-    """The lineage of each job: the ids from its first form to its newest, in input order.
+    """Return each job's ids from its first form to its newest.
 
-    `pairs` are the jobs of all tables in their order, each with the job that it supersedes. Two commands at once may
-    both have added a job, or have taken the same one on: what came first in the tables stays.
+    `pairs` are (job, superseded job) in table order; the first of two equal ones stays.
     """
     found: list[list[str]] = []
     by_job_id: dict[str, list[str]] = {}
@@ -128,11 +124,10 @@ def lineages(pairs: Iterable[tuple[str, str | None]]) -> list[list[str]]:
 
 
 def newest_with(lineage: list[str], job_ids: Container[str]) -> str | None:
-    """The newest form of a job that is one of `job_ids`."""
     return next((job_id for job_id in reversed(lineage) if job_id in job_ids), None)
 
 
-# Reads tables of jobs part by part.
+# Reads tables of jobs in parts.
 
 
 PROMPT = ("prompt_token_ids", "last_marker")
@@ -142,15 +137,15 @@ Value = TypeVar("Value")
 
 
 def read_parts(store: Store, names: Sequence[str], run_id: str | None = None) -> Iterator[pa.Table]:
-    """The columns `names` of all tables of a run, part by part in order.
+    """Read columns of all tables in parts.
 
-    Raises StoreError, RunError for a damaged table and for that of another run than `run_id`.
+    Raises StoreError, RunError for a damaged table or one of another run.
     """
     return _read_all(store, lambda file: parts_of(file, names, run_id))
 
 
 def read_records(store: Store, places: NDArray[np.int64], run_id: str | None = None) -> Iterator[JobRecord]:
-    """The jobs at some places, ascending ones, among the rows of all tables of a run. Raises as `read_parts`."""
+    """Read the jobs at ascending places of all tables. Raises as `read_parts`."""
     num_before = 0
 
     def records(file: BinaryIO) -> Iterator[JobRecord]:
@@ -163,12 +158,12 @@ def read_records(store: Store, places: NDArray[np.int64], run_id: str | None = N
 
 
 def longest_job(store: Store, run_id: str | None) -> int:
-    """Positions that the longest job of a run needs, 0 without jobs. Raises as `read_parts`."""
+    """Return the longest job's positions, 0 without jobs. Raises as `read_parts`."""
     return max(_read_all(store, lambda file: iter([_longest(file, run_id)])), default=0)
 
 
 def parts_of(file: BinaryIO, names: Sequence[str], run_id: str | None = None) -> Iterator[pa.Table]:
-    """The parts of the table in a file, as `read_parts`. Raises ValueError for what can't be used."""
+    """Read one table as `read_parts` does. Raises ValueError."""
     import pyarrow as pa
 
     try:
@@ -182,13 +177,13 @@ def parts_of(file: BinaryIO, names: Sequence[str], run_id: str | None = None) ->
 
 
 def records_of(part: pa.Table) -> Iterator[JobRecord]:
-    """The jobs of a part that was read with the columns `RECORD`. Raises ValueError for damaged ones."""
+    """Parse a part with the columns `RECORD`. Raises ValueError."""
     for job_id, job, *others in zip(*(part.column(name).to_pylist() for name in RECORD), strict=True):
         yield JobRecord(job_id, Job.model_validate_json(job), *others)
 
 
 def _read_all(store: Store, read: Callable[[BinaryIO], Iterator[Value]]) -> Iterator[Value]:
-    """Read something of each table of a run. Raises DamagedError, with its place, where `read` raises ValueError."""
+    """Read from each table; a ValueError becomes DamagedError."""
     for path in paths(store):
         with at_hand(store, path) as file:
             if file is None:
@@ -206,13 +201,13 @@ def _read_all(store: Store, read: Callable[[BinaryIO], Iterator[Value]]) -> Iter
 
 
 def _refuse_if_it_was_there(store: Store, path: str) -> None:
-    """Raise DamagedError for a table that is missing although its jobs have results or checkpoints."""
+    """Raise DamagedError if a missing table's jobs have results or checkpoints."""
     if any(store.list(folder) for folder in ("results", "checkpoints")):
         raise DamagedError(store, path, "it is missing, but its jobs have results or checkpoints")
 
 
 def picked(part: pa.Table, places: NDArray[np.int64]) -> pa.Table:
-    """Return the rows of a part at ascending places; places before the part or behind it are left out."""
+    """Return the rows at ascending places, ignoring others."""
     first, last = places.searchsorted([0, len(part)])
     return part if last - first == len(part) else part.take(places[first:last])
 
@@ -221,7 +216,7 @@ def _opened(file: BinaryIO, run_id: str | None) -> parquet.ParquetFile:
     from pyarrow import parquet
 
     file.seek(0)
-    # without threads: pyarrow's may still be starting when `status` ends, and abort the process
+    # without threads: pyarrow's may still start when `status` ends, and abort the process
     table = parquet.ParquetFile(file, pre_buffer=False, page_checksum_verification=True)
     found = _metadata(table).get(RUN, b"none")
     if run_id is not None and found != run_id.encode():

@@ -1,4 +1,4 @@
-"""`output.jsonl` and `output.parquet`: all output lines of a run, choices joined, written in bounded memory."""
+"""`output.jsonl` and `output.parquet` with joined choices, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from swiftbatch.jobs.run.output_line_parsing import line_id, plain, texts_of
 from swiftbatch.jobs.storage.store import Store, StoreError
 
 MAX_MESSAGES = 3
-CHOICES_FAILED = "choices_failed"  # the error code of a line whose choices ended with several codes
+CHOICES_FAILED = "choices_failed"  # error code of a line whose choices failed with different codes
 
 Line = dict[str, Any]
 
 
 def joined(entries: Iterable[tuple[JobRecord, Line | None]]) -> Iterator[Line]:
-    """The lines that are whole, in order: a line of several choices is so when each has a result or an error.
+    """Yield complete lines; with choices, each needs a result or error.
 
-    `entries` are the jobs in input order, the choices of a line in theirs, each with its own output line.
+    `entries` are jobs in input order.
     """
     for (_, num_choices), group in groupby(
         entries, key=lambda entry: (entry[0].job.custom_id, entry[0].job.num_choices)
@@ -39,7 +39,7 @@ def joined(entries: Iterable[tuple[JobRecord, Line | None]]) -> Iterator[Line]:
 
 
 def _join(choices: Sequence[tuple[JobRecord, Line]]) -> Line:
-    """One line of all choices; `failed_choices` of its body are those without a result, where others have one."""
+    """Join a line's choices; its body lists `failed_choices`."""
     first = choices[0][0]
     head = {"id": line_id(first.job_id), "custom_id": first.job.custom_id}
     finished = [(record, line["response"]) for record, line in choices if line["error"] is None]
@@ -60,13 +60,12 @@ def _join(choices: Sequence[tuple[JobRecord, Line]]) -> Line:
 
 
 def _choice(record: JobRecord, body: Line) -> dict[str, Any]:
-    """One choice, with what its own line says of it alone."""
     numbers = {"usage": body["usage"], "metrics": body["metrics"]}
     return dict(body["choices"][0], index=record.job.choice_index, **numbers)
 
 
 def _usage(bodies: Sequence[tuple[JobRecord, Line]]) -> dict[str, Any]:
-    """The tokens of each distinct prompt once, and those of all completions, with those that were thought."""
+    """Sum the tokens: each distinct prompt once, all completions and thoughts."""
     prompts = {(record.job.prompt, record.job.prompt_ids): body["usage"]["prompt_tokens"] for record, body in bodies}
     num_prompt_tokens = sum(prompts.values())
     num_completion_tokens = sum(body["usage"]["completion_tokens"] for _, body in bodies)
@@ -81,7 +80,6 @@ def _usage(bodies: Sequence[tuple[JobRecord, Line]]) -> dict[str, Any]:
 
 
 def _error(failed: Sequence[tuple[JobRecord, Line]]) -> dict[str, str]:
-    """The error of a line none of whose choices has a result."""
     codes = {error["code"] for _, error in failed}
     messages = list(dict.fromkeys(error["message"] for _, error in failed))
     more = f"; and {len(messages) - MAX_MESSAGES} more" if len(messages) > MAX_MESSAGES else ""
@@ -100,7 +98,7 @@ TEXT_COLUMNS = (
 )
 COUNT_COLUMNS = ("choice_index", "prompt_tokens", "completion_tokens")
 FIXED_COLUMNS = {*TEXT_COLUMNS, *COUNT_COLUMNS}
-METRIC_COLUMNS: dict[str, type] = {  # those of every table, also of one without a result
+METRIC_COLUMNS: dict[str, type] = {  # columns of every table, even without results
     **dict.fromkeys(["num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_attempts", "num_resumes"], int),
     **dict.fromkeys(["num_recovered_tokens", "num_recomputed_tokens", "num_rewinds", "num_rewound_tokens"], int),
     **dict.fromkeys(["mean_acceptance_length", "ms_per_token"], float),
@@ -109,9 +107,9 @@ METRIC_COLUMNS: dict[str, type] = {  # those of every table, also of one without
 
 
 def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[[], None]) -> None:
-    """Write both files from output lines in the form of `jobs.run.output_line`. Raises `StoreError`.
+    """Write both files. Raises `StoreError`.
 
-    `check` is called when both are put together, and nothing is written yet.
+    Calls `check` before it replaces anything.
     """
     with temporary_file() as jsonl, temporary_file() as table:
         _put_together(jsonl, table, lines)
@@ -122,7 +120,7 @@ def write_output(store: Store, lines: Iterable[dict[str, Any]], check: Callable[
 
 
 def write_table(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> None:
-    """Write the Parquet file alone to `target`, whose errors stay what they are. Raises `StoreError`."""
+    """Write only the Parquet file. Raises `StoreError`."""
     with _told_of_room():
         table = TemporaryFile()  # noqa: SIM115, what is copied from it may fail in other ways
     with table:
@@ -134,7 +132,7 @@ def write_table(target: IO[bytes], lines: Iterable[dict[str, Any]]) -> None:
 
 @contextmanager
 def temporary_file() -> Iterator[BinaryIO]:
-    """A file to put output together in. Raises `StoreError` where there is no room for it."""
+    """Open a temporary file. Raises `StoreError` if the disk is full."""
     with _told_of_room(), TemporaryFile() as file:
         yield file
 
@@ -154,7 +152,6 @@ def _put_together(jsonl: BinaryIO, table: BinaryIO, lines: Iterable[dict[str, An
 
 
 def _write_lines(target: BinaryIO, lines: Iterable[dict[str, Any]]) -> dict[str, type]:
-    """Write the lines and go back to the first; returns the metrics that are numbers, with their types."""
     metric_types = dict(METRIC_COLUMNS)
     for line in lines:
         target.write(dump_line(line))
@@ -165,7 +162,7 @@ def _write_lines(target: BinaryIO, lines: Iterable[dict[str, Any]]) -> dict[str,
 
 
 def _rows(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each choice of a line, also for those that failed beside others; one for a line that failed."""
+    """Return a row per choice."""
     if line["error"] is not None:
         return [_failure(line, line["error"])]
     body = line["response"]["body"]
@@ -185,7 +182,6 @@ def _failure(line: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(line: dict[str, Any], choice: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Any]:
-    """The fixed columns, and every metric that is a number."""
     metrics = numbers["metrics"].items()
     return {name: value for name, value in metrics if type(value) in (int, float) and name not in FIXED_COLUMNS} | {
         "custom_id": plain(line["custom_id"]),
@@ -198,7 +194,7 @@ def _row(line: dict[str, Any], choice: dict[str, Any], numbers: dict[str, Any]) 
 
 
 def _note_types(row: dict[str, Any], metric_types: dict[str, type]) -> None:
-    """Keep the type of each metric; one that is ever a float is a float column."""
+    """Record each metric's type; one float makes a float column."""
     for name, value in row.items():
         if name not in FIXED_COLUMNS and metric_types.get(name) is not float:
             metric_types[name] = type(value)
@@ -223,7 +219,7 @@ def _write_table(target: BinaryIO, rows: Iterator[dict[str, Any]], metric_types:
 
 
 def row_groups(rows: Iterable[dict[str, Any]], max_rows: int) -> Iterator[list[dict[str, Any]]]:
-    """Rows that are written at once: so many at most, and fewer of long ones."""
+    """Group rows into at most `max_rows`, fewer if long."""
     group: list[dict[str, Any]] = []
     num_letters = 0
     for row in rows:

@@ -19,7 +19,7 @@ from swiftbatch.jobs.run.output_line_parsing import line_id
 
 @dataclass(frozen=True)
 class Reasoning:
-    """A model's thought in an output: its text and its tokens, without markers, and the output's text without it."""
+    """A thought without markers, its tokens, and the rest of the output."""
 
     text: str
     content: str
@@ -39,12 +39,9 @@ def success_line(
     logprobs: Mapping[str, Any] | None = None,
     reasoning: Reasoning | None = None,
 ) -> dict[str, Any]:
-    """The output line of a finished job; `token_ids` [num_completion_tokens] are the generated tokens.
+    """Return a finished job's output line; `token_ids` are all generated tokens.
 
-    `system_fingerprint` is that of the run's manifest.
-    `logprobs` are what the choice has of that name, where the job asks for them.
-    A metric that is not finite becomes null: JSON has no NaN. `usage` follows from the record and `token_ids`.
-    `reasoning` is None for a model that does not think; a chat has it apart from what it says.
+    A metric that is not finite becomes null. `reasoning` is None for a model without thoughts.
     """
     is_chat = record.job.messages is not None
     num_completion_tokens = len(token_ids)
@@ -82,12 +79,12 @@ def _message(text: str, reasoning: Reasoning | None) -> dict[str, str]:
 
 
 def tokens_sha256(token_ids: NDArray[np.uint32]) -> str:
-    """The SHA-256, in hexadecimal, of tokens [num_tokens] as a result names it: of 4 bytes each, little-endian."""
+    """Return the SHA-256 in hexadecimal of tokens [num_tokens] as little-endian uint32."""
     return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).hexdigest()
 
 
 def error_line(job: JobRecord | JobEntry, code: str, message: str) -> dict[str, Any]:
-    """The output line of a job that did not finish; `code` is a word such as "cancelled", `message` one sentence."""
+    """Return a failed job's output line; `code` is one word, `message` one sentence."""
     return _line(job, None, {"code": code, "message": message})
 
 

@@ -1,4 +1,4 @@
-"""The parts of an output line that its readers rely on, see `jobs.run.output_line` for the whole of it."""
+"""The parts of an output line that readers need, see `jobs.run.output_line`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swiftbatch.jobs.file_owner import Identity
 from swiftbatch.jobs.input.validation_errors import reasons
 from swiftbatch.jobs.json_records import NOT_TEXT
 
-LINE_ID = "batch_req_"  # and the job's id
+LINE_ID = "batch_req_"  # the job's id follows it
 
 
 class _Part(BaseModel):
@@ -63,7 +63,7 @@ class _Error(_Part):
 
 
 class _Line(_Part):
-    model_config = ConfigDict(extra="forbid")  # all that it has goes into the output
+    model_config = ConfigDict(extra="forbid")  # every field goes into the output
 
     id: str | None = None
     custom_id: str
@@ -77,12 +77,12 @@ class _Line(_Part):
         return self
 
     def refuse_other(self, job_id: str, fingerprint: str | None) -> None:
-        """Raise ValueError for the line of another job or run; what it does not say is not compared."""
+        """Raise ValueError for another job's or run's line."""
         said = None if self.response is None else self.response.body.system_fingerprint
         wanted = fingerprint or said or ""
         found_id, found_fingerprint = job_id if self.id is None else self.id.removeprefix(LINE_ID), said or wanted
         if (found_id, found_fingerprint) == (job_id, wanted):
-            return  # as of a million results
+            return  # lines of a million results end here
         expected = Identity(job_id=job_id, fingerprint=wanted)
         found = Identity(job_id=found_id, fingerprint=found_fingerprint)
         if (problem := expected.difference(found)) is not None:
@@ -94,15 +94,11 @@ def line_id(job_id: str) -> str:
 
 
 def num_completion_tokens(line: dict[str, Any]) -> int:
-    """Generated tokens of a finished job, from its output line."""
     return int(line["response"]["body"]["usage"]["completion_tokens"])
 
 
 def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
-    """The texts of a choice, as columns of a table. Log-probabilities are JSON, in the form of chats or of completions.
-
-    None stands for what the choice does not have.
-    """
+    """Return a choice's texts as columns; log-probabilities as JSON."""
     message = choice.get("message") or {"content": choice.get("text")}
     reasoning, logprobs = message.get("reasoning_content"), choice.get("logprobs")
     return {
@@ -114,14 +110,14 @@ def texts_of(choice: dict[str, Any]) -> dict[str, str | None]:
 
 
 def plain(text: str) -> str:
-    """Lone surrogates have no place in a table: an error may name a file whose name is not UTF-8."""
+    """Escape lone surrogates, which a table can't hold."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def is_plain_result(text: bytes, job_id: str, fingerprint: str | None) -> bool:
-    """Tell whether a line, whose checksum fits, is a result of this job and run as `dump_line` would write it again.
+    """Return whether a line is this job's result exactly as `dump_line` writes it.
 
-    False says only that it must be parsed to know, which costs far more.
+    False only means that it must be parsed, which costs far more.
     """
     head = _RESULT_HEAD.match(text)
     if head is None or fingerprint is None or not text.endswith(_RESULT_END):
@@ -139,10 +135,7 @@ def _has_no_controls(text: bytes) -> bool:
 
 
 def parse_line(data: bytes, job_id: str, fingerprint: str | None) -> dict[str, Any]:
-    """A job's output line as it was written, its checksum fits. Raises ValueError, in one line, for another's.
-
-    `fingerprint` is the run's, None where nobody knows it.
-    """
+    """Parse an output line. Raises ValueError, also for another job's."""
     try:
         line: dict[str, Any] = _decoded(data)
         found = _Line.model_validate(line)
@@ -157,7 +150,7 @@ def parse_line(data: bytes, job_id: str, fingerprint: str | None) -> dict[str, A
 
 
 def _decoded(data: bytes) -> Any:
-    with suppress(ValueError):  # of texts with lone surrogates
+    with suppress(ValueError):  # it refuses lone surrogates
         return from_json(data, allow_inf_nan=False)
     return json.loads(data)
 

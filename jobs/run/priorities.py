@@ -1,8 +1,8 @@
-"""The priorities of lines, by `custom_id`, as the newest submission has them: they say which jobs of a run begin first.
+"""The priorities of lines from the newest submission: lower ones begin first.
 
-priorities.json    those that are not 0, if there are any
+priorities.json    those that are not 0, if any
 
-They decide no token, so they are no part of a job and may change while it is not running.
+They affect no token, so they are not part of a job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PRIORITIES = TypeAdapter(dict[str, int])
 
 
 def priorities_of(store: Store) -> dict[str, int]:
-    """The priorities that are not 0; none where the file is damaged: the jobs are the same in any order."""
+    """Return the priorities that are not 0; none if the file is damaged."""
     try:
         return read_parsed(store, FILE, PRIORITIES.validate_json) or {}
     except RunError:
@@ -27,7 +27,7 @@ def priorities_of(store: Store) -> dict[str, int]:
 
 
 def set_priorities(store: Store, custom_ids: Iterable[str], priorities: Mapping[str, int]) -> None:
-    """Set the priorities of a submission's lines, 0 where `priorities` has none; other lines keep theirs."""
+    """Set the priorities of a submission's lines; other lines keep theirs."""
     before = priorities_of(store)
     if not before and not priorities:
         return

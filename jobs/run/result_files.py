@@ -1,4 +1,4 @@
-"""The results of a run: segments that hold many results each, their format, and how they are found and read."""
+"""The results of a run, in segments of many."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from swiftbatch.jobs.storage.store import Store, told_of_room
 
 SEGMENTS = "results/segments"
 SUFFIX = ".seg"
-TAIL_BYTES = 2**17  # has the last line, and the index of a thousand results
+TAIL_BYTES = 2**17  # holds the last line and the index of a thousand results
 
 ReadPart = Callable[[int, int], bytes]
 """Reads so many bytes of a segment from a place on."""
 
 Part = TypeVar("Part", bound=Strict)
-Number = Annotated[int, Field(ge=0, lt=2**63)]  # as an array keeps it
+Number = Annotated[int, Field(ge=0, lt=2**63)]  # an array's integers
 
 
 class SealedResult(NamedTuple):
-    """A job's output line with its checksum and newline, and the tokens that it generated."""
+    """A sealed output line and its number of generated tokens."""
 
     job_id: str
     num_tokens: int
@@ -52,12 +52,12 @@ class SealedResult(NamedTuple):
 Row = tuple[str, int, int, int]
 """A result in the index of its segment: the job's id, the start and the length of its line, and its tokens."""
 
-LENGTH, NUM_TOKENS = 1, 2  # in a row behind the id
+LENGTH, NUM_TOKENS = 1, 2  # columns of a row after the id
 
 
 @dataclass(frozen=True)
 class SegmentIndex:
-    """The index of the segment at a path in few bytes: three `numbers` a job, which are its row without the id."""
+    """A segment's index in little memory, three `numbers` per job."""
 
     path: str
     job_ids: list[str]
@@ -86,7 +86,6 @@ class _Index(Strict):
 
 
 def encode_segment(results: Iterable[SealedResult], fingerprint: str) -> bytes:
-    """The file of some results, of a run with this fingerprint."""
     rows, lines, start = list[Row](), [], 0
     for result in results:
         rows.append((result.job_id, start, len(result.line), result.num_tokens))
@@ -98,9 +97,9 @@ def encode_segment(results: Iterable[SealedResult], fingerprint: str) -> bytes:
 
 
 def read_index(read: ReadPart, size: int, fingerprint: str | None) -> Iterable[Row]:
-    """Find the places of all results of a segment of so many bytes; only its end is read.
+    """Return the rows of all results, reading only a segment's end.
 
-    Raises ValueError where they can't be found so, and for a segment of another run; `fingerprint` None fits all.
+    Raises ValueError if the index is damaged or of another run.
     """
     tail_start = max(0, size - TAIL_BYTES)
     tail = read(tail_start, size - tail_start)
@@ -130,7 +129,7 @@ def _parsed(model: type[Part], text: bytes) -> Part:
 
 
 def found_lines(data: bytes, fingerprint: str | None) -> Iterator[Row]:
-    """The places of all whole results in a segment whose index can't be used."""
+    """Find the whole results in a segment with an unusable index."""
     start = 0
     for line in data.splitlines(keepends=True):
         try:
@@ -144,7 +143,7 @@ def found_lines(data: bytes, fingerprint: str | None) -> Iterator[Row]:
 
 
 def is_whole(data: bytes, place: LinePlace) -> bool:
-    """Tell whether a result in a segment is as it was written, and of the job that the index names."""
+    """Return whether a result is intact and of the indexed job."""
     try:
         text = unsealed(_line_at(data, place))
         if text is None:
@@ -160,67 +159,63 @@ def _line_at(data: bytes, place: LinePlace) -> bytes:
 
 
 def _job_of(text: bytes) -> str:
-    """The id of the job whose output line it is. Raises ValueError, RecursionError."""
     return str(json.loads(text).get("id", "")).removeprefix(LINE_ID)
 
 
-# The results of a run, in segments of many.
+# Results of a run in segments.
 
 
-ROWS = 2**40  # more than a segment has
+ROWS = 2**40  # more than any segment has
 NOT_WHOLE = "found content that does not match its checksum, or its index"
 
 
 class ResultFiles:
-    """The results of one run, by job id. `damaged` is told of what can't be used, and why. Threads may share it.
+    """The results of one run; thread-safe. `damaged` collects unusable files.
 
-    Segments never change, so each index is read once. `fingerprint` is the run's, None where nobody knows it.
+    Segments never change, so each index is read once.
     """
 
     def __init__(self, store: Store, damaged: dict[str, str], fingerprint: str | None) -> None:
         self._store, self._damaged, self._fingerprint = store, damaged, fingerprint
         self._copies = _Copies(store)
-        self._segments: dict[str, SegmentIndex] = {}  # by path, what is known to be in them
-        self._paths: list[str] = []  # of these, and of those that are gone
-        self._broken: dict[str, str] = {}  # those of them with something that can't be used, and what
-        self._places: dict[str, int] = {}  # number of the path, and behind it the row in its index
+        self._segments: dict[str, SegmentIndex] = {}  # by path
+        self._paths: list[str] = []  # paths of all segments, also of removed ones
+        self._broken: dict[str, str] = {}  # problems by path
+        self._places: dict[str, int] = {}  # path number * ROWS + row in its index
         self._looking = Lock()
 
     def write_segment(self, name: str, results: Sequence[SealedResult]) -> None:
-        """Keep the results of jobs in a new segment, with a name that no other writer gives."""
-        assert self._fingerprint is not None  # whoever adds to a run knows what it is
+        assert self._fingerprint is not None  # writers know the run
         self._store.write_new(f"{SEGMENTS}/{name}{SUFFIX}", encode_segment(results, self._fingerprint))
 
     def sizes(self) -> dict[str, int]:
-        """The jobs that have a result, with its bytes."""
+        """Return the bytes of each result, by job."""
         self._look()
         return self._numbers(LENGTH)
 
     def job_ids(self) -> Container[str]:
-        """The jobs that have a result; those found later may be among them."""
+        """Return a live view of the jobs with a result."""
         self._look()
         return self._places
 
     def read(self, job_id: str) -> dict[str, Any] | None:
-        """A job's line; None where it is absent or damaged."""
+        """Read a job's line; None if absent or damaged."""
         if job_id not in self._places:
             self._look()
         [line] = read_lines(self._read, [self.place(job_id)], self._parsed, self.elsewhere)
         return line
 
     def read_all(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
-        """The lines of jobs in that order, as `read` gives them."""
         self._look()
         return read_lines(self.data, map(self.place, job_ids), self._parsed, self.elsewhere)
 
     def place(self, job_id: str) -> LinePlace | None:
-        """The place of a job's line as far as it was found."""
         number, row = divmod(self._places.get(job_id, -1), ROWS)
         index = None if number < 0 else self._segments.get(self._paths[number])
         return None if index is None else index.place(row)
 
     def elsewhere(self, place: LinePlace) -> Iterator[LinePlace]:
-        """The other places that may have a job's result, for the few whose line in a segment is damaged."""
+        """Yield the job's results in other segments, for a damaged line."""
         if place.length is None:
             return
         for path, index in list(self._segments.items()):
@@ -228,12 +223,12 @@ class ResultFiles:
                 yield index.place(index.job_ids.index(place.job_id))
 
     def data(self, place: LinePlace) -> bytes | None:
-        """The bytes at a place of an output line, one of many that are asked for in any order."""
+        """Return the bytes at a place, one of many in any order."""
         is_far = place.length is not None and not self._store.is_local
         return self._copies.part(place) if is_far else self._read(place)
 
     def whole(self) -> dict[str, int]:
-        """Read all segments; returns the tokens of results that are as they were written. Others count no more."""
+        """Read all segments; return the tokens of intact results and drop the others."""
         self._look()
         paths = list(self._segments)
         with ThreadPoolExecutor(NUM_READERS) as pool:
@@ -248,10 +243,7 @@ class ResultFiles:
         return self._numbers(NUM_TOKENS)
 
     def set_damaged_aside(self) -> list[tuple[str, str, str]]:
-        """Make room where results are damaged: the old path, what is wrong, and where it is now.
-
-        What is whole in a damaged segment goes on in another one.
-        """
+        """Move damaged segments away and keep intact results; return old path, problem and new path."""
         moved = []
         for path, problem in self._broken.items():
             name = path.rpartition("/")[2].removesuffix(SUFFIX)
@@ -269,7 +261,6 @@ class ResultFiles:
         return moved
 
     def _look(self) -> None:
-        """Take in what was written, or moved away, since the last look."""
         with self._looking:
             found = self._store.sizes(SEGMENTS).items()
             sizes = {f"{SEGMENTS}/{name}": size for name, size in found if name.endswith(SUFFIX)}
@@ -296,7 +287,6 @@ class ResultFiles:
             places.setdefault(job_id, first + row)
 
     def _numbers(self, column: int) -> dict[str, int]:
-        """A number of each result that is known, by job id."""
         indexes = list(self._segments.values())
         pairs = (zip(each.job_ids, each.numbers[column::3], strict=True) for each in indexes)
         return dict(chain.from_iterable(pairs))
@@ -312,7 +302,7 @@ class ResultFiles:
         return SegmentIndex.of(path, rows)
 
     def _whole_of(self, path: str) -> list[Row] | None:
-        """The results that are in a segment as their lines say; None where all are as its index says."""
+        """Return None if all results agree with the index."""
         data = self._store.read(path) or b""
         is_as_said = all(is_whole(data, place) for place in self._segments[path].places())
         return None if is_as_said else list(found_lines(data, self._fingerprint))
@@ -327,17 +317,20 @@ class ResultFiles:
 
 
 class _Copies:
-    """Copies of an object store's segments on this machine: their lines are asked for in another order than theirs."""
+    """Local copies of an object store's segments."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._copying: defaultdict[str, Lock] = defaultdict(Lock)  # by path
         self._starts: dict[str, int] = {}
-        self._file: IO[bytes] | None = None  # of all of them
+        self._file: IO[bytes] | None = None  # holds all copies
         self._writing = Lock()
 
     def part(self, place: LinePlace) -> bytes | None:
-        """The bytes at a place of a segment; None where it is gone. Raises `StoreError`."""
+        """Return None if the segment is gone.
+
+        Raises `StoreError`.
+        """
         with self._copying[place.path]:
             if place.path not in self._starts:
                 data = self._store.read(place.path)
@@ -349,7 +342,7 @@ class _Copies:
 
     def _keep(self, data: bytes) -> int:
         with self._writing, told_of_room():
-            if self._file is None:  # no copy may have its place in `_starts` yet
+            if self._file is None:  # positions in `_starts` need the file first
                 self._file = TemporaryFile()  # noqa: SIM115, it goes with this object
                 finalize(self, self._file.close)
             start = self._file.seek(0, os.SEEK_END)

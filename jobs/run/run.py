@@ -1,4 +1,4 @@
-"""One run folder: its manifest, jobs, rejects, results, errors and progress, readable with `ls` and `cat`."""
+"""One run folder, readable with `ls` and `cat`."""
 
 from __future__ import annotations
 
@@ -37,30 +37,27 @@ CANCEL_JOBS = "cancel/jobs"
 
 
 class Run(RunJobs):
-    """A run in its folder. Every method raises `StoreError` when the storage fails, `RunError` for a damaged file."""
+    """A run in its folder. Methods raise `StoreError`, and `RunError` for a damaged file."""
 
     def __init__(self, store: Store, manifest: RunManifest | None) -> None:
-        """`manifest` is None where it is damaged: then only what is read without it can be asked for."""
+        """`manifest` is None if damaged."""
         super().__init__(store, manifest)
         self._fingerprint = None if manifest is None else manifest.fingerprint
-        self.damaged: dict[str, str] = {}  # files that were met and can't be used: path and why
+        self.damaged: dict[str, str] = {}  # unusable files seen so far: path and problem
         self._results = ResultFiles(store, self.damaged, self._fingerprint)
         self._errors = LineFiles(store, "errors", self.damaged, self._fingerprint)
 
     @classmethod
     def create_or_open(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
-        """The run at `uri`, made from `manifest` if there is none; one that is there keeps its own manifest.
+        """Open the run at `uri`, or create it from `manifest`.
 
-        Raises `RunError` when the run there has another model or dtype: its results would not fit the new ones.
+        Raises `RunError` if it has another model or dtype.
         """
         return cls.planned(uri, manifest, retries).made()
 
     @classmethod
     def planned(cls, uri: str, manifest: RunManifest, retries: Retries | None = None) -> Run:
-        """Open the run at `uri`, or plan it from `manifest` if there is none: then nothing is written before `made`.
-
-        Raises `RunError` as `create_or_open` does.
-        """
+        """Open the run, or plan it without writing before `made`. Raises as `create_or_open`."""
         store = Store(uri, retries)
         if store.exists(MANIFEST):
             return cls.open(uri, retries)._fit_for(manifest)
@@ -71,14 +68,14 @@ class Run(RunJobs):
         return cls(store, manifest)
 
     def made(self) -> Run:
-        """The run as its folder has it, written there if it was planned only. Raises as `create_or_open` does."""
+        """Write a planned run and return it. Raises as `create_or_open` does."""
         self.store.write_new(MANIFEST, pretty(self.manifest))
         found = read_model(self.store, MANIFEST, RunManifest)
         return self if found is None else Run(self.store, found)._fit_for(self.manifest)
 
     @classmethod
     def open(cls, uri: str, retries: Retries | None = None) -> Run:
-        """The run at `uri`. Raises `RunError` where there is none, and for one that another version made."""
+        """Open the run. Raises `RunError` if absent or of another version."""
         store = Store(uri, retries)
         manifest = read_model(store, MANIFEST, RunManifest)
         if manifest is None:
@@ -87,11 +84,11 @@ class Run(RunJobs):
 
     @classmethod
     def without_manifest(cls, uri: str) -> Run:
-        """The run of a folder with a damaged manifest: its jobs, rejects, results and errors are read without it."""
+        """Open a folder with a damaged manifest."""
         return cls(Store(uri), None)
 
     def write_rejects(self, rejects: Iterable[Reject]) -> None:
-        """The rejects of the newest submission, in place of older ones."""
+        """Replace the rejects of earlier submissions."""
         with spool() as file:
             for reject in rejects:
                 file.write(dump_line(asdict(reject)))
@@ -99,7 +96,7 @@ class Run(RunJobs):
             self.store.write_from(REJECTS, file)
 
     def rejects(self) -> Rejects:
-        """The rejects of the newest submission, in file order; none where the file is damaged, see `damaged`."""
+        """Return the newest submission's rejects; none if damaged."""
         with at_hand(self.store, REJECTS) as file:
             try:
                 return Rejects() if file is None else Rejects.read(file)
@@ -108,57 +105,50 @@ class Run(RunJobs):
                 return Rejects()
 
     def lacks_its_jobs(self) -> bool:
-        """Return whether its only submission ended before its jobs were here: rejects are written behind them."""
+        """Return whether the only submission ended before it wrote jobs."""
         return not self.store.exists(REJECTS) and not self.job_ids()
 
     def write_segment(self, name: str, results: Sequence[SealedResult]) -> None:
-        """Keep the results of finished jobs, all or none, under a name that nobody else gives a segment."""
+        """Write a new segment of results, all or none."""
         self._results.write_segment(name, results)
 
     def write_error(self, job_id: str, line: dict[str, Any]) -> None:
-        """Keep the output line of a dead-lettered or cancelled job, in place of an older one."""
         self._errors.write(job_id, line)
 
     def write_errors(self, lines: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """Keep the lines of many dead-lettered or cancelled jobs by their ids, in place of older ones."""
         self._errors.write_all(lines)
 
     def ended(self) -> tuple[set[str], set[str]]:
-        """The job ids with a result, and those with an error and no result: a late result makes up for an error."""
+        """Return the ids with a result, and those with only an error."""
         finished, failed = self.ended_sizes()
         return set(finished), failed
 
     def ended_sizes(self) -> tuple[dict[str, int], set[str]]:
-        """The job ids that `ended` returns, with the bytes of each result."""
+        """Return what `ended` does, with the bytes of each result."""
         finished = self._results.sizes()
         return finished, self._errors.job_ids().difference(finished)
 
     def result(self, job_id: str) -> dict[str, Any] | None:
-        """The output line of a finished job, else None."""
         return self._results.read(job_id)
 
     def error(self, job_id: str) -> dict[str, Any] | None:
-        """The output line of a dead-lettered or cancelled job, else None."""
         return self._errors.read(job_id)
 
     def errors(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """The output lines of dead-lettered or cancelled jobs, in that order."""
         return (line for line in self.error_lines(job_ids) if line is not None)
 
     def error_lines(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
-        """The line that `error` returns for each of many jobs, in their order."""
         return self._errors.read_all(job_ids)
 
     def result_lines(self, job_ids: Iterable[str]) -> Iterator[dict[str, Any] | None]:
-        """The line that `result` returns for each of many jobs, in their order."""
         return self._results.read_all(job_ids)
 
     def output_lines(self) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
-        """Every job in input order with its output line, None while it has neither result nor error."""
+        """Yield every job in input order with its output line, if any."""
         return self._lines({})
 
     def lines_of(self, index: JobIndex) -> Iterator[dict[str, Any] | None]:
-        """The output line of each job of an index, None while it has neither result nor error."""
+        """Yield the output line of each job, None while it has none."""
         finished = self.finished_ids()
         failed = self._errors.job_ids()
 
@@ -168,14 +158,10 @@ class Run(RunJobs):
         return self._read_places(map(place, index.job_ids()))
 
     def finished_ids(self) -> Container[str]:
-        """The ids of the jobs with a result, of which no copy is made."""
         return self._results.job_ids()
 
     def ended_jobs(self, index: JobIndex) -> tuple[array[int], dict[int, str]]:
-        """The rows of an index whose jobs have finished, each with its tokens, and the error codes of others by row.
-
-        What can't be read is left out. Results in segments are not parsed.
-        """
+        """Return the tokens of finished rows, and the error codes of failed ones."""
         whole = self._results.whole()
         finished, failed = self.ended()
         rows, codes, others = array("q"), dict[int, str](), list[tuple[int, str]]()
@@ -193,14 +179,11 @@ class Run(RunJobs):
         return rows, codes
 
     def joined_lines(self) -> Iterator[dict[str, Any]]:
-        """The output lines so far, one for each input line, in input order; see `jobs.run.output_line`.
-
-        A job without a result that has superseded one with a result still has that one's line.
-        """
+        """Yield the output lines so far, also of superseded jobs without a newer one."""
         return joined(self._lines(self.extended()))
 
     def written_lines(self) -> Iterator[bytes]:
-        """The lines of `joined_lines` as `dump_line` makes them; where no line has several choices, no job is read."""
+        """Yield `joined_lines` as `dump_line` writes them; without choices no job is read."""
         from swiftbatch.jobs.run.job_index import JobIndex
 
         names = ("job_id", "supersedes", "num_choices")
@@ -212,16 +195,12 @@ class Run(RunJobs):
         return filter(None, read_lines(self._results.data, places, write, self._results.elsewhere))
 
     def _lines(self, extended: Mapping[str, list[str]]) -> Iterator[tuple[JobRecord, dict[str, Any] | None]]:
-        """Yield every job in input order with its output line.
-
-        An `extended` job may have the line of a job that it has superseded.
-        """
         records, again = tee(self.records())
         places = self._output_places((record.job_id for record in again), extended)
         return zip(records, self._read_places(places), strict=True)
 
     def _output_places(self, job_ids: Iterable[str], extended: Mapping[str, list[str]]) -> Iterator[LinePlace | None]:
-        """The place of the line that `_lines` has for each job; what has ended is looked up at once."""
+        """Yield places for `_lines`."""
         finished, failed = self.finished_ids(), self._errors.job_ids()
 
         def place(job_id: str) -> LinePlace | None:
@@ -238,16 +217,15 @@ class Run(RunJobs):
         return read_lines(self._results.data, places, parse, self._results.elsewhere)
 
     def result_file(self, job_id: str) -> str:
-        """The path of the file that has a job's result, as far as results were read."""
         place = self._results.place(job_id)
         return "" if place is None else place.path
 
     def set_damaged_aside(self, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:
-        """Make room where results or errors of these jobs are damaged: old path, what is wrong, where it is now."""
+        """Move damaged results and errors away; return old path, problem and new path."""
         return [*self._results.set_damaged_aside(), *self._errors.set_damaged_aside(job_ids)]
 
     def delete_leftovers(self) -> None:
-        """Remove what killed writers have left half written; for who holds the run."""
+        """Delete half-written files; only the holder may."""
         for folder in (
             "",
             job_table.LATER,
@@ -260,10 +238,10 @@ class Run(RunJobs):
             "shard-plans",
         ):
             self.store.delete_leftovers(folder)
-        self.store.delete_leftovers("drivers", min_age_seconds=60)  # others may try to take the run just now
+        self.store.delete_leftovers("drivers", min_age_seconds=60)  # others may be trying to take the run
 
     def clear_errors(self) -> set[str]:
-        """Make failed and cancelled jobs pending again; returns the ids of all that had errors."""
+        """Make failed and cancelled jobs pending again; return their ids."""
         job_ids = self._errors.job_ids()
         for job_id in job_ids:
             self._errors.delete(job_id)
@@ -273,7 +251,7 @@ class Run(RunJobs):
         self.store.write(PROGRESS, pretty(progress))
 
     def progress(self) -> Progress | None:
-        """The newest heartbeat; None before the first, and for a damaged one, which `damaged` names until the next."""
+        """Return the newest heartbeat, if usable."""
         self.damaged.pop(PROGRESS, None)
         try:
             return read_model(self.store, PROGRESS, Progress)
@@ -282,16 +260,15 @@ class Run(RunJobs):
             return None
 
     def has_had_a_driver(self) -> bool:
-        """Return whether there is a heartbeat, even a damaged one."""
         return self.store.exists(PROGRESS)
 
     def request_cancel(self, job_id: str | None) -> None:
-        """Ask the driver to cancel one job, or the whole run for None."""
+        """Request to cancel one job, or the run for None."""
         path = CANCEL_RUN if job_id is None else f"{CANCEL_JOBS}/{job_id}.json"
         self.store.write(path, dump_line({"requested": time.time()}))
 
     def cancel_requests(self) -> tuple[bool, set[str]]:
-        """Return whether the whole run is to be cancelled, and the ids of the jobs to be cancelled."""
+        """Return whether to cancel the run, and the ids of jobs to cancel."""
         names = self.store.list(CANCEL_JOBS)
         return self.store.exists(CANCEL_RUN), {name.removesuffix(".json") for name in names if name.endswith(".json")}
 
@@ -299,10 +276,7 @@ class Run(RunJobs):
         self.store.delete_folder("cancel")
 
     def write_output(self, check: Callable[[], None] = lambda: None) -> None:
-        """`output.jsonl` and `output.parquet` from the results and errors so far, in input order.
-
-        `check` is called before anything is replaced; what it raises leaves the older files in place.
-        """
+        """Write both output files. Calls `check` before it replaces anything."""
         write_output(self.store, self.joined_lines(), check)
 
     def refuse_other_model(
@@ -312,9 +286,9 @@ class Run(RunJobs):
         files: Mapping[str, str],
         commit: str | None,
     ) -> None:
-        """Raise `RunError` for a model that has changed since the run was made: its tokens would be others.
+        """Raise `RunError` if the model changed, because its tokens would differ.
 
-        `files` are the SHA-256s of those that were found, at a `commit` of the hub.
+        `files` are the SHA-256s found.
         """
         shown, known = f"model {self.manifest.stored_model}", self.manifest.model_files
         differing = [name for name in known if known[name] != files.get(name)]

@@ -1,4 +1,4 @@
-"""The jobs of a run, from the tables in its folder: added, and read in input order, by place or by column."""
+"""The jobs of a run in its tables."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ BODY = ("job", "last_marker", "prompt_token_ids")
 
 
 class JobBodies:
-    """The bodies of the jobs that a driver is to hand out, in a file on its machine: each is one short read."""
+    """The bodies of a driver's jobs in a local file."""
 
     def __init__(self, parts: Iterator[pa.Table], places: NDArray[np.int64]) -> None:
-        """`parts` are all of the run, with the columns `BODY`; `places` are ascending. Raises StoreError."""
+        """`places` are ascending. Raises StoreError."""
         import numpy as np
 
         self._places = places
         self._first, last = (int(places[0]), int(places[-1])) if len(places) else (0, -1)
-        self._is_gapless = last - self._first + 1 == len(places)  # as of a run that begins
+        self._is_gapless = last - self._first + 1 == len(places)  # holds for a new run
         self._file = new_spool()
         finalize(self, self._file.close)
         with told_of_room():
@@ -40,7 +40,7 @@ class JobBodies:
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([places[:0], *sizes]))])
 
     def at(self, place: int) -> bytes:
-        """The body of the job at a place. Raises StoreError."""
+        """Read the body of the job at a place. Raises StoreError."""
         row = place - self._first if self._is_gapless else int(self._places.searchsorted(place))
         start, end = self._starts[row : row + 2].tolist()
         with told_of_room():
@@ -56,7 +56,7 @@ def _at(parts: Iterator[pa.Table], places: NDArray[np.int64]) -> Iterator[pa.Tab
 
 
 def _write(file: BinaryIO, part: pa.Table) -> NDArray[np.int64]:
-    """Write the bodies of a part's jobs, as `JobRecord.body`, one behind the other; returns the bytes of each."""
+    """Return the bytes of each body."""
     import numpy as np
     import pyarrow as pa
     from pyarrow import compute
@@ -73,16 +73,16 @@ def _write(file: BinaryIO, part: pa.Table) -> NDArray[np.int64]:
 
 
 class RunJobs:
-    """The jobs of a run. Every method raises `StoreError` when the storage fails, `RunError` for a damaged table."""
+    """The jobs of a run. Methods raise `StoreError`, and `RunError` for a damaged table."""
 
     def __init__(self, store: Store, manifest: RunManifest | None) -> None:
-        """`manifest` is None where it is damaged: then only what is read without it can be asked for."""
+        """`manifest` is None if damaged."""
         self.store = store
         self.manifest = RunManifest.model_construct() if manifest is None else manifest
         self._run_id = None if manifest is None else manifest.run_id
 
     def add_jobs(self, records: Iterable[JobRecord]) -> None:
-        """Add the jobs that the run does not have yet, in their order after those it has."""
+        """Append the jobs that the run lacks, in order."""
         known = {job_id for lineage in self.lineages() for job_id in lineage}
 
         def new() -> Iterator[JobRecord]:
@@ -96,49 +96,44 @@ class RunJobs:
                 self.add_table(table)
 
     def add_table(self, table: BinaryIO) -> None:
-        """Add the jobs of a table in a file, none of which the run has, in their order after those it has."""
+        """Append a table of jobs that the run lacks."""
         table.seek(0)
         job_table.add(self.store, table)
 
     def parts(self, *names: str) -> Iterator[pa.Table]:
-        """Columns of all jobs as they lie in the tables, part by part."""
         return read_parts(self.store, names, self._run_id)
 
     def records(self) -> Iterator[JobRecord]:
-        """All jobs in input order, each in its newest form, one part of a table in memory at once."""
+        """Yield all jobs in their newest forms, with one part in memory."""
         import numpy as np
 
         places = self.job_index().places
-        is_moved = places > np.minimum.accumulate(places[::-1])[::-1]  # to the place of an earlier job
+        is_moved = places > np.minimum.accumulate(places[::-1])[::-1]  # moved to an earlier job's place
         moved = np.sort(places[is_moved])
         found = dict(zip(moved.tolist(), read_records(self.store, moved, self._run_id), strict=True))
         rest = read_records(self.store, places[~is_moved], self._run_id)
         return (found[place] if place in found else next(rest) for place in places.tolist())
 
     def jobs(self) -> list[JobRecord]:
-        """All jobs in input order, each in its newest form."""
         return list(self.records())
 
     def records_at(self, places: NDArray[np.int64]) -> Iterator[JobRecord]:
-        """The jobs at some ascending places of the run's tables."""
         return read_records(self.store, places, self._run_id)
 
     def job_index(self) -> JobIndex:
-        """All jobs in input order, each in its newest form, without their prompts."""
         from swiftbatch.jobs.run.job_index import COLUMNS, JobIndex
 
         return JobIndex.of(self.parts(*COLUMNS))
 
     def job_bodies(self, places: NDArray[np.int64]) -> JobBodies:
-        """The jobs at some places of the run's tables, ascending ones, each to be read alone."""
         return JobBodies(self.parts(*BODY), places)
 
     def longest_job(self) -> int:
-        """Positions that the longest job needs, 0 without jobs; no job is read."""
+        """Read the longest job's positions from metadata."""
         return longest_job(self.store, self._run_id)
 
     def all_jobs(self) -> dict[str, JobRecord]:
-        """All jobs by their ids, also those that others have superseded."""
+        """Return all jobs by id, also superseded ones."""
         import numpy as np
 
         num_rows = sum(map(len, self.parts("job_id")))
@@ -146,32 +141,30 @@ class RunJobs:
         return {record.job_id: record for record in read_records(self.store, places, self._run_id)}
 
     def job_ids(self) -> list[str]:
-        """The ids of all jobs in input order, without their prompts."""
+        """Return all ids in input order, in newest forms."""
         from swiftbatch.jobs.run.job_index import JobIndex
 
         names = ("job_id", "supersedes")
         return list(JobIndex.of(self.parts(*names), names).job_ids())
 
     def all_job_ids(self) -> pa.ChunkedArray:
-        """The ids of all jobs, also of those that others have superseded."""
+        """Return all ids, also superseded ones."""
         import pyarrow as pa
 
         parts = self.parts("job_id")
         return pa.chunked_array([chunk for part in parts for chunk in part.column("job_id").chunks], pa.string())
 
     def lineages(self) -> list[list[str]]:
-        """The ids of all jobs in input order, each with those that it has superseded in front, oldest first."""
         parts = self.parts("job_id", "supersedes")
         rows = (zip(*(column.to_pylist() for column in part.columns), strict=True) for part in parts)
         return lineages(pair for pairs in rows for pair in pairs)
 
     def extended(self) -> dict[str, list[str]]:
-        """The lineages of jobs that have superseded others, by their newest forms."""
+        """Return the lineages of extended jobs, by their newest ids."""
         supersedes = (part.column("supersedes") for part in self.parts("supersedes"))
         is_extended = any(column.null_count < len(column) for column in supersedes)
         return {lineage[-1]: lineage for lineage in self.lineages() if len(lineage) > 1} if is_extended else {}
 
     def custom_ids(self) -> set[str]:
-        """The names of all lines that have jobs, without their prompts."""
         parts = self.parts("custom_id")
         return {name for part in parts for name in part.column("custom_id").to_pylist()}

@@ -1,4 +1,4 @@
-"""The JSON files of a run (run.json, progress, claims), its format number, and readers that refuse a bad file."""
+"""The JSON files of a run, its format number, and strict readers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RunState = Literal["running", "finished", "cancelled", "interrupted"]
 
 
 class ProcessKey(Frozen):
-    """Tells a process from others with its number; `start_ticks` is when it began, counted from its system's start."""
+    """Identifies a process; `start_ticks` count from the system's boot."""
 
     boot_id: str
     pid_namespace: str
@@ -40,9 +40,9 @@ class ProcessKey(Frozen):
 
 
 class RunManifest(Frozen):
-    """All settings of a run that decide its bytes. `created` is in seconds since the epoch.
+    """All settings of a run that decide its bytes.
 
-    `version` is that of the whole folder: raise it with every change of a file in it. Other versions are refused.
+    `version` covers the whole folder: raise it with any change of a format.
     """
 
     version: Literal[2] = 2
@@ -50,39 +50,38 @@ class RunManifest(Frozen):
     created: Moment
     model: str
     model_fingerprint: str
-    text_fingerprint: str  # of chat template and further files of the tokenizer
-    model_files: dict[str, str]  # the SHA-256 of each of its files, by its place
-    model_commit: str | None = None  # of a model of the hub; None for others
+    text_fingerprint: str  # of the chat template and other tokenizer files
+    model_files: dict[str, str]  # SHA-256 of each file, by path
+    model_commit: str | None = None  # commit of a hub model; None for others
     engine: str
     draft_model: str | None = None  # folder of the engine's trained parts; None: the model's own
-    kv_offload: str | None = None  # folder that key-value caches are kept in; None: on the device
+    kv_offload: str | None = None  # folder for key-value caches; None: on the device
     dtype: Dtype
     kv_dtype: KVDtype | None = None  # of keys and values; None: as `dtype`
     device: Device
     attention: AttentionName = "triton"
     linear: LinearName = "cublas"
-    num_rows: NumRows = 64  # of every forward on a GPU
+    num_rows: NumRows = 64  # rows of every forward on a GPU
     num_threads: int = Field(ge=1)
     seed: int
-    max_tokens: int | None = Field(default=None, ge=1)  # of jobs that give none; None: all that their prompts leave
-    loop_guard: LoopAction | None = None  # of jobs that say nothing of loops; None: loops are not looked for
-    thinking_end: ThinkingEnd | None = None  # of jobs that say nothing of it; None: a text may end within a thought
-    logprobs_mode: LogprobsMode = "raw_logprobs"  # the source of the log-probabilities that jobs ask for
+    max_tokens: int | None = Field(default=None, ge=1)  # default for jobs; None: the rest of the context
+    loop_guard: LoopAction | None = None  # default for jobs; None: loops are not detected
+    thinking_end: ThinkingEnd | None = None  # default for jobs; None: a text may end inside a thought
+    logprobs_mode: LogprobsMode = "raw_logprobs"  # source of reported log-probabilities
     thinking_markers: ThinkingMarkers = None  # () for a model that does not think
-    clock: str  # the ISO time that chat templates hear
-    reads_clock: bool = False  # its chat template
+    clock: str  # the ISO time given to chat templates
+    reads_clock: bool = False  # its chat template uses `clock`
     versions: dict[str, str]
     exactness: Exactness
     cpu_capability: str
 
     @property
     def stored_model(self) -> str:
-        """The model's name with the commit that the run was made with, where it is one of the hub."""
         return self.model if self.model_commit is None else f"{self.model.partition('@')[0]}@{self.model_commit}"
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides a job's tokens beside its id, but for the hardware."""
+        """A hash of all that decides a job's tokens besides its id and the hardware."""
         model = [self.model_fingerprint, self.text_fingerprint, self.thinking_markers]
         later: list[str] = [] if self.kv_dtype is None else [self.kv_dtype]
         later += [self.clock] if self.reads_clock else []
@@ -91,9 +90,9 @@ class RunManifest(Frozen):
 
 
 class WorkerStatus(Frozen):
-    """One worker and its jobs, by the names that `Progress.running` has; `numerics` says what decides the bits there.
+    """One worker and its jobs, named as in `Progress.running`.
 
-    `last_checkpoint` is when it last wrote one, or when its work began, in seconds since the epoch; None without a job.
+    `last_checkpoint` is its last write or its work's start, in seconds since the epoch; None without a job.
     """
 
     id: str
@@ -108,16 +107,15 @@ class WorkerStatus(Frozen):
 
 
 class Progress(Frozen):
-    """The driver's heartbeat: times in seconds since the epoch, `jobs` counts by state (pending, running, ...).
+    """The driver's heartbeat; times in seconds since the epoch, `jobs` counts by state.
 
-    `running` holds the tokens of each running job by its `custom_id` (`custom_id[1]` is a line's second choice),
-    `epoch` is the number of the driver's claim. In a driver's last beat, `running` holds the jobs that it had to leave
-    without a whole checkpoint. `max_tokens` says how many tokens the running jobs may get, `num_tokens_left` how many
-    all unfinished jobs may get. `num_total_tokens` (generated in all attempts, lost ones included) and `worker_seconds`
-    (that started workers were held) are over all drivers of the run, and `reached_limit` says where the last one was to
-    stop. `num_preemptions` (by reason), `num_resumes` (by kind), `mean_acceptance_length`, `num_tokens_by_draft` (none,
-    tree, chain), `num_read_tokens` (of prompts and replays) and `num_copied_tokens` (which did not have to be read) are
-    of this driver's time.
+    `running` maps jobs (`custom_id[1]` is a second choice) to tokens; in the last heartbeat, jobs left without a whole
+    checkpoint. `epoch` numbers the driver's claim. `max_tokens` limits the running jobs, `num_tokens_left` all
+    unfinished ones.
+
+    `num_total_tokens` (all attempts) and `worker_seconds` cover all drivers; `reached_limit` stopped the last one.
+    Other counts are this driver's: `num_preemptions` by reason, `num_resumes` by kind, `num_tokens_by_draft` (none,
+    tree, chain), `num_read_tokens` of prompts and replays, `num_copied_tokens` that needed no reading.
     """
 
     state: RunState
@@ -144,12 +142,12 @@ class Progress(Frozen):
     num_rejects: int = 0  # lines of the newest job file
     driver_host: str
     driver_pid: int
-    driver_process: ProcessKey | None = None  # None where the driver's system does not say
+    driver_process: ProcessKey | None = None  # None if the system does not say
     epoch: int = 0
 
 
 class DriverClaim(Frozen):
-    """A driver's claim on the run: the driver with the newest claim holds it. `started` in seconds since the epoch."""
+    """A driver's claim on the run; the newest one holds it."""
 
     host: str
     pid: int
@@ -158,10 +156,10 @@ class DriverClaim(Frozen):
     started: Moment
 
 
-# Read the files of a run, and say plainly what is wrong with one that can't be used.
+# Readers of a run's files with plain error texts.
 
 
-NUM_READERS = 16  # at once: an object store takes its time for each
+NUM_READERS = 16  # parallel reads, because of an object store's latency
 NUM_READ_AHEAD = 64
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -169,11 +167,11 @@ Value = TypeVar("Value")
 
 
 class RunError(UserError):
-    """The folder holds no run, or one that does not fit."""
+    """A folder without a run, or with one that does not fit."""
 
 
 class DamagedError(RunError):
-    """A file was read, and what is in it can't be used: `path` names it below its folder, `problem` says why."""
+    """A file with unusable content: `path` below its folder, and `problem`."""
 
     def __init__(self, store: Store, path: str, problem: str) -> None:
         super().__init__(_unusable(store, path, problem))
@@ -182,12 +180,11 @@ class DamagedError(RunError):
 
 
 def pretty(model: BaseModel) -> bytes:
-    """A model as JSON for the eye."""
     return model.model_dump_json(indent=2).encode() + b"\n"
 
 
 def read_parsed(store: Store, path: str, parse: Callable[[bytes], Value]) -> Value | None:
-    """Parse a file; None if it is absent. Raises `DamagedError` where `parse` raises `ValueError`."""
+    """Parse a file; None if absent. Raises `DamagedError` if `parse` raises `ValueError`."""
     data = store.read(path)
     if data is None:
         return None
@@ -198,15 +195,12 @@ def read_parsed(store: Store, path: str, parse: Callable[[bytes], Value]) -> Val
 
 
 def read_object(store: Store, path: str) -> dict[str, Any] | None:
-    """The JSON object in a file; None when it is absent. Raises `DamagedError`."""
+    """Read a file's JSON object; None if absent. Raises `DamagedError`."""
     return read_parsed(store, path, _parse_object)
 
 
 def read_model(store: Store, path: str, model: type[Model]) -> Model | None:
-    """The model that a file holds as JSON; None when it is absent.
-
-    Raises `DamagedError`, another `RunError` for another version's.
-    """
+    """Read a model from a JSON file; None if absent. Raises `DamagedError`, `RunError` for another version."""
 
     def parse(data: bytes) -> Model:
         values = _parse_object(data)
@@ -221,7 +215,7 @@ def read_model(store: Store, path: str, model: type[Model]) -> Model | None:
 
 
 def _refuse_other_version(store: Store, path: str, found: Any, expected: int) -> None:
-    """Raise `RunError`, which is no `DamagedError`: the file is whole for another swiftbatch."""
+    """Raise `RunError`, not `DamagedError`: the file is intact for another swiftbatch."""
     if found != expected:
         problem = f"found version {'none' if found is None else shown(found)}, expected version {expected}"
         raise RunError(_unusable(store, path, problem, "use the version of swiftbatch that made it"))

@@ -1,4 +1,4 @@
-"""The shards of a run: settings, plans, and files of rows (Parquet or JSON lines) written while it runs."""
+"""The shards of a run: settings, plans and files of rows."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ShardFormat = Literal["parquet", "jsonl"]
 
 
 class ShardSettings(Frozen):
-    """The format stays over all of a run; the number of rows holds for the shards that are yet to be written."""
+    """The format is fixed for a run; the number of rows applies to later shards."""
 
     format: ShardFormat
     rows_per_shard: int = Field(default=1000, ge=1, le=MAX_ROWS)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse what a user says, such as "parquet" or "jsonl:500". Raises ValueError."""
+        """Parse text such as "parquet" or "jsonl:500". Raises ValueError."""
         kind, has_rows, rows = text.partition(":")
         try:
             return cls.model_validate({"format": kind} | ({"rows_per_shard": rows} if has_rows else {}))
@@ -48,12 +48,12 @@ class ShardSettings(Frozen):
 
 
 def shard_settings(store: Store) -> ShardSettings | None:
-    """The shards that the run was asked for; None if it writes none. Raises RunError for a damaged file."""
+    """Return the run's shard settings, if any. Raises RunError."""
     return read_model(store, SETTINGS_FILE, ShardSettings)
 
 
 def ask_for_shards(store: Store, settings: ShardSettings) -> None:
-    """Have the run write shards from now on; those who hold it may say so. Raises RunError for another format."""
+    """Make the held run write shards. Raises RunError for another format."""
     before = shard_settings(store)
     if before is not None and before.format != settings.format:
         raise RunError(
@@ -72,17 +72,16 @@ MAX_SHARD_BYTES = 256 * 2**20
 
 
 class Failure(Frozen):
-    """The reason why a job has no result. The plan keeps it, since a job that is tried again loses its error."""
+    """Why a job failed, kept because a retry deletes its error."""
 
     code: str
     message: str
 
 
 class PlannedLine(Frozen):
-    """An input line as it ended: the job behind each choice, and what failed of them.
+    """An ended input line with its jobs and their failures.
 
-    `revision` is 0 when the line first ended, and one more each time it ended anew, after `extend` or `resume
-    --retry-failed`.
+    `revision` grows each time the line ends again.
     """
 
     custom_id: str
@@ -92,26 +91,24 @@ class PlannedLine(Frozen):
 
     @property
     def key(self) -> LineKey:
-        """The end of the line: each job, with the code of its error if it has no result."""
+        """Each job with its error code, None if it has a result."""
         codes = {job_id: failure.code for job_id, failure in self.failures.items()}
         return tuple((job_id, codes.get(job_id)) for job_id in self.jobs)
 
 
 class Plan(Frozen):
-    """The lines of one shard, in its order."""
-
     lines: tuple[PlannedLine, ...]
 
 
 class Plans:
-    """The plans of a run, as the driver of an epoch sees and writes them."""
+    """The plans of a run for the driver of an epoch."""
 
     def __init__(self, store: Store, epoch: int) -> None:
         self._store = store
         self._epoch = epoch
 
     def read(self) -> dict[int, Plan]:
-        """The plan of each number. Raises RunError for a damaged one, StoreError."""
+        """Return the plans by number. Raises StoreError, RunError for a damaged one."""
         newest: dict[int, tuple[int, str]] = {}
         for name in self._store.list(PLANS_FOLDER):
             if (found := NAME.fullmatch(name)) and int(found[2]) <= self._epoch:
@@ -121,7 +118,7 @@ class Plans:
             return {number: plan for number, plan in sorted(zip(newest, plans, strict=True)) if plan is not None}
 
     def write(self, number: int, plan: Plan) -> None:
-        """Write a plan in this driver's name, or repeat it there. Raises StoreError."""
+        """Write this driver's plan; repeating it is harmless. Raises StoreError."""
         path = f"{PLANS_FOLDER}/{number:05d}-{self._epoch:04d}.json"
         self._store.write_new(path, plan.model_dump_json().encode() + b"\n")
 
@@ -136,9 +133,9 @@ class SizedLine(NamedTuple):
 def packed(
     lines: Iterable[SizedLine], max_rows: int, takes_all: bool, max_bytes: int = MAX_SHARD_BYTES
 ) -> tuple[list[list[PlannedLine]], int]:
-    """The lines of each shard that is full, in order, and the number of rows that wait for more.
+    """Return the lines of each full shard, and the number of leftover rows.
 
-    A line is never divided: one that is larger than a shard has one of its own. With `takes_all` nothing waits.
+    A line is never split. `takes_all` leaves nothing over.
     """
     full: list[list[PlannedLine]] = []
     shard: list[PlannedLine] = []
@@ -156,13 +153,13 @@ def packed(
     return full, num_rows
 
 
-# A shard as a file: Parquet with zstd, or JSON lines, written row by row in bounded memory; and the card of all.
+# Shard files: Parquet with zstd or JSON lines, written in bounded memory, and their dataset card.
 
 
 Row = dict[str, Any]
 
 MESSAGE = ("role", "content", "name")
-COLUMNS: dict[str, str] = {  # with their types, by names that Arrow and `datasets` share
+COLUMNS: dict[str, str] = {  # type names shared by Arrow and `datasets`
     "custom_id": "string",
     "choice_index": "int64",
     "revision": "int64",
@@ -195,7 +192,7 @@ rows with the same `custom_id`, those with the highest `revision` are the newest
 
 
 def finished_row(record: JobRecord, revision: int, line: dict[str, Any]) -> Row:
-    """The row of a job with a result; `line` is its own output line."""
+    """Return a finished job's row; `line` is its own output line."""
     body = line["response"]["body"]
     choice = body["choices"][0]
     return _asked(record, revision) | {
@@ -209,7 +206,6 @@ def finished_row(record: JobRecord, revision: int, line: dict[str, Any]) -> Row:
 
 
 def failed_row(record: JobRecord, revision: int, failure: Failure) -> Row:
-    """The row of a job without a result."""
     return _asked(record, revision) | {
         "status": "cancelled" if failure.code == "cancelled" else "failed",
         "text": None,
@@ -224,7 +220,6 @@ def failed_row(record: JobRecord, revision: int, failure: Failure) -> Row:
 
 
 def _asked(record: JobRecord, revision: int) -> Row:
-    """The columns of a row that say what the line asked for."""
     job = record.job
     messages = job.messages and [{name: getattr(message, name) for name in MESSAGE} for message in job.messages]
     return {
@@ -244,12 +239,12 @@ def _asked(record: JobRecord, revision: int) -> Row:
 
 
 def _as_int64(seed: int | None) -> int | None:
-    """Return a seed where the column can hold it; a larger one stands in `sampling` alone."""
+    """Return a seed if it fits the column."""
     return seed if seed is not None and seed < 2**63 else None
 
 
 def write_shard(target: BinaryIO, kind: ShardFormat, rows: Iterable[Row]) -> None:
-    """Write all rows. The same rows make the same bytes."""
+    """Write all rows; equal rows give equal bytes."""
     if kind == "parquet":
         _write_parquet(target, rows)
         return
@@ -258,7 +253,7 @@ def write_shard(target: BinaryIO, kind: ShardFormat, rows: Iterable[Row]) -> Non
 
 
 def arrow_schema() -> pa.Schema:
-    """The columns, all of which may be null."""
+    """Return the schema; all columns are nullable."""
     import pyarrow as pa
 
     kinds = {
@@ -282,7 +277,7 @@ def _write_parquet(target: BinaryIO, rows: Iterable[Row]) -> None:
 
 
 def card(kind: ShardFormat) -> str:
-    """The card for shards of a format."""
+    """Return the dataset card."""
     features = "".join(_feature(name, column) for name, column in COLUMNS.items())
     return (
         "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n"
@@ -299,7 +294,7 @@ def _feature(name: str, kind: str) -> str:
     return f"  - name: {name}\n    dtype: {kind}\n"
 
 
-# The shards of a run: files of rows that are written while the run goes on, and never change.
+# Shards never change once written, also while the run continues.
 
 
 SHARDS_FOLDER = "shards"
@@ -312,13 +307,13 @@ class WrittenShard(NamedTuple):
 
 
 class Shards:
-    """Writes the shards of a run, for the driver that holds it."""
+    """The writer of a run's shards, for the driver that holds it."""
 
     def __init__(self, run: Run, settings: ShardSettings, epoch: int, check: Callable[[], None]) -> None:
-        """`check` raises where the driver of that epoch no longer holds the run. Raises RunError, StoreError."""
+        """`check` raises if `epoch` no longer holds the run. Raises RunError, StoreError."""
         self._run, self._settings, self._check = run, settings, check
         self._records = run.all_jobs()
-        self._lines: dict[str, list[list[str]]] = defaultdict(list)  # by custom_id: the forms of each choice's job
+        self._lines: dict[str, list[list[str]]] = defaultdict(list)  # by custom_id: the lineage of each choice's job
         for lineage in run.lineages():
             self._lines[self._records[lineage[-1]].job.custom_id].append(lineage)
         self._plans = Plans(run.store, epoch)
@@ -330,22 +325,20 @@ class Shards:
 
     @classmethod
     def of(cls, run: Run, epoch: int, check: Callable[[], None]) -> Self | None:
-        """The shards of a run; None if it was not asked for any."""
         settings = shard_settings(run.store)
         return None if settings is None else cls(run, settings, epoch, check)
 
     def catch_up(self, is_end: bool, max_bytes: int = MAX_SHARD_BYTES) -> tuple[list[WrittenShard], int]:
-        """Write what is planned and missing, then what can be filled; also the number of rows that wait.
+        """Write missing planned shards, then full new ones; also return the leftover rows.
 
-        At the end of a run nothing waits: lines of jobs that have failed come, and the last shard may be smaller.
-        Raises StoreError, RunError, and what `check` raises.
+        `is_end` includes failed lines and a smaller last shard. Raises StoreError, RunError, and as `check`.
         """
         written = [shard for number in list(self._missing) if (shard := self._completed(number)) is not None]
         full, num_waiting = packed(self._due(is_end), self._settings.rows_per_shard, is_end, max_bytes)
         return written + [shard for lines in full if (shard := self._added(lines)) is not None], num_waiting
 
     def _due(self, is_end: bool) -> Iterator[SizedLine]:
-        """Lines that have ended otherwise than they are planned, in input order."""
+        """Yield ended lines whose outcome differs from their plan."""
         sizes, failed = self._run.ended_sizes()
         failures = self._failures(failed) if is_end else {}
         for custom_id, choices in self._lines.items():
@@ -359,7 +352,7 @@ class Shards:
                 yield SizedLine(line, sum(num_bytes))
 
     def _failures(self, failed: set[str]) -> dict[str, Failure]:
-        """The reasons why jobs failed, for those whose errors can be read."""
+        """Return the readable errors of failed jobs."""
         job_ids = sorted(failed)
         lines = zip(job_ids, self._run.error_lines(job_ids), strict=True)
         return {
@@ -369,7 +362,7 @@ class Shards:
         }
 
     def _planned(self, custom_id: str, jobs: Sequence[str], failures: dict[str, Failure]) -> PlannedLine | None:
-        """The line as it has ended now; None where it is in a shard so."""
+        """Return None if the line is unchanged."""
         before = self._newest.get(custom_id)
         own = {job_id: failures[job_id] for job_id in jobs if job_id in failures}
         revision = 0 if before is None else before.revision + 1
@@ -377,13 +370,13 @@ class Shards:
         return None if before is not None and before.key == line.key else line
 
     def _completed(self, number: int) -> WrittenShard | None:
-        """Write a shard that was planned, as it was; None while one of its results is damaged: its job runs again."""
+        """Return None while one of the results is damaged."""
         plan = self._missing[number]
         with temporary_file() as file:
             return self._published(number, file) if self._fill(file, plan.lines) == plan.lines else None
 
     def _added(self, lines: Sequence[PlannedLine]) -> WrittenShard | None:
-        """Plan and write a new shard of those lines whose results can be read; None where none can."""
+        """Plan and write a shard of the readable lines, if any."""
         with temporary_file() as file:
             if not (readable := self._fill(file, lines)):
                 return None
@@ -402,7 +395,6 @@ class Shards:
         return WrittenShard(path, sum(len(line.jobs) for line in plan.lines))
 
     def _fill(self, file: BinaryIO, lines: Sequence[PlannedLine]) -> tuple[PlannedLine, ...]:
-        """Write the rows of those lines whose results can be read, and go back to the first; returns the lines."""
         readable = []
 
         def rows() -> Iterator[Row]:
@@ -416,7 +408,7 @@ class Shards:
         return tuple(readable)
 
     def _rows(self, lines: Sequence[PlannedLine]) -> Iterator[tuple[PlannedLine, list[Row] | None]]:
-        """Each line with its rows; None where one of its results can't be read."""
+        """Yield each line with its rows, None if a result is unreadable."""
         results = self._run.result_lines(
             [job_id for line in lines for job_id in line.jobs if job_id not in line.failures]
         )

@@ -106,15 +106,6 @@ class LocalFolder:
     def write_from(self, path: str, source: BinaryIO) -> None:
         self._put(path, lambda file: shutil.copyfileobj(source, file, COPY_BYTES), os.replace)
 
-    def write_new(self, path: str, data: bytes) -> bool:
-        if self.exists(path):
-            return False
-        try:
-            self._put(path, lambda file: file.write(data), _link_new)
-        except FileExistsError:
-            return False
-        return True
-
     def write_new_from(self, path: str, source: BinaryIO) -> bool:
         if self.exists(path):
             return False

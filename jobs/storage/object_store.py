@@ -1,297 +1,324 @@
-"""Run folders in an object store (S3, GCS): its URI, credentials and connection, and reads and writes there."""
+"""Run folders in an object store (S3, GCS, Azure), through obstore: the connection, and reads and writes there."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from io import SEEK_END, UnsupportedOperation
 from mmap import ACCESS_READ, mmap
-from threading import current_thread, main_thread
-from typing import Any, BinaryIO, NamedTuple
-from urllib.parse import parse_qs, unquote, urlsplit
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+from urllib.error import HTTPError
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.request import Request, urlopen
 
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
+import obstore
+from obstore import exceptions
+from obstore.store import AzureStore, GCSStore, S3Store
 
+from swiftbatch.jobs.storage.folder_uri import S3_KEYS
 from swiftbatch.jobs.storage.local_folder import ReplacedError
 
-OBJECT_STORES = ("s3", "gs")
-SECRET_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-
-
-def local_path(uri: str) -> str | None:
-    """The absolute path of a local folder; None for an object store.
-
-    Raises `ValueError` for any other scheme, and for an object store without a bucket.
-    """
-    if not uri or "\0" in uri:
-        raise ValueError("expected a path, or a URI that starts with file://, s3:// or gs://")
-    if "://" not in uri:
-        return os.path.abspath(uri)
-    parts = urlsplit(uri)
-    if parts.scheme in OBJECT_STORES:
-        if not parts.netloc.rpartition("@")[2]:
-            raise ValueError(f"expected a bucket, as in {parts.scheme}://bucket/runs/my-run")
-        return None
-    if parts.scheme != "file":
-        raise ValueError("expected a path, or a URI that starts with file://, s3:// or gs://")
-    if parts.netloc or not parts.path.startswith("/"):
-        raise ValueError("expected three slashes and an absolute path, as in file:///home/me/run")
-    return os.path.abspath(unquote(parts.path))
-
-
-def shown_uri(uri: str) -> str:
-    """The URI without user, password and query, where credentials may stand."""
-    if "://" not in uri:
-        return uri or "''"
-    scheme, rest = uri.split("://", 1)
-    return f"{scheme}://{_split_user_info(rest.partition('?')[0])[1]}"
-
-
-def hidden_credentials(text: str, uri: str) -> str:
-    """`text` with every secret of `uri` and of the environment taken out."""
-    secrets = _secrets(uri) | {os.environ[name] for name in SECRET_VARIABLES if os.environ.get(name)}
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, "***")
-    return text
-
-
-def _secrets(uri: str) -> set[str]:
-    if "://" not in uri:
-        return set()
-    place, _, query = uri.split("://", 1)[1].partition("?")
-    values = _split_user_info(place)[0].split(":", 1) + [pair.partition("=")[2] for pair in query.split("&")]
-    return {form for value in values if value for form in (value, unquote(value))}
-
-
-def _split_user_info(place: str) -> tuple[str, str]:
-    """User information, and bucket with prefix. An '@' in the prefix is its own, unless a password is not quoted."""
-    head, slash, prefix = place.partition("/")
-    if "@" in head or ":" not in head:
-        user_info, _, bucket = head.rpartition("@")
-        return user_info, bucket + slash + prefix
-    user_info, _, rest = place.rpartition("@")
-    return user_info or head, rest if user_info else "***"
-
+if TYPE_CHECKING:
+    from obstore import GetOptions
 
 CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 10.0  # for which a server may send or take nothing
-S3_TRIES = 1  # pyarrow's own; more of them hide the error, and don't work for small objects
-GCS_RETRY_SECONDS = 5
+ANSWER_SECONDS = 10.0  # for which a server may send nothing
+BYTES_MEANWHILE = 4 * 2**20  # that a slow line takes in that time: an answer to a longer request may take longer
+MOST_SECONDS = 10**6.0  # for a whole request: a long download has no other bound than that it goes on
+KEY_SECONDS = 300.0  # botocore gives keys that expire for at least twice as long
 
-ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
-# a checksum behind the body: S3 servers other than Amazon's often don't know it
-CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
+AMAZON = "https://s3.amazonaws.com"
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+REGIONS = ("AWS_REGION", "AWS_DEFAULT_REGION")
+STORES: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
 
-# pyarrow's words for errors that no second try can change; all others may pass
-NO_BUCKET = ("AWS Error NO_SUCH_BUCKET", "' not found")
-GONE = ("AWS Error NO_SUCH_KEY", "(HTTP status 404)", "Status(NOT_FOUND")
-REFUSED = (
-    "AWS Error ACCESS_DENIED",
-    "AWS Error SIGNATURE_DOES_NOT_MATCH",
-    "AWS Error INVALID_ACCESS_KEY_ID",
-    "(HTTP status 301)",
-    "(HTTP status 400)",
-    "(HTTP status 401)",
-    "(HTTP status 403)",
-    "Status(PERMISSION_DENIED",
-    "Status(UNAUTHENTICATED",
-)
+Keys = Callable[[], dict[str, Any]]
 
 
-class StoreLocation(NamedTuple):
-    """A `pyarrow.fs.FileSystem` for objects of one request, one for those of several parts, and bucket with prefix."""
+def connections(uri: str) -> Callable[[float], Any]:
+    """Make the function that connects to the place of a URI; its argument is the seconds in which an answer begins.
 
-    filesystem: Any
-    multipart: Any
-    root: str
-
-
-def open_location(uri: str) -> StoreLocation:
-    """The place that an `s3://` or `gs://` URI names. May ask the store for the bucket's region.
-
-    The filesystems try a failed request again hardly (on GCS) or not at all. Raises `ValueError` or `OSError`.
+    A failed request is not tried again. May ask Amazon for the bucket's region. Raises `ValueError`, `OSError`.
     """
-    # pyarrow takes a noticeable part of a second to import, and a local run's status needs none of it
-    from pyarrow import fs
+    parts = urlsplit(uri)
+    bucket = parts.netloc.rpartition("@")[2]
+    settings, client = _settings(parts)
+    options: dict[str, Any] = {"prefix": unquote(parts.path).strip("/"), "retry_config": {"max_retries": 0}}
+    if parts.scheme == "s3":
+        options["credential_provider"] = _keys(parts, settings)
+        _complete_s3(bucket, settings)
+    elif parts.username == "anonymous":
+        settings["skip_signature"] = "true"
 
-    settings = parse_qs(urlsplit(uri).query)
-    separator = "&" if settings else "?"
-    with as_os_error():
-        if not uri.startswith("s3://"):
-            limit = "" if "retry_limit_seconds" in settings else f"{separator}retry_limit_seconds={GCS_RETRY_SECONDS}"
-            filesystem, root = fs.FileSystem.from_uri(uri + limit)
-            return StoreLocation(filesystem, filesystem, root)
-        if "endpoint_override" in settings or any(os.environ.get(name) for name in ENDPOINTS):
-            os.environ.setdefault(CHECKSUMS, "when_required")
-        filesystem, root = fs.FileSystem.from_uri(uri)
-        # at once: three requests for a few bytes; delayed: an upload that can't begin leaves an empty object behind
-        return StoreLocation(_cut_short(filesystem, is_delayed=True), _cut_short(filesystem, is_delayed=False), root)
+    @lru_cache(4)
+    def connect(seconds: float) -> Any:
+        bounds = {"read_timeout": timedelta(seconds=seconds)}
+        with as_os_error():
+            return STORES[parts.scheme](bucket, config=settings, client_options=client | bounds, **options)
+
+    return connect
 
 
-def _cut_short(filesystem: Any, is_delayed: bool) -> Any:
-    """The same S3 filesystem with our bounds: with those of `from_uri` a server that is dark costs 99 seconds a call.
+def _settings(parts: SplitResult) -> tuple[dict[str, str], dict[str, Any]]:
+    """The settings of the store and of its client in a URI's query. What has no other name is obstore's."""
+    settings = dict(parse_qsl(parts.query))
+    client = {"allow_http": True, "connect_timeout": timedelta(seconds=CONNECT_SECONDS)}
+    client["timeout"] = timedelta(seconds=MOST_SECONDS)
+    if settings.pop("tls_verify_certificates", "true") == "false":
+        client["allow_invalid_certificates"] = True
+    if file := settings.pop("tls_ca_file_path", ""):
+        client["root_certificate"] = Path(file).read_bytes()
+    scheme = settings.pop("scheme", "https")
+    if host := settings.pop("endpoint_override", ""):
+        settings["base_url" if parts.scheme == "gs" else "endpoint"] = f"{scheme}://{host}"
+    return settings, client
 
-    `from_uri` alone understands the URI, but takes no such settings. What it understood is in the pickled form.
-    """
-    from pyarrow import fs
 
-    make, (settings,) = filesystem.__reduce__()
-    if not make(settings).equals(filesystem):
-        return filesystem  # the pickled form lacks some settings of TLS
-    tries = fs.AwsStandardS3RetryStrategy(max_attempts=S3_TRIES)
-    bounds = {"retry_strategy": tries, "connect_timeout": CONNECT_SECONDS, "request_timeout": ANSWER_SECONDS}
-    return fs.S3FileSystem(**(settings | bounds | {"allow_delayed_open": is_delayed}))
+def _keys(parts: SplitResult, settings: dict[str, str]) -> Keys | None:
+    """The keys of the URI, of the environment, or those that Amazon's programs find; None for requests unsigned."""
+    names = ("access_key", "secret_key", "session_token")
+    keys = [unquote(parts.username or ""), unquote(parts.password or ""), ""]
+    keys = [key or settings.pop(name, "") for key, name in zip(keys, names, strict=True)]
+    if not keys[0]:
+        keys = [os.environ.get(name, "") for name in S3_KEYS]
+    if keys[0]:
+        return lambda: {
+            "access_key_id": keys[0],
+            "secret_access_key": keys[1],
+            "token": keys[2] or None,
+            "expires_at": None,
+        }
+    found = None if {"skip_signature", "aws_skip_signature"} & {*settings} else _found_keys()
+    if found is None:
+        settings["skip_signature"] = "true"
+    return found
+
+
+def _found_keys() -> Keys | None:
+    """The keys of a profile, of a program or of this machine's role, where there are any. Raises ValueError."""
+    from botocore.exceptions import BotoCoreError  # takes a third of a second to import, and few need it
+    from botocore.session import Session
+
+    try:
+        found = Session().get_credentials()
+    except BotoCoreError as error:
+        raise ValueError(str(error)) from None
+    if found is None:
+        return None
+
+    def keys() -> dict[str, Any]:
+        now = found.get_frozen_credentials()
+        until = datetime.now(UTC) + timedelta(seconds=KEY_SECONDS)
+        return {
+            "access_key_id": now.access_key,
+            "secret_access_key": now.secret_key,
+            "token": now.token,
+            "expires_at": until,
+        }
+
+    return keys
+
+
+def _complete_s3(bucket: str, settings: dict[str, str]) -> None:
+    """Fill in endpoint and region. A variable that is empty counts as absent, as with Amazon's own programs."""
+    endpoint = settings.pop("endpoint", "") or _first(os.environ.get(name) for name in ENDPOINTS)
+    region = settings.get("region") or ("" if endpoint else _region(bucket))
+    region = region or _first(os.environ.get(name) for name in REGIONS) or "us-east-1"
+    own = f"https://s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
+    settings |= {"region": region, "aws_endpoint_url_s3": (endpoint or own).rstrip("/")}
+
+
+def _first(values: Iterable[str | None]) -> str:
+    return next((value for value in values if value), "")
+
+
+def _region(bucket: str) -> str:
+    """Ask Amazon for a bucket's region, which need not be this machine's; "" where no answer says it."""
+    try:
+        answer = urlopen(Request(f"{AMAZON}/{bucket}", method="HEAD"), timeout=CONNECT_SECONDS)
+    except HTTPError as error:  # it says so too where it refuses
+        answer = error
+    except OSError:
+        return ""
+    with answer:
+        return str(answer.headers.get("x-amz-bucket-region") or "")
+
+
+# Errors of obstore, as those of a disk.
+
+
+NUMBERS = {
+    FileNotFoundError: errno.ENOENT,
+    exceptions.PreconditionError: errno.ECANCELED,
+    exceptions.PermissionDeniedError: errno.EACCES,
+    exceptions.UnauthenticatedError: errno.EACCES,
+    exceptions.UnknownConfigurationKeyError: errno.EINVAL,
+    ValueError: errno.EINVAL,
+}
+# what these classes do not tell
+NO_BUCKET = re.compile("<Code>(NoSuchBucket|ContainerNotFound)</Code>")
+UNKNOWN_CALL = re.compile("status code: 501")
+WRONG_CALL = re.compile("status code: (3|40[0-7]|41)")
+BODY = re.compile(r"<.*?<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?.*", re.DOTALL)
+REQUEST = re.compile(r".*Error performing (\w+ \S+) in \S+ - (?:Server returned non-2xx status code: )?", re.DOTALL)
+CAUSE = re.compile(r'(?:message|error): "([^"]+)"|kind: (Timeout)|source: (TimedOut)')
 
 
 @contextmanager
 def as_os_error() -> Iterator[None]:
-    """Give the errors of pyarrow a number, but for those that may pass.
+    """Raise errors of obstore as an `OSError`, without a number where they may pass.
 
-    `FileNotFoundError` is an absent object, `PermissionError` a refusal, ENXIO an absent bucket, EINVAL a wrong call.
+    `FileNotFoundError` is an absent object, `PermissionError` a refusal, ENXIO an absent bucket, EINVAL a wrong call,
+    ENOTSUP what the server does not know, ECANCELED another object than the one asked for.
     """
-    from pyarrow import ArrowException
-
     try:
         yield
-    except ArrowException as error:
-        raise OSError(errno.EINVAL, str(error)) from None
-    except OSError as error:
-        if error.errno is not None or type(error) is not OSError:
-            raise
-        raise _numbered(str(error)) from None
+    except (exceptions.BaseError, FileNotFoundError, ValueError) as error:
+        raise OSError(_number(error), _told(str(error))) from None
 
 
-def _numbered(text: str) -> OSError:
-    for number, signs in ((errno.ENXIO, NO_BUCKET), (errno.ENOENT, GONE), (errno.EACCES, REFUSED)):
-        if any(sign in text for sign in signs):
-            return OSError(number, text)
-    return OSError(text)
+def _number(error: Exception) -> int | None:
+    if NO_BUCKET.search(str(error)):
+        return errno.ENXIO
+    for kind, number in NUMBERS.items():
+        if isinstance(error, kind):
+            return number
+    if UNKNOWN_CALL.search(str(error)):
+        return errno.ENOTSUP
+    return errno.EINVAL if WRONG_CALL.search(str(error)) else None
 
 
-# The storage behind a `Store` on an object store, through `pyarrow.fs`.
+def _told(text: str) -> str:
+    """The request, and the words of the server's answer, or the cause where there was none."""
+    said, _, details = text.partition("\n\nDebug source")
+    said = REQUEST.sub(r"\1: ", said).rstrip(": ")
+    said = BODY.sub(lambda found: ": ".join(word for word in found.groups() if word), said)
+    causes = [_first(found) for found in CAUSE.findall(details)] if "HTTP error" in said else []
+    return f"{said} ({causes[-1]})" if causes else said
+
+
+# The storage behind a `Store` on an object store.
 
 
 class ObjectReader:
-    """Reads one object in one version, though others may replace it meanwhile.
+    """Reads one object in one version: each read asks for a part of it, and only while nobody has replaced it."""
 
-    Every read is a request of its own, which gets what is there then: the end is checked to be the beginning's.
-    """
-
-    def __init__(self, filesystem: Any, full_path: str) -> None:
+    def __init__(self, store: Any, path: str) -> None:
         """Raises `FileNotFoundError` when there is no such object."""
-        self._filesystem = filesystem
-        self._full_path = full_path
-        with as_os_error():
-            self._file = filesystem.open_input_file(full_path)
-            self._version = _version(self._file)
+        self._store, self._path = store, path
+        self._object = _looked_up(store, path)
+        self._position = 0
 
-    def read(self, size: int | None = None) -> bytes:
-        """The next `size` bytes, or the rest; b"" at the end. After an error the same bytes can be asked for again.
+    def read(self, size: int) -> bytes:
+        """The next `size` bytes; b"" at the end. After an error the same bytes can be asked for again.
 
-        Raises `ReplacedError`, with the last bytes at the latest.
+        Raises `ReplacedError`.
         """
+        end = min(self._position + size, self._object["size"])
+        if end <= self._position:
+            return b""
+        options: GetOptions = {"range": (self._position, end)}
+        if self._object["e_tag"]:
+            options["if_match"] = self._object["e_tag"]
         try:
             with as_os_error():
-                data = bytes(self._file.read(size))
-        except OSError:
-            self._check()
+                data = obstore.get(self._store, self._path, options=options).bytes().to_bytes()
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ECANCELED):
+                raise ReplacedError from None
             raise
-        if size is None or not data:
-            self._check()
+        self._position = end
         return data
 
     def seek(self, position: int) -> None:
-        with as_os_error():
-            self._file.seek(position)
-
-    def _check(self) -> None:
-        try:
-            with as_os_error(), self._filesystem.open_input_file(self._full_path) as now:
-                is_same = _version(now) == self._version
-        except FileNotFoundError:
-            is_same = False
-        if not is_same:
-            raise ReplacedError
+        self._position = position
 
     def close(self) -> None:
-        self._file.close()
+        pass
 
 
-def _version(file: Any) -> tuple[int, dict[str, bytes]]:
-    return file.size(), file.metadata()
+def _looked_up(store: Any, path: str) -> Any:
+    with as_os_error():
+        try:
+            return obstore.head(store, path)
+        except FileNotFoundError:  # the answer to this request alone tells an absent bucket from an absent object
+            return obstore.get(store, path).meta
 
 
-SINGLE_BYTES = 5 * 2**20  # S3 allows no smaller part, so what is shorter goes up in one request
-PIECE_BYTES = 20 * 2**20  # two of pyarrow's parts; it copies what it has not sent yet
-READ_TRIES = Retrying(stop=stop_after_attempt(5), retry=retry_if_exception_type(ReplacedError), reraise=True)
+PART_BYTES = 10 * 2**20  # what is shorter goes up in one request
+NUM_PARTS_AT_ONCE = 4
+MOST_BYTES_NEW = 4 * 2**30  # about as much as a server takes in one request
+PROBE = ".exclusive"  # an object that is written as a new one again and again
 
 
 class ObjectFolder:
     """All objects under one prefix. A write is one PUT or one multipart upload, so it needs no rename to be whole."""
 
-    def __init__(self, place: StoreLocation) -> None:
-        self._filesystem = place.filesystem
-        self._multipart = place.multipart
-        self._root = place.root.rstrip("/")
+    def __init__(self, uri: str) -> None:
+        self._connected = connections(uri)
+        self._store = self._connected(ANSWER_SECONDS)
+        self._is_exclusive = False  # as far as is known
 
     def write(self, path: str, data: bytes | memoryview) -> None:
-        view = memoryview(data).cast("B")
-        if current_thread() is not main_thread():
-            self._put(path, view)
-            return
-        # an interrupt comes to the main thread alone; there it would close the stream and publish what is in it so far
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(self._put, path, view).result()
+        self._put(path, memoryview(data).cast("B"))
 
     def write_from(self, path: str, source: BinaryIO) -> None:
-        # nothing may fail between two pieces, so the source is not read there
-        self.write(path, _rest_of(source))
-
-    def write_new(self, path: str, data: bytes) -> bool:
-        if self.exists(path):
-            return False
-        self.write(path, data)
-        return True
+        self._put(path, _rest_of(source))
 
     def write_new_from(self, path: str, source: BinaryIO) -> bool:
+        self._expect_exclusive()
+        data = _rest_of(source)
+        if data.nbytes > MOST_BYTES_NEW:
+            if self.exists(path):
+                return False
+            self._put(path, data)
+            return True
+        if self._create(path, data):
+            return True
         if self.exists(path):
             return False
-        self.write_from(path, source)
-        return True
+        raise OSError("another request was on its way to the same object")
 
     def read(self, path: str) -> bytes | None:
-        return READ_TRIES(self._read_once, path)
-
-    def read_part(self, path: str, start: int, length: int) -> bytes | None:
         try:
-            with as_os_error(), self._filesystem.open_input_file(self._full(path)) as file:
-                return bytes(file.read_at(max(0, min(length, file.size() - start)), start))
+            with as_os_error():
+                return obstore.get(self._store, path).bytes().to_bytes()
         except FileNotFoundError:
             return None
 
+    def read_part(self, path: str, start: int, length: int) -> bytes | None:
+        source = self.open(path)
+        if source is None:
+            return None
+        with closing(source):
+            source.seek(start)
+            return source.read(length)
+
     def open(self, path: str) -> ObjectReader | None:
         try:
-            return ObjectReader(self._filesystem, self._full(path))
+            return ObjectReader(self._store, path)
         except FileNotFoundError:
             return None
 
     def exists(self, path: str) -> bool:
-        with as_os_error():
-            return bool(self._filesystem.get_file_info(self._full(path)).is_file)
+        return self.open(path) is not None
 
     def list(self, folder: str) -> list[str]:
         return [*self.sizes(folder)]
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        from pyarrow import fs
-
         with as_os_error():
-            selector = fs.FileSelector(self._full(folder), allow_not_found=True)
-            infos = self._filesystem.get_file_info(selector)
-            return {info.base_name: info.size if info.is_file else None for info in infos}
+            found = obstore.list_with_delimiter(self._store, folder)
+        sizes: dict[str, int | None] = dict.fromkeys(found["common_prefixes"])
+        # some programs mark an empty folder with an object, which obstore calls by the folder's name
+        sizes |= {each["path"]: each["size"] for each in found["objects"] if each["path"] != folder}
+        return {path.rpartition("/")[2]: size for path, size in sizes.items()}
 
     def move(self, path: str, target: str) -> bool:
         data = self.read(path)
@@ -306,38 +333,50 @@ class ObjectFolder:
 
     def delete(self, path: str) -> None:
         with suppress(FileNotFoundError), as_os_error():
-            self._filesystem.delete_file(self._full(path))
+            obstore.delete(self._store, path)
 
     def delete_folder(self, folder: str) -> None:
-        with suppress(FileNotFoundError), as_os_error():
-            self._filesystem.delete_dir(self._full(folder))
-
-    def _read_once(self, path: str) -> bytes | None:
-        source = self.open(path)
-        if source is None:
-            return None
-        with closing(source):
-            return source.read()
+        with as_os_error():
+            for page in obstore.list(self._store, folder, chunk_size=1000):
+                paths = [each["path"] for each in page if each["path"] != folder]
+                try:
+                    obstore.delete(self._store, paths)
+                except FileNotFoundError:  # another one deletes as well
+                    for path in paths:
+                        self.delete(path)
 
     def _put(self, path: str, data: memoryview) -> None:
-        """Write an object. Leaving the block closes the stream, which publishes it, unless a part failed before."""
-        filesystem = self._filesystem if data.nbytes < SINGLE_BYTES else self._multipart
-        with as_os_error(), filesystem.open_output_stream(self._full(path)) as stream:
-            for start in range(0, data.nbytes, PIECE_BYTES):
-                if start:
-                    stream.flush()  # waits until the pieces before are sent: no more than one is in memory twice
-                stream.write(data[start : start + PIECE_BYTES])
+        """Write an object. Where a part of it fails, the others are deleted and the old object stays."""
+        store = self._patient(min(data.nbytes, PART_BYTES * NUM_PARTS_AT_ONCE))
+        with as_os_error():
+            obstore.put(store, path, data, chunk_size=PART_BYTES, max_concurrency=NUM_PARTS_AT_ONCE)
 
-    def _full(self, path: str) -> str:
-        return f"{self._root}/{path}" if path else self._root
+    def _create(self, path: str, data: memoryview) -> bool:
+        """Write an object that must not be there, in one request; False where it is, or may be about to be."""
+        with as_os_error():
+            try:
+                obstore.put(self._patient(data.nbytes), path, data, mode="create")
+            except exceptions.AlreadyExistsError:
+                return False
+            return True
+
+    def _expect_exclusive(self) -> None:
+        """Raise OSError where the server overwrites what a request is to create only: two writers would both win."""
+        if not self._is_exclusive and all(self._create(PROBE, memoryview(b"")) for _ in range(2)):
+            raise OSError(errno.ENOTSUP, "the server ignores `If-None-Match: *` and replaced a file that was there")
+        self._is_exclusive = True
+
+    def _patient(self, num_bytes: int) -> Any:
+        """The connection that waits until a slow line has taken so many bytes."""
+        return self._connected(ANSWER_SECONDS * (1 + num_bytes // BYTES_MEANWHILE))
 
 
-def _rest_of(source: BinaryIO) -> bytes | memoryview:
+def _rest_of(source: BinaryIO) -> memoryview:
     """The rest of a file, mapped into memory; anything else is read."""
     try:
         descriptor, start = source.fileno(), source.tell()
     except UnsupportedOperation:
-        return source.read()
+        return memoryview(source.read())
     if source.seek(0, SEEK_END) <= start:
-        return b""
+        return memoryview(b"")
     return memoryview(mmap(descriptor, 0, access=ACCESS_READ))[start:]

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from io import SEEK_SET, BufferedReader, RawIOBase
+from io import SEEK_SET, BufferedReader, BytesIO, RawIOBase
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any, BinaryIO, Protocol, TypeVar, cast
 
 from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.storage.folder_uri import hidden_credentials, local_path, shown_uri
 from swiftbatch.jobs.storage.local_folder import COPY_BYTES, LocalFolder, LocalReader
-from swiftbatch.jobs.storage.object_store import ObjectFolder, hidden_credentials, local_path, open_location, shown_uri
 from swiftbatch.jobs.storage.retries import BRIEF_RETRIES, NO_RETRIES, Retries, is_transient
 
 
@@ -43,11 +43,8 @@ class Folder(Protocol):
     def write_from(self, path: str, source: BinaryIO) -> None:
         """Do as `write` with the rest of an open file."""
 
-    def write_new(self, path: str, data: bytes) -> bool:
-        """Put a file in place where there is none; False where there is one. On a disk one of several writers wins."""
-
     def write_new_from(self, path: str, source: BinaryIO) -> bool:
-        """Do as `write_new` with the rest of an open file."""
+        """Do as `write_from` where there is no such file; False where there is one. Of several writers one wins."""
 
     def read(self, path: str) -> bytes | None:
         """Return a file's content; None where there is none."""
@@ -129,7 +126,7 @@ class Store:
     """
 
     def __init__(self, uri: str, retries: Retries | None = None) -> None:
-        """`uri` is a local path, `file://`, `s3://` or `gs://`; nothing is created yet.
+        """`uri` is a local path, `file://`, `s3://`, `gs://` or `az://`; nothing is created yet.
 
         Without `retries`, reads are tried again for a few seconds, and writes to an object store: it is busy on good
         days, too. A full disk should show at once.
@@ -139,9 +136,9 @@ class Store:
             path = local_path(uri)
             self._retries = retries or BRIEF_RETRIES
             self._write_retries = retries or (BRIEF_RETRIES if path is None else NO_RETRIES)
-            self._folder: Folder = self._open_objects(uri) if path is None else LocalFolder(path)
+            self._folder: Folder = _object_folder(uri) if path is None else LocalFolder(path)
         except (OSError, ValueError) as error:
-            problem = " ".join(hidden_credentials(str(error), uri).split())
+            problem = _line(error, uri)
             raise StoreError(f"cannot use {self.shown_uri} as a folder: {problem}") from None
         # workers run in other folders: a local path has to stay right there
         self.uri = uri if path is None else path
@@ -161,30 +158,45 @@ class Store:
 
         self._try("write", path, write)
 
-    def write_new_from(self, path: str, source: BinaryIO) -> bool:
-        """Write a file like `write_from`, but leave an existing one alone and return False. See `write_new`."""
-        start = source.tell()
-
-        def write() -> bool:
-            source.seek(start)
-            return self._folder.write_new_from(path, source)
-
-        return self._try("write", path, write)
-
     def write_new(self, path: str, data: bytes) -> bool:
-        """Write a file like `write`, but leave an existing one alone and return False. Of two writers, one gets True.
+        """Write a file like `write`, but leave an existing one alone and return False. Of several writers, one wins.
 
-        On an object store the test and the write are two steps, and the later of two writers at once wins.
+        Raises `StoreError` too where an object store could not promise that.
         """
-        num_tries = 0
+        return self._write_new(path, BytesIO(data))
+
+    def write_new_from(self, path: str, source: BinaryIO) -> bool:
+        """Write a file like `write_from`, but leave an existing one alone and return False. See `write_new`.
+
+        On an object store, of several writers of more than 4 GiB at once the last wins, and all get True.
+        """
+        return self._write_new(path, source)
+
+    def _write_new(self, path: str, source: BinaryIO) -> bool:
+        start, num_tries = source.tell(), 0
 
         def write() -> bool:
             nonlocal num_tries
             num_tries += 1
+            source.seek(start)
+            if self._folder.write_new_from(path, source):
+                return True
+            source.seek(start)
             # a try before may have put the file there, though no answer came
-            return self._folder.write_new(path, data) or (num_tries > 1 and self._folder.read(path) == data)
+            return num_tries > 1 and self._is_there(path, source)
 
         return self._try("write", path, write)
+
+    def _is_there(self, path: str, source: BinaryIO) -> bool:
+        """Return whether a file holds the rest of `source`."""
+        found = self._folder.open(path)
+        if found is None:
+            return False
+        with closing(found):
+            while piece := found.read(COPY_BYTES):
+                if source.read(len(piece)) != piece:
+                    return False
+        return not source.read(1)
 
     def read(self, path: str) -> bytes | None:
         """The bytes of a file; None when there is none."""
@@ -269,9 +281,6 @@ class Store:
         """Remove a folder with all that is in it; an absent folder is fine."""
         self._try("delete", folder, lambda: self._folder.delete_folder(folder))
 
-    def _open_objects(self, uri: str) -> Folder:
-        return self._retries.call(lambda: ObjectFolder(open_location(uri)))
-
     def _try(self, action: str, path: str, call: Callable[[], Result], is_root_meant: bool = False) -> Result:
         """`call` as often as the retries allow; an error of the storage becomes one line for the user."""
         if not (is_root_meant and path == ""):
@@ -280,17 +289,31 @@ class Store:
         try:
             return retries.call(call)
         except OSError as error:
-            line = " ".join(hidden_credentials(error.strerror or str(error), self.uri).split())
             where = f"{path!a} in {self.shown_uri}" if path else self.shown_uri
             tried = f", tried for {retries.seconds:g} s" if retries.seconds and is_transient(error) else ""
-            raise StoreError(f"cannot {action} {where}: {line}{tried}; {self._advice(error)}") from None
+            told = f"{_line(error, self.uri)}{tried}; {self._advice(error)}"
+            raise StoreError(f"cannot {action} {where}: {told}") from None
 
     def _advice(self, error: OSError) -> str:
         if error.errno in DISK_FULL:
             return "the disk is full: make room there, or use another folder"
         if self.is_local:
             return "check that the folder can be read and written, or use another one"
+        if error.errno == errno.ENOTSUP:
+            return "use a store that knows conditional writes (Amazon S3, GCS, Azure, MinIO, Ceph), or a shared folder"
         return "check the bucket, the endpoint and the credentials, or use another folder"
+
+
+def _object_folder(uri: str) -> Folder:
+    # its library takes time to import, and need not be there where all folders are local
+    from swiftbatch.jobs.storage.object_store import ObjectFolder
+
+    return ObjectFolder(uri)
+
+
+def _line(error: Exception, uri: str) -> str:
+    text = getattr(error, "strerror", None) or str(error)
+    return " ".join(hidden_credentials(text, uri).split())
 
 
 def _check(path: str) -> None:

@@ -1,1 +1,1 @@
-"""Grafana dashboards: what they show as data, and the JSON files that are built from it."""
+"""Grafana dashboards as data, and the JSON files built from them."""

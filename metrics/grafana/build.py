@@ -1,4 +1,4 @@
-"""Writes the dashboards' JSON files: `python -m swiftbatch.metrics.grafana.build`. A test says when they are stale."""
+"""Writes the dashboards' JSON files: `python -m swiftbatch.metrics.grafana.build`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent
 TAG = "swiftbatch"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 HEIGHTS = {"value": 4, "lines": 8, "stack": 8}
-# name, where its values are found; each one narrows the next
+# name and metric with its values; each one narrows the next
 VARIABLES = (
     ("run", "label_values(swiftbatch_jobs, run)"),
     ("model", 'label_values(swiftbatch_jobs{run=~"$run"}, model_name)'),
@@ -54,13 +54,12 @@ def render(board: Board) -> str:
 
 
 def _links() -> dashboard.DashboardLink:
-    """The other dashboards, with the same choices."""
     link = dashboard.DashboardLink(TAG).type(DashboardLinkType.DASHBOARDS).tags([TAG])
     return link.include_vars(True).keep_time(True)
 
 
 def _variable(name: str, query: str) -> dashboard.QueryVariable:
-    """A choice of several values; at first all, also of series that lack the label."""
+    """Return a choice of several values, initially all."""
     variable = dashboard.QueryVariable(name).query(query).datasource(SOURCE)
     variable.refresh(VariableRefresh.ON_TIME_RANGE_CHANGED).multi(True).include_all(True).all_value(".*")
     return variable.current(VariableOption(selected=True, text="All", value="$__all"))

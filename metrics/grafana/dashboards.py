@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-# Selectors of series. The driver's have the run's totals, and no worker's label that could be chosen.
+# The driver's series have the run's totals and no worker label.
 DRIVER = 'run=~"$run", model_name=~"$model"'
 WORKER = 'run=~"$run", model_name=~"$model", worker=~"$worker"'
 RATE = "$__rate_interval"  # long enough for a rate at any zoom
@@ -15,7 +15,7 @@ Kind = Literal["lines", "stack", "value"]
 
 @dataclass(frozen=True)
 class Query:
-    """An expression of PromQL; `legend` names its series by their labels, as in `{{worker}}`."""
+    """A PromQL expression; `legend` names its series by labels, as in `{{worker}}`."""
 
     expr: str
     legend: str
@@ -23,7 +23,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture. `unit` is one of Grafana's, `width` in its 24 columns."""
+    """One panel; `unit` is one of Grafana's, `width` counts its 24 columns."""
 
     title: str
     meaning: str
@@ -35,7 +35,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Board:
-    """One dashboard; its file and address have its name in lower case."""
+    """One dashboard; its file and address use the lower-case title."""
 
     title: str
     meaning: str
@@ -47,28 +47,25 @@ class Board:
 
 
 def value(title: str, meaning: str, expr: str, unit: str = "short") -> Panel:
-    """A single number as it is now."""
     return Panel(title, meaning, (Query(expr, title),), unit, "value", 6)
 
 
 def lines(title: str, meaning: str, expr: str, legend: str, unit: str = "short") -> Panel:
-    """Lines over time."""
     return Panel(title, meaning, (Query(expr, legend),), unit)
 
 
 def stack(title: str, meaning: str, expr: str, legend: str, unit: str = "short") -> Panel:
-    """Areas over time that add up."""
     return Panel(title, meaning, (Query(expr, legend),), unit, "stack")
 
 
-# The dashboard Throughput: how fast the run is, what is left, and what it costs.
+# The Throughput dashboard: speed, remaining work and cost.
 
 
 TOKENS = f"swiftbatch_run_generation_tokens_total{{{DRIVER}}}"
 
 
 def _per_hour(device: str) -> str:
-    """Tokens per hour that a worker was held; nothing where no worker has such a device."""
+    """Return tokens per worker hour."""
     held = f'swiftbatch_worker_seconds_total{{{DRIVER}, device="{device}"}}'
     return f"3600 * sum(rate({TOKENS}[{RATE}])) / (sum(rate({held}[{RATE}])) > 0)"
 
@@ -169,11 +166,10 @@ THROUGHPUT_CHARTS = (
 THROUGHPUT = Board("Throughput", "How fast the run is, and what is left.", THROUGHPUT_NUMBERS + THROUGHPUT_CHARTS)
 
 
-# The dashboard Speculation: how well drafts are accepted, and where the time of a step goes.
+# The Speculation dashboard: acceptance, and where a step's time goes.
 
 
 def _rate(name: str, labels: str = "", selector: str = DRIVER) -> str:
-    """The rate of a counter, summed over all labels but `labels`."""
     by = f" by ({labels})" if labels else ""
     return f"sum{by} (rate(swiftbatch_{name}{{{selector}}}[{RATE}]))"
 
@@ -268,11 +264,10 @@ SPECULATION = Board(
 )
 
 
-# The dashboard Durability: what would be lost now, and what was preempted, resumed and computed again.
+# The Durability dashboard: tokens at risk, preemptions, resumes and recomputed tokens.
 
 
 def _increase(name: str, label: str = "") -> str:
-    """The query for the increase of a driver's counter in the time shown."""
     by = f" by ({label})" if label else ""
     return f"sum{by} (increase(swiftbatch_{name}{{{DRIVER}}}[$__range]))"
 

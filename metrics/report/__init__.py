@@ -1,1 +1,1 @@
-"""The report of a run as one HTML page, made from the run's folder alone."""
+"""A run's report as one HTML page, made from its folder alone."""

@@ -1,4 +1,4 @@
-"""The attempts of a job as a report sees them, and the stretches between their marks as columns."""
+"""The attempts of a job, and the intervals between their marks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Outcome = Literal["finished", "released", "lost", "cancelled", "running"]
 
 
 class Marks(NamedTuple):
-    """A timeline in few bytes: four columns, one behind the other; a million jobs have several of them each."""
+    """A timeline as four columns in one array, to save memory."""
 
     started: float
     is_released: bool
@@ -33,18 +33,17 @@ class Marks(NamedTuple):
 
     @property
     def last(self) -> float:
-        """The moment of the last mark."""
         return self.started + self.columns[len(self.columns) // 4 - 1]
 
     def rows(self) -> Iterator[tuple[float, float, float, float]]:
-        """The marks: the moment of each, its tokens, drafts and accepted tokens."""
+        """Yield each mark's time, tokens, drafts and accepted tokens."""
         num_marks = len(self.columns) // 4
         seconds, *counts = (self.columns[start : start + num_marks] for start in range(0, 4 * num_marks, num_marks))
         return zip((self.started + each for each in seconds), *counts, strict=True)
 
 
 class Attempt(NamedTuple):
-    """One attempt at a job; times in seconds since the epoch. `driver` counts the run's drivers from 1."""
+    """One attempt; times in seconds since the epoch, `driver` counts from 1."""
 
     number: int
     worker_id: str
@@ -57,16 +56,15 @@ class Attempt(NamedTuple):
 
     @property
     def first_token(self) -> float:
-        """The moment when the attempt went on, as far as that is known."""
         return _first_token(self.start, self.resume, self.marks)
 
 
 def attempts_of(
     history: Sequence[AttemptRecord], last: Outcome, last_end: float, driver_starts: Sequence[float]
 ) -> tuple[Attempt, ...]:
-    """Attempts, oldest first, but those whose claim is damaged.
+    """Return attempts with readable claims, oldest first.
 
-    `last` is the outcome of the newest, `last_end` its end where that is known, else 0; `driver_starts` is sorted.
+    `last` and `last_end` are the newest one's outcome and end, 0 if unknown.
     """
     known = [record for record in history if record.claimed > 0]
     attempts = []
@@ -77,7 +75,7 @@ def attempts_of(
             outcome = "released"
         marks = None if record.timeline is None else Marks.of(record.timeline)
         first_token = _first_token(record.claimed, record.resume, marks)
-        is_over = marks is not None and outcome != "running"  # then its own files say when
+        is_over = marks is not None and outcome != "running"  # otherwise its own files tell its end
         end = marks.last if marks is not None and is_over else 0.0 if outcome == "lost" else last_end
         attempt = Attempt(
             number=record.attempt,
@@ -94,7 +92,6 @@ def attempts_of(
 
 
 def parsed_history(attempts: Any) -> list[AttemptRecord]:
-    """The attempts of a result line."""
     return [AttemptRecord.model_validate(attempt, strict=False) for attempt in attempts or []]
 
 
@@ -104,17 +101,14 @@ def _first_token(start: float, resume: ResumeRecord | None, marks: Marks | None)
     return start if resume is None else max(start, resume.resumed)
 
 
-DRAFTS = ("chain", "tree", "none")  # the ways in which tokens come
+DRAFTS = ("chain", "tree", "none")  # how tokens were drawn
 
 State = Literal["finished", "failed", "cancelled", "running", "pending"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """One job; `number` counts the run's from 1. `error` is (code, message).
-
-    `prompt` and `excerpt`, of its answer, are empty where the job is only counted.
-    """
+    """One job; `number` counts from 1, `error` is (code, message)."""
 
     number: int
     name: str
@@ -130,11 +124,11 @@ class JobFacts:
     num_accepted_tokens: int = 0
     num_tokens_by_draft: tuple[int, ...] | None = None  # in the order of `DRAFTS`
     attempts: tuple[Attempt, ...] = ()
-    file: str | None = None  # of the run, that has its result or its error
-    is_cut_thought: bool = False  # it ended before its thought did, for want of room
+    file: str | None = None  # the run's file with its result or error
+    is_cut_thought: bool = False  # it ran out of room inside its thought
 
 
-# The stretches between two marks of every attempt, as columns: what all curves of a report are made of.
+# The intervals between marks of all attempts, as columns for all curves of a report.
 
 
 Row = tuple[float, float, float, float, float, float]
@@ -142,9 +136,7 @@ Row = tuple[float, float, float, float, float, float]
 
 @dataclass(frozen=True)
 class Intervals:
-    """Columns [num_stretches]: `start` and `end` in seconds since the epoch, `length` is that of prompt and text in
-    tokens, half-way through.
-    """
+    """Columns [num_stretches]: times in seconds since the epoch, `length` at the middle."""
 
     start: NDArray[np.float64]
     end: NDArray[np.float64]
@@ -155,7 +147,7 @@ class Intervals:
 
 
 def job_pace(job: JobFacts) -> tuple[float | None, float | None]:
-    """A job's mean acceptance length and milliseconds per token over all its attempts; None where there are none."""
+    """Return a job's mean acceptance length and milliseconds per token."""
     seconds, num_tokens, num_drafts, num_accepted = 0.0, 0.0, 0.0, 0.0
     for start, end, tokens, _, drafts, accepted in rows_of(job):
         seconds, num_tokens = seconds + end - start, num_tokens + tokens
@@ -165,7 +157,7 @@ def job_pace(job: JobFacts) -> tuple[float | None, float | None]:
 
 
 def rows_of(job: JobFacts, most: int | None = None) -> list[Row]:
-    """The stretches of a job, at most so many of each attempt."""
+    """Return a job's intervals, at most `most` per attempt."""
     marks = (attempt.marks for attempt in job.attempts)
     return [row for each in marks if each is not None for row in _between_marks(job, each, most)]
 
@@ -180,7 +172,7 @@ def _between_marks(job: JobFacts, marks: Marks, most: int | None) -> list[Row]:
 
 
 def _some(marks: Sequence[tuple[float, ...]], most: int | None) -> Sequence[tuple[float, ...]]:
-    """The marks between which there are at most so many stretches, the first and the last among them."""
+    """Thin marks to at most `most` intervals, keeping the first and last."""
     num_stretches = len(marks) - 1
     if most is None or num_stretches <= most:
         return marks

@@ -1,4 +1,4 @@
-"""The charts of a report: tokens per second, cost by length, and the Gantt chart of jobs over workers."""
+"""The charts of a report."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Column = NDArray[np.float64]
 MAX_TIME_BINS = 120
 MIN_BIN_SECONDS = 2.0
 MAX_LENGTH_BINS = 40
-INTERVALS_PER_BIN = 8  # on average, so that a bin's mean says something
+INTERVALS_PER_BIN = 8  # average per bin, so that its mean is meaningful
 MIN_FOR_BAND = 5
 BAND = (0.1, 0.9)
-# matplotlib wants colours, the page wants variables: these stand in for them until the SVG is done
+# placeholders for the page's colour variables, since matplotlib needs colours
 INK, GRID, CURVE, SHADE, ALERT = "#0000f1", "#0000f2", "#0000f3", "#0000f4", "#0000f5"
 VARIABLES = {
     INK: "--muted",
@@ -38,8 +38,8 @@ VARIABLES = {
     SHADE: "--band",
     ALERT: "--lost",
 }
-STYLE: dict[Any, Any] = {  # the type of matplotlib's own names every setting there is
-    "svg.fonttype": "none",  # text stays text, in the page's font
+STYLE: dict[Any, Any] = {  # matplotlib's own type lists every setting
+    "svg.fonttype": "none",  # keep text as text in the page's font
     "font.size": 11,
     "axes.edgecolor": GRID,
     "axes.labelcolor": INK,
@@ -48,18 +48,15 @@ STYLE: dict[Any, Any] = {  # the type of matplotlib's own names every setting th
     "grid.color": GRID,
 }
 NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
-WIDE, NARROW = (10.6, 2.7), (5.2, 2.7)  # inches: the whole page, and one of two columns
+WIDE, NARROW = (10.6, 2.7), (5.2, 2.7)  # inches: full width, half width
 NUM_TICKS = 10
 HEADROOM = 1.08
-MAX_LOSSES = 300  # ticks for lost attempts: more would be a wall
+MAX_LOSSES = 300  # more ticks would merge into a wall
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Generated tokens per second [num_bins] between `edges` [num_bins + 1], in seconds since the run's first attempt.
-
-    Recovered tokens are not counted, tokens drawn again are: it is what the machines did.
-    """
+    """Tokens per second [num_bins] between `edges` [num_bins + 1]; recomputed tokens count."""
 
     edges: Column
     tokens_per_second: Column
@@ -67,9 +64,9 @@ class Throughput:
 
 @dataclass(frozen=True)
 class ByLength:
-    """Something over the length of prompt and text in tokens: a mean [num_bins], and where most stretches lie.
+    """A mean [num_bins] by length in tokens.
 
-    `low` and `high` hold the middle 80 % of a bin's stretches, NaN where there are too few.
+    `low` and `high` bound the middle 80 % of a bin's intervals, NaN for too few.
     """
 
     length: Column
@@ -79,7 +76,7 @@ class ByLength:
 
 
 def throughput(found: Intervals, begin: float, end: float) -> Throughput:
-    """The speed of the whole run between two times; a stretch's tokens are spread evenly over it."""
+    """Return the run's speed, an interval's tokens spread evenly over it."""
     num_bins = int(np.clip((end - begin) / MIN_BIN_SECONDS, 1, MAX_TIME_BINS))
     edges = np.linspace(begin, max(end, begin + MIN_BIN_SECONDS), num_bins + 1)
     seconds = np.maximum(found.end - found.start, 1e-9)
@@ -90,8 +87,8 @@ def throughput(found: Intervals, begin: float, end: float) -> Throughput:
 
 
 def _drawn_by(moments: Column, starts: Column, rates: Column) -> Column:
-    """The tokens up to each of some moments if all began at their starts and none ever ended."""
-    firsts = np.searchsorted(moments, starts)  # the first moment behind each start
+    """Return tokens drawn up to each moment."""
+    firsts = np.searchsorted(moments, starts)  # the first moment after each start
     rate, before = (
         np.bincount(firsts, weights, len(moments) + 1)[: len(moments)].cumsum() for weights in (rates, rates * starts)
     )
@@ -99,20 +96,20 @@ def _drawn_by(moments: Column, starts: Column, rates: Column) -> Column:
 
 
 def acceptance_by_length(found: Intervals) -> ByLength | None:
-    """Mean acceptance length, 1 + accepted / drafts; None for a run without drafts."""
+    """Return mean acceptance length, 1 + accepted / drafts; None without drafts."""
     drafted = found.num_drafts > 0
     return _by_length(found.length[drafted], found.num_accepted_tokens[drafted], found.num_drafts[drafted], 1.0)
 
 
 def ms_per_token_by_length(found: Intervals) -> ByLength | None:
-    """Milliseconds per token of one job, its neighbours on the worker included; None for a run without tokens."""
+    """Return a job's milliseconds per token, waits included; None without tokens."""
     drawn = found.num_tokens > 0
     milliseconds = 1000 * (found.end - found.start)
     return _by_length(found.length[drawn], milliseconds[drawn], found.num_tokens[drawn], 0.0)
 
 
 def _by_length(length: Column, amount: Column, weight: Column, offset: float) -> ByLength | None:
-    """`offset` + amount / weight in bins of length: summed over a bin for the mean, each stretch's own for the band."""
+    """Return `offset` + amount / weight per bin."""
     if len(length) == 0:
         return None
     num_bins = int(np.clip(len(length) / INTERVALS_PER_BIN, 1, MAX_LENGTH_BINS))
@@ -129,7 +126,7 @@ def _by_length(length: Column, amount: Column, weight: Column, offset: float) ->
 
 
 def throughput_chart(curve: Throughput, losses: Sequence[float]) -> Markup:
-    """Tokens per second over time; `losses` are the seconds at which attempts were lost, ticked at the top."""
+    """Draw tokens per second; `losses` (seconds) get ticks at the top."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": "throughput"}):
         figure, axes = _axes(WIDE)
         axes.stairs(curve.tokens_per_second, curve.edges, fill=True, color=SHADE)
@@ -146,7 +143,7 @@ def throughput_chart(curve: Throughput, losses: Sequence[float]) -> Markup:
 
 
 def length_chart(curve: ByLength, title: str, from_zero: bool) -> Markup:
-    """A mean over the length of prompt and text, with the middle 80 % of the stretches behind it."""
+    """Draw a mean over the band of the middle 80 %."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": title}):
         figure, axes = _axes(NARROW)
         axes.fill_between(curve.length, curve.low, curve.high, where=~np.isnan(curve.low), color=SHADE, linewidth=0)
@@ -163,7 +160,7 @@ def length_chart(curve: ByLength, title: str, from_zero: bool) -> Markup:
 
 def _axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasSVG(figure)  # draws without a display
+    FigureCanvasSVG(figure)  # needs no display
     figure.patch.set_alpha(0)
     axes = figure.add_subplot()
     axes.patch.set_alpha(0)
@@ -177,13 +174,13 @@ def _axes(size: tuple[float, float]) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, label: str) -> Markup:
-    """The figure as an element of the page; `label` is read out where it cannot be seen."""
+    """Return the figure as an SVG element; `label` is for screen readers."""
     sink = io.StringIO()
     figure.savefig(sink, format="svg", metadata=NO_METADATA)
     text = sink.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r' id="[^"]*_[0-9]+"', "", text)  # the same in every figure, and no page has an id twice
-    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)  # would hold for the whole page, which has its own
+    text = re.sub(r' id="[^"]*_[0-9]+"', "", text)  # these ids repeat in each figure, but a page must not repeat ids
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)  # it would apply to the whole page
     text = re.sub(r"font: ([0-9.]+px)[^;\"]*", r"font-size: \1", text)
     for colour, variable in VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
@@ -194,12 +191,12 @@ def _short(value: float, _position: int) -> str:
     return f"{value / 1000:g}K" if abs(value) >= 1000 else f"{value:g}"
 
 
-# Jobs over workers as bars in lanes, placed in percent of the run's time: HTML scales them, no script is needed.
+# Jobs over workers as bars in lanes, placed in percent, so that HTML scales them without a script.
 
 
 NUM_TONES = 6
-MIN_PERCENT = 0.08  # of the width: shorter bars could not be seen
-TINY_PERCENT = 1.2  # a shorter bar has no room for a sign
+MIN_PERCENT = 0.08  # percent of the width; shorter bars are invisible
+TINY_PERCENT = 1.2  # percent; a shorter bar has no room for a sign
 ENDS = {
     "finished": "finished",
     "released": "handed back with all its tokens",
@@ -211,7 +208,7 @@ ENDS = {
 
 @dataclass(frozen=True)
 class Bar:
-    """One attempt. `left` and `width` are percentages of the run's time, `wait` of the bar: until its first token."""
+    """One attempt; `left` and `width` are percentages of the run's time, `wait` of the bar."""
 
     left: float
     width: float
@@ -225,13 +222,12 @@ class Bar:
 
     @property
     def is_tiny(self) -> bool:
-        """True if there is no room for anything in the bar."""
         return self.width < TINY_PERCENT
 
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """One worker of one driver, with a lane for each job that it had at once."""
+    """One worker of one driver, with one lane per simultaneous job."""
 
     name: str
     lanes: tuple[tuple[Bar, ...], ...]
@@ -239,14 +235,14 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class Gantt:
-    """All workers in the order in which they came; `num_left_out` attempts were too short to be shown."""
+    """All workers in order of arrival; `num_left_out` attempts are too short."""
 
     rows: tuple[WorkerRow, ...]
     num_left_out: int
 
 
 def gantt(facts: RunFacts, begin: float, end: float) -> Gantt:
-    """The attempts of a run between two times, in seconds since the epoch; of too many the longest."""
+    """Return the longest attempts between two times."""
     longest = facts.tally.longest
     workers: dict[tuple[int, str], list[tuple[Attempt, Bar]]] = {}
     for entry in sorted(longest, key=lambda entry: (entry.attempt.start, entry.job_number)):
@@ -258,7 +254,7 @@ def gantt(facts: RunFacts, begin: float, end: float) -> Gantt:
 
 
 def attempt_line(attempt: Attempt, begin: float) -> str:
-    """An attempt in words; times since `begin`."""
+    """Describe an attempt in words; times since `begin`."""
     words = f"attempt {attempt.number} on {attempt.worker_id}, {clock(attempt.start - begin)} to "
     words += f"{clock(attempt.end - begin)}: "
     if attempt.resume is not None:
@@ -286,7 +282,7 @@ def _bar(entry: LongAttempt, begin: float, end: float) -> Bar:
 
 
 def _lanes(bars: list[tuple[Attempt, Bar]]) -> tuple[tuple[Bar, ...], ...]:
-    """Each bar in the first lane that is free when it starts; `bars` come by their start."""
+    """Put each bar, sorted by start, into the first free lane."""
     lanes: list[list[Bar]] = []
     ends: list[float] = []
     for attempt, bar in bars:

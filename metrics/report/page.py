@@ -1,4 +1,4 @@
-"""The page: everything that the template shows, and the template filled in."""
+"""The page of a report: the template's values, and rendering."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from swiftbatch.metrics.report.run_facts import RunFacts
 
 @dataclass(frozen=True)
 class Figure:
-    """A value with its name and a line of detail; `link` leads to a part of the page, `tone` is a CSS class."""
+    """A named value; `link` leads to a part of the page, `tone` is a CSS class."""
 
     name: str
     value: str
@@ -39,7 +39,7 @@ class Figure:
 
 
 def summary(facts: RunFacts, found: Intervals, begin: float, end: float) -> list[Figure]:
-    """The figures of a run between two times, in seconds since the epoch."""
+    """Return a run's figures between two times in seconds since the epoch."""
     return [
         _jobs(facts),
         _tokens(facts),
@@ -84,7 +84,7 @@ def _acceptance(facts: RunFacts, found: Intervals) -> Figure:
 
 
 def _shares_of_drafts(facts: RunFacts) -> list[str]:
-    """The shares of the jobs' last attempts' tokens that came by chains, trees or plain steps; none if no job says."""
+    """Return the shares of tokens by chains, trees and plain steps."""
     words = ("chains", "trees", "plain steps")  # in the order of `DRAFTS`
     counts = facts.tally.num_tokens_by_draft.values()
     return [f"{count / sum(counts):.0%} by {word}" for word, count in zip(words, counts, strict=True) if count]
@@ -115,14 +115,11 @@ FOLDER = Path(__file__).parent
 MAX_REJECTS = 1000
 NUM_GANTT_TICKS = 6
 MAX_TICK_PERCENT = 94
-PATH_CHARACTERS = b"/"  # characters that stay as they are in a link
+PATH_CHARACTERS = b"/"  # left unquoted in a link
 
 
 def render(facts: RunFacts, store: Store, folder: str | None) -> str:
-    """The page as HTML. On a local disk its links lead from `folder`, where the page will lie, to the run's files.
-
-    None is for a page without links.
-    """
+    """Render the page as HTML; links are relative to `folder`, None omits them."""
     found = facts.tally.stretches()
     begin, end = _span(facts, found)
     rows = [_row(job, begin, store, folder) for job in facts.jobs]
@@ -151,7 +148,6 @@ def render(facts: RunFacts, store: Store, folder: str | None) -> str:
 
 
 def _charts(facts: RunFacts, found: Intervals, begin: float, end: float) -> dict[str, Any]:
-    """The three curves as SVG, None where there is nothing to draw."""
     losses = sorted(end - begin for end in facts.tally.losses)
     acceptance, pace = acceptance_by_length(found), ms_per_token_by_length(found)
     return {
@@ -162,7 +158,7 @@ def _charts(facts: RunFacts, found: Intervals, begin: float, end: float) -> dict
 
 
 def _span(facts: RunFacts, found: Intervals) -> tuple[float, float]:
-    """The start of the first attempt and the end of the last, in seconds since the epoch."""
+    """Return seconds since the epoch."""
     tally = facts.tally
     if not tally.starts:
         return facts.progress.started, facts.progress.started
@@ -171,7 +167,7 @@ def _span(facts: RunFacts, found: Intervals) -> tuple[float, float]:
 
 
 def _gantt_ticks(seconds: float) -> list[tuple[float, str]]:
-    """The ticks of the plan's time axis, in percent; a label at the very end would stick out."""
+    """Return the time axis' ticks in percent."""
     places = ((100 * moment / max(seconds, 1e-9), label) for moment, label in ticks(seconds, NUM_GANTT_TICKS))
     return [(place, label) for place, label in places if place <= MAX_TICK_PERCENT]
 
@@ -194,7 +190,7 @@ def _row(job: JobFacts, begin: float, store: Store, folder: str | None) -> dict[
 
 
 def _link(store: Store, file: str, folder: str | None) -> str | None:
-    """A relative link to a file of the run; None where no browser could follow it."""
+    """Return None if no browser could open the file."""
     if folder is None or not store.is_local:
         return None
     path = os.path.relpath(os.path.join(store.uri, file), folder)

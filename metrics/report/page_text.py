@@ -1,4 +1,4 @@
-"""Texts, durations, dates and ticks of an axis, as a page shows them."""
+"""Texts, durations, dates and axis ticks for pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOT_HTML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\u
 
 
 def in_html(value: object) -> object:
-    """A text as a page can hold it: control characters and halves of characters become escapes as in Python."""
+    """Escape control characters and lone surrogates, which HTML can't hold."""
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return NOT_HTML.sub(lambda found: found[0].encode("unicode_escape").decode(), value)
@@ -27,13 +27,13 @@ STEPS = (
 
 
 def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
-    """At most `most` + 1 round moments from 0 to `seconds`, each with its label; all alike, as in 0:00 and 1:30."""
+    """Return at most `most` + 1 round times with labels."""
     step = next((step for step in STEPS if seconds / step <= most), STEPS[-1])
     return [(float(moment), clock(moment)) for moment in range(0, int(seconds) + 1, step)]
 
 
 def clock(seconds: float) -> str:
-    """A moment since the start: 0:07, 12:30, 1:02:03, 2d 05:00."""
+    """Return elapsed time as 0:07, 12:30, 1:02:03 or 2d 05:00."""
     total = round(seconds)
     days, rest = divmod(total, DAY)
     if days:
@@ -44,5 +44,4 @@ def clock(seconds: float) -> str:
 
 
 def date(seconds: float) -> str:
-    """A moment since the epoch as date and time, in UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,4 +1,4 @@
-"""The facts of a run that its report shows: jobs and attempts read from the folder, and their totals."""
+"""The facts of a run for its report."""
 
 from __future__ import annotations
 
@@ -33,34 +33,35 @@ from swiftbatch.metrics.report.attempts import (
     rows_of,
 )
 
-MAX_BARS = 4000  # of attempts, on a page
+MAX_BARS = 4000  # attempts on a page
 MAX_INTERVALS = 2_000_000  # 48 bytes each
-MIN_INTERVALS = 2  # of an attempt, however many jobs there are
+MIN_INTERVALS = 2  # per attempt, however many jobs there are
 
 
 class LongAttempt(NamedTuple):
-    """An attempt that may have a bar on the page, and whose it is."""
+    """An attempt that may get a bar, and its job."""
 
     seconds: float
-    order: int  # that of the first is the greatest, so that no two are compared further
+    order: int  # unique and greatest for the first, so that comparison stops here
     attempt: Attempt
     job_name: str
     job_number: int
 
 
 class Tally:
-    """The sums of all jobs so far, the times of all attempts, the stretches of these, and the longest ones."""
+    """Running sums over jobs and attempts, and the longest attempts."""
 
     def __init__(self, num_jobs: int) -> None:
-        """`num_jobs` are those that will come: among many, an attempt's stretches are few."""
+        """Many jobs (`num_jobs`) get few intervals per attempt."""
         self.states: Counter[State] = Counter()
         self.num_prompt_tokens = self.num_tokens = 0
         self.num_tokens_by_draft = dict.fromkeys(DRAFTS, 0)
-        self.num_cut_thoughts = self.most_cut_tokens = 0  # and the greatest limit at which one was cut
+        self.num_cut_thoughts = self.most_cut_tokens = 0  # the second is the largest limit that cut a thought
         self.outcomes: Counter[Outcome] = Counter()
         self.num_recovered_tokens = self.num_recomputed_tokens = 0
-        self.workers: set[tuple[int, str]] = set()  # drivers' numbers, and names
-        self.starts, self.ends, self.losses = array("d"), array("d"), array("d")  # of attempts; ends of the lost ones
+        self.workers: set[tuple[int, str]] = set()  # driver number and name
+        # ends of all attempts, and of lost ones
+        self.starts, self.ends, self.losses = array("d"), array("d"), array("d")
         self.longest: list[LongAttempt] = []
         self._most_stretches = max(MIN_INTERVALS, MAX_INTERVALS // max(1, num_jobs))
         self._numbers = array("d")
@@ -70,7 +71,6 @@ class Tally:
         return self.states.total()
 
     def add(self, job: JobFacts) -> None:
-        """Take a job in, with all that is known of it."""
         self.states[job.state] += 1
         self.num_prompt_tokens += job.num_prompt_tokens
         self.num_tokens += job.num_tokens
@@ -85,12 +85,11 @@ class Tally:
             self._numbers.extend(row)
 
     def stretches(self) -> Intervals:
-        """The stretches of all attempts that drew tokens."""
         start, end, tokens, length, drafts, accepted = np.frombuffer(self._numbers, np.float64).reshape(-1, 6).T
         return Intervals(start, end, tokens, length, drafts, accepted)
 
     def covered_seconds(self) -> float:
-        """Seconds in which at least one attempt was under way."""
+        """Return the seconds with at least one running attempt."""
         if not self.starts:
             return 0.0
         order = np.argsort(self.starts)
@@ -115,15 +114,15 @@ class Tally:
             heappushpop(self.longest, LongAttempt(seconds, -len(self.starts), attempt, job.name, job.number))
 
 
-# The facts about a run's jobs and their attempts, read from its folder for a report.
+# The facts of jobs and attempts, read from the run's folder.
 
 
 EXCERPT_CHARACTERS = 280
-MAX_JOBS = 5000  # on a page
-URGENCY = {"failed": 0, "finished": 2}  # of states, for a place on the page
+MAX_JOBS = 5000  # jobs on a page
+URGENCY = {"failed": 0, "finished": 2}  # lower ones are listed first
 
 Logged = tuple[list[AttemptRecord], int]
-OUTCOMES: dict[State, Outcome] = {  # of the newest attempt at a job
+OUTCOMES: dict[State, Outcome] = {  # outcome of a job's newest attempt
     "finished": "finished",
     "cancelled": "cancelled",
     "running": "running",
@@ -134,10 +133,7 @@ OUTCOMES: dict[State, Outcome] = {  # of the newest attempt at a job
 
 @dataclass(frozen=True)
 class RunFacts:
-    """All that a report shows; `place` is the run's folder without credentials.
-
-    `jobs` are those that a page lists, in input order, and `tally` is of all.
-    """
+    """All facts of a report; `jobs` are the listed ones, `tally` covers all."""
 
     place: str
     manifest: RunManifest
@@ -149,15 +145,12 @@ class RunFacts:
 
     @property
     def enough_for_thoughts(self) -> int:
-        """Twice the most tokens that a job may have whose thought was cut: a limit to try next."""
+        """Twice the largest limit that cut a thought."""
         return 2 * self.tally.most_cut_tokens
 
 
 def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunFacts:
-    """Read a run; `progress` is how it stands, `drivers` who held it, oldest first. Raises RunError, StoreError.
-
-    No more of a job is kept than its part of the tally, unless the page lists it.
-    """
+    """Read a run; `drivers` are its holders, oldest first. Raises RunError, StoreError."""
     index = run.job_index().without("prompt_keys")
     reader = _Reader(run, progress, sorted(claim.started for claim in drivers), index)
     tally, doubtful = Tally(len(index)), list[JobFacts]()
@@ -165,7 +158,7 @@ def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunF
 
     def take_in(job: JobFacts, is_late: bool = False) -> None:
         tally.add(job)
-        if is_late or len(listed[job.state]) < MAX_JOBS:  # one that is late may come before all that are listed
+        if is_late or len(listed[job.state]) < MAX_JOBS:  # a late one may precede all listed ones
             listed[job.state].append(job)
 
     for job in reader.jobs():
@@ -187,7 +180,7 @@ def gather(run: Run, progress: Progress, drivers: Sequence[DriverClaim]) -> RunF
 
 
 def _most_urgent(listed: dict[State, list[JobFacts]]) -> list[JobFacts]:
-    """The jobs that a page lists, in input order: of too many, dead-letters go first, then others without a result."""
+    """Choose the jobs to list: failed, then unfinished ones first."""
     jobs = sorted(chain.from_iterable(listed.values()), key=lambda job: (URGENCY.get(job.state, 1), job.number))
     return sorted(jobs[:MAX_JOBS], key=lambda job: job.number)
 
@@ -197,7 +190,7 @@ def excerpt(text: str) -> str:
 
 
 def _checkpoints(run: Run, finished: Container[str]) -> dict[str, Logged]:
-    """The attempts, and the number of logged tokens, of the jobs without a result that have left any."""
+    """Return attempts and logged tokens of unfinished jobs."""
     checkpoints, started = CheckpointStore.of(run), set(run.store.list("checkpoints"))
     packed = PackedLogs.of(run).read()
 
@@ -216,7 +209,6 @@ def _checkpoints(run: Run, finished: Container[str]) -> dict[str, Logged]:
 
 
 def _with_running(history: list[AttemptRecord], running: AttemptRecord) -> list[AttemptRecord]:
-    """Add the running attempt to the history; where that has its beginning, only the timeline is taken over."""
     known = {record.number: record for record in history}
     own = known.get(running.number)
     known[running.number] = running if own is None else own.model_copy(update={"timeline": running.timeline})
@@ -224,7 +216,7 @@ def _with_running(history: list[AttemptRecord], running: AttemptRecord) -> list[
 
 
 def _may_be_cut(message: dict[str, Any], finish_reason: str) -> bool:
-    """Return whether a chat may have ended within its thought, for want of room."""
+    """Return whether a chat may have run out of room in its thought."""
     is_thought_alone = bool(message.get("reasoning_content")) and not message["content"]
     return is_thought_alone and finish_reason in ("length", "repetition")
 
@@ -234,20 +226,19 @@ def _may_close_loops(job: JobFacts) -> bool:
 
 
 def _closes_loops(job: Job) -> bool:
-    """Return whether a job whose loops end it closes its thought before, so that only want of room leaves it open."""
     loops = job.sampling.repetition_detection
     return loops is not None and loops.action == "close"
 
 
 def _prompt(job: Job) -> str:
-    """The beginning of a job's prompt; token ids are numbers to a page, which has no tokenizer."""
+    """There is no tokenizer for token ids."""
     if job.prompt_ids is not None:
         return excerpt(f"tokens {' '.join(map(str, job.prompt_ids[:EXCERPT_CHARACTERS]))}")
     return excerpt(job.prompt or "\n".join(message.content for message in job.messages or ()))
 
 
 class _Reader:
-    """Makes facts of result lines and checkpoints."""
+    """Reads facts from result lines and checkpoints."""
 
     def __init__(self, run: Run, progress: Progress, driver_starts: list[float], index: JobIndex) -> None:
         self._run, self._progress, self._index = run, progress, index
@@ -255,7 +246,7 @@ class _Reader:
         self._held = {custom_id for worker in progress.workers for custom_id in worker.jobs}
 
     def jobs(self) -> Iterator[JobFacts]:
-        """The facts about all jobs, without their prompts, in input order."""
+        """Yield all jobs' facts in input order, without prompts."""
         lines = self._run.lines_of(self._index)
         logged = _checkpoints(self._run, self._run.finished_ids())
         for number, (entry, line) in enumerate(zip(self._index.entries(), lines, strict=True), start=1):
@@ -265,18 +256,16 @@ class _Reader:
                 yield self._unfinished(number, entry, line, *logged.get(entry.job_id, ([], 0)))
 
     def with_known_cuts(self, jobs: Sequence[JobFacts]) -> list[JobFacts]:
-        """Some jobs, of which those that loops have ended were cut if theirs close thoughts, as only they know."""
+        """Clear `is_cut_thought` of jobs whose loop ended the thought."""
         records = self._records([job.number for job in jobs if _may_close_loops(job)])
         other = {number for number, record in records if not _closes_loops(record.job)}
         return [replace(job, is_cut_thought=False) if job.number in other else job for job in jobs]
 
     def with_prompts(self, jobs: Sequence[JobFacts]) -> tuple[JobFacts, ...]:
-        """Some jobs, in input order, with the beginnings of their prompts."""
         prompts = {number: _prompt(record.job) for number, record in self._records([job.number for job in jobs])}
         return tuple(replace(job, prompt=prompts[job.number]) for job in jobs)
 
     def _records(self, numbers: Sequence[int]) -> Iterator[tuple[int, JobRecord]]:
-        """Some jobs with their numbers."""
         by_place = sorted(numbers, key=lambda number: self._index.places[number - 1])
         places = self._index.places[np.array(by_place, np.int64) - 1]
         return zip(by_place, self._run.records_at(places), strict=True)
@@ -306,7 +295,7 @@ class _Reader:
     def _unfinished(
         self, number: int, entry: JobEntry, line: dict[str, Any] | None, history: list[AttemptRecord], num_logged: int
     ) -> JobFacts:
-        """A job without a result: what its error says, if it has one, and its checkpoints."""
+        """Take the facts from error and checkpoints."""
         error = None if line is None else (str(line["error"]["code"]), str(line["error"]["message"]))
         state = self._state(entry, error)
         last_end = self._progress.updated if state == "running" else 0.0

@@ -1,4 +1,4 @@
-"""The options of a chaos run, with the job file and the commands that follow from them."""
+"""The options of a chaos run, its job file and commands."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.scheduler.demo.prompts import PROMPTS
 
-WORKER_TIMEOUT = 10  # seconds: a stopped worker is to be noticed soon
-STORE_RETRIES = Retries(120.0)  # where chaos itself reads what a run has written: the store may have a bad day, too
+WORKER_TIMEOUT = 10  # seconds; a stopped worker should be noticed soon
+STORE_RETRIES = Retries(120.0)  # for chaos' own reads of a run
 PROMPT_TEXTS = tuple(PROMPTS.values())
-SAMPLING: tuple[dict[str, Any], ...] = (  # in turn; all that a resumed job must have right again
+SAMPLING: tuple[dict[str, Any], ...] = (  # used in turn; a resumed job must restore all of it
     {"temperature": 0.8, "min_p": 0.05, "repetition_penalty": 1.1},
     {"temperature": 0},
     {"temperature": 1.0, "top_p": 0.95, "frequency_penalty": 0.1, "presence_penalty": 0.2},
@@ -23,22 +23,22 @@ SAMPLING: tuple[dict[str, Any], ...] = (  # in turn; all that a resumed job must
 
 
 class ChaosError(UserError):
-    """The chaos run can't start or go on."""
+    """A chaos run that can't start or go on."""
 
 
 @dataclass(frozen=True)
 class ChaosOptions:
     num_jobs: int
-    num_tokens: int  # of each job
+    num_tokens: int  # per job
     num_kills: int
     seed: int
     num_workers: int
     num_slots: int
     model: str
     checkpoint_tokens: int
-    run_uri: str  # both runs are made below it
-    address: str | None = None  # of the user's cluster; None for one of our own
-    num_nodes: int | None = None  # of our own, with a network each; None for nodes without
+    run_uri: str  # parent of both runs
+    address: str | None = None  # the user's cluster; None starts one
+    num_nodes: int | None = None  # nodes of a started cluster, each with its own network; None: without
 
     @property
     def num_run_tokens(self) -> int:
@@ -46,7 +46,7 @@ class ChaosOptions:
 
     @property
     def tokens_per_checkpoint(self) -> int:
-        """The number of tokens that the whole run generates between two checkpoints of its jobs."""
+        """The tokens of the whole run between two checkpoints."""
         return self.checkpoint_tokens * min(self.num_jobs, self.num_workers * self.num_slots)
 
     def submit_args(self, jobs_file: Path, run_uri: str, address: str) -> list[str]:
@@ -60,7 +60,7 @@ class ChaosOptions:
         return [*self.resume_args(run_uri, address), "--takeover"]
 
     def _launch_args(self, address: str) -> list[str]:
-        max_attempts = self.num_kills + 1  # every kill may hit the same job, which is no fault of its own
+        max_attempts = self.num_kills + 1  # every kill may hit the same job
         args = ["--workers", self.num_workers, "--slots", self.num_slots, "--address", address]
         args += ["--checkpoint-tokens", self.checkpoint_tokens, "--max-attempts", max_attempts]
         args += ["--worker-timeout", WORKER_TIMEOUT]
@@ -68,7 +68,6 @@ class ChaosOptions:
 
 
 def write_jobs(path: Path, options: ChaosOptions) -> list[str]:
-    """Write the job file, the same for both runs; returns the `custom_id`s."""
     jobs = list(_jobs(options))
     path.write_text("".join(json.dumps(job) + "\n" for job in jobs), encoding="utf-8")
     return [job["custom_id"] for job in jobs]

@@ -1,7 +1,4 @@
-"""The run that is killed again and again, and goes on every time.
-
-Each of its drivers is a `swiftbatch submit` or `resume` as a process of its own, as a user would start it.
-"""
+"""The run that is killed repeatedly; drivers are `swiftbatch` processes, as users start them."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ from swiftbatch.scheduler.chaos.faults import Kind, NodeFaults, NoNodeFaults, Pl
 from swiftbatch.scheduler.driver.driver_heartbeat import liveness
 from swiftbatch.scheduler.driver.run_lease import claims
 
-ENDED_WELL = (0, 1)  # 1: some jobs have no result, which the comparison tells
-GAVE_UP = 2  # it can't go on; what it has written is there
+ENDED_WELL = (0, 1)  # 1: some jobs failed, which the comparison shows
+GAVE_UP = 2  # the driver can't continue; its files are complete
 POLL_SECONDS = 0.1
-WAKES_SECONDS = 3.0  # within which a stopped driver goes on after another has claimed its run
-NOTICES_SECONDS = 120.0  # within which one of two drivers must have stopped, on a busy machine
+WAKES_SECONDS = 3.0  # a stopped driver wakes within this time after another claims its run
+NOTICES_SECONDS = 120.0  # one of two drivers must stop within this time, also on a busy machine
 DEEDS: Mapping[Kind, str] = {
     "worker": "killed worker",
     "raylet": "killed raylet",
@@ -44,16 +41,16 @@ DEEDS: Mapping[Kind, str] = {
 
 
 class DisturbedDriver:
-    """The command, started; what it prints goes to a file."""
+    """A running command; its output goes to a file."""
 
     def __init__(
         self, args: Sequence[str], environment: Mapping[str, str], output: Path, prefix: Sequence[str] = ()
     ) -> None:
-        """`prefix` are the words in front of the command that lead it to its host."""
+        """`prefix` is the command that enters its host."""
         self._name = f"swiftbatch {args[0]}"
         self._output = output
         command = [*prefix, *module_command("swiftbatch.scheduler.cli", *args)]
-        with output.open("wb") as file:  # a session of its own: Ctrl-C is for the chaos run, which then ends it
+        with output.open("wb") as file:  # in a session of its own, since Ctrl-C must reach only the chaos run
             self._process = subprocess.Popen(
                 command,
                 env=environment,
@@ -80,12 +77,11 @@ class DisturbedDriver:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Send SIGKILL; a driver that has ended is fine."""
         self._process.kill()
         self._process.wait()
 
     def expect(self, *codes: int) -> None:
-        """Wait for its end. Raises ChaosError, with the last line that it printed, at another exit code."""
+        """Wait for its end. Raises ChaosError at another exit code."""
         code = self._process.wait()
         if code not in codes:
             lines = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -94,12 +90,12 @@ class DisturbedDriver:
 
 
 def _hear_hangups() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the chaos run itself is under `nohup`
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the chaos run itself may be under `nohup`
 
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill: its victim, the number of tokens that the run had then, and the seconds since the run's start."""
+    """A kill with the run's tokens and seconds at its time."""
 
     kind: Kind
     victim: str
@@ -108,8 +104,6 @@ class Kill:
 
 
 class Commands(Protocol):
-    """Starts the drivers of a run."""
-
     def submit(self, run_uri: str) -> DisturbedDriver: ...
 
     def resume(self, run_uri: str) -> DisturbedDriver: ...
@@ -118,7 +112,7 @@ class Commands(Protocol):
 
 
 class DisturbedRun:
-    """Carries out a plan of kills on a run that `submit` starts and `resume` goes on with."""
+    """Executes a plan of kills on a run."""
 
     def __init__(
         self,
@@ -134,7 +128,7 @@ class DisturbedRun:
         self._ways: Mapping[Kind, Way] = {
             **ways,
             "driver": partial(self._end_driver, signal.SIGKILL),
-            "hangup": partial(self._end_driver, signal.SIGHUP),  # as when its terminal is closed
+            "hangup": partial(self._end_driver, signal.SIGHUP),  # as if its terminal closed
             "rival": self._rival_driver,
         }
         self._troubles = troubles
@@ -142,10 +136,7 @@ class DisturbedRun:
         self._show = show
 
     def run(self, plan: Sequence[PlannedKill]) -> list[Kill]:
-        """Run to the end; returns the kills that were done: the run may be over before the last is due.
-
-        Raises ChaosError when a driver gives up.
-        """
+        """Run to the end; return the kills done. Raises ChaosError when a driver gives up."""
         self._started = time.monotonic()
         self._driver = self._commands.submit(self._run_uri)
         try:
@@ -158,7 +149,6 @@ class DisturbedRun:
         return kills
 
     def _carry_out(self, planned: PlannedKill) -> Kill | None:
-        """Wait until a kill is due, and do it; None if the run ended first."""
         while self._is_running():
             progress = self._progress()
             if progress is not None and progress.num_generated_tokens >= planned.num_tokens:
@@ -172,7 +162,7 @@ class DisturbedRun:
         return None
 
     def _is_running(self) -> bool:
-        """Return whether the run goes on, after a look at its troubles: they may have a driver give up."""
+        """Restart a driver that gave up."""
         self._troubles.tend()
         if self._driver.has_given_up and self._troubles.may_end_a_driver():
             self._show("the driver gave up; resuming")
@@ -180,19 +170,18 @@ class DisturbedRun:
         return not self._driver.has_ended
 
     def _progress(self) -> Progress | None:
-        """The newest beat of the driver that runs now."""
         try:
             progress = self._open().progress()
-        except RunError:  # not made yet
+        except RunError:  # the run is not made yet
             return None
         return progress if progress is not None and progress.driver_pid == self._driver.pid else None
 
     def _open(self) -> Run:
-        """Open the run, with patience: its store may have a bad day, too. Raises RunError."""
+        """Open the run with long retries. Raises RunError."""
         return Run.open(self._run_uri, STORE_RETRIES)
 
     def _end_driver(self, number: signal.Signals, _workers: Sequence[object]) -> str:
-        """Signal the driver, wait until it has ended, with its checkpoints written if it may, and start another one."""
+        """Signal the driver and start another one."""
         pid = self._driver.pid
         self._driver.signal(number)
         while not self._driver.has_ended:
@@ -201,7 +190,7 @@ class DisturbedRun:
         return f"process {pid}"
 
     def _rival_driver(self, _workers: Sequence[object]) -> str:
-        """Stop the driver until it counts as silent, and have it go on soon after another has taken the run over."""
+        """Stop the driver, and wake it after another takes the run over."""
         first = self._driver
         first.signal(signal.SIGSTOP)
         run = self._open()
@@ -220,7 +209,10 @@ class DisturbedRun:
         return f"process {first.pid}, then {second.pid}"
 
     def _one_of(self, first: DisturbedDriver, second: DisturbedDriver) -> DisturbedDriver:
-        """Wait until one of two drivers has left the run to the other, and return that. Raises ChaosError."""
+        """Return the driver that stays.
+
+        Raises ChaosError.
+        """
         last = time.monotonic() + NOTICES_SECONDS
         while time.monotonic() < last:
             for loser, holder in ((first, second), (second, first)):
@@ -231,7 +223,6 @@ class DisturbedRun:
         raise ChaosError(f"processes {first.pid} and {second.pid} both hold {self._run_uri}: expected one to stop")
 
     def _wait(self, seconds: float) -> None:
-        """Let time pass, with the ends of troubles that are due meanwhile."""
         last = time.monotonic() + seconds
         while time.monotonic() < last:
             self._troubles.tend()

@@ -1,4 +1,4 @@
-"""Runs the same jobs undisturbed and disturbed on one cluster, compares them and reports."""
+"""Runs the same jobs undisturbed and disturbed, compares them and reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pydantic import computed_field
 
 from swiftbatch.jobs.json_records import Frozen
 from swiftbatch.jobs.run.run import Run
-from swiftbatch.jobs.storage.object_store import local_path
+from swiftbatch.jobs.storage.folder_uri import local_path
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.chaos.chaos_options import STORE_RETRIES, ChaosError, ChaosOptions, write_jobs
 from swiftbatch.scheduler.chaos.disturbed_run import ENDED_WELL, DisturbedDriver, DisturbedRun, Kill
@@ -38,18 +38,16 @@ from swiftbatch.scheduler.display.progress_line import duration
 
 
 class JobComparison(Frozen):
-    """One job's SHA-256 over its generated tokens, undisturbed and disturbed; None where it has no output."""
+    """The SHA-256 of one job's tokens, undisturbed and disturbed; None without output."""
 
     custom_id: str
     undisturbed_sha256: str | None
     disturbed_sha256: str | None
-    num_lines: int  # of the job in the disturbed run's output: 1
+    num_lines: int  # lines of the job in the disturbed output; must be 1
     is_identical: bool  # tokens, text, finish reason and usage
 
 
 class RunOutput:
-    """The lines of a run's `output.jsonl`."""
-
     def __init__(self, run: Run) -> None:
         """Raises ChaosError if the run has no output."""
         data = run.store.read("output.jsonl")
@@ -60,7 +58,7 @@ class RunOutput:
         self.num_lines = Counter(line["custom_id"] for line in self._lines)
 
     def told(self, custom_id: str) -> dict[str, Any] | None:
-        """Text, finish reason, SHA-256 and usage of a job; None if it has not finished."""
+        """Return what a job's output says of it; None if unfinished."""
         body = self._bodies.get(custom_id)
         return None if body is None else body["choices"][0] | {"usage": body["usage"]}
 
@@ -68,17 +66,15 @@ class RunOutput:
         return sum(body["usage"]["completion_tokens"] for body in self._bodies.values())
 
     def num_recomputed_tokens(self) -> int:
-        """Tokens that were generated, lost and generated again, over all attempts at all jobs."""
         return sum(body["metrics"]["num_recomputed_tokens"] for body in self._bodies.values())
 
     def resumes(self) -> dict[str, int]:
-        """Count the attempts that went on from where another one had ended, by kind."""
         attempts = [attempt for body in self._bodies.values() for attempt in body["metrics"]["attempts"]]
         return dict(Counter(attempt["resume"]["kind"] for attempt in attempts if attempt["resume"]))
 
 
 def compare(custom_ids: Sequence[str], undisturbed: RunOutput, disturbed: RunOutput) -> tuple[JobComparison, ...]:
-    """Compare the jobs one by one; a job without output, or with two, is not identical."""
+    """Compare job by job; each needs exactly one output."""
     return tuple(_compare_job(custom_id, undisturbed, disturbed) for custom_id in custom_ids)
 
 
@@ -95,7 +91,7 @@ def _compare_job(custom_id: str, undisturbed: RunOutput, disturbed: RunOutput) -
 
 
 class ChaosReport(Frozen):
-    """The findings; times in seconds."""
+    """The result; times in seconds."""
 
     seed: int
     jobs: tuple[JobComparison, ...]
@@ -111,7 +107,7 @@ class ChaosReport(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def is_identical(self) -> bool:
-        """True if every job has exactly one output, the same as in the undisturbed run."""
+        """True if every job has one output, equal to the undisturbed one."""
         return all(job.is_identical for job in self.jobs)
 
     @computed_field  # type: ignore[prop-decorator]
@@ -132,7 +128,7 @@ class ChaosReport(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def max_recomputed_tokens(self) -> int:
-        """The number of tokens that may be lost: at each kill, all that the run generates between two checkpoints."""
+        """The tokens that may be lost: a checkpoint interval per kill."""
         return len(self.kills) * self.tokens_per_checkpoint
 
     @computed_field  # type: ignore[prop-decorator]
@@ -142,7 +138,7 @@ class ChaosReport(Frozen):
 
     @property
     def has_passed(self) -> bool:
-        """True if all kills were done and changed no output."""
+        """True if all kills were done and no output changed."""
         return self.is_identical and len(self.kills) == self.num_planned_kills
 
     def lines(self) -> list[str]:
@@ -162,7 +158,7 @@ class ChaosReport(Frozen):
         ]
 
 
-# The chaos run as a whole: the same jobs undisturbed and disturbed on the same cluster, then the comparison.
+# The whole chaos run: undisturbed, disturbed, comparison.
 
 
 Show = Callable[[str], None]
@@ -170,7 +166,7 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ChaosSetup:
-    """A running cluster, the environment of those who may talk to it, and what may happen on it."""
+    """A running cluster, its clients' environment, and its possible faults."""
 
     address: str
     environment: Mapping[str, str]
@@ -179,7 +175,7 @@ class ChaosSetup:
 
 
 def run_chaos(options: ChaosOptions, show: Show) -> ChaosReport:
-    """Run the jobs twice and compare. Raises ChaosError when one of the runs does not come to its end."""
+    """Run the jobs twice and compare. Raises ChaosError."""
     if Store(options.run_uri).list(""):
         raise ChaosError(f"{options.run_uri} is not empty: expected a new folder; name another one with --run")
     random = Random(options.seed)
@@ -205,7 +201,7 @@ def run_chaos(options: ChaosOptions, show: Show) -> ChaosReport:
 
 
 class Experiment:
-    """Both runs in one arena; `folder` is for the job file and what the drivers print."""
+    """Both runs on one cluster."""
 
     def __init__(self, options: ChaosOptions, arena: ChaosSetup, folder: Path, show: Show) -> None:
         self._options = options
@@ -219,7 +215,6 @@ class Experiment:
         self.disturbed = f"{options.run_uri.rstrip('/')}/disturbed"
 
     def run_undisturbed(self) -> float:
-        """Run the jobs undisturbed; returns the seconds that it took."""
         self._show(f"undisturbed run: {self._options.num_jobs} jobs of {self._options.num_tokens:,} tokens")
         started = time.monotonic()
         driver = self.submit(self.undisturbed)
@@ -230,7 +225,7 @@ class Experiment:
         return round(time.monotonic() - started, 1)
 
     def run_disturbed(self, random: Random) -> tuple[float, list[Kill]]:
-        """Run the jobs with kills; returns the seconds that it took, and the kills that were done."""
+        """Run with kills; return the seconds and the kills done."""
         kinds = [kind for kind in KINDS if kind in self._arena.ways or kind in DRIVER_KINDS]
         plan = plan_kills(self._options.num_kills, kinds, self._options.num_run_tokens, random)
         self._show(f"disturbed run: {len(plan)} kills of {', '.join(kinds)}")
@@ -256,7 +251,6 @@ class Experiment:
 
 @contextlib.contextmanager
 def _folder(run_uri: str) -> Iterator[Path]:
-    """A folder beside the runs if they are on this machine, else a temporary one."""
     local = local_path(run_uri)
     if local is None:
         with tempfile.TemporaryDirectory(prefix="swiftbatch-chaos-") as name:
@@ -268,10 +262,7 @@ def _folder(run_uri: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _open_arena(options: ChaosOptions, random: Random, show: Show) -> Iterator[ChaosSetup]:
-    """The cluster at the user's address; without one, a cluster that is ended with the context.
-
-    Raises ChaosError if that one does not start.
-    """
+    """Raises ChaosError."""
     if options.address is not None:
         if options.num_nodes is not None:
             raise ChaosError("--nodes starts a cluster of its own: leave it or --address out")

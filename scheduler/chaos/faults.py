@@ -1,4 +1,4 @@
-"""The faults of a chaos run: kills of workers, drivers and nodes, and nodes that hang or are cut off."""
+"""The faults of a chaos run: kills, hangs and lost networks."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from swiftbatch.scheduler.cluster.cluster_watch import SILENT_SECONDS
 from swiftbatch.scheduler.cluster.ray_cluster import connect
 
 Kind = Literal[
-    "worker", "raylet", "driver", "stop", "hangup",  # a stopped worker, a driver whose terminal closes
-    "rival",  # a stopped driver whose run another one takes over before it goes on
-    "hang", "cut", "drain",  # a node stopped, cut off, given notice
-    "freeze", "isolate",  # the head stopped, the driver cut off
+    "worker", "raylet", "driver", "stop", "hangup",  # kills; "stop" stops a worker, "hangup" closes a driver's terminal
+    "rival",  # another driver takes over from a stopped one, which then wakes
+    "hang", "cut", "drain",  # a node stops, is cut off, gets notice
+    "freeze", "isolate",  # the head stops, the driver is cut off
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
-DRIVER_KINDS: tuple[Kind, ...] = ("driver", "hangup", "rival")  # wherever the workers are
+DRIVER_KINDS: tuple[Kind, ...] = ("driver", "hangup", "rival")  # possible on any cluster
 
-QUIET_END = 0.15  # share of the run's tokens after which nothing is killed: a kill must not come too late to be done
+QUIET_END = 0.15  # last share of the tokens without kills, so that each kill comes in time
 Way = Callable[[Sequence[WorkerStatus]], str | None]
 
 
 @dataclass(frozen=True)
 class PlannedKill:
-    """A kill that is due when the whole run has generated `num_tokens`."""
+    """A kill due at `num_tokens` of the whole run."""
 
     kind: Kind
     num_tokens: int
 
 
 def plan_kills(num_kills: int, kinds: Sequence[Kind], num_tokens: int, random: Random) -> list[PlannedKill]:
-    """One kill in each of `num_kills` equal stretches of a run of `num_tokens`; every kind equally often, shuffled."""
+    """Plan one kill per equal stretch, all kinds equally often."""
     drawn = [kinds[index % len(kinds)] for index in range(num_kills)]
     random.shuffle(drawn)
     stretch = num_tokens * (1 - QUIET_END) / max(1, num_kills)
@@ -48,17 +48,17 @@ def plan_kills(num_kills: int, kinds: Sequence[Kind], num_tokens: int, random: R
 
 
 def local_ways(cluster: LocalCluster, random: Random) -> Mapping[Kind, Way]:
-    """Workers and raylets of a cluster of our own."""
+    """Return the faults for a cluster we started."""
     victims = LocalVictims(cluster, random)
     return {
         "worker": partial(victims.hit_worker, signal.SIGKILL),
         "raylet": victims.kill_raylet,
-        "stop": partial(victims.hit_worker, signal.SIGSTOP),  # it is there, and says nothing any more
+        "stop": partial(victims.hit_worker, signal.SIGSTOP),  # it exists but no longer answers
     }
 
 
 def remote_ways(address: str, random: Random) -> Mapping[Kind, Way]:
-    """Workers of the user's cluster; its nodes are not ours to kill."""
+    """Return the faults for the user's cluster, whose nodes we must not kill."""
 
     def hit_worker(number: signal.Signals, workers: Sequence[WorkerStatus]) -> str | None:
         worker = random.choice(workers)
@@ -69,15 +69,14 @@ def remote_ways(address: str, random: Random) -> Mapping[Kind, Way]:
 
 
 class LocalVictims:
-    """The workers and nodes of a local cluster that are not killed yet."""
+    """The workers and nodes of a local cluster that still run."""
 
     def __init__(self, cluster: LocalCluster, random: Random) -> None:
         self._cluster = cluster
         self._random = random
-        self._dead_pids: set[int] = set()  # the driver's next beat may still name them
+        self._dead_pids: set[int] = set()  # the driver's next heartbeat may still list them
 
     def hit_worker(self, number: signal.Signals, workers: Sequence[WorkerStatus]) -> str | None:
-        """Signal a worker's process."""
         worker = self._choose(workers)
         if worker is None or not signal_worker(worker.pid, number):
             return None
@@ -85,7 +84,7 @@ class LocalVictims:
         return f"{worker.id}, process {worker.pid}"
 
     def kill_raylet(self, workers: Sequence[WorkerStatus]) -> str | None:
-        """SIGKILL the node of a worker, and start another node in its place."""
+        """SIGKILL a worker's node and start another node."""
         worker = self._choose(workers)
         node = None if worker is None else self._cluster.node_of(worker.pid)
         if node is None:
@@ -102,7 +101,7 @@ class LocalVictims:
 
 
 def signal_worker(pid: int, number: signal.Signals) -> bool:
-    """Signal a Ray worker of the machine that this is called on; False if no worker has this number any more."""
+    """Signal a Ray worker here; return False if it is none."""
     try:
         if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
             return False
@@ -125,17 +124,17 @@ def _signal_worker_on(address: str, node_id: str, pid: int, number: signal.Signa
             return False
 
 
-# Troubles of a cluster's nodes that pass, or announce themselves: nodes hang, are cut off, or get notice and go.
+# Faults of nodes that pass or are announced: hang, cut and notice.
 
 
-LONGEST_SECONDS = 2.5 * WORKER_TIMEOUT  # some are over before anybody notices, others when the jobs are elsewhere
-LONGEST_HEAD_SECONDS = 1.5 * SILENT_SECONDS  # the driver gives some up
-NOTICE_SECONDS = 10.0  # between a node's notice and its end
-AFTERWARDS_SECONDS = 60.0  # within which a driver may still give up for it
+LONGEST_SECONDS = 2.5 * WORKER_TIMEOUT  # some end unnoticed, others after the jobs moved
+LONGEST_HEAD_SECONDS = 1.5 * SILENT_SECONDS  # long enough for the driver to give up sometimes
+NOTICE_SECONDS = 10.0  # from notice to end
+AFTERWARDS_SECONDS = 60.0  # a driver may still give up within this time
 
 
 class NoNodeFaults:
-    """Nothing passes where a cluster's nodes have no networks of their own."""
+    """No faults, for nodes without networks of their own."""
 
     def tend(self) -> None:
         pass
@@ -148,7 +147,7 @@ class NoNodeFaults:
 
 
 class NodeFaults:
-    """The troubles of a cluster of namespaces now, and the place of its next driver: beside the head, or apart."""
+    """The current faults of a cluster of namespaces, and the next driver's host."""
 
     def __init__(
         self,
@@ -158,10 +157,10 @@ class NodeFaults:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster, self._hosts, self._random, self._clock = cluster, hosts, random, clock
-        self._due: list[tuple[float, Callable[[], object]]] = []  # each trouble's end
+        self._due: list[tuple[float, Callable[[], object]]] = []  # the end of each fault
         self._troubled: set[Node | Host] = set()
         self._is_head_troubled_until = 0.0
-        self._driver_hosts = [cluster.head_host, hosts.add()]  # the newest driver's last
+        self._driver_hosts = [cluster.head_host, hosts.add()]  # the newest driver's is last
 
     def ways(self) -> Mapping[Kind, Way]:
         return {
@@ -173,7 +172,7 @@ class NodeFaults:
         }
 
     def tend(self) -> None:
-        """End what is due, and replace nodes that have ended."""
+        """End due faults and replace dead nodes."""
         now = self._clock()
         over = [entry for entry in self._due if entry[0] <= now]
         self._due = [entry for entry in self._due if entry[0] > now]
@@ -182,11 +181,11 @@ class NodeFaults:
         self._cluster.replace_ended()
 
     def may_end_a_driver(self) -> bool:
-        """Return whether the head was out of the driver's reach a moment ago: it then stops, and is started again."""
+        """Return whether the head was recently unreachable."""
         return self._clock() < self._is_head_troubled_until + AFTERWARDS_SECONDS
 
     def driver_prefix(self) -> tuple[str, ...]:
-        """The words in front of the next driver's command: not where the last one runs, if the other host is there."""
+        """Return the command prefix of the next driver's host, preferably another one."""
         head_host = self._cluster.head_host
         host = self._driver_hosts[0] if self._driver_hosts[0] not in self._troubled else head_host
         self._driver_hosts.remove(host)
@@ -194,7 +193,6 @@ class NodeFaults:
         return host.prefix
 
     def _hang(self, _workers: Sequence[WorkerStatus]) -> str | None:
-        """Stop all processes of a node for a while."""
         node = self._choose()
         if node is None:
             return None
@@ -203,7 +201,7 @@ class NodeFaults:
         return f"{node.host.address} for {seconds:.0f} s"
 
     def _cut(self, _workers: Sequence[WorkerStatus]) -> str | None:
-        """Cut a node off for a while: its workers go on."""
+        """Cut a node off for a while; its workers continue."""
         node = self._choose()
         if node is None:
             return None
@@ -212,7 +210,6 @@ class NodeFaults:
         return f"{node.host.address} for {seconds:.0f} s"
 
     def _drain(self, _workers: Sequence[WorkerStatus]) -> str | None:
-        """Give a node notice, and end it a little later; it may be cut off for the rest of its life."""
         node = self._choose()
         if node is None:
             return None
@@ -224,7 +221,7 @@ class NodeFaults:
         return f"{node.host.address}, {seconds:.0f} s of notice{', cut off' if is_cut else ''}"
 
     def _freeze_head(self, _workers: Sequence[WorkerStatus]) -> str | None:
-        """Stop the head for a while; its processes are not the driver's."""
+        """Stop the head's processes for a while."""
         head = self._cluster.head
         if head is None or head in self._troubled:
             return None
@@ -234,7 +231,7 @@ class NodeFaults:
         return f"for {seconds:.0f} s"
 
     def _isolate_driver(self, _workers: Sequence[WorkerStatus]) -> str | None:
-        """Cut the driver off for a while; where it runs beside the head, all nodes lose that, too."""
+        """Cut the driver's host off for a while."""
         host = self._driver_hosts[-1]
         if host in self._troubled:
             return None
@@ -247,7 +244,7 @@ class NodeFaults:
         self._is_head_troubled_until = max(self._is_head_troubled_until, self._clock() + seconds)
 
     def _begin(self, longest: float, end: Callable[[], object], troubled: Node | Host) -> float:
-        """Have a trouble end within `longest` seconds; returns in how many."""
+        """End within `longest` seconds; return in how many."""
         seconds = self._random.uniform(1, longest)
 
         def end_it() -> None:
@@ -259,6 +256,5 @@ class NodeFaults:
         return seconds
 
     def _choose(self) -> Node | None:
-        """A node without trouble, also one that starts or whose workers do; None if there is none."""
         fine = [node for node in self._cluster.raylets if node not in self._troubled]
         return self._random.choice(fine) if fine else None

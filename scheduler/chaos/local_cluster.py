@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, and hosts for them that can be cut off."""
+"""A Ray cluster of several nodes on this machine."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from swiftbatch.scheduler.chaos.chaos_options import ChaosError
 from swiftbatch.scheduler.cluster.embedded_ray import signal_sessions
 from swiftbatch.scheduler.cluster.ray_cluster import OBJECT_STORE_BYTES
 
-SUBNET = "10.77.0"  # seen within these namespaces alone
+SUBNET = "10.77.0"  # visible only inside these namespaces
 MAX_HOSTS = 250
 SWITCH_PORT = "switch"
-NAMED = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')  # a name of its own, then the command
+NAMED = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')  # sets a host name, then runs the command
 
 
 @dataclass(frozen=True)
 class Host:
-    """The address of a node, and the words in front of a command that is to run there."""
+    """A node's address, and the command prefix to run there."""
 
     address: str
     prefix: tuple[str, ...] = ()
@@ -37,25 +37,25 @@ class Host:
 
 
 class OneHost:
-    """This machine, for all nodes alike."""
+    """This machine, shared by all nodes."""
 
-    num_failed_checks = 2  # a dead node is found in one or two seconds instead of thirteen
+    num_failed_checks = 2  # finds a dead node in one or two seconds instead of thirteen
 
     def add(self) -> Host:
         return Host("127.0.0.1")
 
 
 class NamespaceHosts:
-    """A switch, and a namespace for each host."""
+    """A switch, and a network namespace for each host."""
 
-    num_failed_checks = 8  # in ten seconds: a node that is cut off for less stays
+    num_failed_checks = 8  # ten seconds: a node that is cut off for less stays
 
     def __init__(self) -> None:
         self._switch = f"swiftbatch-{os.getpid()}"
         self._names = [self._switch]
 
     def open(self) -> None:
-        """Make the switch. Raises ChaosError if this process may not, or the machine has no commands for it."""
+        """Make the switch. Raises ChaosError without the rights or the commands."""
         for program, package in (("ip", "iproute2"), ("unshare", "util-linux"), ("hostname", "hostname")):
             if shutil.which(program) is None:
                 raise ChaosError(f"nodes with networks of their own need `{program}`; install the package {package}")
@@ -65,7 +65,7 @@ class NamespaceHosts:
         _ip("-n", self._switch, "link", "set", SWITCH_PORT, "up")
 
     def add(self) -> Host:
-        """Make a host, and plug its cable in."""
+        """Make a host and connect it."""
         number = len(self._names)
         if number > MAX_HOSTS:
             raise ChaosError(f"{MAX_HOSTS} hosts were made, and no more fit into one network; plan fewer kills")
@@ -77,18 +77,17 @@ class NamespaceHosts:
         _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             _ip("-n", name, "link", "set", device, "up")
-        _ip("-n", name, "route", "add", "default", "via", f"{SUBNET}.1")  # Ray asks the route for its own address
+        _ip("-n", name, "route", "add", "default", "via", f"{SUBNET}.1")  # Ray finds its own address by this route
         return Host(address, ("ip", "netns", "exec", name, *NAMED, name), cable)
 
     def cut(self, host: Host) -> None:
-        """Pull a host's cable: whatever is under way to it and from it is lost, and nobody is told."""
+        """Disconnect a host without notice; packets on the way are lost."""
         _ip("-n", self._switch, "link", "set", str(host.cable), "down")
 
     def mend(self, host: Host) -> None:
         _ip("-n", self._switch, "link", "set", str(host.cable), "up")
 
     def close(self) -> None:
-        """Remove all namespaces, with their cables, as far as they are there."""
         for name in reversed(self._names):
             with contextlib.suppress(ChaosError):
                 _ip("netns", "delete", name)
@@ -115,12 +114,12 @@ def _ip(*args: str) -> None:
         raise ChaosError(f"nodes with networks of their own need root: `{' '.join(command)}` fails: {reason}")
 
 
-# A Ray cluster of several nodes on this machine, made to have its nodes killed, stopped and cut off.
+# A local Ray cluster whose nodes can be killed, stopped and cut off.
 
 
-NUM_RAYLETS = 2  # so that one can be lost and the run goes on
+NUM_RAYLETS = 2  # the run continues without one of them
 START_SECONDS = 60.0
-NUM_STARTS = 4  # of a node: Ray itself gives one up after half a minute, which a busy machine may need
+NUM_STARTS = 4  # Ray gives a start up after half a minute, which a busy machine may need
 STOP_SECONDS = 5.0
 STARTED = b"Ray runtime started"
 HEAD_OPTIONS = ("--include-dashboard=false", "--no-monitor")
@@ -133,7 +132,7 @@ HEALTH_CHECKS = {
 
 @dataclass(eq=False)
 class Node:
-    """One `ray start --block` and what it prints."""
+    """One `ray start --block` and its output."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -149,18 +148,17 @@ class Node:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """SIGKILL the raylet and all that belongs to the node but its workers, which notice a little later."""
+        """SIGKILL the node's processes except workers, which notice later."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal everything on the node at once, its workers too, as where a machine hangs or loses its power."""
-        for _ in range(2):  # what was being started at the first time is there at the second
+        """Signal all processes at once, workers too, as if the machine hung."""
+        for _ in range(2):  # the second pass catches processes that were just starting
             signal_sessions({self.process.pid}, number)
 
     def stop(self) -> None:
-        """End the node in good order, or by force if it does not listen."""
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_SECONDS)
@@ -168,7 +166,7 @@ class Node:
 
 
 class LocalCluster:
-    """A head without CPUs, so that no worker runs there, and raylets with `num_cpus` each, on a host each."""
+    """A head without CPUs or workers, and raylets with `num_cpus`."""
 
     def __init__(self, folder: Path, num_cpus: int, hosts: Hosts) -> None:
         self._folder = folder
@@ -184,18 +182,17 @@ class LocalCluster:
         self.raylets: list[Node] = []
 
     def start_head(self) -> None:
-        """Start the head, again if it was killed, and wait for it: a raylet that comes sooner never joins."""
+        """Start the head and wait: a raylet that comes earlier never joins."""
         self.head = self._start(self.head_host, "--head", f"--port={self._port}", "--num-cpus=0", *HEAD_OPTIONS)
         self.head.wait_until_up()
 
     def add_raylet(self) -> Node:
-        """Start one more raylet; it joins by itself, so nobody needs to wait for it."""
         node = self._start(self._hosts.add(), f"--address={self.address}", f"--num-cpus={self._num_cpus}")
         self.raylets.append(node)
         return node
 
     def wait_for(self, node: Node) -> None:
-        """Wait until a raylet is up, and start another one in place of one that ends. Raises ChaosError."""
+        """Wait until a raylet is up. Raises ChaosError."""
         for _ in range(NUM_STARTS - 1):
             try:
                 return node.wait_until_up()
@@ -209,13 +206,12 @@ class LocalCluster:
         node.kill()
 
     def replace_ended(self) -> None:
-        """Start another node for each that has ended."""
         for node in [node for node in self.raylets if node.process.poll() is not None]:
             self.kill_raylet(node)
             self.add_raylet()
 
     def node_of(self, pid: int) -> Node | None:
-        """The raylet on which a worker process runs."""
+        """Return the raylet of a worker process."""
         try:
             session = os.getsid(pid)
         except ProcessLookupError:
@@ -223,7 +219,7 @@ class LocalCluster:
         return next((node for node in self.raylets if node.process.pid == session), None)
 
     def stop(self) -> None:
-        """End all nodes, and the workers that were stopped and could not notice."""
+        """End all nodes, and stopped workers that could not notice."""
         for node in self.raylets:
             node.stop()
         if self.head is not None:
@@ -232,14 +228,16 @@ class LocalCluster:
 
     def _start(self, host: Host, *args: str) -> Node:
         self._num_started += 1
-        folder = self._folder / str(self._num_started)  # one each: nodes that start together take the same sockets
+        # one folder each: nodes that start together would take the same sockets
+        folder = self._folder / str(self._num_started)
         folder.mkdir()
         log = folder / "node.log"
         log.touch()
         command = [*host.prefix, sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
         command += [f"--temp-dir={folder}", f"--node-ip-address={host.address}"]
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}"]
-        command += ["--include-log-monitor=false", "--min-worker-port=0", "--max-worker-port=0"]  # 0: no clashes
+        # 0 avoids port clashes
+        command += ["--include-log-monitor=false", "--min-worker-port=0", "--max-worker-port=0"]
         with log.open("ab") as output:
             process = subprocess.Popen(
                 [*command, *args],
@@ -255,8 +253,8 @@ class LocalCluster:
 
 @contextlib.contextmanager
 def local_cluster(num_cpus: int, num_raylets: int = NUM_RAYLETS, hosts: Hosts | None = None) -> Iterator[LocalCluster]:
-    """A local cluster that is up, and is ended with the context. Raises ChaosError if it does not start."""
-    # not where TMPDIR may point: Ray makes sockets below, and their paths may have 107 characters
+    """Yield a running local cluster. Raises ChaosError."""
+    # not in TMPDIR: Ray's sockets below it may have paths of at most 107 characters
     with tempfile.TemporaryDirectory(prefix="sb-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         cluster = LocalCluster(Path(folder), num_cpus, hosts or OneHost())
         try:
@@ -269,7 +267,7 @@ def local_cluster(num_cpus: int, num_raylets: int = NUM_RAYLETS, hosts: Hosts | 
 
 
 def cluster_environment(num_failed_checks: int) -> dict[str, str]:
-    """The environment of all processes of a cluster, which gives a node up after so many checks of its health."""
+    """Return a cluster's environment."""
     environment = {name: value for name, value in environment_of_code().items() if name != "RAY_ADDRESS"}
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}

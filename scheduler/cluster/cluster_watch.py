@@ -1,4 +1,4 @@
-"""Watches the head of a Ray cluster: whether it answers, and which nodes are about to go."""
+"""Watches a Ray cluster's head."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ LONGEST_TICK = 2.0
 
 
 class AwakeClock:
-    """Measures how long others were silent while this process listened. Look at it several times a second."""
+    """A clock of others' silence that skips times when this process was stopped."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
         self._seconds = 0.0
 
     def now(self) -> float:
-        """Seconds since the clock was made; of each time in which nobody looked, at most two are counted."""
+        """Return the seconds since creation, counting at most two between readings."""
         last, self._last = self._last, time.monotonic()
         self._seconds += min(self._last - last, LONGEST_TICK)
         return self._seconds
 
 
-# Asks the head of a Ray cluster, once a second, whether it is still there and which nodes are about to go.
+# Asks the cluster's head once a second whether it is there and which nodes will leave.
 
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
-SILENT_SECONDS = 30.0  # a head with a database behind it comes back within this time
+SILENT_SECONDS = 30.0  # a head with a database restarts within this time
 
 
 class ClusterLostError(RuntimeError):
-    """The Ray cluster is gone under the driver; the text is one line for the user."""
+    """The Ray cluster is gone."""
 
 
 class ClusterWatch:
-    """The state of the cluster. `check` and `draining` answer at once, from what the thread has heard."""
+    """The state of the cluster, from the thread's newest answers."""
 
     def __init__(self, head: Any, own_node_id: Any) -> None:
-        """`head` is Ray's `GcsClient`, which is asked who is alive and who is draining."""
+        """`head` is Ray's `GcsClient`."""
         self._head = head
         self._own_node_id = own_node_id
         self._clock = AwakeClock()
-        self._answered = 0.0  # on that clock
-        self._has_answered = threading.Event()  # since the last look
+        self._answered = 0.0  # in that clock's seconds
+        self._has_answered = threading.Event()  # since the last check
         self._problem: str | None = None
         self._draining: dict[str, float] = {}
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="cluster-watch", daemon=True).start()
 
     def check(self) -> None:
-        """Raise ClusterLostError if the cluster is gone. Several times a second, else its silence is not noticed."""
+        """Raise ClusterLostError if the cluster is gone; call it several times a second."""
         if self._problem is not None:
             raise ClusterLostError(self._problem)
         now = self._clock.now()
@@ -63,7 +63,7 @@ class ClusterWatch:
             raise ClusterLostError(f"the head of the Ray cluster has not answered for {silence:.0f} s")
 
     def draining(self) -> dict[str, float]:
-        """The ids of nodes that are about to go, each with the seconds until then."""
+        """Return the seconds left to leaving nodes."""
         now = time.time()
         return {node_id: deadline - now for node_id, deadline in self._draining.items()}
 
@@ -83,10 +83,10 @@ class ClusterWatch:
         except AuthenticationError:
             self._problem = "the head of the Ray cluster was started anew, and does not know this run's workers"
         except RayError:
-            return  # it is silent: how long for, `check` says
+            return  # no answer; `check` measures the silence
         else:
             self._has_answered.set()
             if not is_alive:
                 self._problem = "the Ray node of this machine has died, and the run's workers with it"
-            # 0 is no deadline; the cluster's clock may differ from ours, so that one may have passed
+            # 0 means no deadline; clocks differ, so it may have passed
             self._draining = {node_id: ms / 1000 if ms else float("inf") for node_id, ms in deadlines.items()}

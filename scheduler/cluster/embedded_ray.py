@@ -1,7 +1,7 @@
-"""The folder and the processes that an embedded Ray leaves outside of this process. Both end with the run.
+"""The folder and processes of an embedded Ray, both removed with the run.
 
-Its processes are in sessions of their own, so that Ctrl-C, a closed terminal or a signal to the process group reach the
-driver alone: workers are needed to write their checkpoints. Should the driver die, the kernel ends them.
+They are in sessions of their own, because workers must write checkpoints after Ctrl-C. If the driver dies, the kernel
+ends them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 PREFIX = "swiftbatch-ray-"
-REMOVE_SECONDS = 10.0  # for killed processes to be gone; what is left then goes after a day
+REMOVE_SECONDS = 10.0  # seconds for killed processes to vanish; leftovers go after a day
 POLL_SECONDS = 0.05
-KEPT_SECONDS = 86_400.0  # the time for which logs stay that nobody removes
-LONGEST_PLACE = 18  # characters: Ray makes sockets below, and their paths may have 107
+KEPT_SECONDS = 86_400.0  # age at which logs are removed
+LONGEST_PLACE = 18  # characters; Ray's sockets below it may have paths of at most 107
 USUAL_PLACE = "/tmp"
-AGENTLESS = "2.60."  # begins the versions of Ray that are known to run without agents
-NO_AGENT = "cat"  # ends with the raylet, which holds the other end of its input, and does nothing until then
-NO_AGENT_PLACES = "/bin:/usr/bin"  # not the PATH: it may be short, or begin with another program of that name
-PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"  # users may have the raylet hold no such end
-# of the agents; other than 0, so that no raylet waits for an agent to tell it, and one where nobody listens
+AGENTLESS = "2.60."  # Ray versions known to run without agents
+NO_AGENT = "cat"  # idles until the raylet closes its input
+NO_AGENT_PLACES = "/bin:/usr/bin"  # not PATH, which may be short or contain another `cat`
+PIPE = "RAY_enable_pipe_based_agent_to_parent_health_check"  # users may disable this pipe
+# ports of the agents: not 0, so that no raylet waits for a report, and unused
 PORTS = {
     "dashboard_agent": ("metrics-agent-port", "metrics_export_port", "dashboard_agent_listen_port"),
     "runtime_env_agent": ("runtime_env_agent_port",),
@@ -43,29 +43,23 @@ PORTS = {
 
 
 class EmbeddedRay:
-    """The folder and the processes of one embedded Ray."""
-
     def __init__(self) -> None:
         wished = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
         place = Path(wished if len(os.path.abspath(wished)) <= LONGEST_PLACE else USUAL_PLACE)
         _remove_old(place)
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
         self._lock = os.open(self.folder, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # the kernel lets go when this process ends, however it does
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # the kernel releases it whenever this process ends
         self._sessions: set[int] = set()
         self._keeps_folder = False
         self._has_ended = threading.Event()
 
     @contextlib.contextmanager
     def apart(self, job: JobConfig | None = None) -> Iterator[None]:
-        """Give every process that Ray starts in this context a session of its own, and start none that nobody asks.
+        """Start Ray's processes in sessions of their own, and skip needless ones.
 
-        Those are the autoscaler's monitor, as there are no nodes to add, the one that would send logs to a driver, and
-        the server of the dashboard, which Ray starts without pages where none is asked for. With the `job` to come, the
-        agents of the node are left out, too: Ray would wait seconds for them.
-
-        A node at LOOPBACK listens there alone, which Ray's servers decide by that address. But `ray.init` turns it into
-        that of a network first, as for a node that others join.
+        With `job` the node's agents are skipped, too. A node at LOOPBACK listens only there, but `ray.init` would
+        replace that address.
         """
         from ray._private import node, parameter, services
 
@@ -103,12 +97,12 @@ class EmbeddedRay:
             services.resolve_ip_for_localhost = resolve
 
     def keep_logs(self) -> Path:
-        """Leave the folder where it is, and return it: Ray has failed, and its logs say why."""
+        """Keep the folder, because Ray's logs explain a failure."""
         self._keeps_folder = True
         return self.folder
 
     def end(self) -> None:
-        """Kill what still runs, stopped workers too, and remove the folder; a Ray that is starting starts no more."""
+        """Kill remaining processes, stopped ones too, and remove the folder."""
         self._has_ended.set()
         signal_sessions(self._sessions, signal.SIGKILL)
         if not self._keeps_folder:
@@ -116,7 +110,7 @@ class EmbeddedRay:
         os.close(self._lock)
 
     def _remove_folder(self) -> None:
-        """Remove it as often as something is in it: a process that is being killed may write a last file."""
+        """Repeat, because dying processes may still write files."""
         last = time.monotonic() + REMOVE_SECONDS
         while self.folder.exists() and time.monotonic() < last:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -126,11 +120,7 @@ class EmbeddedRay:
 
 
 def _without_agents(command: list[str], job: JobConfig) -> list[str]:
-    """The command of a raylet without the agents that nobody asks; any other command as it is.
-
-    One agent serves the dashboard, and one prepares what a job's runtime environment says, as that of a user who starts
-    the command with `uv run`. Raylets insist on both.
-    """
+    """Raylets insist on some command."""
     import ray
 
     agents = ["dashboard_agent"] if job.runtime_env else ["dashboard_agent", "runtime_env_agent"]
@@ -145,7 +135,6 @@ def _without_agents(command: list[str], job: JobConfig) -> list[str]:
 
 
 def signal_sessions(sessions: set[int], number: signal.Signals) -> None:
-    """Signal every process of these sessions."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if os.getsid(int(path.name)) in sessions:
@@ -153,9 +142,8 @@ def signal_sessions(sessions: set[int], number: signal.Signals) -> None:
 
 
 def _remove_old(place: Path) -> None:
-    """Remove what processes have left that were killed, or whose Ray had failed."""
     for folder in place.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is somebody else's, or in use
+        with contextlib.suppress(OSError):  # it belongs to another user, or is in use
             if time.time() - folder.stat().st_mtime > KEPT_SECONDS and not _is_in_use(folder):
                 shutil.rmtree(folder, ignore_errors=True)
 

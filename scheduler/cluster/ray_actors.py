@@ -1,4 +1,4 @@
-"""Calls to workers through Ray: start, wait, answer, kill; and the last lines of one that died while it started."""
+"""Calls to workers through Ray, and a dead worker's last log lines."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
     from swiftbatch.worker.session.work_messages import WorkReport
 
-STORE_FAILED = "store_failed"  # the worker could not read or write the run folder
-OTHER_MODEL = "other_model"  # the worker's model is not the run's
-NODE_LOST = "node_lost"  # the worker's node is gone, or cut off for longer than the cluster waits
+STORE_FAILED = "store_failed"  # no access to the run folder
+OTHER_MODEL = "other_model"  # another model than the run's
+NODE_LOST = "node_lost"  # its node is gone, or cut off for too long
 NODE_DRAINED = "node_drained"
-TORCH_OUT_OF_MEMORY = "OutOfMemoryError"  # of a GPU; by its name, since the driver has no use for torch
-NO_MEMORY = "no_memory"  # it could not start for want of memory, which others may give back
-OTHER_CODE = "other_code"  # the worker's code is not the driver's
-NUM_LINES, MAX_CHARACTERS = 3, 400  # of a dead worker's log, in a message
-READ_BYTES = 65_536  # of the end of that log
+TORCH_OUT_OF_MEMORY = "OutOfMemoryError"  # a GPU's; by name, so that the driver need not import torch
+NO_MEMORY = "no_memory"  # too little memory to start; others may free some
+OTHER_CODE = "other_code"  # other code than the driver's
+NUM_LINES, MAX_CHARACTERS = 3, 400  # of a dead worker's log
+READ_BYTES = 65_536  # read from the log's end
 CRASH = "Fatal Python error"
-LOST_NODE = "its node has died"  # in Ray's text; where Ray words it otherwise, the worker has died and no more is known
+LOST_NODE = "its node has died"  # Ray's wording; if it changes, the reason is just a dead worker
 
-# Handles and references stay `Any`: Ray's types know those of decorated classes only.
+# Handles and references stay `Any`, since Ray only types decorated classes.
 
 
 class WorkerLostError(RuntimeError):
-    """A worker is gone, out of reach or broken; `reason` is a word for the metrics, the text one line for the user."""
+    """A lost worker; `reason` is a label for metrics."""
 
     def __init__(self, reason: str, message: str) -> None:
         self.reason = reason
@@ -45,16 +45,16 @@ class WorkerLostError(RuntimeError):
 
 
 def create_actor(worker_id: str, spec: WorkerSpec, code: Code, *, num_cpus: int, num_gpus: int) -> Any:
-    """Start a worker's process somewhere on the cluster and return its handle at once."""
+    """Start a worker's process and return its handle at once."""
     options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
-    # No restarts by Ray: a restarted actor would come back without its session and its jobs.
+    # Ray must not restart it: a restarted actor has neither session nor jobs.
     actor = _actor_class().options(max_restarts=0, **options)
     return actor.remote(worker_id, code, spec.log_folder, pickle.dumps(spec))
 
 
 @functools.cache
 def _actor_class() -> Any:
-    """The actor class, sent to the head with the first worker only: with each one, a head that hangs would hang us."""
+    """Return the actor class, sent once: sending it again could hang."""
     import ray
 
     ray.cloudpickle.register_pickle_by_value(worker_code)
@@ -62,7 +62,7 @@ def _actor_class() -> Any:
 
 
 def wait(calls: list[Any], seconds: float) -> list[Any]:
-    """The calls that have ended, after at most `seconds`."""
+    """Return the calls that end within `seconds`."""
     import ray
 
     ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
@@ -72,7 +72,7 @@ def wait(calls: list[Any], seconds: float) -> list[Any]:
 
 
 def answer(call: Any) -> WorkerInfo | WorkReport:
-    """The answer of a call that has ended. Raises WorkerLostError."""
+    """Return the answer of an ended call. Raises WorkerLostError."""
     import ray
 
     try:
@@ -83,14 +83,13 @@ def answer(call: Any) -> WorkerInfo | WorkReport:
 
 
 def kill(actor: Any) -> None:
-    """End a worker's process at once; one that is gone already is fine."""
     import ray
 
     ray.kill(actor)
 
 
 def _explain(error: RayError) -> tuple[str, str]:
-    """A word and a line for why a worker was lost."""
+    """Return reason and message."""
     from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayTaskError
 
     if isinstance(error, RayTaskError):
@@ -107,7 +106,6 @@ def _explain(error: RayError) -> tuple[str, str]:
 
 
 def _explain_cause(cause: Exception) -> tuple[str, str]:
-    """Explain an error that a worker raised, as `_explain` does."""
     if isinstance(cause, OtherCodeError):
         return OTHER_CODE, str(cause)
     if isinstance(cause, OtherModelError):
@@ -122,7 +120,7 @@ def _explain_cause(cause: Exception) -> tuple[str, str]:
 
 
 def last_words(log_folder: str | None, worker_id: str) -> str:
-    """The last lines of a worker's log since its process began, to follow a message; "" where there are none."""
+    """Return the last log lines since the process began."""
     if log_folder is None:
         return ""
     try:

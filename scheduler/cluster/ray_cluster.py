@@ -1,4 +1,4 @@
-"""The Ray cluster that a run uses: one of its own, or a running one."""
+"""The Ray cluster of a run: embedded or already running."""
 
 from __future__ import annotations
 
@@ -25,44 +25,43 @@ from swiftbatch.scheduler.process.signals import INTERRUPTED, call_interruptibly
 if TYPE_CHECKING:
     from ray.job_config import JobConfig
 
-OBJECT_STORE_BYTES = 100 * 2**20  # reports are small; the default would reserve a third of the memory
+OBJECT_STORE_BYTES = 100 * 2**20  # reports are small; the default reserves a third of the memory
 
 CONNECT_SECONDS = 10.0
 
 
 class ClusterError(UserError):
-    """Ray cannot be started or reached."""
+    """Ray that cannot be started or reached."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The facts about a cluster that the driver needs to place its workers and to keep them."""
+    """A cluster's facts for placing and keeping workers."""
 
     is_embedded: bool
     num_gpus: int
-    watch: ClusterWatch | None  # None where this version of Ray can't be asked
+    watch: ClusterWatch | None  # None if this version of Ray can't be asked
 
     def num_cpus_per_worker(self) -> int:
-        """An embedded Ray may run more workers than cores; a real cluster's autoscaler must see a need."""
+        """Return 0 for an embedded Ray; else 1, which makes autoscalers act."""
         return 0 if self.is_embedded else 1
 
     def num_gpus_per_worker(self, device: str) -> int:
-        """A worker has a GPU to itself; where the device is `auto`, the cluster decides."""
+        """Return 1 if each worker gets a GPU."""
         return 1 if device == "cuda" or (device == "auto" and self.num_gpus > 0) else 0
 
 
 @contextlib.contextmanager
 def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
-    """Start an embedded Ray (`address` None) or join the cluster at `address`; leave it at the end.
+    """Start an embedded Ray (`address` None) or join a cluster; leave it at the end.
 
-    Raises ClusterError, and KeyboardInterrupt at a signal while Ray starts. While connected, nothing but the returned
-    context's user writes to the terminal. After a ClusterLostError the process ends with exit code 2 as soon as Python
-    does, after an interruption of Ray with 130.
+    Raises ClusterError, and KeyboardInterrupt at a signal. Inside, only the caller writes to the terminal. After a
+    ClusterLostError the process exits with 2, after an interruption of Ray with 130.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of a worker that nobody waits for any more
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: any other program would come first
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise a warning about a future default
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # errors of workers that nobody waits for
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is 15, behind every other program
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # avoids a warning about a future default
     with contextlib.ExitStack() as stack:
         embedded = None
         if address is None:
@@ -71,7 +70,7 @@ def connect(address: str | None, num_workers: int) -> Iterator[Cluster]:
             stack.callback(embedded.end)
         else:
             _refuse_unreachable(address)
-        # Ray's listener thread prints a lost worker's obituary to stdout whatever its log level is.
+        # Ray's listener thread prints lost workers to stdout at any log level.
         stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
         left = threading.Event()
         stack.callback(left.set)
@@ -100,7 +99,7 @@ def _embedded_ray() -> EmbeddedRay:
 
 
 def _init(address: str | None, num_workers: int, embedded: EmbeddedRay | None, left: threading.Event) -> None:
-    """Have Ray up in this process, until `left`. Raises ClusterError, and KeyboardInterrupt."""
+    """Start Ray in this process until `left`. Raises ClusterError and KeyboardInterrupt."""
 
     def init() -> None:
         if embedded is None:
@@ -113,14 +112,14 @@ def _init(address: str | None, num_workers: int, embedded: EmbeddedRay | None, l
     try:
         call_interruptibly(init, left)
     except KeyboardInterrupt:
-        _end_without_ray(INTERRUPTED)  # it may be starting still, in its thread
+        _end_without_ray(INTERRUPTED)  # it may still be starting in its thread
         raise
     except UnicodeEncodeError:  # Ray keeps the command's words and the working folder's name
         raise ClusterError(
             "Ray takes names in UTF-8 alone, and one in this command or of the folder it was given in is none; "
             "rename that folder or file"
         ) from None
-    except Exception as error:  # Ray raises whatever it likes: also a bare Exception, where a node takes long
+    except Exception as error:  # Ray raises anything, even a bare Exception if a node is slow
         where = f"no Ray cluster answers at {address}" if embedded is None else "an embedded Ray does not start"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         logs = "" if embedded is None else f"; its logs are in {embedded.keep_logs()}"
@@ -128,10 +127,9 @@ def _init(address: str | None, num_workers: int, embedded: EmbeddedRay | None, l
 
 
 def _job_on_its_own_path() -> JobConfig:
-    """A job whose workers look for no code in this process's current folder: Ray adds it but for jobs with their own.
+    """Return a job whose workers do not import from the driver's current folder.
 
-    What is private to Ray here may be gone one day. Then `bootstrap` still takes the folder off the path, but not
-    before Ray has imported its own libraries.
+    It uses a private part of Ray; without it `bootstrap` removes the folder after Ray's imports.
     """
     from ray.job_config import JobConfig
 
@@ -147,7 +145,7 @@ def _start(num_workers: int, embedded: EmbeddedRay, job: JobConfig) -> None:
 
     ray.init(
         job_config=job,
-        address="local",  # never by accident another cluster that runs on this machine
+        address="local",  # never joins another cluster on this machine by accident
         num_cpus=num_workers,
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
@@ -164,14 +162,14 @@ def _join(address: str | None) -> None:
     ray.init(
         address=address,
         job_config=_job_on_its_own_path(),
-        runtime_env={"py_modules": [own_code(is_sent=True).folder]},  # the driver's version travels to the workers
+        runtime_env={"py_modules": [own_code(is_sent=True).folder]},  # sends the driver's version to the workers
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
 
 
 def _open_watch() -> ClusterWatch | None:
-    """All of this is private to Ray, though its own libraries use it; without it there are no drain notices."""
+    """Use private parts of Ray; return None without them."""
     import ray
 
     context = ray.get_runtime_context()
@@ -186,7 +184,7 @@ def _open_watch() -> ClusterWatch | None:
 
 
 def _leave(embedded: EmbeddedRay | None, _type: object, error: BaseException | None, _traceback: object) -> None:
-    """Leave the cluster. One that was lost is not said goodbye to: that hangs, or crashes the process."""
+    """Leave the cluster; if it is lost, a shutdown call would hang."""
     import ray
 
     if isinstance(error, ClusterLostError):
@@ -197,23 +195,19 @@ def _leave(embedded: EmbeddedRay | None, _type: object, error: BaseException | N
     ended = threading.Event()
     ended.set()
     try:
-        call_interruptibly(ray.shutdown, ended)  # from then on SIGTERM kills the process
+        call_interruptibly(ray.shutdown, ended)  # afterwards SIGTERM kills the process
     except KeyboardInterrupt:
         _end_without_ray(INTERRUPTED)
         raise
 
 
 def _end_without_ray(code: int) -> None:
-    """Let nothing of Ray speak or be waited for any more: the process ends with `code`."""
     _silence_ray()
-    atexit.register(_end_process, code)  # runs before Ray's own
+    atexit.register(_end_process, code)  # it runs before Ray's own
 
 
 def _silence_ray() -> None:
-    """Make stderr Python's alone from here on: Ray's threads write to its descriptor, even behind our last line.
-
-    Ray's threads in Python fail when Ray has gone, and that is no news.
-    """
+    """Make stderr Python's own, because Ray's threads write to its descriptor."""
     threading.excepthook = lambda _failed: None
     sys.stderr.flush()
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
@@ -228,7 +222,10 @@ def _end_process(code: int) -> None:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Ray itself would try for minutes. Raises ClusterError."""
+    """Ray would try for minutes.
+
+    Raises ClusterError.
+    """
     host, separator, port = address.removeprefix("ray://").rpartition(":")
     if not separator or not (port.isascii() and port.isdecimal()):
         raise ClusterError(f"--address {address}: expected HOST:PORT of a running Ray cluster")
@@ -239,10 +236,7 @@ def _refuse_unreachable(address: str) -> None:
 
 
 def _protect() -> None:
-    """Give our own Ray a secret of its own: other users of this machine reach its ports, and who may call it runs code.
-
-    Ray reads the secret once per process, so it stays for the life of the process.
-    """
+    """Set a secret for our own Ray, whose callers can run code."""
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 

@@ -1,4 +1,4 @@
-"""The Ray actor of a worker: starts its session, passes orders on, and turns SIGTERM and SIGINT into a drain."""
+"""The Ray actor of a worker; it drains at SIGTERM and SIGINT."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SESSION_FACTORY = "swiftbatch.worker.session.session:WorkerSession"
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """The settings that a worker needs to start, the same for all workers of a run."""
+    """The start settings of all workers of a run."""
 
     config: EngineConfig
     run_uri: str
-    metrics_host: str | None = None  # of an endpoint on any free port; None = no endpoint
-    session_factory: str = SESSION_FACTORY  # "module:name", called as `WorkerSession` is
-    log_folder: str | None = None  # a local folder, or None to leave the logs to Ray
+    metrics_host: str | None = None  # address of an endpoint on a free port; None: no endpoint
+    session_factory: str = SESSION_FACTORY  # "module:name", called like `WorkerSession`
+    log_folder: str | None = None  # a local folder; None leaves logs to Ray
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """The place of a started worker, and its resources: `node_id` is Ray's, the last six are the session's."""
+    """A started worker's place and resources; `node_id` is Ray's."""
 
     host: str
     pid: int
@@ -41,20 +41,19 @@ class WorkerInfo:
     numerics: str
     num_free_positions: int
     num_slots: int | None = None
-    num_state_positions: int = 0  # that a job takes beside its own, of models whose layers have states
-    pool_size: PoolSize | None = None  # of the pages that all caches on a GPU lie in
-    held_positions: HeldPositions | None = None  # of a job's, where layers forget some; None for all
+    num_state_positions: int = 0  # a job's extra positions for layer states
+    pool_size: PoolSize | None = None  # pages of the shared caches on a GPU
+    held_positions: HeldPositions | None = None  # positions held per job if layers forget some; None for all
 
 
 class WorkerActor:
-    """One worker process. It is single-threaded: calls run one after the other, in the order they were made."""
+    """One single-threaded worker process; calls run in order."""
 
     def __init__(self, worker_id: str, spec: WorkerSpec) -> None:
         self._worker_id = worker_id
         self._spec = spec
 
     def start(self) -> WorkerInfo:
-        """Load the model."""
         import ray
 
         spec = self._spec
@@ -62,7 +61,7 @@ class WorkerActor:
         factory = getattr(importlib.import_module(module), name)
         self._session: WorkerSession = factory(spec.config, spec.run_uri, self._worker_id, spec.metrics_host)
         session = self._session
-        for number in (signal.SIGTERM, signal.SIGINT):  # Ray would end a call at the latter, with a traceback
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ray would end a call at SIGINT with a traceback
             signal.signal(number, lambda _number, _frame: session.request_drain())
         node_id = str(ray.get_runtime_context().get_node_id())
         where = (socket.gethostname(), os.getpid(), session.metrics_address, node_id)
@@ -73,5 +72,5 @@ class WorkerActor:
         return self._session.work(orders, seconds)
 
     def drain(self, seconds: float) -> WorkReport:
-        """Write what is unwritten, token logs first, in at most `seconds`, and hand every job back."""
+        """Write token logs, then the rest, within `seconds`, and return all jobs."""
         return self._session.drain(seconds)

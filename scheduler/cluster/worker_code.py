@@ -1,7 +1,6 @@
-"""A worker's process before any code of ours is in it: where that comes from, and whether it is the driver's.
+"""A worker's process before it imports our code: finds and checks the driver's package.
 
-Ray sends this module's content to the workers, not its name: what lies under that name there is the question.
-So it imports the standard library alone.
+Ray sends this module's source, so it only imports the standard library.
 """
 
 from __future__ import annotations
@@ -19,23 +18,21 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "swiftbatch"
-ROOMS = ("jobs", "metrics", "scheduler", "worker")  # in its folder; links in a checkout
-CODE = ("*.py", "*.c", "*.h", "*.so")  # the kernels' source and what was compiled of it among them
-COMPILING = "tmp"  # the first letters of folders that a compiler at work has beside the kernels
-STARTING = "worker process {} starts"  # in front of what it writes
+ROOMS = ("jobs", "metrics", "scheduler", "worker")  # folders of the package; links in a checkout
+CODE = ("*.py", "*.c", "*.h", "*.so")  # including the kernels' source and binaries
+COMPILING = "tmp"  # prefix of a running compiler's folders
+STARTING = "worker process {} starts"  # marks the start in the log
 
 
 class OtherCodeError(RuntimeError):
-    """A worker's code is not the driver's; the text is one line for the user."""
+    """A worker's code differs from the driver's."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """The driver's code: the folder of its package, and the digest.
+    """The driver's code: its package's folder and digest.
 
-    `is_sent` says that Ray brings the package to the workers; else it is in the same folder there. `added` are the
-    folders that Ray puts in front of the workers' paths, unless the user's PYTHONPATH has them: the driver's current
-    folder and its script's.
+    `added` are folders that Ray prepends to workers' paths.
     """
 
     folder: str
@@ -45,16 +42,16 @@ class Code:
 
 
 class WorkerProcess:
-    """Ray's actor: sees to it that the driver's code runs, then does what `WorkerActor` does."""
+    """The Ray actor that loads the driver's code."""
 
     def __init__(self, worker_id: str, code: Code, log_folder: str | None, spec: bytes) -> None:
-        """`spec` is a pickled `WorkerSpec`, whose class may not be known here before `start`."""
+        """`spec` is a pickled `WorkerSpec`, importable after `start`."""
         self._worker_id, self._code, self._log_folder, self._spec = worker_id, code, log_folder, spec
 
     def start(self) -> Any:
-        """Load the model. Raises OtherCodeError and ImportError, and what `WorkerActor.start` raises.
+        """Load the model. Raises OtherCodeError, ImportError, and as `WorkerActor.start`.
 
-        A method of its own, so that its error arrives as the error it is.
+        `__init__` would wrap the error.
         """
         if self._log_folder is not None:
             write_output_to(Path(self._log_folder) / f"{self._worker_id}.log")
@@ -71,7 +68,6 @@ class WorkerProcess:
 
 
 def own_code(is_sent: bool) -> Code:
-    """The code of this process, a driver."""
     package = _place_of_package()
     if package is None:
         raise ImportError(f"the package {PACKAGE} is on no path")
@@ -81,9 +77,9 @@ def own_code(is_sent: bool) -> Code:
 
 
 def use_code_of_driver(code: Code) -> None:
-    """Have the package imported from where the driver has or sends it, whatever its current folder holds.
+    """Import the package from the driver's folder or the sent copy.
 
-    Raises OtherCodeError where another one is found. Nothing of it has run then.
+    Raises OtherCodeError before any code of another one runs.
     """
     sys.path[:] = [place for place in sys.path if place and os.path.abspath(place) not in code.added]
     if not code.is_sent and _place_of_package() != Path(code.folder):
@@ -101,7 +97,7 @@ def use_code_of_driver(code: Code) -> None:
 
 
 def digest_of(package: Path) -> str:
-    """A SHA-256 over the code of the package."""
+    """Return a SHA-256 of the package's code."""
     whole = hashlib.sha256((package / "__init__.py").read_bytes())
     for place in (package / room for room in ROOMS):
         for file in sorted(file for pattern in CODE for file in place.rglob(pattern)):
@@ -113,7 +109,7 @@ def digest_of(package: Path) -> str:
 
 
 def write_output_to(path: Path) -> None:
-    """Send this process's stdout and stderr, and a crash's stack, to a file: Ray's own log folder is hard to find."""
+    """Redirect output and crash stacks to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         os.dup2(file.fileno(), 1)
@@ -123,6 +119,5 @@ def write_output_to(path: Path) -> None:
 
 
 def _place_of_package() -> Path | None:
-    """The folder that the package would be imported from; None where there is none. Nothing of it is imported."""
     spec = importlib.util.find_spec(PACKAGE)
     return None if spec is None or spec.origin is None else Path(spec.origin).resolve().parent

@@ -68,7 +68,7 @@ def doctor(json_path: str | None, **options: Any) -> None:
 
 
 def _on_a_gpu(config: Computation, show: Any) -> FirstRun | None:
-    """The first run's list; None on a CPU, and for a model that its kernels do not know."""
+    """Return None on a CPU or without kernels."""
     from swiftbatch.worker.forward.hardware import resolve_device
     from swiftbatch.worker.kernels.gpu_kernel_choice import refuse_kv_dtype
 

@@ -1,4 +1,4 @@
-"""Steps that commands which run jobs share: they run what is unfinished, and say how the run stands."""
+"""Shared steps of commands that run jobs: launch, report, exit code."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from swiftbatch.scheduler.runs.run_settings import Settings
 
 SOME_FAILED = 1
-LIMIT_REACHED = 3  # 2 is the exit code of a command that can't go on
+LIMIT_REACHED = 3  # 2 means that a command can't go on
 
 
 def launch_shown(hold: RunLease, num_jobs: int, settings: Settings, display: Display) -> Outcome:
-    """Show that the run is open, then launch it."""
+    """Show the open run, then launch it."""
     from swiftbatch.scheduler.display.events import RunOpened
     from swiftbatch.scheduler.runs.launch import launch
 
@@ -30,7 +30,7 @@ def launch_shown(hold: RunLease, num_jobs: int, settings: Settings, display: Dis
 
 
 def end(run: Run, outcome: Outcome, num_rejects: int, display: Display) -> None:
-    """Tell how the run stands, and exit with what that means."""
+    """Report the run's state and exit with its code."""
     from swiftbatch.scheduler.display.events import RunEnded
 
     place = run.store.shown_uri
@@ -42,7 +42,7 @@ def end(run: Run, outcome: Outcome, num_rejects: int, display: Display) -> None:
 
 
 def tell_of_damage(run: Run) -> None:
-    """Name on stderr the files that were met and can't be used; where there are any, exit with what that means."""
+    """List unusable files, and exit with 1 if there are any."""
     from swiftbatch.scheduler.display.progress_line import damage_lines
 
     damage = damage_lines(run)

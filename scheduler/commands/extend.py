@@ -54,7 +54,7 @@ def extend(
 
     showing, settings = shown(options), make_settings(**options)
     run = Run.open(run_uri, settings.start_retries)
-    refuse_if_taken(run, may_take_over)  # before a look at the model; the hold looks again
+    refuse_if_taken(run, may_take_over)  # before loading the model; the hold checks again
     for custom_id in custom_ids:
         find_jobs(run, custom_id)
     refuse_changed_model(run)

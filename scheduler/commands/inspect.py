@@ -1,4 +1,4 @@
-"""The command `inspect`: what a model is, and how it would run, before its weights are downloaded."""
+"""The command `inspect`: a model and how it would run, without its weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def inspect(models: tuple[str, ...], as_json: bool) -> None:
 
 
 def page(found: Inspection) -> str:
-    """The lines about one model."""
     kind = found.kind if found.kind == found.text_kind else f"{found.kind}, its text as {found.text_kind}"
     rows = [("kind", kind)]
     if found.num_parameters:
@@ -87,7 +86,6 @@ def _running(found: Inspection) -> list[tuple[str, str]]:
 
 
 def _cache(found: Inspection) -> str:
-    """The bytes of a position, and what layers with windows hold of old ones."""
     words = f"{found.bytes_per_position:,} bytes per position in bfloat16"
     if found.num_whole_positions is not None:
         words += f"; on a CPU {found.bytes_per_old_position:,} behind the newest {found.num_whole_positions:,}"
@@ -95,7 +93,7 @@ def _cache(found: Inspection) -> str:
 
 
 def _path(path: DevicePath) -> str:
-    """A path in words: what computes, and why it is not faster."""
+    """Describe a device path: what computes it, and why not faster."""
     words = {
         "kernels": "swiftbatch's kernels",
         "kernels attend": "swiftbatch's kernels attend, the layers of transformers multiply",

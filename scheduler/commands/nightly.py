@@ -1,4 +1,4 @@
-"""The command `nightly`: every job file of a folder, each as a run of its own. What was run before is skipped."""
+"""The command `nightly`: a run per new job file of a folder."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def nightly(context: click.Context, /, inbox: str, runs_uri: str, if_busy: str, 
     context.exit(code)
 
 
-# the options of `submit`, but for the names of one file and one run
+# the options of `submit` except those for one file and one run
 nightly.params += [option for option in submit.params if option.name not in ("jobs", "run_uri")]
 
 
 def _run_file(
     context: click.Context, inbox: str, runs_uri: str, path: str, digest: str, options: dict[str, Any]
 ) -> int:
-    """Run one job file, and mark it as done unless it was left unfinished; the exit code."""
+    """Mark a finished job file; return the exit code."""
     from swiftbatch.jobs.input.job_files import InputFileError, joined
     from swiftbatch.jobs.json_records import dump_line
     from swiftbatch.jobs.run.run_records import RunError
@@ -89,7 +89,7 @@ def _run_file(
         code = 0
     except click.exceptions.Exit as ended:
         code = ended.exit_code
-    except (InputFileError, RunError, StrictError) as error:  # its own fault: the others go on
+    except (InputFileError, RunError, StrictError) as error:  # one file's error; continue with the others
         Lines(sys.stderr).write(f"{printable(path)} was not run: {printable(str(error))}")
         return SOME_FAILED
     if code not in (INTERRUPTED, LIMIT_REACHED):
@@ -98,7 +98,7 @@ def _run_file(
 
 
 def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str, str]) -> dict[str, str]:
-    """The files that were not run yet as they are, with their digests. Files on a disk that fail go to `skipped`."""
+    """Return new or changed files with digests; unreadable local files go to `skipped`."""
     from swiftbatch.jobs.input.reader import digest_of
     from swiftbatch.jobs.storage.store import StoreError
 
@@ -117,7 +117,7 @@ def _without_done(inbox: Store, runs: Store, paths: list[str], skipped: dict[str
 
 
 def _done_digest(runs: Store, path: str) -> str | None:
-    """The digest of the bytes that were run; None without a mark, or with a damaged one: to look again does no harm."""
+    """Return None without a readable mark."""
     from swiftbatch.jobs.run.run_records import RunError, read_object
 
     try:
@@ -127,7 +127,7 @@ def _done_digest(runs: Store, path: str) -> str | None:
 
 
 def _check_folders(inbox: Store, runs: Store) -> None:
-    """One in the other: outputs would be taken for job files, or job files for runs."""
+    """Refuse a folder inside the other, which would mix outputs and job files."""
     places = [f"{store.uri.partition('?')[0].rstrip('/')}/" for store in (inbox, runs)]
     if places[0].startswith(places[1]) or places[1].startswith(places[0]):
         raise click.UsageError(

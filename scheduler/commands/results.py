@@ -31,7 +31,7 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
     if kind == "parquet" and output is None and sys.stdout.isatty():
         raise click.UsageError("a Parquet table is not for a terminal; name a file with --output")
     run = Run.open(run_uri)
-    # a run that can't be read is told of before the file is made
+    # read the run first, so that errors come before the file is made
     if kind == "parquet":
         write = partial(write_table, lines=run.joined_lines())
     else:
@@ -40,7 +40,7 @@ def results(run_uri: str, kind: str, output: str | None) -> None:
         with click.open_file(output or "-", "wb") as file:
             write(file)
     except OSError as error:
-        if output is None:  # a reader that has seen enough, as in `| head`
+        if output is None:  # the reader closed the pipe, as `| head` does
             raise
         raise click.FileError(output, error.strerror) from None
     tell_of_damage(run)

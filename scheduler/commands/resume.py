@@ -36,7 +36,7 @@ def resume(run_uri: str, retry_failed: bool, may_take_over: bool, **options: Any
 
     showing, settings = shown(options), make_settings(**options)
     run = Run.open(run_uri, settings.start_retries)
-    refuse_if_taken(run, may_take_over)  # before a look at the model; the hold looks again
+    refuse_if_taken(run, may_take_over)  # before loading the model; the hold checks again
     if run.lacks_its_jobs():
         raise RunError(f"the run at {run.store.shown_uri} has no jobs, its submit was cut short; {SUBMIT_AGAIN}")
     refuse_changed_model(run)

@@ -18,7 +18,7 @@ from swiftbatch.scheduler.process.signals import INTERRUPTED
 from swiftbatch.scheduler.serve.server_options import ServeOptions
 
 server_option = options_of("The server")
-OF_THE_SERVER = {  # of `submit`: what a batch says itself, or the server for each
+OF_THE_SERVER = {  # options of `submit` that a batch or the server sets
     *("jobs", "run_uri", "columns", "shards", "strict", "endpoint", "may_take_over"),
     *("deadline", "max_total_tokens", "max_worker_hours", "quiet", "as_json", "webhook", "webhook_jobs"),
 }
@@ -26,7 +26,7 @@ NEEDED = ("fastapi", "uvicorn", "multipart")
 
 
 def _make_key(context: click.Context, _parameter: click.Parameter, name: str | None) -> None:
-    """Print a new key's line, for the file, and on standard error its secret, which is kept nowhere."""
+    """Print a new key's line, and on stderr its secret, which is not stored."""
     if name is None or context.resilient_parsing:
         return
     from swiftbatch.scheduler.serve.api_keys import KeyLineError, make_key
@@ -81,7 +81,6 @@ OPTIONS = (
 
 
 def said_options(options: dict[str, Any]) -> ServeOptions:
-    """The server's options as they were given."""
     return ServeOptions(**{field.name: options[field.name] for field in dataclasses.fields(ServeOptions)})
 
 
@@ -107,7 +106,7 @@ def serve(
     """
     if any(find_spec(name) is None for name in NEEDED):
         raise click.UsageError("serve needs more packages; get them with: pip install 'swiftbatch[serve]'")
-    if context.params["metrics_port"] and options["max_running"] > 1:  # each driver would take the same one
+    if context.params["metrics_port"] and options["max_running"] > 1:  # all drivers would take the same port
         raise click.UsageError(
             f"--metrics-port {context.params['metrics_port']} with --max-running {options['max_running']}: expected "
             "--metrics-port 0, a free port for each driver; the server's /sd says which they are"
@@ -117,7 +116,7 @@ def serve(
 
     try:
         serve(Store(runs_uri), said_options(options), _driver_options(context), if_busy == "wait", click.echo)
-    except KeyboardInterrupt:  # all is in good order
+    except KeyboardInterrupt:  # a normal end
         context.exit(INTERRUPTED)
 
 
@@ -125,7 +124,6 @@ serve.params += [option for option in submit.params if option.name not in OF_THE
 
 
 def _driver_options(context: click.Context) -> Any:
-    """The words that every driver gets."""
     from swiftbatch.scheduler.serve.batch_driver import DriverOptions
 
     of_start = {option.name for option in resume.params}
@@ -137,7 +135,6 @@ def _driver_options(context: click.Context) -> Any:
 
 
 def _words(context: click.Context, option: click.Option) -> list[str]:
-    """An option as it was said; nothing where it was not."""
     name = str(option.name)
     value = context.params[name]
     if value is None or context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:

@@ -49,7 +49,7 @@ ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.i
 
 
 def _text(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
-    """A name that is text: Ray, which keeps the command's words, takes no other, and would say so when all is there."""
+    """Require UTF-8, because Ray fails late on other texts."""
     if not _is_utf8(value):
         raise click.BadParameter(f"found {value!a}, expected a name in UTF-8")
     return value
@@ -64,7 +64,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _markers(_ctx: click.Context, _param: click.Parameter, value: tuple[str, str] | None) -> tuple[str, str] | None:
-    """Two texts that can be kept. Raises click.BadParameter."""
+    """Check both markers. Raises click.BadParameter."""
     for text in value or ():
         if not text or not _is_utf8(text):
             raise click.BadParameter(f"found {text!a}, expected two texts in UTF-8 that are not empty")
@@ -90,7 +90,7 @@ def _shards(_ctx: click.Context, _param: click.Parameter, value: str | ShardSett
 
 
 def _clock(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
-    """A time in one form. Raises click.BadParameter."""
+    """Normalize a time. Raises click.BadParameter."""
     try:
         clock = None if value is None else datetime.fromisoformat(value)
     except ValueError:

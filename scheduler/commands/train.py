@@ -1,4 +1,4 @@
-"""`swiftbatch train`: target models, and the trained parts that engines draft with."""
+"""`swiftbatch train`: target models and trained parts of engines."""
 
 from __future__ import annotations
 
@@ -43,12 +43,10 @@ FEATURES = click.option(
 
 
 def steps_option(default: int) -> Callable[[Command], Command]:
-    """`--steps`, with what a training takes by default."""
     return click.option("--steps", "num_steps", type=WholeNumber(1), default=default)
 
 
 def own_texts_option(default: int) -> Callable[[Command], Command]:
-    """`--own-texts`, with what a training of this kind takes by default."""
     help_text = "Also learn from this many texts that the model generates."
     return click.option("--own-texts", "num_own_texts", type=WholeNumber(0), default=default, help=help_text)
 
@@ -237,7 +235,6 @@ def _griffin_recipe(
     no_token_enhanced_head: bool,
     seed: int,
 ) -> GriffinRecipe:
-    """The paper's recipe with what the options change."""
     from swiftbatch.worker.training.griffin_recipe import GRIFFIN_RECIPE
 
     if no_token_alignment and not (num_passes is None and align_top_k is None):

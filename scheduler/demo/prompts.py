@@ -1,4 +1,4 @@
-"""Prompts of the demo, written for it: openings of long stories and reports in the manner of old books."""
+"""The demo's prompts in the style of old books."""
 
 from __future__ import annotations
 

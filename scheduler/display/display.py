@@ -1,4 +1,4 @@
-"""The output of a run: a picture redrawn on a terminal, lines elsewhere, JSON objects for programs."""
+"""A run's output: a live picture, lines or JSON objects."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from swiftbatch.scheduler.process.streams import Lines, SteadyStream
 
 OutputMode = Literal["auto", "quiet", "json"]
 
-LINE_SECONDS = 5.0  # between two lines that say where the run is
+LINE_SECONDS = 5.0  # seconds between two status lines
 
 
 class Display(Protocol):
-    """A place where a command shows what it does."""
+    """A display of a command's events and progress."""
 
     def note(self, event: Event) -> None:
-        """Tell of something that has happened."""
+        pass
 
     def update(self, progress: Progress) -> None:
-        """Show where the run is."""
+        pass
 
 
 class PlainDisplay:
-    """Lines for a log file: one every few seconds, and one for everything that people want to know; errors apart."""
+    """Lines for a log file; errors on another stream."""
 
     def __init__(self, output: Lines, errors: Lines) -> None:
         self._output = output
@@ -63,7 +63,7 @@ class PlainDisplay:
 
 
 class QuietDisplay(PlainDisplay):
-    """Errors, and at the end how the run stands, in one line."""
+    """Only errors and a final line."""
 
     def note(self, event: Event) -> None:
         if isinstance(event, RunEnded):
@@ -76,7 +76,7 @@ class QuietDisplay(PlainDisplay):
 
 
 class JsonDisplay:
-    """One JSON object a line for every event: `event` is its kind, `time` in seconds since the epoch."""
+    """One JSON object per line and event."""
 
     def __init__(self, output: Lines) -> None:
         self._output = output
@@ -95,9 +95,9 @@ class JsonDisplay:
 
 @contextmanager
 def open_display(mode: OutputMode = "auto") -> Iterator[Display]:
-    """The display that fits the user's wish and, with `auto`, the standard output. It still takes notes when closed.
+    """Open the display for `mode`.
 
-    It is bound to the streams of this moment: Ray's chatter is turned away later.
+    It keeps the present streams, because Ray's output is redirected later.
     """
     output, errors = Lines(sys.stdout), Lines(sys.stderr)
     if mode == "json":
@@ -112,7 +112,7 @@ def open_display(mode: OutputMode = "auto") -> Iterator[Display]:
 
 
 class _Pace:
-    """Says when it is time for the next line: every few seconds while a run goes on, and whenever it does not."""
+    """Decides when the next line is due."""
 
     def __init__(self) -> None:
         self._next_line = 0.0
@@ -125,16 +125,16 @@ class _Pace:
         return True
 
 
-# The display of a terminal: a picture of the run that is redrawn in place, and lines that stay above it.
+# A terminal's display: a picture redrawn in place below lasting lines.
 
 
 LABEL_WIDTH = 6
-WIDE = 100  # columns from which a worker's process is shown, too
-REDRAWS_PER_SECOND = 4  # the figures change more rarely; the terminal's size may at any time
+WIDE = 100  # columns needed to show a worker's process
+REDRAWS_PER_SECOND = 4  # figures change less often, the terminal's size at any time
 
 
 class Frame:
-    """One picture, which takes the terminal's size as it is whenever it is drawn. No line wraps."""
+    """One picture in the terminal's present size, without wrapped lines."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -169,7 +169,7 @@ def _figures(progress: Progress) -> Table:
 
 
 def _worker_rows(progress: Progress, room: int, is_wide: bool) -> list[RenderableType]:
-    """A line per worker and, where there is room for all of them, a line per job."""
+    """Return a row per worker and, if they fit, per job."""
     workers = progress.workers
     blocks = [(_worker_row(progress, worker, is_wide), *_jobs(progress, worker)) for worker in workers]
     starting = f"{counted(progress.num_starting_workers, 'worker')} starting" if progress.num_starting_workers else ""
@@ -197,7 +197,6 @@ def _worker_row(progress: Progress, worker: WorkerStatus, is_wide: bool) -> Tabl
 
 
 def _jobs(progress: Progress, worker: WorkerStatus) -> list[Table]:
-    """A line per job of a worker."""
     rows = []
     for custom_id in worker.jobs:
         num_tokens, most = progress.running.get(custom_id, 0), progress.max_tokens.get(custom_id, 0)
@@ -210,7 +209,6 @@ def _jobs(progress: Progress, worker: WorkerStatus) -> list[Table]:
 
 
 def _bar(done: int, total: int, figures: str) -> Table:
-    """A bar and, right of it, the figures that it draws."""
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(ratio=1)
     grid.add_column(justify="right", no_wrap=True, min_width=22)
@@ -223,12 +221,12 @@ def _text(text: str) -> Text:
 
 
 class LiveDisplay(AbstractContextManager["LiveDisplay"]):
-    """Draws from the first `update` to the end of its context; with `errors`, lines about errors go there."""
+    """Draws from the first `update` on; errors also go to `errors`."""
 
     def __init__(self, stream: TextIO, errors: Lines | None) -> None:
         self._console = Console(file=cast("IO[str]", SteadyStream(stream)), force_terminal=True)
         self._errors = errors
-        # the stream that stands in for stdout while Ray is at work must not be wrapped
+        # it must not wrap the stdout that Ray's redirection installs
         self._live = Live(
             console=self._console,
             refresh_per_second=REDRAWS_PER_SECOND,
@@ -253,4 +251,4 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         self._live.update(Frame(progress))
         if not self._live.is_started:
             self._live.start()
-            self._console.show_cursor(True)  # a process that is killed can't bring it back
+            self._console.show_cursor(True)  # a killed process can't restore it

@@ -1,4 +1,4 @@
-"""`scheduler/display/EVENTS.md`, the list of all events that `--json` shows, made from their classes."""
+"""Writes `scheduler/display/EVENTS.md`, the list of all `--json` events, from their classes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ stderr.
 
 
 def kinds() -> list[type[Event]]:
-    """All events, in the order of the code."""
     found = [value for module in (events, job_events) for value in vars(module).values() if inspect.isclass(value)]
     return list(dict.fromkeys(kind for kind in found if issubclass(kind, Event) and kind is not Event))
 

@@ -1,4 +1,4 @@
-"""The events of a run and its jobs: each a line of text for people, and an object for programs."""
+"""The events of a run and its jobs, as text for people and objects for programs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NUM_REJECTS_SHOWN = 5
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened. As a string it is one or several lines for people, or nothing that they need to see."""
+    """An event; as a string it is text for people, or empty."""
 
-    is_error: ClassVar[bool] = False  # shown with `--quiet`, too, and on stderr where lines are shown
+    is_error: ClassVar[bool] = False  # also shown with `--quiet`, and on stderr
 
-    text: ClassVar[str] = ""  # for people, with fields by their names
+    text: ClassVar[str] = ""  # a template with the fields' names
 
     def __str__(self) -> str:
         shown = {name: printable(value) if isinstance(value, str) else value for name, value in vars(self).items()}
@@ -26,7 +26,7 @@ class Event:
 
     @classmethod
     def kind(cls) -> str:
-        """The name for programs, as in `worker_lost`."""
+        """Return the name for programs, as `worker_lost`."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def as_json(self) -> dict[str, Any]:
@@ -35,7 +35,9 @@ class Event:
 
 @dataclass(frozen=True)
 class LineRejected(Event):
-    """A line of a job file is no job; it is the `number`th of `num_rejects` (from 1). One of several files is named."""
+    """A line of a job file was rejected, the `number`th of `num_rejects` (from 1); `file` is named if there are
+    several.
+    """
 
     is_error: ClassVar[bool] = True
     line_number: int
@@ -57,7 +59,7 @@ class LineRejected(Event):
 
 @dataclass(frozen=True)
 class FieldsWithoutEffect(Event):
-    """Lines of the job file have `fields` that change nothing here: each with the number of lines."""
+    """Some lines have `fields` without effect here, each with its number of lines."""
 
     fields: dict[str, int]
 
@@ -70,7 +72,7 @@ class FieldsWithoutEffect(Event):
 
 @dataclass(frozen=True)
 class RunOpened(Event):
-    """The run folder `run` holds `num_jobs` jobs of this submission, or of the run that is resumed."""
+    """The run folder `run` is open with `num_jobs` jobs of this submission, or of the resumed run."""
 
     run: str
     run_id: str
@@ -90,7 +92,7 @@ class ErrorsCleared(Event):
 
 @dataclass(frozen=True)
 class MetricsServed(Event):
-    """The driver's metrics are at `address`, and the list of all workers' for Prometheus at `discovery_address`."""
+    """The driver's metrics are at `address`, and Prometheus' list of all workers at `discovery_address`."""
 
     text: ClassVar[str] = "metrics of the driver at {address} and where to find all workers' at {discovery_address}"
     address: str
@@ -99,7 +101,7 @@ class MetricsServed(Event):
 
 @dataclass(frozen=True)
 class SlowOnGpu(Event):
-    """No kernels of ours compute the model on a GPU, for a `reason`: its forwards take thousands of launches."""
+    """The GPU kernels do not support the model, for a `reason`; each forward takes thousands of launches."""
 
     text: ClassVar[str] = (
         "the model runs through the layers of transformers on a GPU, which is slow: {reason}; "
@@ -110,7 +112,7 @@ class SlowOnGpu(Event):
 
 @dataclass(frozen=True)
 class FewGpus(Event):
-    """More workers are wanted than the machine has GPUs, and each has one to itself."""
+    """More workers are wanted than the machine has GPUs, and each needs one."""
 
     text: ClassVar[str] = (
         "--workers {num_workers}: this machine has {num_gpus} GPUs, one for each worker; the others never start"
@@ -121,7 +123,7 @@ class FewGpus(Event):
 
 @dataclass(frozen=True)
 class DriverStarted(Event):
-    """The driver holds the run by the claim number `epoch`, and starts workers."""
+    """The driver holds the run with claim number `epoch` and starts workers."""
 
     text: ClassVar[str] = "starting workers: each loads Python, torch and the model, which takes some seconds"
     host: str
@@ -141,7 +143,7 @@ class WorkerReady(Event):
 
 @dataclass(frozen=True)
 class WorkerStopping(Event):
-    """A worker takes no more jobs and hands back those it has: `reason` is a word for programs."""
+    """A worker takes no more jobs and returns its own; `reason` is a word for programs."""
 
     worker: str
     reason: str
@@ -154,7 +156,7 @@ class WorkerStopping(Event):
 
 @dataclass(frozen=True)
 class WorkerLost(Event):
-    """A worker is gone: `reason` is a word for programs, `message` says what was seen."""
+    """A worker is lost: `reason` is a word for programs, `message` explains it."""
 
     text: ClassVar[str] = "worker {worker} is lost: {message}"
     worker: str
@@ -164,7 +166,7 @@ class WorkerLost(Event):
 
 @dataclass(frozen=True)
 class RunStopping(Event):
-    """The driver was asked to end, and has its workers write their checkpoints."""
+    """The driver was asked to end, and its workers write their checkpoints."""
 
     text: ClassVar[str] = "stopping: workers write their checkpoints; a second signal ends all at once"
 
@@ -181,7 +183,7 @@ class DriverAwaited(Event):
 
 @dataclass(frozen=True)
 class DriverSilent(Event):
-    """`status --watch` has not heard of the driver for a while; `updated` is its last beat, in seconds since 1970."""
+    """`status --watch` has had no heartbeat for a while; `updated` is the last one, in seconds since 1970."""
 
     host: str
     pid: int
@@ -193,7 +195,7 @@ class DriverSilent(Event):
 
 @dataclass(frozen=True)
 class LimitReached(Event):
-    """The run is to stop at its `limit`, a text for people: its workers, if there are any, write their checkpoints."""
+    """The run stops at its `limit`, a text for people; its workers write their checkpoints."""
 
     text: ClassVar[str] = "stopping at {limit}: nothing is lost"
     limit: str
@@ -201,7 +203,7 @@ class LimitReached(Event):
 
 @dataclass(frozen=True)
 class ShardWritten(Event):
-    """The shard at `path` in the run folder is whole, with `num_rows` rows, and will not change any more."""
+    """The shard at `path` in the run folder is complete with `num_rows` rows and never changes again."""
 
     path: str
     num_rows: int
@@ -212,7 +214,7 @@ class ShardWritten(Event):
 
 @dataclass(frozen=True)
 class RunEnded(Event):
-    """The command is about to end: how the run stands, jobs by state, where the results are, the limit it reached."""
+    """The command ends: the run's state, jobs by state, output files and the limit reached."""
 
     run: str
     state: str
@@ -239,7 +241,7 @@ class RunEnded(Event):
 
 @dataclass(frozen=True)
 class WebhookFailed(Event):
-    """A message to `receiver` (scheme and host alone) was not taken. Told once; later ones that fail are not."""
+    """A message to `receiver` (scheme and host) failed. Only the first failure is reported."""
 
     text: ClassVar[str] = "webhook {receiver}: not delivered, {reason}; the run is none the worse for it"
     is_error: ClassVar[bool] = True
@@ -247,12 +249,12 @@ class WebhookFailed(Event):
     reason: str
 
 
-# The events that happen to a job in a run.
+# Events of a job.
 
 
 @dataclass(frozen=True)
 class JobStarted(Event):
-    """A worker has the job from here on; it goes on at `num_tokens`, or at its newest checkpoint before that."""
+    """A worker has the job; it continues at `num_tokens`, or at its newest checkpoint before that."""
 
     custom_id: str
     worker: str
@@ -272,8 +274,8 @@ class JobFinished(Event):
 class JobPutBack(Event):
     """The job is pending again and will resume from its checkpoint: `reason` is a word for programs.
 
-    `num_tokens` are those that it had when it was last heard of. With `is_lost` its attempt broke off, otherwise it was
-    ended in good order, with all tokens in the checkpoint.
+    `num_tokens` is its last reported count. With `is_lost` the attempt broke off; otherwise all its tokens are in the
+    checkpoint.
     """
 
     custom_id: str
@@ -289,7 +291,7 @@ class JobPutBack(Event):
 
 @dataclass(frozen=True)
 class JobGivenUp(Event):
-    """The job has had its attempts: its error is in the run folder, `message` says why."""
+    """The job has used all its attempts: its error is in the run folder, `message` says why."""
 
     text: ClassVar[str] = "job {custom_id} is {message}"
     is_error: ClassVar[bool] = True
@@ -299,14 +301,14 @@ class JobGivenUp(Event):
 
 @dataclass(frozen=True)
 class JobCancelled(Event):
-    """The user of the job has stopped it."""
+    """The user cancelled the job."""
 
     custom_id: str
 
 
 @dataclass(frozen=True)
 class JobsExtended(Event):
-    """`extend` has made `num_jobs` jobs longer: they go on from `num_tokens` tokens, and have `max_tokens` at most."""
+    """`extend` made `num_jobs` jobs longer: they continue from `num_tokens` tokens to at most `max_tokens`."""
 
     num_jobs: int
     num_tokens: int
@@ -321,7 +323,7 @@ class JobsExtended(Event):
 
 @dataclass(frozen=True)
 class JobsLongAlready(Event):
-    """Named jobs that `extend` has nothing to do for: they may have `max_tokens` or more already."""
+    """Jobs named to `extend` that already may have `max_tokens` or more."""
 
     custom_ids: tuple[str, ...]
     max_tokens: int
@@ -335,7 +337,7 @@ class JobsLongAlready(Event):
 
 @dataclass(frozen=True)
 class JobNotExtended(Event):
-    """`extend` leaves a job as it is; it is the `number`th of `num_refused` (from 1)."""
+    """`extend` refused a job, the `number`th of `num_refused` (from 1)."""
 
     is_error: ClassVar[bool] = True
     custom_id: str
@@ -353,7 +355,7 @@ class JobNotExtended(Event):
 
 @dataclass(frozen=True)
 class LineDamaged(Event):
-    """A job's result or error can't be used: the job runs again, and the file at `path` is `kept` under another one."""
+    """A job's result or error is damaged: the job runs again, and the file at `path` moves to `kept`."""
 
     text: ClassVar[str] = "{path} is damaged, {problem}: kept as {kept}; a job that has no other result runs again"
     is_error: ClassVar[bool] = True

@@ -14,7 +14,7 @@ SUBMIT_AGAIN = "submit the job file again"
 
 
 def summary_line(progress: Progress) -> str:
-    """One line: jobs by state, tokens, speed, time left, and what was done so that nothing is lost."""
+    """Return one line: jobs, tokens, speed, time left, and what keeps them safe."""
     line = f"{progress.state}; jobs: {job_counts(progress.jobs)}; {progress.num_generated_tokens:,} tokens"
     if progress.num_copied_tokens:
         line += f", {progress.num_read_tokens:,} read and {progress.num_copied_tokens:,} shared"
@@ -27,7 +27,7 @@ def summary_line(progress: Progress) -> str:
 
 
 def speed_of(progress: Progress) -> str:
-    """Tokens per second of the run, those of a step of the model once there were steps, and how many came in chains."""
+    """Return tokens per second, tokens per step and the share of chains."""
     length = progress.mean_acceptance_length
     per_step = "" if length is None else f", {length:.2f} tokens/step"
     num_tokens = progress.num_tokens_by_draft
@@ -36,7 +36,7 @@ def speed_of(progress: Progress) -> str:
 
 
 def safety(progress: Progress) -> list[str]:
-    """Tell the age of checkpoints, and the numbers of preemptions and resumes, as far as there is something to say."""
+    """Return the checkpoints' age, preemptions and resumes."""
     age = checkpoint_age(progress)
     num_preemptions, num_resumes = sum(progress.num_preemptions.values()), sum(progress.num_resumes.values())
     parts = [] if age is None else [f"checkpoint {age:.0f} s ago"]
@@ -46,9 +46,9 @@ def safety(progress: Progress) -> list[str]:
 
 
 def checkpoint_age(progress: Progress) -> float | None:
-    """Seconds since the last checkpoint of the busy worker that has written none for longest; None where none is busy.
+    """Return the oldest last checkpoint's age over busy workers.
 
-    With a driver on one machine and workers on others, it is as good as their clocks agree.
+    Across machines it depends on their clocks.
     """
     busy = [worker for worker in progress.workers if worker.jobs]
     times = [worker.last_checkpoint for worker in busy if worker.last_checkpoint is not None]
@@ -56,7 +56,6 @@ def checkpoint_age(progress: Progress) -> float | None:
 
 
 def worker_line(worker: WorkerStatus, running: dict[str, int]) -> str:
-    """One line: where a worker is, and its jobs with the tokens that `running` gives for their `custom_id`s."""
     jobs = ", ".join(_job_with_tokens(custom_id, running.get(custom_id)) for custom_id in worker.jobs) or "no job"
     metrics = f", metrics at {worker.metrics_address}" if worker.metrics_address else ""
     speed = f"; {worker.tokens_per_second:,.1f} tokens/s" if worker.jobs else ""
@@ -64,7 +63,7 @@ def worker_line(worker: WorkerStatus, running: dict[str, int]) -> str:
 
 
 def numerics_lines(progress: Progress) -> list[str]:
-    """The lines about what decides the bits of the workers: one if all are alike, else one for each kind."""
+    """Return one line about numerics if all workers agree, else one per kind."""
     kinds: dict[str, list[str]] = {}
     for worker in progress.workers:
         kinds.setdefault(worker.numerics, []).append(worker.id)
@@ -74,22 +73,22 @@ def numerics_lines(progress: Progress) -> list[str]:
 
 
 def job_counts(jobs: dict[str, int]) -> str:
-    """Number of jobs by state, as in `1 running, 3 finished`."""
+    """Return counts as `1 running, 3 finished`."""
     return ", ".join(f"{count:,} {state}" for state, count in jobs.items() if count) or "none"
 
 
 def duration(seconds: float) -> str:
-    """A time span for people, as in 0:01:05; a clock that went back meanwhile makes none."""
+    """Return a time span as 0:01:05, never negative."""
     return str(timedelta(seconds=max(0, round(seconds))))
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun, as in `1 line` and `2 lines`."""
+    """Return `1 line` or `2 lines`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def damage_lines(run: Run) -> list[str]:
-    """A line for each file that was met and can't be used, and what makes up for it."""
+    """Return a line per unusable file, with its remedy."""
     from swiftbatch.jobs.run.result_files import SUFFIX
     from swiftbatch.jobs.run.run import PROGRESS, REJECTS
 
@@ -112,12 +111,12 @@ def damage_lines(run: Run) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """A user's text without what steers a terminal or breaks a line: such characters become escapes as in Python."""
+    """Escape all characters that steer a terminal or break a line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def harmless(text: str) -> str:
-    """A text as it is, but for characters that steer a terminal: such become escapes."""
+    """Escape control characters except newline and tab."""
     return "".join(c if category(c) != "Cc" or c in "\n\t" else printable(c) for c in text)
 
 

@@ -1,4 +1,4 @@
-"""Webhooks: receivers, signed messages and one try to post them, and the messages of a run with retries."""
+"""Webhooks: receivers, signed messages, delivery, and a run's messages."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ from swiftbatch.scheduler.display.events import (
 
 SECRET_VARIABLE = "SWIFTBATCH_WEBHOOK_SECRET"
 SECRET_PREFIX = "whsec_"
-KEY_BYTES = range(24, 65)  # of Standard Webhooks
+KEY_BYTES = range(24, 65)  # from Standard Webhooks
 PATIENCE_SECONDS = 30.0
 HOW_TO_MAKE_ONE = 'echo "whsec_$(openssl rand -base64 32)"'
 
 
 class ReceiverError(UserError):
-    """An address or a secret that can't be used; the text shows neither."""
+    """An unusable address or secret; the text shows neither."""
 
 
 @dataclass
 class Receiver:
-    """A receiver of messages: `key` signs them, None to leave them unsigned.
+    """A receiver of messages, signed with `key` if it has one.
 
-    `patience` are the seconds that a command may still wait in all for a receiver that takes nothing.
+    `patience` is the total seconds to wait for it.
     """
 
     url: SplitResult = field(repr=False)
@@ -63,7 +63,7 @@ class Receiver:
 
     @classmethod
     def parse(cls, url: str, secret: str | None) -> Receiver:
-        """The receiver at an address; `secret` is as Standard Webhooks writes it. Raises ReceiverError."""
+        """Parse an address and a secret of Standard Webhooks. Raises ReceiverError."""
         return cls(_address(url), None if secret is None else _key(secret))
 
     @property
@@ -76,11 +76,10 @@ class Receiver:
 
     @property
     def target(self) -> str:
-        """The target of a request: path and query."""
         return (self.url.path or "/") + (f"?{self.url.query}" if self.url.query else "")
 
     def __str__(self) -> str:
-        """Show scheme and host alone."""
+        """Return scheme and host alone."""
         return f"{self.url.scheme}://{self.url.netloc}"
 
 
@@ -116,7 +115,7 @@ def _key(secret: str) -> bytes:
     return key
 
 
-RETRIED_STATUSES = (408, 425, 429)  # and all from 500 on: the same message may be taken later
+RETRIED_STATUSES = (408, 425, 429)  # and all from 500 on: a retry may succeed
 
 
 Dial = Callable[[str, int, float], socket.socket]
@@ -125,7 +124,7 @@ Dial = Callable[[str, int, float], socket.socket]
 
 @dataclass(frozen=True)
 class WebhookMessage:
-    """Something that has happened; `data` says what, without any text of prompts and outputs."""
+    """Something that happened; `data` has no text of prompts or outputs."""
 
     kind: str  # run.ended or job.ended
     data: Mapping[str, Any]
@@ -133,7 +132,7 @@ class WebhookMessage:
 
     @property
     def id(self) -> str:
-        """The message's id: the same whenever the same is told again, by whichever driver."""
+        """An id that stays the same when the message is repeated."""
         identity = json.dumps([self.kind, self.data], sort_keys=True)
         return f"msg_{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
 
@@ -142,7 +141,7 @@ class WebhookMessage:
         return json.dumps({"type": self.kind, "timestamp": moment, "data": self.data}).encode()
 
     def headers(self, body: bytes, key: bytes | None) -> dict[str, str]:
-        """The headers of a try that is made now; without a key there is no signature."""
+        """Return the headers of an attempt made now."""
         timestamp = str(int(time.time()))
         headers = {
             "Content-Type": "application/json",
@@ -158,7 +157,7 @@ class WebhookMessage:
 
 
 class DialledConnection(http.client.HTTPConnection):
-    """A connection that is opened by somebody who looks at the address."""
+    """A connection opened by `dial`, which checks the address."""
 
     dial: Dial | None = None
 
@@ -170,27 +169,27 @@ class DialledConnection(http.client.HTTPConnection):
 
 
 class DialledEncryptedConnection(http.client.HTTPSConnection, DialledConnection):
-    """A `DialledConnection` with the host's certificate: `HTTPSConnection.connect` calls its `connect` first."""
+    """A `DialledConnection` with TLS; `HTTPSConnection.connect` calls its `connect` first."""
 
 
 class PostError(Exception):
-    """A message that was not taken; the text says why, without the address."""
+    """A message that was not taken; the text omits the address."""
 
 
 class PostRefusedError(PostError):
-    """A message that would not be taken later either."""
+    """A message that will never be taken."""
 
 
 def post(receiver: Receiver, message: WebhookMessage, seconds: float, dial: Dial | None = None) -> None:
-    """Deliver a message within `seconds`, but for the time that a slow name server takes. Raises PostError.
+    """Deliver a message within `seconds`. Raises PostError.
 
-    `dial` opens the connection where not every address of the receiver's host will do.
+    `dial` opens the connection if some addresses are forbidden.
     """
     kind = DialledEncryptedConnection if receiver.is_encrypted else DialledConnection
     connection = kind(receiver.host, receiver.url.port, timeout=seconds)
     connection.dial = dial
     over = threading.Event()
-    timer = threading.Timer(seconds, _cut, (connection, over))  # timeouts of sockets begin anew with every byte
+    timer = threading.Timer(seconds, _cut, (connection, over))  # socket timeouts restart with every byte
     timer.daemon = True
     timer.start()
     try:
@@ -202,7 +201,7 @@ def post(receiver: Receiver, message: WebhookMessage, seconds: float, dial: Dial
     finally:
         timer.cancel()
         connection.close()
-    if over.is_set():  # a head that is cut off is taken for a whole one
+    if over.is_set():  # a truncated head would pass as complete
         raise PostError(_silence(seconds))
     _check(status)
 
@@ -243,23 +242,23 @@ def _silence(seconds: float) -> str:
     return f"no answer within {seconds:.1f} s"
 
 
-# Posts a run's end, and its jobs' ends if asked, from the events that a display is given to show.
+# Posts the end of a run, and of jobs if asked, from display events.
 
 
 TRY_SECONDS = 5.0
-MESSAGE_SECONDS = 60.0  # in which a message is tried while the run goes on
-MAX_WAITING_MESSAGES = 1000  # messages: those beyond are lost
-SLACK_SECONDS = 0.3  # for the last try to say how it failed
-LEAST_SECONDS = 1.0  # for a last message where a command's patience is used up
+MESSAGE_SECONDS = 60.0  # seconds of attempts per message during a run
+MAX_WAITING_MESSAGES = 1000  # further messages are dropped
+SLACK_SECONDS = 0.3  # for the last attempt to report its error
+LEAST_SECONDS = 1.0  # for a last message after the patience is used up
 RETRY_BACKOFF = Backoff(first=0.5, longest=10.0).at_random
-INTERRUPTED_SECONDS = 5.0  # for the last message, where somebody wants the command to end
-STOPPED = 2  # the exit code of a command that can't go on
+INTERRUPTED_SECONDS = 5.0  # for the last message after an interruption
+STOPPED = 2  # exit code of a command that can't go on
 
 STATES: dict[type[Event], str] = {JobFinished: "finished", JobGivenUp: "failed", JobCancelled: "cancelled"}
 
 
 class WebhookSender:
-    """Takes messages, and delivers each at most once. `failure` says why the first one was lost, if one was."""
+    """Delivers each queued message at most once; `failure` explains the first loss."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -272,7 +271,6 @@ class WebhookSender:
         threading.Thread(target=self._run, name="webhook", daemon=True).start()
 
     def put(self, message: WebhookMessage) -> None:
-        """Have a message delivered soon."""
         with self._has_news:
             if len(self._waiting) >= MAX_WAITING_MESSAGES:
                 self._lose(f"more than {MAX_WAITING_MESSAGES:,} messages wait")
@@ -281,9 +279,9 @@ class WebhookSender:
             self._has_news.notify()
 
     def finish(self, message: WebhookMessage, seconds: float) -> None:
-        """Deliver a last message before all that wait, then those; give up what is left after `seconds`.
+        """Deliver a last message first, then the pending ones.
 
-        What is waited in vain is taken off the receiver's patience.
+        Time spent in vain reduces the receiver's patience.
         """
         started = time.monotonic()
         with self._has_news:
@@ -310,7 +308,7 @@ class WebhookSender:
                 tries(self._try, message)
             except PostError as error:
                 self._lose(str(error))
-            except Exception as error:  # an error that nobody foresaw must not be silence
+            except Exception as error:  # unforeseen errors must be reported, too
                 self._lose(type(error).__name__)
         self._has_ended.set()
 
@@ -328,13 +326,12 @@ class WebhookSender:
         post(self._receiver, message, max(0.1, min(TRY_SECONDS, left)))
 
     def _is_over(self, message: WebhookMessage, state: RetryCallState) -> bool:
-        """Return whether a message that was not taken is given up."""
         if self._is_ending.is_set():
             return message is not self._last or time.monotonic() >= self._end_by
         return (state.seconds_since_start or 0.0) >= MESSAGE_SECONDS
 
     def _sleep(self, seconds: float) -> None:
-        """Wait between two tries, but only until the end is near, and from then on in short pauses."""
+        """Wait, in short pauses near the end."""
         if self._is_ending.is_set():
             time.sleep(min(seconds, max(0.0, self._end_by - time.monotonic())))
         else:
@@ -345,7 +342,7 @@ class WebhookSender:
 
 
 class PostingDisplay:
-    """Shows all on another display, and posts what is of interest elsewhere. A failure is told of once."""
+    """Shows all on another display and posts important events."""
 
     def __init__(self, display: Display, receiver: Receiver, with_jobs: bool) -> None:
         self._display = display
@@ -372,14 +369,14 @@ class PostingDisplay:
         self._tell_failure()
 
     def post_error(self) -> None:
-        """Post that the run had to stop; the reason is on its own terminal."""
+        """Post that the run had to stop."""
         newest = self._newest
         jobs, num_tokens = ({}, 0) if newest is None else (newest.jobs, newest.num_generated_tokens)
         self._post_end("interrupted", jobs, num_tokens, None, STOPPED)
         self._tell_failure()
 
     def _post_end(self, state: str, jobs: dict[str, int], num_tokens: int, limit: str | None, exit_code: int) -> None:
-        if not self._run:  # it was refused before there was one
+        if not self._run:  # it was refused before it began
             return
         data = self._run | {"state": state, "jobs": jobs, "num_tokens": num_tokens, "limit": limit}
         is_hurried = state == "interrupted" and limit is None
@@ -398,7 +395,7 @@ class PostingDisplay:
 
 @contextmanager
 def posting(display: Display, receiver: Receiver, with_jobs: bool) -> Iterator[Display]:
-    """The display with messages to a receiver; an error that ends the block is posted as the run's end."""
+    """Yield a display that also posts messages."""
     posting_display = PostingDisplay(display, receiver, with_jobs)
     try:
         yield posting_display

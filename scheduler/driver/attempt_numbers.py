@@ -1,10 +1,9 @@
-"""Numbers the attempts at jobs, and keeps how many each job has had.
+"""Numbers the attempts at jobs and counts them.
 
-An attempt's number is its driver's epoch, which nobody else has, and behind that how often this driver has handed the
-job out. So no two attempts ever write below one number, and no file says which are taken.
+An attempt's number is its driver's unique epoch x 1,000,000 + a count, so no two attempts share files.
 
-attempts/<epoch:04d>.json    attempts of each job that was handed out and has no result, of all drivers so far, and how
-                             many of them were lost in a row without progress
+attempts/<epoch:04d>.json    attempts of each handed-out job without a result, over all drivers,
+                             and its losses in a row without progress
 """
 
 from __future__ import annotations
@@ -28,93 +27,89 @@ logger = logging.getLogger(__name__)
 
 
 class AttemptCounts(Strict):
-    """The content of a file."""
-
     attempts: dict[str, int]  # by job
-    strikes: dict[str, Strikes] = Field(default_factory=dict)  # of jobs that have some
+    strikes: dict[str, Strikes] = Field(default_factory=dict)  # jobs without strikes are omitted
 
 
 class Attempts:
-    """The attempts at a run's jobs. What takes a store's time is done in a thread, which nobody waits for.
+    """The attempts at a run's jobs; a thread does slow writes.
 
-    The file is a beat behind at most: after a driver was killed, an attempt that it had just begun and that has left no
-    file is not counted. Its number is never taken again in any case.
+    After a kill, an attempt that left no file may go uncounted, but its number is never reused.
     """
 
     def __init__(
         self, store: Store, epoch: int, counts: dict[str, int], strikes: dict[str, Strikes] | None = None
     ) -> None:
-        """`epoch` is the driver's, `counts` and `strikes` are those of earlier ones."""
+        """`counts` and `strikes` are those of earlier drivers."""
         self._store, self._epoch, self._counts = store, epoch, counts
         self._strikes = strikes or {}
-        self._newest: dict[str, int] = {}  # the number of each job's newest attempt
+        self._newest: dict[str, int] = {}  # by job
         self._has_changed = False
         self._pool = ThreadPoolExecutor(1, "attempts")
         self._write: Future[None] | None = None
 
     @classmethod
     def read(cls, store: Store, epoch: int) -> Self:
-        """Go on from what earlier drivers have counted. Raises StoreError."""
+        """Continue earlier drivers' counts. Raises StoreError."""
         found = _read_counts(store)
         return cls(store, epoch, dict(found.attempts), dict(found.strikes))
 
     def counted(self) -> Collection[str]:
-        """The jobs that have had attempts, and no result so far as this driver knows."""
+        """Return the jobs with attempts and no known result."""
         return self._counts.keys()
 
     def note_found(self, job_id: str, numbers: Collection[int]) -> None:
-        """Note the attempts at a job that have left files: these may be more than were counted."""
+        """Record the attempts that left files."""
         newest = max(numbers, default=0)
         self._newest[job_id] = self._base(newest)
         self._counts[job_id] = max(len(numbers), self.count(job_id))
 
     def begin(self, job_id: str) -> tuple[int, int]:
-        """Begin the next attempt at a job: returns its number, and how many the job has had with it."""
+        """Begin a job's next attempt; return its number and the count of attempts."""
         number, _ = self.number(job_id)
         return number, self.note_begun(job_id)
 
     def number(self, job_id: str) -> tuple[int, int]:
-        """Number the next attempt at a job as `begin` does; it counts once it has begun."""
+        """Reserve a number as `begin` does; the attempt counts once it begins."""
         self._newest[job_id] = number = self.newest(job_id) + 1
         return number, self.count(job_id) + 1
 
     def note_begun(self, job_id: str) -> int:
-        """Count the attempt at a job that was reserved; returns how many the job has had with it."""
+        """Count a reserved attempt; return the count."""
         self._counts[job_id] = num_attempts = self.count(job_id) + 1
         self._has_changed = True
         return num_attempts
 
     def give_back(self, job_id: str) -> None:
-        """Take back the newest attempt, which never begins: whoever had it has said so."""
+        """Take back an attempt that never begins."""
         self._newest[job_id] -= 1
 
     def newest(self, job_id: str) -> int:
-        """The number of the newest attempt at a job, or one in front of the first."""
+        """Return the newest attempt's number, or the one before the first."""
         return self._newest.get(job_id, self._base(0))
 
     def count(self, job_id: str) -> int:
-        """The number of attempts that a job has had, those of earlier drivers included."""
         return self._counts.get(job_id, 0)
 
     def strikes(self, job_id: str) -> Strikes | None:
-        """The attempts at a job that were lost without progress, as earlier drivers and this one have noted."""
+        """Return a job's losses without progress."""
         return self._strikes.get(job_id)
 
     def note_strikes(self, job_id: str, strikes: Strikes | None) -> None:
-        """Note such attempts; None where the next ones count anew."""
+        """Set a job's losses without progress; None resets them."""
         if strikes is None:
             self._has_changed |= self._strikes.pop(job_id, None) is not None
         else:
             self._strikes[job_id], self._has_changed = strikes, True
 
     def finish(self, job_id: str) -> None:
-        """Forget a job that has a result. One that failed is kept: it may be tried again some day."""
+        """Forget a job with a result; a failed one may be retried."""
         self._newest.pop(job_id, None)
         self._strikes.pop(job_id, None)
         self._has_changed |= self._counts.pop(job_id, None) is not None
 
     def keep(self) -> None:
-        """Begin to write the counts if they have changed; call it with every beat. Raises StoreError."""
+        """Start writing changed counts; call it with every heartbeat. Raises StoreError."""
         if self._write is not None and self._write.done():
             self._write.result()
             self._write = None
@@ -123,22 +118,19 @@ class Attempts:
             self._write = self._pool.submit(_write_counts, self._store, self._epoch, self._content())
 
     def end(self) -> None:
-        """Write the counts, and wait for that: no attempt begins any more. Raises StoreError."""
+        """Write the counts and wait; no attempt begins any more. Raises StoreError."""
         self._pool.submit(_write_counts, self._store, self._epoch, self._content()).result()
 
     def stop(self) -> None:
-        """Write nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _content(self) -> AttemptCounts:
-        """The content that the file is to have; nobody changes it."""
         return AttemptCounts.model_construct(attempts=self._counts.copy(), strikes=self._strikes.copy())
 
     def _base(self, newest: int) -> int:
-        """The number in front of this driver's first attempt at a job, whose newest one there has the number `newest`.
+        """Return the number before the first attempt.
 
-        Where that is of no earlier epoch, the files come from elsewhere, or somebody has deleted `drivers/`. A later
-        driver finds it, or a greater one, and adds more to it: no two have the same base.
+        If `newest` is of no earlier epoch, files were copied or `drivers/` was deleted; a later driver adds more.
         """
         epoch_there = newest // NUMBERS_PER_EPOCH
         epoch = self._epoch if epoch_there < self._epoch else epoch_there + self._epoch
@@ -146,9 +138,9 @@ class Attempts:
 
 
 def forget_strikes(store: Store, epoch: int, job_ids: Collection[str]) -> None:
-    """Have jobs that are tried again after an error get all their attempts; for a driver of this epoch, before others.
+    """Reset the strikes of retried jobs. Raises StoreError.
 
-    The driver that gave a job up may have been killed before it forgot its strikes itself. Raises StoreError.
+    The driver that gave them up may have been killed before it did so.
     """
     found = _read_counts(store)
     if forgotten := found.strikes.keys() & job_ids:
@@ -157,7 +149,7 @@ def forget_strikes(store: Store, epoch: int, job_ids: Collection[str]) -> None:
 
 
 def _write_counts(store: Store, epoch: int, content: AttemptCounts) -> None:
-    """Write a driver's file, then delete those of earlier ones, which it holds as well. Without counts none is left."""
+    """Write a driver's file and delete older ones; without counts delete all."""
     if content.attempts:
         store.write(f"{FOLDER}/{epoch:04d}.json", sealed(content.model_dump_json().encode()))
     for name in store.list(FOLDER):
@@ -166,7 +158,7 @@ def _write_counts(store: Store, epoch: int, content: AttemptCounts) -> None:
 
 
 def _read_counts(store: Store) -> AttemptCounts:
-    """The counts of the newest driver that has written some; a damaged file is named and passed over."""
+    """Read the newest driver's counts; damaged files are logged and skipped."""
     for name in sorted(store.list(FOLDER), key=_epoch_of, reverse=True):
         data = store.read(f"{FOLDER}/{name}")
         try:

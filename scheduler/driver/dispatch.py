@@ -1,4 +1,4 @@
-"""Gives each worker as many jobs as its memory has room for, and moves jobs to idle workers at the end."""
+"""Gives each worker jobs that fit its memory, and moves jobs near the end."""
 
 from __future__ import annotations
 
@@ -22,44 +22,38 @@ from swiftbatch.worker.session.work_messages import Assignment
 if TYPE_CHECKING:
     from swiftbatch.scheduler.driver.worker_fleet import Fleet
 
-MAX_BACKLOG = 1000  # jobs: more would be a second's work for nobody, and orders would be large
-MEMORY_SHARE = 0.8  # of what is free, for caches; drafts and checkpoints on their way need some, too
+MAX_BACKLOG = 1000  # more jobs would take a second to assign and make orders large
+MEMORY_SHARE = 0.8  # share of free memory for caches; drafts and pending checkpoints need some
 
 
 class WorkerCapacity:
-    """Says whether a worker takes one more job beside those that it has.
+    """Decides whether a worker takes another job.
 
-    It looks ahead for a while only, and may be wrong: a worker whose memory runs out hands its youngest jobs back. Then
-    it gets no more until one of those that it kept has left, so it hands jobs back no more often than jobs end.
+    It may be wrong: a worker without memory returns its youngest jobs, and gets no new ones until a kept job leaves.
     """
 
     def __init__(self, num_slots: int | None, fleet: Fleet, most_positions: int | None = None) -> None:
-        """The user wants at most `num_slots`, and on a CPU `most_positions`; None to leave it to the worker."""
+        """None leaves a limit to the worker."""
         self._num_slots, self._most_positions = num_slots, most_positions
         self._fleet = fleet
 
     def most_anywhere(self) -> int:
-        """The most jobs that run on any worker at a time; before one has started, those that the user wants.
-
-        One always may, also where those that were left when memory ran out have all ended.
-        """
+        """Return the most jobs of any worker."""
         started = [self.most_jobs(worker) for worker in self._fleet.workers if worker.info]
         return max(1, max(started, default=self._num_slots or MOST_SLOTS))
 
     def is_full(self, worker: Worker, num_held: int) -> bool:
-        """Tell whether a worker with so many jobs takes no other, however short it is."""
         return 0 < num_held >= self.most_jobs(worker)
 
     def most_jobs(self, worker: Worker) -> int:
-        """The most jobs that run on a worker at a time, however short they are; one always may."""
-        of_gpu = worker.info.num_slots if worker.info else None  # made when it started
+        of_gpu = worker.info.num_slots if worker.info else None  # chosen at its start
         wanted = MOST_SLOTS if self._num_slots is None and of_gpu is None else self._num_slots
         return min(bound for bound in (wanted, of_gpu, worker.num_fitting) if bound is not None)
 
     def num_for_backlog(self, held: Sequence[Growth], mean_length: float, seconds: float) -> int:
-        """The jobs that a worker with others begins within so many seconds, one where each of those ends.
+        """Return the jobs that a worker begins within `seconds`.
 
-        A job that follows another is believed to be about as long as those that run, `mean_length` tokens.
+        Each is assumed to follow a job that ends, and to be `mean_length` long.
         """
         seconds_per_token = self._fleet.pace.seconds_per_token(len(held))
         if not held or seconds_per_token == 0.0:
@@ -70,7 +64,7 @@ class WorkerCapacity:
         return min(MAX_BACKLOG, round(sum(ends)))
 
     def has_room(self, worker: Worker, held: list[Growth], job: Growth) -> bool:
-        """Tell whether a job would fit beside those that a worker has, for a while; alone it always does."""
+        """Return whether a job fits beside the worker's jobs for a while."""
         num_pages = self.num_pages(worker)
         if not held or worker.info is None or num_pages is None:
             return not held or num_pages is None
@@ -79,14 +73,14 @@ class WorkerCapacity:
         if pool is not None and not has_window_pages((*held, job), page, pool.windows):
             return False
         if _at_their_ends(held, job, beside, page) <= num_pages * page:
-            return True  # as most often; to look when each ends is dear
+            return True  # the usual case; simulating each job's end is slow
         jobs = [each._replace(now=each.now + beside, end=each.end + beside) for each in (*held, job)]
         return most_pages(jobs, page, worker.info.held_positions) <= num_pages
 
     def num_pages(self, worker: Worker) -> int | None:
-        """The worker's share of its machine's memory; who is still to start may come to the same machine.
+        """Return the worker's share of its machine's memory, starting workers included.
 
-        A GPU's pool is its own. None where a GPU was shared out in slots.
+        None if a GPU is divided into slots.
         """
         if worker.info is None:
             return 0
@@ -100,34 +94,33 @@ class WorkerCapacity:
 
 
 def _at_their_ends(held: Sequence[Growth], job: Growth, beside: int, page: int) -> int:
-    """The most positions that jobs could take if all were at their ends at once."""
     num_jobs = len(held) + 1
     return job.end + sum(each.end for each in held) + num_jobs * (beside + ROOM_BEHIND + page - 1)
 
 
-# Gives workers jobs, as many as each has room for, and has one hand a job over to an idle one at the end of a run.
+# Job assignment, and moves between workers at the end of a run.
 
 
-BACKLOG_SLICES = 1.5  # that a reserve lasts for: a worker begins no more jobs before its next orders
-MIN_MOVE_SECONDS = 10.0  # a job that ends sooner stays where it is
-MIN_SHARE_LEFT = 0.25  # of the tokens so far: to load or replay them costs, and the rest has to make up for it
+BACKLOG_SLICES = 1.5  # slices that a reserve lasts; a worker begins no more before its next orders
+MIN_MOVE_SECONDS = 10.0  # jobs that end sooner stay
+MIN_SHARE_LEFT = 0.25  # share of a job's tokens that must remain to repay a load or replay
 
 
 class Dispatcher:
-    """Gives every idle worker its next slice, with new jobs where it has room; has those drain that are to end."""
+    """Gives idle workers jobs, and drains workers that must end."""
 
     def __init__(self, context: DriverContext) -> None:
         self._context = context
         self._queue, self._fleet, self._attempts = context.queue, context.fleet, context.attempts
         self._slots = WorkerCapacity(context.num_slots, context.fleet, context.most_positions)
         self._balance = LoadBalancer(context.queue, context.fleet, context.num_workers)
-        self._last: LastJobs | None = None  # as of the last look
-        self._plan: EndPlan | None = None  # the same
+        self._last: LastJobs | None = None  # from the last rebalance
+        self._plan: EndPlan | None = None  # from the last rebalance
         self._spread = -math.inf
         self._bodies = context.run.job_bodies(self._queue.places())
 
     def hand_out(self, now: float) -> None:
-        """Start a call on every idle worker that has something to do."""
+        """Start a call on every idle worker with work."""
         idle = list(self._fleet.idle)
         staying = [worker for worker in idle if worker.state != "draining"]
         for worker in idle:
@@ -138,7 +131,7 @@ class Dispatcher:
             self._begin_slice(worker, dealt.get(worker.id, ()), now)
 
     def spread(self, now: float) -> None:
-        """Have jobs leave workers where others could end them sooner. Looks at all workers, once a slice."""
+        """Rebalance jobs between workers, once a slice."""
         if now - self._spread < slice_seconds(len(self._fleet.workers)):
             return
         self._spread, self._last = now, self._balance.of_last(now)
@@ -148,17 +141,17 @@ class Dispatcher:
             self._order_move(now)
 
     def _order_relief(self) -> None:
-        """Let the worker with the job that ends last hand others back, where the run ends much sooner then."""
+        """Let the last-ending worker return jobs if the run then ends sooner."""
         if self._last is not None and not self._last.worker.orders.released:
             for job_id in self._balance.too_many(self._last):
                 self._last.worker.ask_back(job_id)
 
     def _order_move(self, now: float) -> None:
-        """Let workers with several jobs hand some over to a worker without any: first those that have not begun."""
+        """Let busy workers pass jobs to an empty one."""
         ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
         num_held = [self._queue.of(worker.id).num_to_run for worker in ready]
         if all(num_held) or any(worker.orders.released or worker.orders.recalled for worker in ready):
-            return  # nobody is without, or one is on its way
+            return  # no worker is empty, or a job is on its way
         if self._queue.num_in_backlog:
             for worker in ready:
                 worker.recall(self._queue.of(worker.id).reserve)
@@ -183,10 +176,7 @@ class Dispatcher:
             self._fleet.retire(worker)
 
     def _deal(self, workers: Sequence[Worker], now: float) -> dict[str, list[QueuedJob]]:
-        """Take jobs for workers, one after the other for whoever has the least left to do, while any is taken.
-
-        The worker with the job that ends last gets no more than let it end in time; by a plan, no worker does.
-        """
+        """Assign to the worker with the least left; the last-ending worker only gets what lets its job end in time."""
         takers = [(self._turn_of(worker), number) for number, worker in enumerate(workers)]
         heapify(takers)
         dealt: defaultdict[str, list[QueuedJob]] = defaultdict(list)  # by worker
@@ -202,18 +192,18 @@ class Dispatcher:
         return dealt
 
     def _turn_of(self, worker: Worker) -> int:
-        """The lower one gets the next job. By a plan each gets all that it may have before another: long ones first."""
+        """With a plan, fill each worker before the next one."""
         return self._queue.of(worker.id).num_left if self._plan is None else 0
 
     def _is_spared(self, worker: Worker) -> bool:
-        """Tell whether a worker should get no more beside the job that ends last."""
+        """Return whether the last-ending job should get no neighbour."""
         last = self._last
         if last is None or last.worker is not worker or not self._queue.num_waiting:
             return False
         return bool(self._queue.of(worker.id).running) and not self._balance.may_have_more(last)
 
     def _next_for(self, worker: Worker, now: float) -> QueuedJob | None:
-        """Take a job for a worker, if it should have one more."""
+        """Take a job if the worker should have one more."""
         own = self._queue.of(worker.id)
         num_held = len(own.running)
         if self._slots.is_full(worker, num_held) or self._balance.has_share(own.num_to_run, own.num_left):
@@ -225,9 +215,9 @@ class Dispatcher:
         return self._queue.take(worker.id, now, has_room)
 
     def _refill(self, worker: Worker, now: float) -> list[QueuedJob]:
-        """Take jobs for a worker's reserve: as many as it will begin before its next orders.
+        """Take jobs for a worker's reserve.
 
-        A job that fits once those have left that end first may wait for that. Nobody gets more than its share.
+        A job that fits after earlier ones end may wait in it.
         """
         queue, jobs = self._queue, list[QueuedJob]()
         if not queue.num_waiting or self._is_spared(worker):
@@ -248,10 +238,7 @@ class Dispatcher:
         return jobs
 
     def _begin_slice(self, worker: Worker, dealt: Sequence[QueuedJob], now: float) -> None:
-        """Have a worker go on with its jobs, and with those that are `dealt` to it.
-
-        The worker writes its results at once where it gets no more jobs: others take those that wait, if any.
-        """
+        """Let a worker continue its jobs and the `dealt` ones."""
         own, reserve = self._queue.of(worker.id), self._refill(worker, now)
         if own.num_to_run or own.unsealed or worker.orders.cancelled:
             orders = replace(
@@ -265,17 +252,15 @@ class Dispatcher:
             self._fleet.work(worker, orders, slice_seconds(len(self._fleet.workers)), has_backlog=bool(own.reserve))
 
     def _reserved(self, job: QueuedJob) -> Assignment:
-        """The next attempt at a job, which counts once the worker says that it has begun."""
         return self._numbered(job, *self._attempts.number(job.job_id))
 
     def _assignment(self, job: QueuedJob, worker: Worker) -> Assignment:
-        """The next attempt at a job, which begins now."""
         number, num_attempts = self._attempts.begin(job.job_id)
         self._context.display.note(JobStarted(job.name, worker.id, num_attempts, job.num_generated_tokens))
         return self._numbered(job, number, num_attempts)
 
     def _numbered(self, job: QueuedJob, number: int, num_attempts: int) -> Assignment:
-        """An attempt at a job: whoever had it before can't touch the new attempt's files."""
+        """The attempt's number keeps earlier holders from its files."""
         entry = job.entry
         return Assignment(
             *(entry.job_id, entry.line_number, entry.num_prompt_tokens, self._bodies.at(entry.place)),
@@ -288,7 +273,7 @@ class Dispatcher:
 
 
 def _num_left_to_move(job: QueuedJob) -> int:
-    """Tokens that a job has left, 0 where that is too few for the move to pay."""
+    """Return 0 if a move would not pay."""
     num_done = job.num_generated_tokens
     num_left = job.entry.max_tokens - num_done
     return num_left if num_left >= MIN_SHARE_LEFT * (job.entry.num_prompt_tokens + num_done) else 0

@@ -1,6 +1,6 @@
-"""The driver's loop: hand jobs out, take reports in, put back what a lost or draining worker had.
+"""The driver's loop.
 
-Everything the driver knows is in the run folder as well: it may die at any moment and another one goes on.
+The run folder holds all it knows, so another driver can continue at any moment.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ from swiftbatch.scheduler.driver.worker_fleet import (
 from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
 
 WAIT_SECONDS = 0.2
-DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report to arrive
-LOST_CLUSTER_SECONDS = 20.0  # Ray ends a process that has not heard of its head for 60 s, half of which have passed
+DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report
+LOST_CLUSTER_SECONDS = 20.0  # Ray ends a process 60 s after its head was lost, of which half has passed
 
 
 class DriverError(UserError):
-    """The run can't go on."""
+    """A run that can't go on."""
 
 
 class Driver:
-    """Runs the jobs of one run to their end."""
-
     def __init__(self, context: DriverContext, hold: RunLease) -> None:
         self._context = context
         self._hold, self._clock = hold, context.clock
@@ -54,17 +52,16 @@ class Driver:
         self._census = ProgressCounter(context)
         self._sharding = ShardWriter(context.run, hold.epoch, context.display)
         self._is_stopping = False
-        self.reached_limit: str | None = None  # the reason why the run was left unfinished, for people
+        self.reached_limit: str | None = None  # why the run is unfinished, for people
 
     def request_stop(self) -> None:
-        """Ask the loop to end soon, with all checkpoints written; safe in a signal handler."""
+        """Ask the loop to end soon; safe in a signal handler."""
         self._is_stopping = True
 
     def run(self) -> RunState:
-        """Run until no job is left, or until asked to stop or at a limit; the output files are written before the end.
+        """Run until no job is left, a stop request or a limit; write the output files.
 
-        Raises DriverError, RunTakenError, ClusterLostError, ModelError where a worker can't load the model, and
-        StoreError when the store has failed for good.
+        Raises DriverError, RunTakenError, ClusterLostError, ModelError and StoreError.
         """
         state: RunState = "interrupted"
         try:
@@ -76,17 +73,17 @@ class Driver:
                 while self._queue.num_unfinished and not self._is_to_stop():
                     self._step()
             if self._queue.num_unfinished:
-                self._census.take(self._clock())  # counts the workers' time while they are there
+                self._census.take(self._clock())  # counts worker time while they exist
                 self._context.display.note(LimitReached(self.reached_limit) if self.reached_limit else RunStopping())
                 self._drain_all("driver_stopped")
             self._context.attempts.end()
             state = self._write_output()
         except ClusterLostError:
-            # workers are called directly, not through the cluster's head
+            # calls reach workers without the cluster's head
             self._drain_all("cluster_lost", LOST_CLUSTER_SECONDS)
             raise
         except StoreError:
-            run = Run(Store(self._run.store.uri), self._run.manifest)  # it was tried again for long enough
+            run = Run(Store(self._run.store.uri), self._run.manifest)  # without further retries
             self._hold.go_on_through(run)
             raise
         finally:
@@ -94,23 +91,22 @@ class Driver:
             self._intake.stop()
             self._fleet.stop()
             self._sharding.stop()
-            with contextlib.suppress(StoreError, RunError):  # the error that brought us here matters more
+            with contextlib.suppress(StoreError, RunError):  # the original error matters more
                 self._beat(state)
         return state
 
     def _is_to_stop(self) -> bool:
-        """Return whether a user or a limit wants the run to end; a user's wish comes first."""
         if not self._is_stopping:
             self.reached_limit = self._context.limits.reached(self._context.spent)
         return self._is_stopping or self.reached_limit is not None
 
     def _step(self) -> None:
         now = self._clock()
-        # first of all: it fails where the run is no longer ours
+        # first, because it fails if the run was taken
         if self._hold.is_due(now, slice_seconds(len(self._fleet.workers))):
             self._beat("running")
             self._context.attempts.keep()
-            with self._hold.beating():  # there may be a hundred thousand of them
+            with self._hold.beating():  # there may be a hundred thousand
                 self._settlement.take_cancel_requests()
             self._sharding.look(self._queue.counts()["finished"], self._queue.num_generated_tokens)
         for worker, seconds in self._fleet.leaving():
@@ -126,10 +122,10 @@ class Driver:
         self._refuse_others(events)
         self._refuse_endless_starts(events)
         if not events and len(self._fleet.idle) == len(self._fleet.workers):
-            time.sleep(WAIT_SECONDS)  # every job left waits for its next attempt
+            time.sleep(WAIT_SECONDS)  # every remaining job waits for its next attempt
 
     def _drain_all(self, reason: str, longest: float = math.inf) -> None:
-        """Have all workers write their checkpoints and hand their jobs back, in the grace period."""
+        """Let workers return jobs within the grace period."""
         seconds = min(self._context.grace_seconds, longest)
         for worker in self._fleet.workers:
             self._fleet.begin_drain(worker, reason, seconds)
@@ -143,10 +139,7 @@ class Driver:
                 self._beat("running")
 
     def _refuse_others(self, events: list[Event]) -> None:
-        """Raise DriverError where a worker has another model or other code: its tokens would be others.
-
-        Nobody knows which worker is next to meet them, so the others hand their jobs back first.
-        """
+        """Raise DriverError if a worker's model or code differs, after the others returned their jobs."""
         for event in events:
             if isinstance(event, Lost) and event.reason in (OTHER_MODEL, OTHER_CODE):
                 self._drain_all("driver_stopped")
@@ -156,7 +149,7 @@ class Driver:
         if any(worker.info for worker in self._fleet.workers):
             return
         for event in events:
-            if isinstance(event, Lost) and event.reason == "model_refused":  # no other try would end otherwise
+            if isinstance(event, Lost) and event.reason == "model_refused":  # a retry would fail the same way
                 raise ModelError(event.message)
             if not isinstance(event, Lost):
                 continue
@@ -165,11 +158,11 @@ class Driver:
                 raise DriverError(f"no worker starts, {most} tries: {event.message}")
 
     def _write_output(self) -> RunState:
-        """Write the output files and the last shards, while nobody else may; returns how the run stands."""
+        """Write last shards too; return the run's state."""
         state = self._end_state()
         self._fleet.stop()
         with self._hold.beating():
-            put_logs_in_place(self._run, have_all_gone=True)  # of workers that ended badly
+            put_logs_in_place(self._run, have_all_gone=True)  # of workers that crashed
             self._sharding.finish(is_end=state != "interrupted")
             self._run.write_output(self._hold.epoch.check)
         return state
@@ -177,13 +170,13 @@ class Driver:
     def _end_state(self) -> RunState:
         if self._queue.num_unfinished:
             return "interrupted"
-        self.reached_limit = None  # the jobs that were left have finished meanwhile
+        self.reached_limit = None  # the remaining jobs finished meanwhile
         is_whole_run, _ = self._run.cancel_requests()
         self._run.clear_cancel()
         return "cancelled" if is_whole_run else "finished"
 
     def _beat(self, state: RunState) -> None:
-        """Show how the run stands, here and in the run folder. Raises RunTakenError if the run is no longer ours."""
+        """Show and write the heartbeat. Raises RunTakenError."""
         self._hold.epoch.check()
         at_risk = self._intake.tokens_at_risk()
         if state != "running":

@@ -1,4 +1,4 @@
-"""The driver's sign of life in the run folder: how often it comes, and how others read it."""
+"""The driver's heartbeat in the run folder, and how others read it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from swiftbatch.scheduler.driver.queue_loading import count_jobs
 from swiftbatch.scheduler.process.process_id import is_gone
 
 BEAT_SECONDS = 1.0
-BEAT_SECONDS_OBJECT_STORE = 5.0  # a store where each beat costs money and time
-LONGEST_BEAT_SECONDS = 5.0  # however many workers there are: others take a driver for dead after three times as long
-STALE_SECONDS = 15.0  # a running driver whose newest beat is older than this may be dead
+BEAT_SECONDS_OBJECT_STORE = 5.0  # each heartbeat there costs money and time
+LONGEST_BEAT_SECONDS = 5.0  # with any number of workers, since a driver counts as dead after three times this
+STALE_SECONDS = 15.0  # a driver with an older heartbeat may be dead
 STALE_SECONDS_OBJECT_STORE = 30.0
 
-AT_REST: dict[str, Any] = {"tokens_per_second": 0.0, "eta_seconds": None, "workers": ()}  # fields of a beat
-KEPT = (  # fields of the beat of a driver that is no more
+AT_REST: dict[str, Any] = {"tokens_per_second": 0.0, "eta_seconds": None, "workers": ()}  # fields of the heartbeat
+KEPT = (  # fields kept from a dead driver's heartbeat
     *("driver_host", "driver_pid", "driver_process", "epoch", "started", "updated"),
     *("running", "num_generated_tokens", "num_total_tokens", "worker_seconds", "reached_limit", "num_rejects"),
 )
@@ -32,7 +32,7 @@ def beat_seconds(store: Store) -> float:
 
 
 def liveness(run: Run, progress: Progress | None) -> Liveness:
-    """Tell whether the driver that wrote this beat is at work; `silent` means it may be, but has not been heard of."""
+    """Return whether the heartbeat's driver works; `silent` means that it may."""
     if progress is None or progress.state != "running":
         return "gone"
     return process_liveness(
@@ -41,7 +41,7 @@ def liveness(run: Run, progress: Progress | None) -> Liveness:
 
 
 def process_liveness(store: Store, host: str, pid: int, key: ProcessKey | None, updated: float) -> Liveness:
-    """Tell whether a process is at work; `updated` is the time of its newest sign of life in the store."""
+    """Return whether a process works; `updated` is its newest heartbeat's time."""
     if is_gone(host, pid, key):
         return "gone"
     limit = STALE_SECONDS if store.is_local else STALE_SECONDS_OBJECT_STORE
@@ -49,7 +49,7 @@ def process_liveness(store: Store, host: str, pid: int, key: ProcessKey | None, 
 
 
 def current_progress(run: Run) -> Progress:
-    """The progress that `status` shows: the newest beat, or the folder's if no driver is alive or has yet counted."""
+    """Return the newest heartbeat, with jobs from the folder if no driver counts them."""
     progress = run.progress()
     if progress is None:
         return _without_beat(run)
@@ -57,24 +57,22 @@ def current_progress(run: Run) -> Progress:
         return progress if progress.jobs else with_counts(run, progress)
     if progress.state == "running":
         return stopped(progress, "interrupted", count_jobs(run)).model_copy(update={"running": {}})
-    jobs = count_jobs(run)  # a result may have come late, or be damaged
+    jobs = count_jobs(run)  # a result may be late or damaged
     state: RunState = "interrupted" if jobs["pending"] else progress.state
     return progress if jobs == progress.jobs else stopped(progress, state, jobs)
 
 
 def with_counts(run: Run, progress: Progress) -> Progress:
-    """The beat of a driver that has yet to count, with the jobs as they are."""
     return progress.model_copy(update={"jobs": count_jobs(run)})
 
 
 def stopped(progress: Progress, state: RunState, jobs: dict[str, int]) -> Progress:
-    """The beat of a driver that is no more, with the run's state and its jobs as they are now."""
+    """Return a dead driver's heartbeat with present state and jobs."""
     kept = {name: getattr(progress, name) for name in KEPT}
     return Progress(state=state, jobs=jobs, **kept, **AT_REST)
 
 
 def _without_beat(run: Run) -> Progress:
-    """The progress by the folder alone: for a run that was never run, or whose beat is damaged."""
     created, jobs, was_run = run.manifest.created, count_jobs(run), run.has_had_a_driver()
     lines = run.result_lines(run.ended()[0]) if was_run else ()
     return Progress(

@@ -1,4 +1,4 @@
-"""The state that the parts of a driver share."""
+"""The state shared by the parts of a driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swiftbatch.scheduler.driver.worker_fleet import Fleet
 
 @dataclass(frozen=True)
 class DriverContext:
-    """A run that is driven: its jobs, its workers, and where it is told what happens."""
+    """A driven run with its jobs, workers and display."""
 
     run: Run
     queue: JobQueue
@@ -26,9 +26,9 @@ class DriverContext:
     display: Display
     counters: DriverCounters
     num_workers: int
-    num_slots: int | None  # jobs that a worker runs at a time; None for as many as it has room for
-    grace_seconds: float  # the time that a worker has to write its checkpoints before it ends
+    num_slots: int | None  # jobs at a time per worker; None: as many as fit
+    grace_seconds: float  # a worker's time to write checkpoints before it ends
     limits: Limits
     spent: Spending
-    most_positions: int | None = None  # that caches of a worker on a CPU may hold; None for most of what is free
+    most_positions: int | None = None  # for a CPU worker's caches; None: most of the free memory
     clock: Callable[[], float] = monotonic

@@ -1,4 +1,4 @@
-"""The lengths that jobs will come to, as far as those that have ended in this run tell."""
+"""Expected job lengths, estimated from the run's ended jobs."""
 
 from __future__ import annotations
 
@@ -11,39 +11,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 Counts = NDArray[np.int32] | NDArray[np.int64]
-LengthBucket = tuple[int, int]  # the class of a job's prompt, and the share of its limit that it has reached
+LengthBucket = tuple[int, int]  # prompt class and reached share of the limit
 
-NUM_SHARES = 64  # parts of `max_tokens` that lengths are counted in
-NUM_CLASSES = 64  # of prompts by their lengths
+NUM_SHARES = 64  # parts of `max_tokens`
+NUM_CLASSES = 64  # prompt length classes
 CLASSES_PER_DOUBLING = 2
-NUM_DOUBTS = 4  # jobs that reach their limit, counted beside those that ended: the first few say little
-NEIGHBOURS = (0.25, 0.5, 1.0, 0.5, 0.25)  # what a job of each class about another counts there
-NUM_OTHERS = 8  # jobs that end as those of other classes do, counted beside those of a class
+NUM_DOUBTS = 4  # virtual jobs that reach their limit, since the first few ended ones say little
+NEIGHBOURS = (0.25, 0.5, 1.0, 0.5, 0.25)  # weights of the neighbouring classes
+NUM_OTHERS = 8  # virtual jobs that end as in other classes
 
 
 class LengthStatistics:
-    """Counts at which share of their `max_tokens` jobs have ended, for prompts of about a length each."""
+    """Counts of ended jobs by prompt length and share of `max_tokens`."""
 
     def __init__(self) -> None:
         self._num_ended = np.zeros((NUM_CLASSES, NUM_SHARES + 1))
         self.num_ended = 0
 
     def note(self, num_prompt_tokens: int, num_tokens: int, max_tokens: int) -> None:
-        """Count a job that has ended by itself or at its limit."""
         self._num_ended[_class(num_prompt_tokens), _share(num_tokens, max_tokens)] += 1
         self.num_ended += 1
 
     def note_all(self, num_prompt_tokens: Counts, num_tokens: Counts, max_tokens: Counts) -> None:
-        """Count many such jobs."""
         shares = np.minimum(NUM_SHARES, num_tokens.astype(np.int64) * NUM_SHARES // max_tokens)
         np.add.at(self._num_ended, (_classes(num_prompt_tokens), shares), 1)
         self.num_ended += len(shares)
 
     def forecast(self, living: RunningLengths) -> Forecast:
-        """Forecast what comes; `living` are the jobs that have not ended.
+        """Forecast lengths by the Kaplan-Meier estimate.
 
-        These count as having lived so far (the estimate of Kaplan and Meier): short jobs end first, and would make all
-        others look short.
+        It counts unfinished jobs too: short jobs end first and would make all look short.
         """
         num_at_risk = (self._num_ended + living.num_jobs)[:, ::-1].cumsum(axis=1)[:, ::-1]
         others_ended, others_at_risk = (each.sum(axis=0) - each for each in (self._num_ended, num_at_risk))
@@ -55,91 +52,78 @@ class LengthStatistics:
 
 
 class RunningLengths:
-    """Counts the jobs that have not ended at the share of their `max_tokens` that they have reached.
-
-    It is kept up to date job by job, so that nobody goes through all of them.
-    """
+    """Counts of unfinished jobs by prompt length and share of `max_tokens`."""
 
     def __init__(self) -> None:
-        # lists: a number of an array costs several times as much to change
+        # lists: changing a number in an array takes several times as long
         self._num_jobs = [[0] * (NUM_SHARES + 1) for _ in range(NUM_CLASSES)]
-        self._limits = [[0] * (NUM_SHARES + 1) for _ in range(NUM_CLASSES)]  # the sums of their `max_tokens`
+        self._limits = [[0] * (NUM_SHARES + 1) for _ in range(NUM_CLASSES)]  # sums of `max_tokens`
 
     @classmethod
     def of(cls, jobs: Iterable[tuple[int, int, int]]) -> Self:
-        """Count some jobs: the tokens of their prompts, those that they have, and their `max_tokens`."""
+        """Count jobs given as (prompt tokens, tokens, max_tokens)."""
         living = cls()
         for num_prompt_tokens, num_tokens, max_tokens in jobs:
             living.add(length_bucket_of(num_prompt_tokens, num_tokens, max_tokens), max_tokens)
         return living
 
     def add(self, place: LengthBucket, max_tokens: int) -> None:
-        """Count a job."""
         number, share = place
         self._num_jobs[number][share] += 1
         self._limits[number][share] += max_tokens
 
     def take(self, place: LengthBucket, max_tokens: int) -> None:
-        """Count a job no longer."""
         number, share = place
         self._num_jobs[number][share] -= 1
         self._limits[number][share] -= max_tokens
 
     @property
     def num_jobs(self) -> NDArray[np.float64]:
-        """The number of jobs at each place."""
         return np.array(self._num_jobs, np.float64)
 
     def num_unexpected(self, unexpected: NDArray[np.float64]) -> int:
-        """The sum of the shares `unexpected` of each place's jobs, in tokens."""
+        """Sum the jobs' `unexpected` shares, in tokens."""
         return int((np.array(self._limits, np.float64) * unexpected).sum() / NUM_SHARES)
 
 
 class Forecast:
-    """Says how many tokens a job may still be expected to draw."""
+    """The expected tokens that jobs still draw."""
 
     def __init__(self, mean_left: NDArray[np.float64], at_start: NDArray[np.float64]) -> None:
-        """`mean_left`, for each class of prompts and share of a limit: the shares that come behind it on average.
-
-        `at_start` are those of jobs without tokens where only classes about theirs say something of them.
-        """
+        """`mean_left` [class, share] is the mean share to come; `at_start` uses neighbouring classes only."""
         self._at_start = at_start / NUM_SHARES
         self._mean_left: list[list[float]] = mean_left.tolist()
-        behind = NUM_SHARES - 0.5 - np.arange(NUM_SHARES + 1)  # the share up to the limit; jobs are within one
+        # the mean share up to the limit; a job is anywhere within its own share
+        behind = NUM_SHARES - 0.5 - np.arange(NUM_SHARES + 1)
         self._unexpected = np.maximum(0.0, behind - mean_left)
 
     def final_tokens(self, num_prompt_tokens: int, num_tokens: int, max_tokens: int) -> int:
-        """The tokens that a job with so many is expected to end with."""
         left = self._mean_left[_class(num_prompt_tokens)][_share(num_tokens, max_tokens)] * max_tokens / NUM_SHARES
         num_final_tokens = num_tokens + round(left)
         return num_final_tokens if num_final_tokens < max_tokens else max_tokens
 
     def num_unexpected(self, living: RunningLengths) -> int:
-        """The tokens that jobs may draw yet and are not expected to."""
+        """Return the tokens that jobs may draw beyond expectation."""
         return living.num_unexpected(self._unexpected)
 
     def of_new(self, num_prompt_tokens: Counts, max_tokens: Counts) -> NDArray[np.int64]:
-        """The tokens that jobs without any may well end with: up to their limits, where nobody has seen such prompts.
-
-        Whoever works by it begins early with jobs of whose kind it knows too little, and soon knows it.
-        """
+        """Return new jobs' expected tokens, their limits for unknown kinds, which so begin early."""
         return np.maximum(1, np.rint(self._at_start[_classes(num_prompt_tokens)] * max_tokens)).astype(np.int64)
 
 
 def length_bucket_of(num_prompt_tokens: int, num_tokens: int, max_tokens: int) -> LengthBucket:
-    """The place at which a job counts that has so many tokens."""
     return _class(num_prompt_tokens), _share(num_tokens, max_tokens)
 
 
 def _with_neighbours(of_classes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Counts of each class with those of the classes about it, the less the farther these are."""
+    """Add neighbouring classes, weighted by distance."""
     reach = len(NEIGHBOURS) // 2
     padded = np.pad(of_classes, ((reach, reach), (0, 0)))
     return sum(weight * padded[n : n + NUM_CLASSES] for n, weight in enumerate(NEIGHBOURS))  # type: ignore[return-value]
 
 
 def _mean_left(end_now: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The shares that come behind each on average, by the chance that a job ends within it."""
+    """Return the mean share to come from each share's probability of ending."""
     mean_left = np.zeros_like(end_now)
     for share in range(NUM_SHARES - 1, -1, -1):
         end = end_now[..., share]
@@ -153,7 +137,6 @@ def _class(num_prompt_tokens: int) -> int:
 
 
 def _classes(num_prompt_tokens: Counts) -> NDArray[np.int64]:
-    """The class of each of many, as `_class` has it."""
     classes = (CLASSES_PER_DOUBLING * np.log2(np.maximum(1, num_prompt_tokens))).astype(np.int64)
     return np.minimum(NUM_CLASSES - 1, classes)
 

@@ -1,8 +1,6 @@
-"""Tracks the jobs of a run: who has each, how often it was lost, when it is given up. No Ray and no files.
+"""Tracks a run's jobs: workers, losses and failures. No Ray and no files.
 
-A worker has running jobs, and a reserve of others that it begins by itself: until it says so, these are still pending.
-
-Which one runs next is decided in `waiting_jobs.py`.
+A worker's reserve stays pending until it begins. `waiting_jobs.py` decides the order.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ from swiftbatch.scheduler.driver.remaining_tokens import RemainingTokens
 from swiftbatch.scheduler.driver.waiting_jobs import QueuedJob, Strikes, UntouchedJobs, WaitingJobs
 from swiftbatch.worker.kv.kv_capacity import Growth
 
-MAX_ATTEMPTS = 5  # in a row that were lost without progress: the default of --max-attempts
+MAX_ATTEMPTS = 5  # the default of --max-attempts
 RETRY_BACKOFF = Backoff(first=0.5, longest=60.0)
-NUM_GROUPS = 8  # of prompts: a worker may still have keys and values of so many
+NUM_GROUPS = 8  # prompt groups whose keys and values a worker may still have
 
 
 def _always(_growth: Growth) -> bool:
@@ -34,43 +32,40 @@ def _always(_growth: Growth) -> bool:
 
 @dataclass
 class WorkerJobs:
-    """The jobs that a worker has, by their ids."""
+    """A worker's jobs by id."""
 
-    running: dict[str, QueuedJob] = field(default_factory=dict)  # in the order in which they began
-    reserve: dict[str, QueuedJob] = field(default_factory=dict)  # it begins with them by itself, in this order
-    unsealed: dict[str, QueuedJob] = field(default_factory=dict)  # they have ended, and their results are to be written
-    groups: deque[int] = field(default_factory=lambda: deque(maxlen=NUM_GROUPS))  # of prompts, those it had last
-    num_left: int = 0  # tokens, if all run to their `max_tokens`
+    running: dict[str, QueuedJob] = field(default_factory=dict)  # in order of their start
+    reserve: dict[str, QueuedJob] = field(default_factory=dict)  # the worker begins them by itself in this order
+    unsealed: dict[str, QueuedJob] = field(default_factory=dict)  # ended jobs whose results are not written yet
+    groups: deque[int] = field(default_factory=lambda: deque(maxlen=NUM_GROUPS))  # prompt groups of its latest jobs
+    num_left: int = 0  # tokens up to all `max_tokens`
 
     @property
     def num_to_run(self) -> int:
-        """The number of jobs that run or will."""
         return len(self.running) + len(self.reserve)
 
 
 class JobQueue:
-    """The jobs of a run that are still to do, by priority and then the longest first, and counts of the others.
+    """A run's unfinished jobs, and counts of the others.
 
-    A job is given up after `max_attempts` attempts in a row that were lost without progress. A long job that is
-    preempted often but moves on each time is never given up; one that kills its workers at the same token is.
-    A job that was lost twice so runs alone from then on, so that it can't draw its neighbours into its end.
-    All totals are kept up to date, so that no call but `unfinished` and `stop_running` gets dearer with more jobs.
+    A job fails after `max_attempts` consecutive losses without progress; after two it runs alone, to spare its
+    neighbours. Only `unfinished` and `stop_running` take time per job.
     """
 
     def __init__(
         self, max_attempts: int, untouched: UntouchedJobs | None = None, lengths: LengthStatistics | None = None
     ) -> None:
-        """`untouched` are jobs that no worker has had; others are added one by one. `lengths` are of ended ones."""
+        """`untouched` are jobs that no worker had; `lengths` are of ended jobs."""
         self._max_attempts = max_attempts
         self._untouched = untouched or UntouchedJobs.none()
         self._num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
-        self.num_generated_tokens = 0  # of all jobs so far, the finished ones included
+        self.num_generated_tokens = 0  # finished jobs included
         self._num_unsealed = 0
-        self._num_tokens_left = 0  # of the jobs in `_touched`, if each runs to its max_tokens
-        self.most_tokens = self._untouched.most_tokens  # that any job may have
-        self._touched: dict[str, QueuedJob] = {}  # unfinished jobs that are not among the untouched
+        self._num_tokens_left = 0  # of the jobs in `_touched` up to max_tokens
+        self.most_tokens = self._untouched.most_tokens  # the largest limit of any job
+        self._touched: dict[str, QueuedJob] = {}  # unfinished jobs outside `_untouched`
         self._running: dict[str, QueuedJob] = {}
-        self._reserved: dict[str, QueuedJob] = {}  # not begun, in the reserve of a worker
+        self._reserved: dict[str, QueuedJob] = {}  # not begun, in a worker's reserve
         self._workers: defaultdict[str, WorkerJobs] = defaultdict(WorkerJobs)
         self._waiting = WaitingJobs(self._untouched)
         self._expected = RemainingTokens(lengths or LengthStatistics(), self._running)
@@ -84,10 +79,7 @@ class JobQueue:
         prompt: SharedPrompt = NOT_SHARED,
         strikes: Strikes | None = None,
     ) -> None:
-        """Add a job to do; `num_generated_tokens` are the most that an earlier attempt is known to have had.
-
-        `strikes` are those that earlier drivers have counted; progress since then clears them.
-        """
+        """Add an unfinished job; `num_generated_tokens` is any attempt's most."""
         self.num_generated_tokens += num_generated_tokens
         job = QueuedJob(entry, num_generated_tokens, num_generated_tokens, priority, prompt)
         if strikes is not None:
@@ -97,14 +89,13 @@ class JobQueue:
         self._touch(job)
 
     def add_ended(self, state: str, num_generated_tokens: int, num_jobs: int = 1) -> None:
-        """Count jobs that an earlier driver saw end; the tokens are those of all."""
         self._num_ended[state] += num_jobs
         self.num_generated_tokens += num_generated_tokens
 
     def take(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> QueuedJob | None:
-        """Give a worker the first job that may run now beside those it has, and has room there; None if none.
+        """Give a worker the first job that may run beside its own and fits.
 
-        Of equal priority and about as long, one comes first whose prompt is like those that the worker has read.
+        A prompt like the worker's decides between similar jobs.
         """
         forecast = self._expected.forecast()
         job = self._first(worker_id, now, lambda job: has_room(job.growth(forecast)))
@@ -115,7 +106,7 @@ class JobQueue:
         return job
 
     def reserve(self, worker_id: str, now: float, has_room: Callable[[Growth], bool] = _always) -> QueuedJob | None:
-        """Give a worker the job that `take` would, for its reserve. None that may have to run alone."""
+        """Reserve the job that `take` would return, unless it may have to run alone."""
         forecast = self._expected.forecast()
         job = self._first(worker_id, now, lambda job: not job.is_suspect and has_room(job.growth(forecast)))
         if job is None or job.runs_alone:
@@ -126,7 +117,7 @@ class JobQueue:
         return job
 
     def begin(self, job_id: str) -> QueuedJob | None:
-        """Note that a worker has begun with a job of its reserve; None if it is no longer there."""
+        """Record that a reserved job began; None if it is no longer reserved."""
         if (job := self._reserved.pop(job_id, None)) is None:
             return None
         del self._workers[job.worker_id].reserve[job_id]
@@ -134,23 +125,22 @@ class JobQueue:
         return job
 
     def of(self, worker_id: str) -> WorkerJobs:
-        """The jobs that a worker has; only the queue changes them."""
+        """Return a worker's jobs, read-only."""
         return self._workers[worker_id]
 
     def growths(self, worker_id: str) -> list[Growth]:
-        """The positions of the jobs that run on a worker, now, and as expected at their ends: who ends first leads."""
+        """Return the growth of a worker's jobs, first to end first."""
         return self._expected.outlook(worker_id, self._workers[worker_id].running.values()).growths
 
     def mean_length(self, worker_id: str) -> float:
-        """The tokens that the jobs running on a worker are expected to end with, on average; 0.0 without any."""
+        """Return the expected final tokens of a worker's jobs on average."""
         return self._expected.outlook(worker_id, self._workers[worker_id].running.values()).mean_length
 
     def forecast(self) -> Forecast:
-        """The forecast of what jobs will come to, by those that have ended."""
         return self._expected.forecast()
 
     def progress(self, job_id: str, num_generated_tokens: int) -> None:
-        """Note how far a job is; enough progress clears its strikes."""
+        """Record a job's tokens; enough progress clears its strikes."""
         if job := self.find(job_id):
             self._set_tokens(job, num_generated_tokens)
             if job.num_strikes and job.has_progressed:
@@ -159,7 +149,7 @@ class JobQueue:
                     self._waiting.put(job)
 
     def end(self, job_id: str, num_generated_tokens: int) -> None:
-        """Note that a running job has ended: its worker has room for another, but its result is yet to be written."""
+        """Record a running job's end, before its result is written."""
         if job := self._running.get(job_id):
             self._set_tokens(job, num_generated_tokens)
             self._expected.ended(job)
@@ -168,7 +158,6 @@ class JobQueue:
             self._set_ended(job, True)
 
     def finish(self, job_id: str, num_generated_tokens: int) -> None:
-        """Note a result."""
         if job := self.find(job_id):
             self._set_tokens(job, num_generated_tokens)
             if not job.has_ended:
@@ -176,7 +165,7 @@ class JobQueue:
             self.drop(job_id, "finished")
 
     def drop(self, job_id: str, state: str) -> None:
-        """Have a job ended, if it had not already: `finished`, `failed` or `cancelled`."""
+        """End an unfinished job as `finished`, `failed` or `cancelled`."""
         if job := self.find(job_id):
             del self._touched[job_id]
             self._take_back(job)
@@ -185,7 +174,7 @@ class JobQueue:
             self._num_ended[state] += 1
 
     def lose(self, job_id: str, now: float) -> bool:
-        """Put a job back whose attempt was lost. Returns False if it has no attempt left: then it is to be dropped."""
+        """Requeue a lost job; return False if it has no attempt left."""
         job = self.find(job_id)
         assert job is not None, f"job {job_id} has ended"
         job.strike(1 if job.has_progressed else job.num_strikes + 1, self._max_attempts)
@@ -194,44 +183,39 @@ class JobQueue:
         return job.num_strikes < self._max_attempts
 
     def release(self, job_id: str) -> None:
-        """Put a job back whose worker gave it up on purpose, or had it in reserve: without blame, and at once."""
+        """Requeue a released or reserved job without a strike."""
         if job := self._running.get(job_id) or self._reserved.get(job_id):
             self._put_back(job, 0.0)
 
     def stop_running(self) -> None:
-        """Put all jobs of workers back, without blame, since all workers are gone."""
+        """Requeue all jobs of workers without strikes."""
         for job_id in [*self._running, *self._reserved]:
             self.release(job_id)
 
     def find(self, job_id: str) -> QueuedJob | None:
-        """The job, while it is still to do."""
         if (job := self._touched.get(job_id)) is None:
             self.jobs([job_id])
             job = self._touched.get(job_id)
         return job
 
     def jobs(self, job_ids: Iterable[str]) -> list[QueuedJob]:
-        """Filter some jobs by whether they are still to do: for many at once far sooner than `find` for each."""
+        """Return the unfinished jobs among these."""
         wanted = set(job_ids)
         for job in self._untouched.take_all(wanted.difference(self._touched)):
             self._touch(job)
         return [self._touched[job_id] for job_id in sorted(wanted.intersection(self._touched))]
 
     def unfinished(self) -> list[str]:
-        """Ids of all jobs still to do."""
         return [*self._touched, *self._untouched.job_ids()]
 
     def places(self) -> NDArray[np.int64]:
-        """The places of all jobs still to do among the rows of all tables of their run, ascending."""
         touched = [job.entry.place for job in self._touched.values()]
         return np.sort(np.concatenate([np.array(touched, np.int64), self._untouched.places()]))
 
     def running(self) -> list[QueuedJob]:
-        """Running jobs, in the order they were taken."""
         return list(self._running.values())
 
     def handed_out(self) -> set[str]:
-        """The ids of all jobs that workers have, those in reserves included."""
         return {*self._running, *self._reserved}
 
     @property
@@ -240,31 +224,26 @@ class JobQueue:
 
     @property
     def num_to_run(self) -> int:
-        """Count the jobs that wait or run: those still to do whose end no worker has seen."""
         return self.num_unfinished - self._num_unsealed
 
     @property
     def num_waiting(self) -> int:
-        """Count the jobs that no worker has."""
         return self.num_unfinished - len(self._running) - len(self._reserved)
 
     @property
     def num_in_backlog(self) -> int:
-        """Count the jobs in the reserves of all workers."""
         return len(self._reserved)
 
     @property
     def num_tokens_left(self) -> int:
-        """Tokens that are still to come if every job runs to its max_tokens."""
+        """The most tokens to come."""
         return self._num_tokens_left + self._untouched.num_tokens_left
 
     @property
     def num_expected_left(self) -> int:
-        """Tokens that are still to come as far as those that have ended tell."""
         return max(0, self._num_tokens_left - self._expected.num_unexpected()) + self._untouched.num_expected_left
 
     def expected_lefts(self) -> NDArray[np.int64]:
-        """The tokens that each job which has not ended is expected to draw yet."""
         forecast = self._expected.forecast()
         touched = [job.num_expected(forecast) for job in self._touched.values() if not job.has_ended]
         return np.concatenate([np.array(touched, np.int64), self._untouched.expected_lengths()])
@@ -274,7 +253,7 @@ class JobQueue:
         return {"pending": self.num_unfinished - num_running, "running": num_running, **self._num_ended}
 
     def _first(self, worker_id: str, now: float, has_room: Callable[[QueuedJob], bool]) -> QueuedJob | None:
-        """The waiting job that a worker should have next; nobody else's beside one that runs alone."""
+        """Return None beside a job that runs alone."""
         own = self._workers[worker_id]
         if any(job.runs_alone for job in own.running.values()):
             return None
@@ -282,7 +261,6 @@ class JobQueue:
         return self._waiting.first(own.num_to_run > 0, now, own.groups, has_room)
 
     def _hand_to(self, worker_id: str, job: QueuedJob) -> None:
-        """Have a job wait no longer: it is a worker's."""
         self._waiting.take(job)
         own = self._workers[worker_id]
         if job.prompt.group is not None and job.prompt.group not in own.groups:
@@ -302,14 +280,12 @@ class JobQueue:
         self._expected.begun(job)
 
     def _touch(self, job: QueuedJob) -> None:
-        """Take a job in that waits."""
         self._touched[job.job_id] = job
         self._num_tokens_left += job.num_left
         self.most_tokens = max(self.most_tokens, job.entry.max_tokens)
         self._waiting.put(job)
 
     def _leave(self, job: QueuedJob) -> None:
-        """Have a job no longer among those that run on its worker."""
         self._workers[job.worker_id].running.pop(job.job_id, None)
         self._expected.changed(job.worker_id)
 
@@ -330,7 +306,7 @@ class JobQueue:
         self._expected.count(job, is_there=False)
 
     def _note_left(self, job: QueuedJob, num_left: int) -> None:
-        """Note that a job, which had so many tokens left, has others; it may be a worker's."""
+        """Update the totals."""
         change = job.num_left - num_left
         self._num_tokens_left += change
         if job.turn is None and change:

@@ -1,4 +1,4 @@
-"""Spreads the work of a run over its workers, so that all of them end at about the same time."""
+"""Spreads a run's work so that all workers end together."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.throughput import JOB_SHARE
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 
-END_SLACK = 1.1  # a longest job that ends so much later than it could is worth moving others for,
-MIN_RELIEF_SECONDS = 2.0  # if it ends so much sooner then: to be handed back and to go on elsewhere takes about as long
-MAX_PLANNED = 10_000  # jobs: among more, long ones are seldom many workers' matter, and a plan is dear
-PLAN_SLACK = 1.05  # a plan is what nobody can do better, and some jobs are always on their way
+END_SLACK = 1.1  # others move if the longest job ends this much later than it could
+MIN_RELIEF_SECONDS = 2.0  # and if moving saves at least this much: returning and resuming takes about as long
+MAX_PLANNED = 10_000  # with more jobs, long ones rarely matter and a plan is slow
+PLAN_SLACK = 1.05  # a plan is a lower bound, and some jobs are always in transit
 
 
 @dataclass(frozen=True)
 class EndPlan:
-    """The time in which all jobs could end, and the seconds of a token of a job among 1, 2, ... on its worker."""
+    """The least time for all jobs, and seconds per token with 1, 2, ... jobs."""
 
     seconds: float
     per_token: NDArray[np.float64]
 
     def most_jobs(self, num_left: int) -> int:
-        """The most jobs among which one with so many tokens left ends in time; one always may be alone."""
+        """Return the most jobs beside which `num_left` tokens end in time."""
         return max(1, int(np.searchsorted(self.per_token, PLAN_SLACK * self.seconds / max(1, num_left), "right")))
 
 
@@ -41,27 +41,23 @@ class LastJobs:
 
 
 class LoadBalancer:
-    """Says which workers should take more of the jobs that wait."""
+    """Decides which workers should take more waiting jobs."""
 
     def __init__(self, queue: JobQueue, fleet: Fleet, num_workers: int) -> None:
         self._queue, self._fleet, self._num_workers = queue, fleet, num_workers
-        self._relieved: set[str] = set()  # jobs that had to leave a longest one
+        self._relieved: set[str] = set()  # jobs moved away from a longest one
 
     def has_share(self, num_held: int, num_left: int) -> bool:
-        """Tell whether a worker with so many jobs, and tokens left to draw, has its share of the jobs or the tokens.
-
-        The longest jobs go first: without the tokens' share, the first worker would get all of them.
-        """
+        """Return whether a worker has its share of the jobs or of the tokens."""
         is_share_of_jobs = num_held >= math.ceil(self._queue.num_to_run / self._num_workers)
         return is_share_of_jobs or (num_held > 0 and num_left >= self._queue.num_tokens_left / self._num_workers)
 
     def plan(self, most_jobs: int) -> EndPlan | None:
-        """The time in which workers with up to so many jobs each could end all that are left, long ones among few.
+        """Plan the least time for all remaining jobs, long ones beside few others.
 
-        None for one worker, whose jobs need not be parted, for very many jobs, and where workers that take all the
-        jobs they can end about as soon: then no short job waits for a long one.
+        None if filling all workers ends about as soon, for one worker and for very many jobs.
         """
-        num_ready = sum(worker.state == "ready" for worker in self._fleet.workers)  # others may never come
+        num_ready = sum(worker.state == "ready" for worker in self._fleet.workers)  # starting workers may never come
         if num_ready < 2 or self._queue.num_unfinished > MAX_PLANNED:
             return None
         lefts = np.maximum(1, self._queue.expected_lefts())
@@ -78,17 +74,14 @@ class LoadBalancer:
         return EndPlan(high, per_token) if unplanned > PLAN_SLACK * high else None
 
     def _seconds_per_token(self, most_jobs: int) -> NDArray[np.float64]:
-        """The seconds of a token of a job among 1, 2, ...; any unit is good where nothing is known yet."""
+        """Return values for 1, 2, ... jobs."""
         pace, numbers = self._fleet.pace, range(1, most_jobs + 1)
         if pace.seconds_per_token(1) > 0:
             return np.maximum.accumulate([pace.seconds_per_token(number) for number in numbers])
         return 1 - JOB_SHARE + JOB_SHARE * np.array(numbers) / most_jobs
 
     def of_last(self, now: float) -> LastJobs | None:
-        """The worker whose longest job ends last, and how fast the others are.
-
-        None where there is nobody else, or no speed yet.
-        """
+        """Return the worker whose longest job ends last, if others have speeds."""
         ready = [worker for worker in self._fleet.workers if worker.state == "ready"]
         if len(ready) < 2 or self._is_far_from_end(ready, now):
             return None
@@ -99,10 +92,7 @@ class LoadBalancer:
         return LastJobs(worker, others) if others > 0 and self._fleet.pace.seconds_per_token(1) > 0 else None
 
     def _is_far_from_end(self, ready: list[Worker], now: float) -> bool:
-        """Tell whether no job can be the last: the longest that there may be ends long before all others have.
-
-        To look at each worker's jobs is dear where there are a thousand workers.
-        """
+        """Spare a slow look at each worker."""
         num_jobs = 1 + max(len(self._queue.of(worker.id).running) for worker in ready)
         longest = self._queue.most_tokens
         seconds = longest * self._fleet.pace.seconds_per_token(num_jobs)
@@ -110,19 +100,16 @@ class LoadBalancer:
         return seconds > 0 and seconds * speed <= self._queue.num_expected_left - num_jobs * longest
 
     def may_have_more(self, last: LastJobs) -> bool:
-        """Tell whether the worker whose longest job ends last may get one more job beside it.
-
-        It may if that job, among so many for all its time, still ends before the others are done with all the rest.
-        """
+        """Return whether the last-ending worker may get one more job and still end before the others."""
         lefts = self._lefts(last.worker)
         num_jobs = len(lefts) + 1
         seconds = lefts[-1] * self._fleet.pace.seconds_per_token(num_jobs)
         return seconds * last.speed_of_others <= self._queue.num_expected_left - num_jobs * lefts[-1]
 
     def too_many(self, last: LastJobs) -> list[str]:
-        """The jobs that a worker should hand back so that its longest does not end long after all others.
+        """Return the jobs to hand back so that the longest ends with the others.
 
-        Those with the least left stay, as many as leave it in time; none is handed back for this twice.
+        The jobs with the least left stay; none is returned twice.
         """
         forecast = self._queue.forecast()
         held = sorted(
@@ -142,11 +129,10 @@ class LoadBalancer:
         return surplus
 
     def _lefts(self, worker: Worker) -> list[int]:
-        """The tokens that its jobs are expected to draw yet, the fewest first."""
         return [job.left for job in self._queue.growths(worker.id)]
 
     def _seconds_of(self, lefts: list[int]) -> float:
-        """Seconds until jobs with so many tokens left, the fewest first, have ended on a worker that gets no more."""
+        """Return seconds without new jobs; `lefts` ascend."""
         pace, seconds, before = self._fleet.pace, 0.0, 0
         for num_ended, left in enumerate(lefts):
             seconds += (left - before) * pace.seconds_per_token(len(lefts) - num_ended)
@@ -155,9 +141,9 @@ class LoadBalancer:
 
 
 def _seconds_of_first(lefts: list[int], per_token: NDArray[np.float64]) -> float:
-    """Seconds of a worker with jobs of so many tokens, the longest first, that always runs as many as it can."""
+    """The worker always runs as many jobs as it can."""
     running, waiting, seconds, drawn = lefts[: len(per_token)], deque(lefts[len(per_token) :]), 0.0, 0
-    heapify(running)  # by the tokens that each job of the worker has drawn when they end
+    heapify(running)  # keys are the tokens drawn per job when they end
     while running:
         seconds += (running[0] - drawn) * float(per_token[len(running) - 1])
         drawn = heappop(running)
@@ -167,6 +153,6 @@ def _seconds_of_first(lefts: list[int], per_token: NDArray[np.float64]) -> float
 
 
 def _worker_seconds(lefts: NDArray[np.int64], per_token: NDArray[np.float64], seconds: float) -> float:
-    """The time of workers that jobs take if each is among as many others as let it end in so many seconds."""
+    """Return worker seconds if jobs have all neighbours that `seconds` allow."""
     num_jobs = np.clip(np.searchsorted(per_token, seconds / lefts, "right"), 1, len(per_token))
     return float((lefts * per_token[num_jobs - 1] / num_jobs).sum())

@@ -1,4 +1,4 @@
-"""Reads from a run folder what is done and what is still to do."""
+"""Reads a run's done and unfinished jobs from its folder."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from swiftbatch.scheduler.driver.expected_lengths import LengthStatistics
 from swiftbatch.scheduler.driver.job_queue import JobQueue
 from swiftbatch.scheduler.driver.waiting_jobs import NO_GROUP, UntouchedJobs
 
-CANCELLED = "cancelled"  # the error code of a job that its user stopped
-SECONDS_OF_A_WRITE = 60  # at the most
+CANCELLED = "cancelled"  # error code of a job that its user stopped
+SECONDS_OF_A_WRITE = 60  # at most
 
 
 def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) -> JobQueue:
-    """The queue of a run's unfinished jobs; `attempts` hears of those that have left files, or a result.
+    """Load the queue of unfinished jobs.
 
-    A started job counts the tokens of its token log, or of the last heartbeat where that is ahead: those were generated
-    too, and an attempt that has not come as far has made no progress.
+    A started job has the tokens of its log or of the last heartbeat: less is no progress.
     """
     index = run.job_index()
     lengths = LengthStatistics()
@@ -53,13 +52,9 @@ def load_queue(run: Run, max_attempts: int, attempts: Attempts | None = None) ->
 
 
 def put_logs_in_place(run: Run, have_all_gone: bool = False) -> None:
-    """Write the token logs that workers of earlier drivers have left in files of their own where jobs are resumed from.
+    """Move packed logs into the jobs' own files, and delete leftovers.
 
-    What such workers have left half written goes as well: at once where all workers `have_all_gone`, else as soon as it
-    is so old that nobody can be writing it. Call it before `load_queue`, once the run is held, and when the last worker
-    has gone. Raises StoreError.
-
-    Checkpoints that finished jobs have left go, too.
+    Call it before `load_queue`, and after the last worker has gone. Raises StoreError.
     """
     run.store.delete_leftovers(WORKER_LOGS_FOLDER, min_age_seconds=0 if have_all_gone else SECONDS_OF_A_WRITE)
     logs = PackedLogs.of(run)
@@ -69,10 +64,7 @@ def put_logs_in_place(run: Run, have_all_gone: bool = False) -> None:
 
 
 def _clear_finished(run: Run) -> None:
-    """Delete the checkpoints of finished jobs whose worker ended between their result and that.
-
-    A job with a kept token log may have been left its state on purpose, see `--keep-state`.
-    """
+    """Keep what `--keep-state` asks for."""
     found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
     if found and (finished := with_results(run, found - KeptLogs.of(run).sizes().keys())):
         checkpoints = CheckpointStore.of(run)
@@ -81,7 +73,6 @@ def _clear_finished(run: Run) -> None:
 
 
 def with_results(run: Run, job_ids: Collection[str]) -> set[str]:
-    """Return those of some jobs that have a result."""
     asked = list(job_ids)
     lines = run.result_lines(asked) if asked else ()
     return {job_id for job_id, line in zip(asked, lines, strict=True) if line is not None}
@@ -90,10 +81,7 @@ def with_results(run: Run, job_ids: Collection[str]) -> set[str]:
 def _ended(
     run: Run, index: JobIndex, lengths: LengthStatistics, attempts: Attempts | None
 ) -> tuple[NDArray[np.bool_], dict[str, tuple[int, int]]]:
-    """Tell which jobs have no readable result or error, and how many others ended how, with how many tokens.
-
-    The lengths of finished ones are noted in `lengths`; `attempts` forgets them.
-    """
+    """Return which jobs have not ended, and (jobs, tokens) of the others by state."""
     finished, error_codes = run.ended_jobs(index)
     rows, tokens = np.asarray(finished, np.int64).reshape(-1, 2).T
     lengths.note_all(index.columns["num_prompt_tokens"][rows], tokens, index.columns["max_tokens"][rows])
@@ -114,7 +102,6 @@ def _priorities(run: Run, index: JobIndex) -> NDArray[np.int64]:
 
 
 def _prompts(index: JobIndex) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The group of each job's prompt, and how many tokens others have as well; most jobs have no keys to compare."""
     from pyarrow import compute
 
     groups, shared = np.full(len(index), NO_GROUP, np.int32), np.zeros(len(index), np.int32)
@@ -126,11 +113,11 @@ def _prompts(index: JobIndex) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
 
 
 def _started(run: Run, index: JobIndex, attempts: Attempts | None) -> list[tuple[int, int]]:
-    """The rows of the jobs that an earlier driver has handed out, with the tokens that each is known to have had."""
+    """Return rows and tokens of jobs that earlier drivers handed out."""
     last_beat, checkpoints = run.progress(), CheckpointStore.of(run)
     reported = {} if last_beat is None else last_beat.running
     with_checkpoint = set(run.store.list("checkpoints"))
-    names = {known for name in reported for known in (name, name.rpartition("[")[0])}  # of lines with choices, too
+    names = {known for name in reported for known in (name, name.rpartition("[")[0])}  # also of lines with choices
     handed_out = with_checkpoint.union(attempts.counted() if attempts else ())
     rows = np.union1d(index.rows_of("job_id", handed_out), index.rows_of("custom_id", names))
     entries = [index.entry(row) for row in rows.tolist()]
@@ -149,7 +136,7 @@ def _started(run: Run, index: JobIndex, attempts: Attempts | None) -> list[tuple
 
 
 def count_jobs(run: Run) -> dict[str, int]:
-    """Number of jobs by state, while no driver runs them."""
+    """Count jobs by state while no driver runs."""
     counts = {"pending": 0, "running": 0, "finished": 0, "failed": 0, CANCELLED: 0}
     job_ids = set(run.job_ids())
     finished, failed = (ended & job_ids for ended in run.ended())
@@ -161,7 +148,7 @@ def count_jobs(run: Run) -> dict[str, int]:
 
 
 def write_cancelled(run: Run, entries: Iterable[JobEntry]) -> None:
-    """Write that jobs were cancelled. Their token logs stay: `resume --retry-failed` goes on from there."""
+    """Record jobs as cancelled; their logs stay for `resume --retry-failed`."""
     run.write_errors((entry.job_id, error_line(entry, CANCELLED, "cancelled by its user")) for entry in entries)
 
 

@@ -32,8 +32,8 @@ from swiftbatch.scheduler.process.process_id import own_key
 from swiftbatch.scheduler.process.signals import unheard
 
 CLAIMS_FOLDER = "drivers"
-MAX_BIDS = 20
-LONGEST_PAUSE_SECONDS = 1.0  # between two bids, drawn anew for each
+MAX_CLAIMS = 20
+LONGEST_PAUSE_SECONDS = 1.0  # between two claims, drawn anew for each
 
 
 class RunTakenError(RunError):
@@ -61,10 +61,10 @@ class LeaseEpoch:
             driver_id=secrets.token_hex(8),
             started=time.time(),
         )
-        for _ in range(MAX_BIDS):
+        for _ in range(MAX_CLAIMS):
             number = _newest(run) + 1
             refuse_if_taken(run, may_take_over)
-            if _claim(run, number, claim):
+            if run.store.write_new(_path(number), pretty(claim)):
                 epoch = cls(run, number, claim)
                 epoch.check()
                 return epoch
@@ -140,44 +140,10 @@ def _who(host: str, pid: int, sign: Progress | DriverClaim) -> str:
     return f"process {pid} on {host}, since {date(sign.started)}, {heard}"
 
 
-def _claim(run: Run, number: int, claim: DriverClaim) -> bool:
-    """Write the claim to an epoch; False where another's is there, or may be about to be.
-
-    An object store has no write that excludes others, but it lists what is there: of two who bid and then look, at most
-    one is alone.
-    """
-    if run.store.is_local:
-        return run.store.write_new(_path(number), pretty(claim))
-    bid = f"{number:04d}.{claim.driver_id}.bid"
-    run.store.write(f"{CLAIMS_FOLDER}/{bid}", pretty(claim.model_copy(update={"started": time.time()})))
-    try:
-        others = [name for name in run.store.list(CLAIMS_FOLDER) if name.startswith(f"{number:04d}.") and name != bid]
-        if not all(_is_stale_bid(run, f"{CLAIMS_FOLDER}/{name}") for name in others):
-            return False
-        return run.store.write_new(_path(number), pretty(claim))
-    finally:
-        run.store.delete(f"{CLAIMS_FOLDER}/{bid}")
-
-
-def _is_stale_bid(run: Run, path: str) -> bool:
-    """Return whether a bid was left by a driver that was killed; if so, delete it."""
-    if not path.endswith(".bid"):
-        return False
-    bid = _read(run, path)
-    if bid is not None and process_liveness(run.store, bid.host, bid.pid, bid.process, bid.started) == "alive":
-        return False
-    run.store.delete(path)
-    return True
-
-
 def _read_claim(run: Run, number: int) -> DriverClaim | None:
-    return _read(run, _path(number))
-
-
-def _read(run: Run, path: str) -> DriverClaim | None:
     """A claim; None where it is absent or damaged: its number alone still counts."""
     try:
-        return read_model(run.store, path, DriverClaim)
+        return read_model(run.store, _path(number), DriverClaim)
     except RunError:
         return None
 

@@ -1,8 +1,4 @@
-"""The progress of a run: counted at every beat, for `status` and the display, and served as the driver's metrics.
-
-It is jobs and workers by state, speed, the time left, and the time that workers were held. Prometheus finds the
-workers' metrics there, too.
-"""
+"""A run's progress for heartbeat, display and metrics."""
 
 from __future__ import annotations
 
@@ -19,14 +15,14 @@ from swiftbatch.scheduler.driver.driver_state import DriverContext
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 from swiftbatch.worker.config import EngineConfig
 
-SHOWN = (  # counts of workers that a beat tells of
+SHOWN = (  # worker counts in a heartbeat
     *("num_steps", "num_drafts", "num_accepted_tokens", "num_resumes"),
     *("num_tokens_by_draft", "num_read_tokens", "num_copied_tokens"),
 )
 
 
 class ProgressCounter:
-    """Keeps the driver's counters in step with its queue and its fleet, and says what a beat tells of them."""
+    """Updates the driver's counters, and makes heartbeats of them."""
 
     def __init__(self, context: DriverContext) -> None:
         self._context = context
@@ -34,13 +30,13 @@ class ProgressCounter:
         self._last: float | None = None
 
     def take(self, now: float) -> dict[str, Any]:
-        """Count how things stand `now` (`time.monotonic()` seconds); returns it for a beat, by names of `Progress`."""
+        """Count everything `now` (`time.monotonic()` seconds); return fields of `Progress`."""
         queue, fleet, counters = self._context.queue, self._context.fleet, self._context.counters
         counters.jobs = queue.counts()
         states = [worker.state for worker in fleet.workers]
         counters.workers = {state: states.count(state) for state in ("starting", "ready", "draining")}
         device = "gpu" if fleet.num_gpus_per_worker() else "cpu"
-        num_held = counters.workers["ready"] + counters.workers["draining"]  # workers that start may wait for a node
+        num_held = counters.workers["ready"] + counters.workers["draining"]  # starting workers may wait for a node
         seconds = 0.0 if self._last is None else num_held * (now - self._last)
         counters.worker_seconds[device] = counters.worker_seconds.get(device, 0.0) + seconds
         self._context.spent.worker_seconds += seconds
@@ -85,9 +81,9 @@ class ProgressCounter:
 
 @contextmanager
 def served_metrics(context: DriverContext, config: EngineConfig, host: str, port: int) -> Iterator[None]:
-    """Serve the driver's metrics, and a service discovery of all that is served now. Raises MetricsError."""
+    """Serve the driver's metrics and the discovery of all endpoints. Raises MetricsError."""
     store, fleet = context.run.store, context.fleet
-    run_uri = store.uri if store.is_local else store.shown_uri  # an object store's may hold credentials
+    run_uri = store.uri if store.is_local else store.shown_uri  # an object store's URI may hold credentials
     pages = {
         exporter.DISCOVERY_PATH: lambda own_address: exporter.discovery_document(
             [own_address, *_addresses(fleet)], run_uri
@@ -103,5 +99,5 @@ def served_metrics(context: DriverContext, config: EngineConfig, host: str, port
 
 
 def _addresses(fleet: Fleet) -> list[str]:
-    infos = [worker.info for worker in list(fleet.workers)]  # the driver's loop changes the list meanwhile
+    infos = [worker.info for worker in list(fleet.workers)]  # a copy, since the driver's loop changes the list
     return [info.metrics_address for info in infos if info is not None and info.metrics_address is not None]

@@ -1,4 +1,4 @@
-"""Writes a run's shards beside the driver's loop, in a thread: to compress and send them takes a while."""
+"""Writes a run's shards in a thread beside the driver's loop."""
 
 from __future__ import annotations
 
@@ -10,32 +10,24 @@ from swiftbatch.scheduler.display.display import Display
 from swiftbatch.scheduler.display.events import ShardWritten
 from swiftbatch.scheduler.driver.run_lease import LeaseEpoch
 
-TOKENS_PER_CHECK = (
-    MAX_SHARD_BYTES // 4
-)  # about as many as a shard has bytes for; how large results are is seen at the look
+TOKENS_PER_CHECK = MAX_SHARD_BYTES // 4  # roughly a shard's bytes in tokens; the look measures the results
 
 
 class ShardWriter:
-    """The shards of a run that is held; for a run that was not asked for them, nothing is done.
-
-    Methods raise what writing shards does: StoreError, RunError, and RunTakenError once the run is another's.
-    """
+    """The shards of a held run, if any. Methods raise StoreError, RunError, RunTakenError."""
 
     def __init__(self, run: Run, epoch: LeaseEpoch, display: Display) -> None:
-        self._run = Run(run.store, run.manifest)  # a run of its own: it notes damaged files in another thread
+        self._run = Run(run.store, run.manifest)  # a separate object, since its thread records damaged files
         self._epoch, self._display = epoch, display
         self._settings = shard_settings(run.store)
         self._shards: Shards | None = None
         self._pool = ThreadPoolExecutor(1, "shards")
         self._writing: Future[tuple[list[WrittenShard], int]] | None = None
         self._num_seen = 0  # finished jobs at the last look
-        self._due_jobs = self._due_tokens = 0  # the counts that the next look waits for; the first is at once
+        self._due_jobs = self._due_tokens = 0  # counts that trigger the next look; the first is immediate
 
     def look(self, num_finished: int, num_tokens: int) -> None:
-        """Begin to write shards where enough jobs may have ended since the last look, and tell of those written.
-
-        `num_finished` jobs have a result, `num_tokens` were generated so far.
-        """
+        """Start writing if enough jobs may have ended, and report written shards."""
         if self._settings is None or (self._writing is not None and not self._writing.done()):
             return
         if self._writing is not None:
@@ -47,14 +39,13 @@ class ShardWriter:
             self._writing = self._pool.submit(self._catch_up, False)
 
     def finish(self, is_end: bool) -> None:
-        """Write the shards that are left: at the end of the run all lines, else those that fill shards."""
+        """Write the remaining shards, at the end also the last incomplete one."""
         if self._settings is not None:
             self._told()
             self._writing = self._pool.submit(self._catch_up, is_end)
             self._told()
 
     def stop(self) -> None:
-        """Wait until nothing is written any more."""
         self._pool.shutdown()
 
     def _catch_up(self, is_end: bool) -> tuple[list[WrittenShard], int]:
@@ -62,7 +53,7 @@ class ShardWriter:
         return self._shards.catch_up(is_end) if self._shards is not None else ([], 0)
 
     def _told(self) -> int:
-        """Wait for what is being written, and tell of it; returns the number of rows that wait for more."""
+        """Wait for the current write; return the leftover rows."""
         if self._writing is None:
             return 0
         (written, num_waiting), self._writing = self._writing.result(), None
@@ -72,6 +63,6 @@ class ShardWriter:
 
 
 def finish_shards(run: Run, epoch: LeaseEpoch, is_end: bool) -> list[WrittenShard]:
-    """Write what is left, as `Sharding.finish`, of a run whose workers have nothing to do."""
+    """Write the remaining shards of a run without workers."""
     shards = Shards.of(run, epoch.number, epoch.check)
     return [] if shards is None else shards.catch_up(is_end)[0]

@@ -1,4 +1,4 @@
-"""The unfinished jobs of a run: where each stands, and in which order those that wait are taken."""
+"""The order in which a run's waiting jobs are taken."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from swiftbatch.jobs.shared_prompts import NOT_SHARED, SharedPrompt
 from swiftbatch.scheduler.driver.expected_lengths import Forecast, LengthBucket
 from swiftbatch.worker.kv.kv_capacity import Growth
 
-CLASSES_PER_DOUBLING = 4  # of lengths: where the longest job has no room, the first of each shorter class is asked for
-PROGRESS_SHARE = 0.01  # an attempt that adds less than this share of max_tokens has made no progress
-LEAST_LENGTH = 0.75  # of the longest job that may run: a shorter one never goes first for the sake of its prompt
+CLASSES_PER_DOUBLING = 4  # length classes; if the longest job has no room, each shorter class is tried
+PROGRESS_SHARE = 0.01  # of max_tokens; an attempt that adds less made no progress
+LEAST_LENGTH = 0.75  # of the longest job's length; shorter ones never go first for their prompt
 
 
 class Strikes(NamedTuple):
-    """Attempts at a job that were lost in a row without progress, and the most tokens that it had had at the last."""
+    """A job's losses without progress, and its tokens at the last."""
 
     num: int
     num_tokens: int
@@ -36,23 +36,23 @@ Turn = tuple[int, int, int, int]
 
 @dataclass(eq=False)
 class QueuedJob:
-    """A job that is still to do, as a driver has it: it waits, is in a worker's reserve, runs, or has ended there."""
+    """An unfinished job, with or without a worker."""
 
     entry: JobEntry
     num_generated_tokens: int = 0  # as last reported
-    num_tokens_at_last_loss: int = 0  # the most it ever had when an attempt was lost
-    priority: int = 0  # the lower one comes first
+    num_tokens_at_last_loss: int = 0  # the most it had at any loss
+    priority: int = 0  # lower comes first
     prompt: SharedPrompt = NOT_SHARED
-    num_strikes: int = 0  # attempts lost in a row without progress
+    num_strikes: int = 0  # losses in a row without progress
     runs_alone: bool = False
     not_before: float = 0.0
-    seniority: int | None = None  # its number among all jobs that workers were given; None before its first attempt
-    worker_id: str = ""  # the worker that has it, or had it last
-    is_suspect: bool = False  # it may have ended a worker that had it in reserve, and no report will say so
-    has_ended: bool = False  # on that worker, which has yet to write its result
-    lives_at: LengthBucket | None = None  # where it counts among the jobs that workers have and that have not ended
-    turn: Turn | None = None  # among the waiting; None while it runs and when it has ended
-    length: int = 0  # positions that it is expected to need, by which it waits; 0: as many as it may have
+    seniority: int | None = None  # order of first attempts over all jobs; None before
+    worker_id: str = ""  # its present or last worker
+    is_suspect: bool = False  # it may have killed a worker from the reserve, which no report would show
+    has_ended: bool = False  # its worker has not written the result yet
+    lives_at: LengthBucket | None = None  # its bucket among unfinished jobs of workers
+    turn: Turn | None = None  # its turn while waiting, else None
+    length: int = 0  # expected positions, by which it waits; 0: the most it may have
 
     def __post_init__(self) -> None:
         self.length = self.length or self.entry.max_length
@@ -72,55 +72,49 @@ class QueuedJob:
     @property
     def num_left(self) -> int:
         num_left = self.entry.max_tokens - self.num_generated_tokens
-        return num_left if num_left > 0 and not self.has_ended else 0  # a driver asks some ten times for each job
+        return num_left if num_left > 0 and not self.has_ended else 0  # a driver asks about ten times per job
 
     @property
     def has_progressed(self) -> bool:
-        """Return whether the job has enough tokens that it had not at its last loss."""
+        """Return whether the job gained enough since its last loss."""
         needed = max(1, int(PROGRESS_SHARE * self.entry.max_tokens))
         return self.num_generated_tokens >= self.num_tokens_at_last_loss + needed
 
     def wait(self, ticket: int) -> Turn:
-        """Take the turn of a ticket."""
         self.turn = (self.priority, -self.length, self.entry.line_number, ticket)
         return self.turn
 
     def strike(self, num_strikes: int, max_attempts: int) -> None:
-        """Set its strikes; from two on, or before the last of its attempts, it runs alone."""
+        """Set its strikes; with two, or one attempt left, it runs alone."""
         self.num_strikes = num_strikes
         self.runs_alone = num_strikes >= max(1, min(2, max_attempts - 1))
 
     def num_final_tokens(self, forecast: Forecast) -> int:
-        """The tokens that the job is expected to end with."""
         return forecast.final_tokens(self.entry.num_prompt_tokens, self.num_generated_tokens, self.entry.max_tokens)
 
     def num_expected(self, forecast: Forecast) -> int:
-        """The tokens that the job is expected to draw yet."""
         return self.num_final_tokens(forecast) - self.num_generated_tokens
 
     def growth(self, forecast: Forecast) -> Growth:
-        """The positions of the job: its prompt's, and those of the tokens that it has and is expected to have."""
         num_prompt_tokens = self.entry.num_prompt_tokens
         now, end = num_prompt_tokens + self.num_generated_tokens, num_prompt_tokens + self.num_final_tokens(forecast)
         return Growth(now, end, self.prompt.num_tokens)
 
     @property
     def length_class(self) -> int:
-        """A number for jobs of about this length."""
         return length_class(self.length)
 
     def may_precede(self, first: QueuedJob) -> bool:
-        """Return whether the job may go before `first`, which comes first, for the sake of its prompt."""
+        """Return whether the job's prompt may put it before `first`."""
         is_as_long = self.length >= LEAST_LENGTH * first.length
         return is_as_long and self.priority == first.priority
 
 
 def length_class(length: int) -> int:
-    """The number of a class of lengths, the higher for the longer."""
     return int(CLASSES_PER_DOUBLING * math.log2(length))
 
 
-# The waiting jobs that no worker has ever had, in arrays. Each call costs the same however many there are.
+# Jobs that no worker had, in arrays; each call takes constant time.
 
 
 NO_GROUP = -1
@@ -129,16 +123,16 @@ MAX_ENTRIES = 16 * ROWS_AT_ONCE
 
 
 class UntouchedJobs:
-    """Jobs by priority, then the longest first, equals in file order. Tickets of theirs are negative."""
+    """Jobs that no worker had, by priority, the longest first; tickets are negative."""
 
     def __init__(
         self, index: JobIndex, priorities: NDArray[np.int64], groups: NDArray[np.int32], shared: NDArray[np.int32]
     ) -> None:
-        """Take for each job of `index` its priority, and what `SharedPrompt` says of its prompt or `NO_GROUP`."""
+        """Take each job's priority, prompt group (or `NO_GROUP`) and shared tokens."""
         self._index = index
         self._priorities, self._groups, self._shared = priorities, groups, shared
         self._is_out = np.zeros(len(index), bool)
-        self._entries: dict[int, JobEntry] = {}  # of rows whose turn may come soon
+        self._entries: dict[int, JobEntry] = {}  # rows whose turn may come soon
         self.num_left = len(index)
         self.num_tokens_left = int(index.columns["max_tokens"].sum(dtype=np.int64))
         self.most_tokens = int(index.columns["max_tokens"].max(initial=0))
@@ -150,31 +144,30 @@ class UntouchedJobs:
         return cls(JobIndex.of([]), none.astype(np.int64), none, none)
 
     def expect(self, forecast: Forecast) -> None:
-        """Have the jobs that are left wait by the lengths that they are expected to come to."""
         columns = self._index.columns
         self._put_in_order(forecast.of_new(columns["num_prompt_tokens"], columns["max_tokens"]))
 
     def _put_in_order(self, num_tokens: NDArray[np.int64]) -> None:
-        """Work the order out of the numbers of tokens that jobs are to draw."""
+        """Sort the jobs by priority and the given lengths."""
         rows, columns = np.flatnonzero(~self._is_out), self._index.columns
         self._lengths = columns["num_prompt_tokens"] + num_tokens
         order = np.lexsort((columns["line_number"][rows], -self._lengths[rows], self._priorities[rows]))
         self._order = rows[order].astype(np.int32)
-        self._first_of_class = _starts(self._priorities[self._order], self._lengths[self._order])  # in `_order`
+        # indices into `_order`
+        self._first_of_class = _starts(self._priorities[self._order], self._lengths[self._order])
         self._by_group = self._order[np.argsort(self._groups[self._order], kind="stable")]
         self._sorted_groups = self._groups[self._by_group]
-        self._first = self._first_fresh = 0  # in `_order`
-        self._first_of: dict[int, int] = {}  # in `_by_group`
-        self._known: dict[int, QueuedJob] = {}  # of the rows that were looked at and are still in
+        self._first = self._first_fresh = 0  # indices into `_order`
+        self._first_of: dict[int, int] = {}  # indices into `_by_group`
+        self._known: dict[int, QueuedJob] = {}  # rows already read and not taken
         self.num_expected_left = int(num_tokens[rows].sum())
 
     def first(self) -> QueuedJob | None:
-        """The first job."""
         self._first = self._passed(self._order, self._first, lambda row: bool(self._is_out[row]))
         return self._job_at(self._order, self._first)
 
     def first_fresh(self, begun: Container[int]) -> QueuedJob | None:
-        """The first job whose group, if any, is not one of the `begun`, to which others may only be added."""
+        """Return the first job without a group in `begun`."""
 
         def is_passed(row: int) -> bool:
             return bool(self._is_out[row]) or int(self._groups[row]) in begun
@@ -183,7 +176,6 @@ class UntouchedJobs:
         return self._job_at(self._order, self._first_fresh)
 
     def first_of(self, group: int) -> QueuedJob | None:
-        """The first job of a group."""
         start = self._first_of.get(group)
         if start is None:
             start = int(self._sorted_groups.searchsorted(group))
@@ -193,7 +185,7 @@ class UntouchedJobs:
         return self._job_at(self._by_group, start) if is_there else None
 
     def first_of_class(self, priority: int, length_class: int) -> QueuedJob | None:
-        """The first job of a priority whose length is of a class."""
+        """Return the first job of a priority and length class."""
         start = self._first_of_class.get((priority, length_class))
         if start is None:
             return None
@@ -204,7 +196,6 @@ class UntouchedJobs:
         return job if is_there else None
 
     def take(self, ticket: int) -> None:
-        """Take the job of a ticket out."""
         self._take(ticket + len(self._index))
 
     def _take(self, row: int) -> None:
@@ -216,7 +207,7 @@ class UntouchedJobs:
             self.num_expected_left -= int(self._lengths[row]) - int(self._index.columns["num_prompt_tokens"][row])
 
     def take_all(self, job_ids: Iterable[str]) -> list[QueuedJob]:
-        """Take out those of these jobs that nobody has taken out yet; unknown ids are passed over."""
+        """Remove and return those of the jobs that are still here."""
         rows = [int(row) for row in self._index.rows_of("job_id", job_ids) if not self._is_out[row]]
         jobs = [self._job(row, self._index.entry(row)) for row in rows]
         for row in rows:
@@ -224,17 +215,15 @@ class UntouchedJobs:
         return jobs
 
     def expected_lengths(self) -> NDArray[np.int64]:
-        """The tokens that the jobs which are left are expected to draw."""
         is_left = ~self._is_out
         lefts: NDArray[np.int64] = self._lengths[is_left] - self._index.columns["num_prompt_tokens"][is_left]
         return lefts
 
     def job_ids(self) -> Iterator[str]:
-        """The ids of all jobs that are still in, in input order."""
         return (job_id for row, job_id in enumerate(self._index.job_ids()) if not self._is_out[row])
 
     def places(self) -> NDArray[np.int64]:
-        """The places of the jobs that are left in the tables of their run."""
+        """Return the remaining rows in the run's tables."""
         return self._index.places[~self._is_out]
 
     def _passed(self, order: NDArray[np.int32], start: int, is_passed: Callable[[int], bool]) -> int:
@@ -254,10 +243,10 @@ class UntouchedJobs:
         return self._known[row]
 
     def _read_ahead(self, start: int) -> None:
-        """Read the jobs from a place of the order on: many at once cost a fraction for each."""
+        """Read many jobs ahead, because that is faster."""
         rows = self._order[start : start + ROWS_AT_ONCE].astype(np.int64)
         rows = rows[~self._is_out[rows]]
-        if len(self._entries) > MAX_ENTRIES:  # of jobs that were taken out of their turn
+        if len(self._entries) > MAX_ENTRIES:  # many were taken out of order
             self._entries.clear()
         self._entries.update(zip(rows.tolist(), self._index.some(rows).entries(), strict=True))
 
@@ -270,7 +259,7 @@ class UntouchedJobs:
 
 
 def _starts(priorities: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[tuple[int, int], int]:
-    """The beginnings of each class of lengths of each priority, in the order of jobs."""
+    """Return first indices by priority and class."""
     is_other = np.ones(len(lengths), bool)
     is_other[1:] = (priorities[1:] != priorities[:-1]) | (lengths[1:] != lengths[:-1])
     starts: dict[tuple[int, int], int] = {}
@@ -279,7 +268,7 @@ def _starts(priorities: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[t
     return starts
 
 
-# Jobs that wait for a worker, in the order in which they are taken. Each call costs the logarithm of their number.
+# The order of waiting jobs; calls take logarithmic time.
 
 
 Heap = list[tuple[Turn, QueuedJob]]
@@ -287,13 +276,10 @@ HasRoom = Callable[[QueuedJob], bool]
 
 
 class WaitingJobs:
-    """The lowest priority first, then the longest job, equals in file order, and none before its time.
+    """Waiting jobs by priority, then the longest first, equal ones in file order.
 
-    Among jobs of about the longest's length, a worker gets one whose prompt is like those it has had; else one whose
-    prompt is like none that was begun, so that workers share no prompts while there are others. Where that one has no
-    room, a shorter one of its priority may: it ends sooner, and the long one is asked for first again.
-    A job that has another turn by now is skipped where it comes up in a heap. Jobs that no worker has had yet wait in
-    arrays of their own.
+    Among similar lengths, a worker gets a prompt like its earlier ones, else a new one. If a job has no room, a shorter
+    one may go. Heap entries with outdated turns are skipped.
     """
 
     def __init__(self, untouched: UntouchedJobs) -> None:
@@ -302,25 +288,24 @@ class WaitingJobs:
         self._delayed: list[tuple[float, Turn, QueuedJob]] = []
         self._sociable: Heap = []
         self._loners: Heap = []
-        self._groups: defaultdict[int, Heap] = defaultdict(list)  # those of `_sociable` by the group of their prompts
-        self._by_length: defaultdict[int, Heap] = defaultdict(list)  # those of `_sociable` by their classes
-        self._fresh: Heap = []  # those of no group, and of groups that were not begun
+        self._groups: defaultdict[int, Heap] = defaultdict(list)  # `_sociable` by prompt group
+        self._by_length: defaultdict[int, Heap] = defaultdict(list)  # `_sociable` by length class
+        self._fresh: Heap = []  # jobs without a group or of new groups
         self._begun: set[int] = set()
 
     def put(self, job: QueuedJob) -> None:
-        """Let a job wait, at least until its `not_before`; call it again when `runs_alone` has changed."""
+        """Queue a job until its `not_before`; call again after `runs_alone` changed."""
         heappush(self._delayed, (job.not_before, job.wait(next(self._tickets)), job))
 
     def drop(self, job: QueuedJob) -> None:
-        """Forget a job, waiting or not."""
         if job.turn is not None and job.turn[-1] < 0:
             self._untouched.take(job.turn[-1])
         job.turn = None
 
     def first(self, has_neighbours: bool, now: float, groups: Iterable[int], has_room: HasRoom) -> QueuedJob | None:
-        """The job that may run now, comes first and has room. None if none.
+        """Return the first job that may run and has room.
 
-        One that runs alone is passed over beside neighbours. `groups` are those of the worker's prompts.
+        With neighbours, jobs that run alone are skipped.
         """
         self._admit(now)
         job = self._first_for(has_neighbours, groups)
@@ -329,7 +314,7 @@ class WaitingJobs:
         return next((other for other in self._shorter(job) if has_room(other)), None)
 
     def _first_for(self, has_neighbours: bool, groups: Iterable[int]) -> QueuedJob | None:
-        """The job that comes first, or one of its priority, about as long, that suits a worker better."""
+        """Prefer a similar job that suits the worker better."""
         waiting = [self._sociable] if has_neighbours else [self._sociable, self._loners]
         first = _first([*map(_head, waiting), self._untouched.first()])
         if first is None or first.runs_alone:
@@ -343,7 +328,7 @@ class WaitingJobs:
         return better[0] if better else first
 
     def take(self, job: QueuedJob) -> None:
-        """Have the job that `first` returned wait no longer: a worker begins with it, and with its group."""
+        """Take the job that `first` returned."""
         self.drop(job)
         if _head(self._by_length[job.length_class]) is None:
             del self._by_length[job.length_class]
@@ -351,7 +336,7 @@ class WaitingJobs:
             self._begun.add(job.prompt.group)
 
     def _shorter(self, job: QueuedJob) -> Iterator[QueuedJob]:
-        """The first job of each class that is shorter than a job's, of its priority, the longest class first."""
+        """Yield the first job of each shorter class of the same priority."""
         for length_class in range(job.length_class - 1, -1, -1):
             touched = _head(self._by_length[length_class]) if length_class in self._by_length else None
             untouched = self._untouched.first_of_class(job.priority, length_class)
@@ -360,7 +345,6 @@ class WaitingJobs:
                 yield other
 
     def _admit(self, now: float) -> None:
-        """Let the jobs whose time has come into the order."""
         while self._delayed and self._delayed[0][0] <= now:
             _, turn, job = heappop(self._delayed)
             heappush(self._loners if job.runs_alone else self._sociable, (turn, job))
@@ -374,13 +358,12 @@ class WaitingJobs:
 
 
 def _head(heap: Heap) -> QueuedJob | None:
-    """The first job of a heap that still waits there; passed ones before it are dropped."""
+    """Drop outdated entries."""
     while heap and heap[0][0] is not heap[0][1].turn:
         heappop(heap)
     return heap[0][1] if heap else None
 
 
 def _first(jobs: Iterable[QueuedJob | None]) -> QueuedJob | None:
-    """The one of some jobs that comes first."""
     waiting = [(job.turn, job) for job in jobs if job is not None and job.turn is not None]
     return min(waiting)[1] if waiting else None

@@ -1,4 +1,4 @@
-"""The workers of a run: started, waited for, replaced when lost. Which of them has which job, the queue knows."""
+"""The workers of a run: start, wait, replace."""
 
 from __future__ import annotations
 
@@ -22,54 +22,52 @@ if TYPE_CHECKING:
     from swiftbatch.scheduler.cluster.ray_cluster import Cluster
 
 NUM_WORKERS = 1  # the default of --workers
-WORKER_TIMEOUT = 120.0  # seconds without a report after which a worker is replaced
-STORE_SLACK_SECONDS = 30.0  # a worker that waits for the store is to say so before it is given up
+WORKER_TIMEOUT = 120.0  # seconds without a report until a worker is replaced
+STORE_SLACK_SECONDS = 30.0  # lets a worker report that it waits for the store
 RESTART_BACKOFF = Backoff(first=1.0, longest=30.0)
-MAX_FAILED_STARTS = 3  # in a row, of all workers
-MAX_STARTS_WITHOUT_MEMORY = 6  # in about a minute: a worker that was killed gives a GPU's memory back late
-DEATH_REASONS = ("worker_died", "worker_unreachable")  # for a reason of its own, or with its node
-SILENCE_CHECK_SECONDS = 1.0  # between two looks for workers that are silent: each goes through all of them
-SLICE_SECONDS = 0.5  # the work of a worker between two reports
-SECONDS_PER_WORKER = 0.002  # of a slice: from so many workers on, each reports the more seldom the more there are
-PATIENCE_FACTOR = 10  # times the patience, where a worker reads a prompt or gigabytes of checkpoints before it reports
+MAX_FAILED_STARTS = 3  # in a row, over all workers
+MAX_STARTS_WITHOUT_MEMORY = 6  # about a minute: a killed worker's GPU memory is freed late
+DEATH_REASONS = ("worker_died", "worker_unreachable")  # its own or its node's
+SILENCE_CHECK_SECONDS = 1.0  # each check visits all workers
+SLICE_SECONDS = 0.5  # work between two reports
+SECONDS_PER_WORKER = 0.002  # slice per worker: many workers report less often
+PATIENCE_FACTOR = 10  # more patience while a worker reads prompts or checkpoints before it reports
 
 
 def worker_patience(worker_timeout: float | None, store_retry_seconds: float) -> float:
-    """Return the seconds without a report after which a worker is replaced."""
     return max(WORKER_TIMEOUT, store_retry_seconds + STORE_SLACK_SECONDS) if worker_timeout is None else worker_timeout
 
 
 @dataclass(eq=False)
 class Worker:
-    """One worker and what it is to be told. `call` is its outstanding call; a worker without one is idle."""
+    """One worker and its pending orders; without a `call` it is idle."""
 
     id: str
-    actor: Any  # handle of a WorkerActor; Ray's types know handles of decorated classes only
-    call: Any  # reference to a WorkerInfo or a WorkReport, or None
+    actor: Any  # handle of a WorkerActor; Ray only types decorated classes
+    call: Any  # reference to a WorkerInfo or WorkReport, or None
     info: WorkerInfo | None = None  # None until it has started
-    orders: Orders = field(default_factory=Orders)  # beside new jobs; they stand until its next report
-    patience: float = math.inf  # until its call is answered; a start takes as long as it takes
+    orders: Orders = field(default_factory=Orders)  # besides new jobs, until its next report
+    patience: float = math.inf  # seconds for the present call; a start is unlimited
     silent_since: float = 0.0  # on the fleet's clock
-    drain_reason: str | None = None  # the reason why it takes no more work: a word for the metrics
-    num_fitting: int | None = None  # jobs that were left when its memory ran out, until one of them has left, too
+    drain_reason: str | None = None  # a label for metrics; None while it takes work
+    num_fitting: int | None = None  # jobs it kept when memory ran out, until one leaves
     drain_by: float = 0.0  # in `time.monotonic()` seconds
     speed: Speed = field(default_factory=lambda: Speed(time.monotonic()))
-    num_failed_before: int = 0  # starts of the fleet in a row, when this one began
+    num_failed_before: int = 0  # the fleet's failed starts in a row when this one began
 
     @property
     def state(self) -> str:
-        """A word for the metrics; one that is ready takes work."""
+        """Its state for metrics; a ready worker takes work."""
         return "draining" if self.drain_reason else "ready" if self.info else "starting"
 
     def cancel(self, job_ids: Iterable[str]) -> None:
-        """Have it drop jobs that are no longer its own."""
         self.orders = replace(self.orders, cancelled=(*self.orders.cancelled, *job_ids))
 
     def ask_back(self, job_id: str) -> None:
         self.orders = replace(self.orders, released=(*self.orders.released, job_id))
 
     def recall(self, job_ids: Iterable[str]) -> None:
-        """Have it hand jobs of its reserve back that it has not begun."""
+        """Order it to return reserved jobs."""
         self.orders = replace(self.orders, recalled=(*self.orders.recalled, *job_ids))
 
 
@@ -87,7 +85,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker that is gone, as in `WorkerLostError`: a word for the metrics, and one line for the user."""
+    """A lost worker, as in `WorkerLostError`."""
 
     worker: Worker
     reason: str
@@ -98,12 +96,12 @@ Event = Started | Reported | Lost
 
 
 def slice_seconds(num_workers: int) -> float:
-    """The work of a worker between two reports: among many workers more, so that the driver keeps up with them."""
+    """Return the time between reports, longer for many workers."""
     return max(SLICE_SECONDS, SECONDS_PER_WORKER * num_workers)
 
 
 class Calls(Protocol):
-    """The way to workers: `scheduler.cluster.remote`, or what stands for it where there are none."""
+    """Calls to workers: `scheduler.cluster.ray_actors` or a substitute."""
 
     def create_actor(self, worker_id: str, spec: WorkerSpec, code: Code, *, num_cpus: int, num_gpus: int) -> Any: ...
 
@@ -115,10 +113,9 @@ class Calls(Protocol):
 
 
 class Fleet:
-    """Keeps up to a wished number of workers alive and carries one call to each at a time.
+    """Keeps a number of workers alive, with one call to each.
 
-    A started worker that does not answer for `timeout` seconds is lost. What changes with events is kept up to date, so
-    that a turn of the driver's loop need not go through all workers.
+    A started worker without an answer for `timeout` seconds is lost.
     """
 
     def __init__(
@@ -136,18 +133,18 @@ class Fleet:
         self._clock = AwakeClock()
         self._num_created = 0
         self._restart_not_before = 0.0
-        self.num_failed_starts = 0  # in a row; a worker that starts sets it back
-        self.speed = Speed(clock())  # the speed of all workers, the lost ones too
+        self.num_failed_starts = 0  # in a row; a successful start resets it
+        self.speed = Speed(clock())  # of all workers, also lost ones
         self.pace = StepPace()
         self.workers: list[Worker] = []
-        self.idle: dict[Worker, None] = {}  # those without a call, in the order of their last answers
+        self.idle: dict[Worker, None] = {}  # without a call, in the order of their answers
         self._calls_out: dict[Any, Worker] = {}
         self._num_draining = self._num_starting = 0
         self._num_on_nodes: Counter[str] = Counter()  # started workers
         self._looked = 0.0
 
     def fill(self, num_workers: int, now: float) -> None:
-        """Start workers until there are `num_workers` that stay; after a failed start, wait longer each time."""
+        """Start workers up to `num_workers`; after failed starts, with growing pauses."""
         num_staying = len(self.workers) - self._num_draining
         for _ in range(num_workers - num_staying if now >= self._restart_not_before else 0):
             self._num_created += 1
@@ -161,17 +158,16 @@ class Fleet:
             self._num_starting += 1
 
     def num_sharing(self, node_id: str) -> int:
-        """The workers that share a node's memory: those there, and those that start and may come to it."""
+        """Count the workers that share a node's memory, and all starting ones."""
         return self._num_on_nodes[node_id] + self._num_starting
 
     def num_gpus_per_worker(self) -> int:
-        """1 where each worker has a GPU to itself, 0 where they run on CPUs."""
         return self._cluster.num_gpus_per_worker(self._spec.config.device)
 
     def leaving(self) -> list[tuple[Worker, float]]:
-        """Workers that take work on nodes that are about to go, with the seconds until then.
+        """Return working workers on leaving nodes, with the seconds left.
 
-        Raises ClusterLostError if the cluster is gone.
+        Raises ClusterLostError.
         """
         if self._cluster.watch is None:
             return []
@@ -182,25 +178,25 @@ class Fleet:
         return [(worker, draining[info.node_id]) for worker, info in staying if info.node_id in draining]
 
     def begin_drain(self, worker: Worker, reason: str, seconds: float) -> None:
-        """Let a worker take no more work, and hand all jobs back in `seconds`; `reason` is a word for the metrics."""
+        """Drain a worker; `reason` is a label for metrics."""
         if worker.drain_reason is None:
             worker.drain_reason, worker.drain_by = reason, time.monotonic() + seconds
             self._num_draining += 1
 
     def work(self, worker: Worker, orders: Orders, seconds: float, *, has_backlog: bool = False) -> None:
-        """Have an idle worker follow orders; with a reserve, of earlier orders too, it may begin with jobs any time."""
+        """Send orders to an idle worker."""
         is_longer = orders.assignments or has_backlog or orders.released
         self._await(
             worker, worker.actor.work.remote(orders, seconds), self._timeout * (PATIENCE_FACTOR if is_longer else 1)
         )
 
     def drain(self, worker: Worker) -> None:
-        """Have an idle worker write its checkpoints, in the time that it is to drain in, and hand its jobs back."""
+        """Let an idle worker write checkpoints and return its jobs."""
         seconds = max(0.0, worker.drain_by - time.monotonic())
         self._await(worker, worker.actor.drain.remote(seconds), seconds + self._timeout)
 
     def wait(self, seconds: float, now: float) -> list[Event]:
-        """Wait at most `seconds`, and return the events since."""
+        """Wait at most `seconds`; return the events."""
         if not self._calls_out:
             return []
         answered = self._calls.wait(list(self._calls_out), seconds)
@@ -208,7 +204,7 @@ class Fleet:
         return [*events, *self._silent()]
 
     def retire(self, worker: Worker) -> None:
-        """End a worker that is no longer wanted, or out of reach, or broken inside: it must not work on."""
+        """Kill a worker that is unwanted, unreachable or broken."""
         self._calls.kill(worker.actor)
         self.workers.remove(worker)
         self.idle.pop(worker, None)
@@ -220,7 +216,7 @@ class Fleet:
             self._num_on_nodes[worker.info.node_id] -= 1
 
     def stop(self) -> None:
-        """End all workers at once; what they had not written yet is recomputed on resume."""
+        """Kill all workers; a resume recomputes unwritten tokens."""
         for worker in list(self.workers):
             self.retire(worker)
 
@@ -231,7 +227,6 @@ class Fleet:
         self.idle.pop(worker, None)
 
     def _silent(self) -> list[Event]:
-        """Give up the workers whose answer is overdue: stopped, hanging or cut off, they hold their jobs up."""
         now = self._clock.now()
         if now - self._looked < SILENCE_CHECK_SECONDS:
             return []
@@ -271,10 +266,9 @@ class Fleet:
         return Lost(worker, error.reason, message)
 
     def _blames_the_start(self, worker: Worker, reason: str) -> bool:
-        """Return whether a loss tells that workers do not start, so that a few of them end the run.
+        """Return whether a loss counts as a failed start.
 
-        A node that goes says nothing of that. It takes all its workers along, and Ray may not know yet why they died:
-        of those that were started together, only the first counts.
+        Lost nodes do not count; of workers started together, only the first does.
         """
         if reason in (ray_actors.NODE_LOST, ray_actors.NODE_DRAINED):
             return False

@@ -1,7 +1,4 @@
-"""Takes in a worker's report, or its end, and ends the attempts of its jobs: files first, then the queue.
-
-A job then has a result, is back in the queue, given up, or cancelled.
-"""
+"""Takes in workers' reports and losses: files first, then the queue."""
 
 from __future__ import annotations
 
@@ -35,22 +32,22 @@ from swiftbatch.worker.session.work_messages import JobOutcome, WorkReport
 
 Result = TypeVar("Result")
 
-NUM_UNPACKED = 8  # lost workers at a time
-CANCELLED_AT_ONCE = 10_000  # jobs in memory: a whole run may be cancelled
+NUM_UNPACKED = 8  # lost workers unpacked at a time
+CANCELLED_AT_ONCE = 10_000  # bounds memory when a whole run is cancelled
 
 
 class AttemptSettlement:
-    """Writes what became of jobs, and keeps queue, counters and display in step with it."""
+    """Records the fate of jobs in files, queue, counters and display."""
 
     def __init__(self, context: DriverContext) -> None:
         self._run, self._queue, self._attempts = context.run, context.queue, context.attempts
         self._counters, self._display = context.counters, context.display
         self._clock = context.clock
         self._checkpoints = CheckpointStore.of(context.run)
-        self._cancelling: set[str] = set()  # job ids to cancel as soon as no worker has them
+        self._cancelling: set[str] = set()  # ids to cancel once no worker has them
 
     def put_back(self, job_id: str, reason: str, message: str) -> None:
-        """Queue a job whose attempt was lost, or give it up; `reason` and `message` as in `Lost`."""
+        """Requeue or give up a lost job; `reason` and `message` as in `Lost`."""
         if (job := self._still_to_do(job_id)) is None:
             return
         self._counters.num_preemptions[reason] += 1
@@ -63,19 +60,18 @@ class AttemptSettlement:
             self._give_up(job_id, "attempts_failed", text)
 
     def begin(self, worker: Worker, job_id: str) -> None:
-        """Note that a worker has begun with a job of its reserve."""
         if job := self._queue.begin(job_id):
             num_attempts = self._attempts.note_begun(job_id)
             self._display.note(JobStarted(job.name, worker.id, num_attempts, job.num_generated_tokens))
 
     def take_back(self, job_id: str) -> None:
-        """Queue a job again that a worker had in its reserve, and has not begun, as it says."""
+        """Requeue a reserved job that has not begun."""
         if self._still_to_do(job_id):
             self._attempts.give_back(job_id)
             self._queue.release(job_id)
 
     def begin_found(self, worker: Worker) -> None:
-        """Note which jobs of a lost worker's reserve had begun: those whose attempts have left files."""
+        """Record which reserved jobs of a lost worker began."""
         job_ids = list(self._queue.of(worker.id).reserve)
         if not job_ids:
             return
@@ -85,10 +81,9 @@ class AttemptSettlement:
                     self.begin(worker, job_id)
 
     def lose_backlog(self, worker: Worker, *, is_unblamed: bool) -> None:
-        """Queue the jobs again that a lost worker had in its reserve: nobody knows whether they had begun.
+        """Requeue the reserved jobs of a lost worker.
 
-        None is blamed, but none waits in a reserve again: one that ends its worker at its very beginning would never
-        be known.
+        They are never reserved again, because one may kill its worker at once.
         """
         for job in list(self._queue.of(worker.id).reserve.values()):
             if self._still_to_do(job.job_id):
@@ -96,12 +91,12 @@ class AttemptSettlement:
                 self._queue.release(job.job_id)
 
     def refuse(self, job_id: str, code: str, message: str) -> None:
-        """Give a job up at once: every attempt would end so; `code` and `message` as in `error_line`."""
+        """Give a job up at once, because every attempt would fail."""
         if self._still_to_do(job_id):
             self._give_up(job_id, code, f"given up: {message}")
 
     def release(self, job_id: str, reason: str) -> None:
-        """Queue a job again that its worker gave up through no fault of the job; `reason` as in `Lost`."""
+        """Requeue a released job; `reason` as in `Lost`."""
         if (job := self._still_to_do(job_id)) is None:
             return
         self._counters.num_preemptions[reason] += 1
@@ -109,14 +104,14 @@ class AttemptSettlement:
         self._display.note(JobPutBack(job.name, reason, job.num_generated_tokens, is_lost=False))
 
     def take_cancel_requests(self) -> None:
-        """Cancel the jobs that users asked for, except those that a worker has: these wait for its next report."""
+        """Cancel requested jobs; those of workers wait for the next report."""
         is_whole_run, requested = self._run.cancel_requests()
         wanted = self._queue.unfinished() if is_whole_run else [job.job_id for job in self._queue.jobs(requested)]
         self._cancelling = set(wanted)
         self._cancel(self._cancelling - self._queue.handed_out())
 
     def cancel_held(self, worker: Worker) -> None:
-        """Cancel those of a worker's jobs that are to be cancelled, and have it drop them."""
+        """Cancel a worker's jobs as requested and order it to drop them."""
         if not self._cancelling:
             return
         own = self._queue.of(worker.id)
@@ -125,25 +120,23 @@ class AttemptSettlement:
         worker.cancel(cancelled)
 
     def finish(self, job_id: str, num_generated_tokens: int) -> None:
-        """Count a job whose result is in the run folder."""
         if job := self._queue.find(job_id):
             self._queue.finish(job_id, num_generated_tokens)
             self._attempts.finish(job_id)
             self._display.note(JobFinished(job.name, num_generated_tokens))
 
     def take_results(self, job_ids: Iterable[str]) -> None:
-        """Count those of some jobs that have a result, whoever wrote it: nothing is left to queue."""
+        """Count jobs that have a result."""
         asked = list(job_ids)
         for job_id, line in zip(asked, self._run.result_lines(asked) if asked else (), strict=True):
             if line is not None:
                 self.finish(job_id, num_completion_tokens(line))
 
     def with_results(self, job_ids: Collection[str]) -> set[str]:
-        """Return those of some jobs that have a result, whoever wrote it."""
         return with_results(self._run, job_ids)
 
     def _still_to_do(self, job_id: str) -> QueuedJob | None:
-        """The job, unless it has ended; one that is to be cancelled ends so, since no worker has it now."""
+        """Return None for a job that ends or is cancelled."""
         if job_id in self._cancelling:
             self._cancel({job_id})
         return self._queue.find(job_id)
@@ -159,7 +152,7 @@ class AttemptSettlement:
                 self._display.note(JobCancelled(job.name))
 
     def _give_up(self, job_id: str, code: str, message: str) -> None:
-        """Dead-letter: the job's error goes to the run folder, its token log stays for `resume --retry-failed`."""
+        """Write the job's error; its log stays for `resume --retry-failed`."""
         if job := self._queue.find(job_id):
             self._run.write_error(job_id, error_line(job.entry, code, message))
             self._queue.drop(job_id, "failed")
@@ -168,7 +161,7 @@ class AttemptSettlement:
 
 
 class ReportIntake:
-    """Takes in what happens in the fleet, and keeps the queue in step with it."""
+    """Takes in the fleet's events and updates the queue."""
 
     def __init__(self, context: DriverContext, settlement: AttemptSettlement) -> None:
         self._queue, self._fleet = context.queue, context.fleet
@@ -178,11 +171,11 @@ class ReportIntake:
         self._lost_ids: set[str] = set()
         self._logs = PackedLogs.of(context.run)
         self._pool = ThreadPoolExecutor(NUM_UNPACKED, "unpacks")
-        self._reading: list[tuple[Future[FoundLogs], Lost]] = []  # the token logs of lost workers
+        self._reading: list[tuple[Future[FoundLogs], Lost]] = []  # logs of lost workers
         self._placing: list[tuple[Future[None], Lost]] = []
 
     def take_in(self, event: Event) -> None:
-        """Act on one event. Raises StoreError if the store has failed a worker that was to go on."""
+        """Handle one event. Raises StoreError if the store failed."""
         match event:
             case Started(worker, info):
                 self._display.note(WorkerReady(worker.id, info.host, info.pid))
@@ -197,10 +190,7 @@ class ReportIntake:
                     self._take_in_loss(worker, reason, message)
 
     def settle(self) -> None:
-        """Go on with lost workers: put their jobs back once their token logs are where others look for them.
-
-        To read and write these takes a store's time, for which the loop does not wait. Raises StoreError.
-        """
+        """Requeue the jobs of lost workers once a thread moved their logs. Raises StoreError."""
         for found, lost in self._taken(self._reading):
             done = self._settlement.with_results({entry.job_id for entry in found.entries})
             self._placing.append((self._pool.submit(self._logs.put_in_place, found.without(done)), lost))
@@ -208,17 +198,16 @@ class ReportIntake:
             self._take_in_loss(lost.worker, lost.reason, lost.message)
 
     def stop(self) -> None:
-        """Begin nothing more: what is not in place yet is found by whoever resumes the run."""
+        """Stop; a resume moves the remaining logs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _taken(self, under_way: list[tuple[Future[Result], Lost]]) -> list[tuple[Result, Lost]]:
-        """Take what is done from a list."""
         done = [(future, lost) for future, lost in under_way if future.done()]
         under_way[:] = [(future, lost) for future, lost in under_way if not future.done()]
         return [(future.result(), lost) for future, lost in done]
 
     def tokens_at_risk(self) -> dict[str, int]:
-        """The tokens of running and lost jobs by name: not all of them may be in a checkpoint."""
+        """Return the tokens of running and lost jobs by name."""
         lost = [job for job_id in self._lost_ids if (job := self._queue.find(job_id))]
         self._lost_ids = {job.job_id for job in lost}
         return {job.name: job.num_generated_tokens for job in (*self._queue.running(), *lost)}
@@ -238,7 +227,7 @@ class ReportIntake:
             self._settlement.cancel_held(worker)
 
     def _take_in_outcome(self, worker: Worker, outcome: JobOutcome, reason: str) -> None:
-        """Act on what has become of a job; `reason` as in `Lost`, of one that was released."""
+        """`reason` is that of `Lost` for a released job."""
         settlement, job_id, num_tokens = self._settlement, outcome.job_id, outcome.num_generated_tokens
         if outcome.kind != "unbegun":
             settlement.begin(worker, job_id)
@@ -260,7 +249,7 @@ class ReportIntake:
                 settlement.take_back(job_id)
 
     def _count_fitting(self, worker: Worker, report: WorkReport) -> None:
-        """Note how many jobs a worker holds where its memory has run out, until one of them has left."""
+        """Record how many jobs a worker kept when memory ran out."""
         num_held = len(self._queue.of(worker.id).running)
         if report.of("evicted"):
             worker.num_fitting = num_held
@@ -268,7 +257,7 @@ class ReportIntake:
             worker.num_fitting = None
 
     def _take_leave(self, worker: Worker, reason: str) -> None:
-        """End a worker that has drained; jobs that it had not taken in yet go back too."""
+        """End a drained worker, and requeue its jobs."""
         if worker.drain_reason is None:
             self._display.note(WorkerStopping(worker.id, reason))
         for job in self._left_by(worker):
@@ -278,7 +267,7 @@ class ReportIntake:
         self._fleet.retire(worker)
 
     def _take_in_loss(self, worker: Worker, reason: str, message: str) -> None:
-        """Put a lost worker's jobs back. It is no reason to blame them if it was to end anyway, or they had ended."""
+        """Requeue a lost worker's jobs, without strikes if it was draining."""
         is_unblamed = worker.drain_reason is not None or reason == "node_drained"
         self._display.note(WorkerLost(worker.id, reason, message))
         self._settlement.begin_found(worker)
@@ -291,7 +280,6 @@ class ReportIntake:
         self._settlement.lose_backlog(worker, is_unblamed=is_unblamed)
 
     def _left_by(self, worker: Worker) -> list[QueuedJob]:
-        """The jobs that a worker leaves unfinished, now that it is gone; its reserve may have results, too."""
         own = self._queue.of(worker.id)
         left = [*sorted(own.running), *sorted(own.unsealed)]
         self._settlement.take_results([*left, *own.reserve])

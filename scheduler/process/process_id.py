@@ -1,4 +1,4 @@
-"""Tells a process from others with its number: in two containers, or before and after a restart."""
+"""Identifies processes across containers and restarts, where numbers repeat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from swiftbatch.jobs.run.run_records import ProcessKey
 
-START_FIELD = 19  # of /proc/PID/stat, counted after the name, which may hold anything
+START_FIELD = 19  # in /proc/PID/stat, counted after the name, which may contain anything
 STATE_FIELD = 0
 ENDED_STATES = {"Z", "X", "x"}
 
@@ -19,19 +19,19 @@ def _own_key(pid: int) -> ProcessKey | None:
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return ProcessKey(boot_id=boot_id, pid_namespace=os.readlink("/proc/self/ns/pid"), start_ticks=_start(pid))
-    except (OSError, ValueError, IndexError):  # no Linux, or a /proc that shows less
+    except (OSError, ValueError, IndexError):  # no Linux, or a restricted /proc
         return None
 
 
 def own_key() -> ProcessKey | None:
-    """The key that tells this process from others with its number; None if the system does not say."""
+    """Return this process's key; None if the system does not say."""
     return _own_key(os.getpid())
 
 
 def is_gone(host: str, pid: int, key: ProcessKey | None) -> bool:
-    """Return whether a process has surely ended; False for one that can't be seen from here.
+    """Return whether a process has surely ended.
 
-    Without a `key` the host's name has to do: two hosts with one name would be taken for each other.
+    Without a `key`, equal host names count as one host.
     """
     if key is None:
         return host == socket.gethostname() and not _exists(pid)
@@ -47,7 +47,7 @@ def is_gone(host: str, pid: int, key: ProcessKey | None) -> bool:
 
 
 def _start(pid: int) -> int:
-    """The start of a process, in clock ticks since the machine's start. Raises FileNotFoundError if it has ended."""
+    """Return a process's start in clock ticks. Raises FileNotFoundError if it ended."""
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     if fields[STATE_FIELD] in ENDED_STATES:
         raise FileNotFoundError(pid)

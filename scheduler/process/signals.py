@@ -1,9 +1,6 @@
-"""Handles the signals that tell a command to end: SIGTERM and a closed terminal (SIGHUP) mean what Ctrl-C does.
+"""Signals that end a command: SIGTERM and SIGHUP act as Ctrl-C.
 
-The first signal raises KeyboardInterrupt wherever the command is: it ends with one line and exit code 130. A second one
-ends the process at once, should that hang. While jobs run, `held` has the first signal ask for an end in good order.
-
-A driver that a server has started is killed with the server.
+The first raises KeyboardInterrupt, or inside `held` asks for an orderly end; a second one ends the process.
 """
 
 from __future__ import annotations
@@ -19,23 +16,23 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130
-SAME_SECONDS = 1.0  # a closed terminal, `timeout` and service managers tell the same thing twice
+SAME_SECONDS = 1.0  # terminals, `timeout` and service managers send signals twice
 POLL_SECONDS = 0.05
 AGAIN_SECONDS = 0.02
 
 Handler = Callable[[int, FrameType | None], None]
-BAD_INPUT = os.EX_DATAERR  # the exit code where the input file as a whole can't be read
-SET_DEATH_SIGNAL = 1  # of prctl
+BAD_INPUT = os.EX_DATAERR  # exit code for an unreadable input file
+SET_DEATH_SIGNAL = 1  # for prctl
 
 
 def ending_signals() -> list[signal.Signals]:
-    """The signals that ask to end. Under `nohup` a closed terminal does not."""
+    """Return the signals that end a command; `nohup` keeps SIGHUP ignored."""
     is_kept = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM] if is_kept else [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 def interrupt_on_signals() -> None:
-    """Have the first signal from now on raise KeyboardInterrupt in the main thread, and the next end the process."""
+    """Make the first signal raise KeyboardInterrupt, and the next one end the process."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         _handle(_unless_same(lambda _number, _frame: os._exit(INTERRUPTED)))
@@ -44,7 +41,7 @@ def interrupt_on_signals() -> None:
     unheard = sys.unraisablehook
 
     def tell_again(told: sys.UnraisableHookArgs) -> None:
-        """Interrupt again: Python drops what is raised in a destructor or in a callback, an import's among them."""
+        """Interrupt again: Python drops exceptions in destructors and callbacks, as of imports."""
         if told.exc_type is not KeyboardInterrupt:
             unheard(told)
             return
@@ -57,14 +54,14 @@ def interrupt_on_signals() -> None:
 
 
 def end_on_signals() -> None:
-    """Have a signal end the process without a word from now on: nothing is left that would have to be undone."""
+    """Let signals end the process silently."""
     for number in ending_signals():
         signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def held(ask: Callable[[], None]) -> Iterator[None]:
-    """Call `ask` at the first signal. The next one does what it did before, as all do behind the context."""
+    """Call `ask` at the first signal; later ones act as before."""
     before = {number: signal.getsignal(number) for number in ending_signals()}
 
     def again(number: int, _frame: FrameType | None) -> None:
@@ -84,9 +81,9 @@ def held(ask: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Keep the signals from all threads that start within the block, for as long as they live.
+    """Block signals in all threads started inside the block.
 
-    For those that live while `call_interruptibly` makes a call: else a signal might reach a handler of that call there.
+    A signal there could reach a handler of `call_interruptibly`'s call.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals())
     try:
@@ -96,10 +93,9 @@ def unheard() -> Iterator[None]:
 
 
 def call_interruptibly(call: Callable[[], None], ended: threading.Event) -> None:
-    """Make a call in a thread that lives until `ended`, and raise what it raises, or KeyboardInterrupt at a signal.
+    """Call in a thread that lives until `ended`; raise its error, or KeyboardInterrupt at a signal.
 
-    For a call that may hang outside of Python, and that sets handlers of its own below Python: they are taken back as
-    soon as they are seen, and signals wait meanwhile. After an interruption the call goes on, unheard.
+    For calls that may hang outside Python and set handlers of their own. After an interruption the call continues.
     """
     returned, errors = threading.Event(), list[BaseException]()
 
@@ -118,7 +114,7 @@ def call_interruptibly(call: Callable[[], None], ended: threading.Event) -> None
         threading.Thread(target=run, name="interruptible-call", daemon=True).start()
         while heard is None and not returned.wait(POLL_SECONDS):
             _hear_again()  # other libraries' threads do not wait with their signals
-            heard = signal.sigtimedwait(awaited, 0)  # one that waits may give no signal at all behind a Ctrl-Z
+            heard = signal.sigtimedwait(awaited, 0)  # waiting may return no signal after Ctrl-Z
         _hear_again()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -130,12 +126,11 @@ def call_interruptibly(call: Callable[[], None], ended: threading.Event) -> None
 
 
 def _hear_again() -> None:
-    """Have the system know the handlers that Python knows: compiled code sets and resets them without a word."""
+    """Restore Python's handlers, which compiled code may change."""
     _restore({number: signal.getsignal(number) for number in ending_signals()})
 
 
 def _unless_same(handler: Handler) -> Handler:
-    """The handler, deaf for a moment."""
     first = time.monotonic()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -156,10 +151,10 @@ def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def die_with(parent_pid: int) -> None:
-    """Have Linux's kernel kill this process when the thread that started it ends, however it does."""
+    """Make the kernel kill this process when the parent's starting thread ends."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None, use_errno=True).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        os._exit(1)  # it has ended before
+        os._exit(1)  # the parent ended before

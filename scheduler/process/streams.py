@@ -1,4 +1,4 @@
-"""Streams that may fail, as when a terminal is closed or the program that reads has gone: no reason to end a run."""
+"""Streams that may fail without ending a run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any, TextIO
 
 
 class SteadyStream:
-    """A text stream that goes nowhere once it can't be written to. For all else it is the stream itself."""
+    """A text stream that drops output after its first failed write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, or forget the text."""
         try:
             return self._stream.write(text)
         except OSError:
@@ -21,7 +20,6 @@ class SteadyStream:
             return len(text)
 
     def flush(self) -> None:
-        """Write what is held back, or forget it."""
         try:
             self._stream.flush()
         except OSError:
@@ -37,7 +35,7 @@ class SteadyStream:
 
 
 class Lines:
-    """A stream that takes whole lines, each at once. Once it can't be written to, they go nowhere."""
+    """A stream of whole lines, dropped after its first failed write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = SteadyStream(stream)

@@ -1,4 +1,4 @@
-"""Cancel a run or a job, whether its driver is alive or not; and end the jobs of a run whose time is up."""
+"""Cancels a run or a job, and expires jobs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from swiftbatch.scheduler.driver.run_lease import RunLease, RunTakenError, has_b
 from swiftbatch.scheduler.driver.shard_writing import finish_shards
 
 POLL_SECONDS = 0.1
-EXPIRED = "batch_expired"  # the error code of a job that did not end in time, as OpenAI has it
+EXPIRED = "batch_expired"  # OpenAI's error code of a job that did not end in time
 EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
 
 
 def find_jobs(run: Run, custom_id: str) -> list[JobEntry]:
-    """The run's job of that `custom_id`, or all choices of that line. Raises RunError."""
+    """Return the jobs of a `custom_id`, one per choice. Raises RunError."""
     index = run.job_index()
     if found := [index.entry(int(row)) for row in index.rows_of("custom_id", [custom_id])]:
         return found
@@ -28,7 +28,7 @@ def find_jobs(run: Run, custom_id: str) -> list[JobEntry]:
 
 
 def cancel_jobs(run: Run, custom_id: str | None) -> str:
-    """Cancel one job, or all unfinished ones; returns a line for the user. Raises RunError, StoreError."""
+    """Cancel one job or all; return a line for the user. Raises RunError, StoreError."""
     chosen = None if custom_id is None else find_jobs(run, custom_id)
     unfinished = _unfinished(run, chosen)
     if not unfinished:
@@ -36,7 +36,7 @@ def cancel_jobs(run: Run, custom_id: str | None) -> str:
     what = f"{len(unfinished)} jobs" if custom_id is None else f"job {custom_id}"
     while True:
         try:
-            # a driver that comes back from a long silence must not go on with what is cancelled
+            # a driver that returns after a long silence must not continue cancelled jobs
             with RunLease(run, may_take_over=True) as hold:
                 _cancel(run, hold, chosen, is_whole_run=custom_id is None)
             return f"cancelled {what}"
@@ -47,7 +47,7 @@ def cancel_jobs(run: Run, custom_id: str | None) -> str:
 
 def _cancel(run: Run, hold: RunLease, chosen: Sequence[JobEntry] | None, *, is_whole_run: bool) -> None:
     unfinished = _unfinished(run, chosen)
-    run.set_damaged_aside([record.job_id for record in unfinished])  # a folder in an error's place, for one
+    run.set_damaged_aside([record.job_id for record in unfinished])  # such as a folder in an error's place
     write_cancelled(run, unfinished)
     is_end = not count_jobs(run)["pending"]
     finish_shards(run, hold.epoch, is_end)
@@ -59,10 +59,10 @@ def _cancel(run: Run, hold: RunLease, chosen: Sequence[JobEntry] | None, *, is_w
 
 
 def _is_asked(run: Run, job_ids: Sequence[str | None]) -> bool:
-    """Ask the driver to cancel jobs, or all for None; False where it ended before it can have seen that."""
+    """Return False if the driver ended before it could cancel."""
     last = time.monotonic() + STALE_SECONDS
     while not has_begun(run) and time.monotonic() < last:
-        time.sleep(POLL_SECONDS)  # it would forget the request as one from before
+        time.sleep(POLL_SECONDS)  # a new driver forgets earlier requests
     for job_id in job_ids:
         run.request_cancel(job_id)
     progress = run.progress()
@@ -70,14 +70,13 @@ def _is_asked(run: Run, job_ids: Sequence[str | None]) -> bool:
 
 
 def _unfinished(run: Run, chosen: Sequence[JobEntry] | None) -> list[JobEntry]:
-    """Return the chosen jobs, or all for None, that have not ended."""
     finished, failed = run.ended()
     entries = run.job_index().entries() if chosen is None else chosen
     return [entry for entry in entries if entry.job_id not in finished and entry.job_id not in failed]
 
 
 def expire_jobs(run: Run) -> None:
-    """Give all unfinished jobs an error. Raises RunTakenError while a driver is at work, RunError, StoreError."""
+    """Give all unfinished jobs an error. Raises RunTakenError, RunError, StoreError."""
     with RunLease(run, may_take_over=True) as hold:
         unfinished = _unfinished(run, None)
         run.set_damaged_aside([record.job_id for record in unfinished])

@@ -1,4 +1,4 @@
-"""Take jobs on that ended at their `max_tokens`, from the tokens that are kept of them; drop what is kept."""
+"""Extends jobs from their kept tokens, and deletes what is kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from swiftbatch.worker.model.model_files import ModelFiles, read_config
 
 @dataclass(frozen=True)
 class Kept:
-    """Token logs and states of jobs that have ended: the bytes of each, by job id."""
+    """The bytes of kept logs and states of ended jobs."""
 
     logs: dict[str, int]
     states: dict[str, int]
@@ -44,9 +44,9 @@ class Kept:
 
 
 def kept_of(run: Run) -> Kept:
-    """Find what is kept. A checkpoint of a job that may still go on by itself is no part of it. Raises StoreError."""
+    """Find what is kept of jobs that can't continue. Raises StoreError."""
     found = set(run.store.list(CHECKPOINTS)) - {WORKERS}
-    if found:  # failed and cancelled jobs may be run again, from their checkpoints
+    if found:  # failed and cancelled jobs may resume from their checkpoints
         found -= set(run.job_ids()) - run.ended()[0]
     with ThreadPoolExecutor(NUM_READERS) as pool:
         states = dict(zip(sorted(found), pool.map(lambda job_id: _size(run.store, job_id), sorted(found)), strict=True))
@@ -54,7 +54,7 @@ def kept_of(run: Run) -> Kept:
 
 
 def prune(run: Run, *, logs: bool, state: bool) -> str:
-    """Drop kept token logs, states or both; returns a line for the user. Raises RunTakenError, StoreError."""
+    """Delete what is kept; return a line for the user. Raises RunTakenError, StoreError."""
     before = run.progress()
     with RunLease(run) as hold:
         kept = kept_of(run)
@@ -70,25 +70,24 @@ def prune(run: Run, *, logs: bool, state: bool) -> str:
 
 
 def _size(store: Store, job_id: str) -> int:
-    """The bytes of all checkpoints of a job."""
     folders = [f"{CHECKPOINTS}/{job_id}/{attempt}" for attempt in store.list(f"{CHECKPOINTS}/{job_id}")]
     return sum(size or 0 for folder in folders for size in store.sizes(folder).values())
 
 
 Line = dict[str, Any]
 
-ENDS_OF_THOUGHTS = ("stop", "repetition")  # where there was no room for the closing marker
+ENDS_OF_THOUGHTS = ("stop", "repetition")  # a thought may end so when its closing marker had no room
 
 
 class NotExtendedError(ValueError):
-    """A job can't be taken on; the text says why."""
+    """A job that can't be extended; the text says why."""
 
 
 @dataclass
 class Extension:
-    """The jobs that go on, in their longer form, the tokens they have, and those that do not, by name with a reason.
+    """The extended jobs, their tokens, and (name, reason) of refused ones.
 
-    `already` are the named ones that may have as many tokens as it is.
+    `already` are named jobs whose limit is large enough.
     """
 
     records: list[JobRecord] = field(default_factory=list)
@@ -100,15 +99,14 @@ class Extension:
 def extend_jobs(
     hold: RunLease, max_tokens: int, custom_ids: Collection[str], files: ModelFiles, room: KVRoom | None
 ) -> Extension:
-    """Have jobs go on to `max_tokens` tokens: those of these `custom_ids`, or for none all that a limit ended.
+    """Extend jobs to `max_tokens`: those named, or all that ended at a limit.
 
-    Each becomes a job of its own, which takes the place of the shorter one. Its checkpoint is written first, then all
-    are added at once: killed before that, nothing has changed, and afterwards they go on as any job. Raises StoreError,
+    Checkpoints are written first, then all jobs at once, so that a kill leaves either state. Raises StoreError,
     RunTakenError.
     """
     run, found = hold.epoch.run, Extension()
     kept, bound = KeptLogs.of(run), short_length(read_config(files.name, files.path))
-    with_tokens = kept.sizes().keys()  # of jobs that might have gone on
+    with_tokens = kept.sizes().keys()  # jobs that could have continued
     for record, line in run.output_lines():
         if custom_ids and record.job.custom_id not in custom_ids:
             continue
@@ -117,7 +115,7 @@ def extend_jobs(
                 if custom_ids and record.job.sampling.max_tokens >= max_tokens:
                     found.already.append(record.job.name)
                 continue
-            assert line is not None  # `_is_due` has looked
+            assert line is not None  # `_is_due` has checked it
             log = _kept_log(kept, record, line)
             logprobs = _kept_logprobs(kept, record, log)
             longer = _longer(record, max_tokens, files, bound)
@@ -133,7 +131,7 @@ def extend_jobs(
     hold.epoch.check()
     run.add_jobs(found.records)
     checkpoints = CheckpointStore.of(run)
-    for longer in found.records:  # a longer job has all that the superseded one had
+    for longer in found.records:  # a longer job has everything of the superseded one
         assert longer.supersedes is not None
         kept.delete(longer.supersedes)
         checkpoints.clear(longer.supersedes)
@@ -141,12 +139,12 @@ def extend_jobs(
 
 
 def _is_due(record: JobRecord, line: Line | None, max_tokens: int, is_named: bool, has_tokens: bool) -> bool:
-    """Return whether a job is to go on. Raises NotExtendedError where its user should hear that it does not."""
+    """Return whether to extend a job. Raises NotExtendedError for a reason to show."""
     own = record.job.sampling.max_tokens
     if line is None:
         if own < max_tokens:
             raise NotExtendedError(f"it has not ended: it runs to its {own} tokens now, then give this command again")
-        return False  # extended before: it goes on in any case
+        return False  # extended before: it continues anyway
     if line["error"] is not None:
         if is_named:
             code = line["error"]["code"]
@@ -157,7 +155,7 @@ def _is_due(record: JobRecord, line: Line | None, max_tokens: int, is_named: boo
             raise NotExtendedError(f"--max-tokens: found {max_tokens}, expected more than the {own} that it may have")
         return False
     reason = line["response"]["body"]["choices"][0]["finish_reason"]
-    # by whatever it ended: its tokens were kept where a larger limit would have closed its thought
+    # tokens are also kept if a larger limit would have closed the thought
     may_go_on = reason == "length" or (has_tokens and reason in ENDS_OF_THOUGHTS)
     # a line may have choices of both kinds
     if not may_go_on and is_named and record.job.num_choices == 1:
@@ -168,7 +166,10 @@ def _is_due(record: JobRecord, line: Line | None, max_tokens: int, is_named: boo
 
 
 def _kept_log(kept: KeptLogs, record: JobRecord, line: Line) -> TokenLog:
-    """All tokens of a finished job, which are surely those of its result. Raises NotExtendedError."""
+    """Check the tokens against the result.
+
+    Raises NotExtendedError.
+    """
     try:
         log = kept.read(record.job_id)
     except DamagedFileError as error:
@@ -181,7 +182,7 @@ def _kept_log(kept: KeptLogs, record: JobRecord, line: Line) -> TokenLog:
 
 
 def _kept_logprobs(kept: KeptLogs, record: JobRecord, log: TokenLog) -> TokenLogprobs | None:
-    """Read the log-probabilities of all tokens of a job, if it asks for them. Raises NotExtendedError."""
+    """Raises NotExtendedError."""
     if record.job.sampling.logprobs is None:
         return None
     try:
@@ -191,9 +192,9 @@ def _kept_logprobs(kept: KeptLogs, record: JobRecord, log: TokenLog) -> TokenLog
 
 
 def _longer(record: JobRecord, max_tokens: int, files: ModelFiles, bound: int | None) -> JobRecord:
-    """The same job with more tokens, behind which its model turns texts as it did before: not so beyond a `bound`.
+    """Return the job with a larger limit.
 
-    Raises NotExtendedError where the model's positions end before.
+    Raises NotExtendedError beyond the model's positions, or beyond `bound`, where longrope changes all rotations.
     """
     num_positions = record.num_prompt_tokens + max_tokens
     if num_positions > files.max_positions:
@@ -213,5 +214,5 @@ def _longer(record: JobRecord, max_tokens: int, files: ModelFiles, bound: int | 
 
 
 def _history(line: Line) -> Sequence[AttemptRecord]:
-    """The attempts that made the result, at least one: they go on as those of the longer job."""
+    """Return the attempts behind a result, at least one."""
     return parsed_history(line["response"]["body"]["metrics"].get("attempts")) or [AttemptRecord(attempt=1, number=1)]

@@ -1,9 +1,8 @@
-"""The hold on a folder of runs: one `swiftbatch nightly` works in it at a time, and one `swiftbatch serve`.
+"""The hold on a folder of runs: one `nightly` and one `serve` at a time.
 
-nightly.json, serve.json    the holder's newest sign of life, in the folder of the runs; gone when it ends
+nightly.json, serve.json    the holder's heartbeat, deleted when it ends
 
-The clocks of two machines decide here, so two may overlap for a moment. That does no harm: each run has one driver
-(see `run_lease`). The hold keeps a second one out of the gaps between two runs, and says who is at work since when.
+Clocks may let holders overlap briefly, which is harmless: each run has one driver.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ POLL_SECONDS = 2.0
 
 
 class FolderHeldError(RunError):
-    """Another such command is at work on these runs; the text is one line for the user."""
+    """Another such command works on these runs."""
 
 
 class Holder(BaseModel):
-    """`COMMAND.json`; times in seconds since the epoch."""
+    """The content of `COMMAND.json`; times in seconds since the epoch."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -48,7 +47,7 @@ class Holder(BaseModel):
 
 
 class FolderLease:
-    """The hold of a command (`nightly`, `serve`) on a folder of runs, renewed by a thread until `stop`."""
+    """A command's hold on a folder of runs, renewed by a thread."""
 
     def __init__(self, runs: Store, command: str) -> None:
         now = time.time()
@@ -68,7 +67,7 @@ class FolderLease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise FolderHeldError if another one has taken over, as it may after a long silence of ours."""
+        """Raise FolderHeldError if another one took over, as after a long silence."""
         holder = _read(self._runs, self._command)
         if holder is not None and holder.holder_id != self._holder.holder_id:
             who = _who(self._runs, self._command, holder)
@@ -77,13 +76,13 @@ class FolderLease:
     def stop(self) -> None:
         self._ended.set()
         self._thread.join()
-        with contextlib.suppress(StoreError, RunError):  # else it is stale soon
+        with contextlib.suppress(StoreError, RunError):  # otherwise it goes stale soon
             self.check()
             self._runs.delete(file_of(self._command))
 
     def _renew(self) -> None:
         while not self._ended.wait(BEAT_SECONDS_OBJECT_STORE):
-            with contextlib.suppress(StoreError, RunError):  # the next beat comes soon; `check` says what is lost
+            with contextlib.suppress(StoreError, RunError):  # the next heartbeat comes soon, and `check` reports a loss
                 self.check()
                 self._runs.write(
                     file_of(self._command), pretty(self._holder.model_copy(update={"updated": time.time()}))
@@ -92,10 +91,7 @@ class FolderLease:
 
 @contextlib.contextmanager
 def hold(runs: Store, is_patient: bool, command: str) -> Iterator[FolderLease]:
-    """Hold a folder of runs for a command.
-
-    While another process of that command holds it, wait for that (`is_patient`) or raise FolderHeldError.
-    """
+    """Hold a folder of runs; if it is taken, wait (`is_patient`) or raise FolderHeldError."""
     is_told = False
     while (holder := _other_holder(runs, command)) is not None:
         if not is_patient:
@@ -112,7 +108,6 @@ def hold(runs: Store, is_patient: bool, command: str) -> Iterator[FolderLease]:
 
 
 def file_of(command: str) -> str:
-    """The file that says who holds a folder for this command."""
     return f"{command}.json"
 
 
@@ -125,7 +120,7 @@ def _other_holder(runs: Store, command: str) -> Holder | None:
 
 
 def _read(runs: Store, command: str) -> Holder | None:
-    """The newest sign of life; None where it is absent or damaged: the next is written over it."""
+    """Return None if absent or damaged."""
     try:
         return read_model(runs, file_of(command), Holder)
     except RunError:

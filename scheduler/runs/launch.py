@@ -1,4 +1,4 @@
-"""Run a run's unfinished jobs: cluster up, driver loop, signals, output files."""
+"""Runs a run's unfinished jobs: cluster, driver loop, signals, output files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunManifest, RunState
-from swiftbatch.jobs.storage.object_store import local_path
+from swiftbatch.jobs.storage.folder_uri import local_path
 from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.metrics.counters import DriverCounters
@@ -46,8 +46,8 @@ class Outcome:
 
     state: RunState
     jobs: dict[str, int]
-    num_tokens: int  # the tokens that its jobs have
-    reached_limit: str | None = None  # the reason why it is unfinished, for people
+    num_tokens: int  # tokens of its jobs
+    reached_limit: str | None = None  # why it is unfinished, for people
 
     @property
     def num_without_result(self) -> int:
@@ -55,10 +55,9 @@ class Outcome:
 
 
 def launch(hold: RunLease, settings: Settings, display: Display) -> Outcome:
-    """Run what is unfinished of the run that is held, and write the output files, also after an interruption.
+    """Run the held run's unfinished jobs and write its outputs.
 
-    Raises ClusterError, DriverError, KVRoomError, MetricsError, ModelError, RunTakenError and StoreError, each with
-    one line for the user.
+    Raises ClusterError, DriverError, KVRoomError, MetricsError, ModelError, RunTakenError and StoreError.
     """
     counters = DriverCounters()
     run = Run.open(
@@ -100,7 +99,6 @@ def _drive(
     display: Display,
     counters: DriverCounters,
 ) -> tuple[RunState, str | None]:
-    """Drive the run; return the state in which it ends, and the limit that it has reached, if any."""
     if config.device == "cuda" and cluster.is_embedded and cluster.num_gpus == 0:
         raise ClusterError("the run was made for cuda, and this machine has no GPU; use --address or another run")
     if slow := slow_on_gpu(run.manifest.stored_model, cluster.num_gpus_per_worker(config.device)):
@@ -108,7 +106,7 @@ def _drive(
     if cluster.is_embedded and cluster.num_gpus_per_worker(config.device) and settings.num_workers > cluster.num_gpus:
         display.note(FewGpus(settings.num_workers, cluster.num_gpus))
     metrics_host = settings.metrics_host or (LOOPBACK if cluster.is_embedded else EVERYWHERE)
-    worker_host = metrics_host if cluster.is_embedded else EVERYWHERE  # an address of one node is none of the others
+    worker_host = metrics_host if cluster.is_embedded else EVERYWHERE  # one node's address is invalid on the others
     spec = WorkerSpec(
         config=config,
         run_uri=run.store.uri,
@@ -140,7 +138,7 @@ def _drive(
 
 
 def _most_positions(manifest: RunManifest, settings: Settings, cluster: Cluster) -> int | None:
-    """The positions that a worker's caches may hold in the memory that was asked for. Raises KVRoomError."""
+    """Return the positions that fit a worker's requested cache memory. Raises KVRoomError."""
     if settings.kv_memory is None:
         return None
     asked = f"--kv-memory {settings.kv_memory:g}"
@@ -154,7 +152,7 @@ def _most_positions(manifest: RunManifest, settings: Settings, cluster: Cluster)
 
 
 def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:
-    """Tell of a model that no kernels of ours compute on the workers' GPUs; None for any other, and on CPUs."""
+    """Return a warning if the GPUs lack kernels for the model."""
     if not num_gpus_per_worker:
         return None
     path = path_on("cuda", read_config(model, model_folder(model, CONFIG_FILES)))
@@ -162,30 +160,27 @@ def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:
 
 
 def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
-    """The configuration of the engines that the run's workers use.
-
-    Raises ModelError where the engine's trained parts are missing, KVRoomError where caches can't be kept in a folder.
-    """
+    """Raises ModelError, KVRoomError."""
     computation = computation_of(manifest, settings)
     check_parts(computation.engine, manifest.stored_model, manifest.model_fingerprint, computation.draft_model)
-    if settings.address is None:  # a cluster's workers look for themselves
+    if settings.address is None:  # a cluster's workers check their own
         check_folder(computation.kv_offload)
     return EngineConfig(**asdict(with_absolute_folders(computation)), **asdict(settings.checkpoints))
 
 
 @contextlib.contextmanager
 def _told_how_to_go_on(run: Run) -> Iterator[None]:
-    """Add to what ends the run early that it can go on."""
+    """Append how to continue to the error that ends the run."""
     hint = f"nothing is lost, go on with: swiftbatch resume {run.store.shown_uri}"
     try:
         yield
     except (ClusterLostError, DriverError, StoreError) as error:
         raise DriverError(f"{error}; {hint}") from error
-    except KeyboardInterrupt:  # before the driver hears signals, or at a second one
+    except KeyboardInterrupt:  # outside the driver's own signal handling
         raise KeyboardInterrupt(hint) from None
 
 
 def _log_folder(run: Run, cluster: Cluster) -> str | None:
-    """The run folder's logs, for workers on this machine; elsewhere the folder may not be there."""
+    """Return the run folder's logs if workers are local."""
     folder = local_path(run.store.uri)
     return f"{folder}/logs" if folder is not None and cluster.is_embedded else None

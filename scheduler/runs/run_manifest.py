@@ -1,4 +1,4 @@
-"""The settings of a run that stay the same over all its attempts: model, engine, numerics, seed."""
+"""The settings of a run that never change: model, engine, numerics, seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.run.job_index import JobIndex
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.run.run_records import RunError, RunManifest
-from swiftbatch.jobs.storage.object_store import shown_uri
+from swiftbatch.jobs.storage.folder_uri import shown_uri
 from swiftbatch.scheduler.runs.run_settings import Settings
 from swiftbatch.worker.config import Computation
 from swiftbatch.worker.drafters.catalogue import PLAIN_ENGINE, engine_entry
@@ -36,13 +36,10 @@ FOLDERS = ("draft_model", "kv_offload")
 
 
 def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
-    """The manifest of the run there, checked against the settings; a new one, yet without fingerprint, for a new run.
-
-    Raises RunError if the settings differ from the run's, but for folders.
-    """
+    """Return the run's checked manifest, or a new one. Raises RunError if settings differ."""
     try:
         manifest = Run.open(run_uri, settings.start_retries).manifest
-    except RunError:  # no run there, or one that can't be read: `Run.create_or_open` tells them apart
+    except RunError:  # absent or unreadable: `Run.create_or_open` tells which
         return _new_manifest(settings)
     for name, value in settings.said.items():
         found = _place(value) if name == "model" else value
@@ -59,19 +56,18 @@ def kept_or_new_manifest(run_uri: str, settings: Settings) -> RunManifest:
 
 
 def computation_of(manifest: RunManifest, settings: Settings) -> Computation:
-    """The computation of the run; engine and folders may be others than those it was made with."""
+    """Return the run's computation with these settings' engine and folders."""
     computation = Computation(**{field.name: getattr(manifest, field.name) for field in fields(Computation)})
     return replace(computation, **{name: settings.said[name] for name in ("engine", *FOLDERS) if name in settings.said})
 
 
 def with_absolute_folders(computation: Computation) -> Computation:
-    """Make folders absolute, since workers run in other folders."""
     folders = {name: folder for name in FOLDERS if (folder := getattr(computation, name))}
     return replace(computation, **{name: os.path.abspath(folder) for name, folder in folders.items()})
 
 
 def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
-    """The manifest with the model's fingerprint, and what `swiftbatch doctor` found for it on this machine."""
+    """Add the model's fingerprint and this machine's `swiftbatch doctor` verdict."""
     torch_version, kernels = (
         manifest.versions["torch"],
         CudaKernels(manifest.attention, manifest.linear, manifest.num_rows),
@@ -97,9 +93,9 @@ def with_model(manifest: RunManifest, files: ModelFiles) -> RunManifest:
 
 
 def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings: Settings) -> RunManifest:
-    """The manifest of a new run with the rows of its forwards, for GPUs: those that were asked for, or that pay.
+    """Add a GPU's rows: the requested number, or the fastest.
 
-    A GPU of this machine is known. One of a cluster may be any: 80 GB are assumed.
+    A cluster's GPUs are assumed to have 80 GB.
     """
     sizes = None if manifest.device == "cpu" or "num_rows" in settings.said else read_sizes(files, manifest.dtype)
     if sizes is None or not len(jobs):
@@ -118,11 +114,9 @@ def with_rows(manifest: RunManifest, files: ModelFiles, jobs: JobIndex, settings
 
 
 def with_markers(manifest: RunManifest, codec: TextCodec) -> RunManifest:
-    """The manifest with the markers between which the model thinks, none too: those named, else those that were found.
+    """Add the thinking markers, if any, and whether the template reads the clock.
 
-    Files and fingerprints would not do: another version of swiftbatch may know more pairs, or transformers read a
-    template otherwise, and a text that begins behind a thought would be another one. Whether its chat template reads
-    the clock is noted as well.
+    Another version may know other markers and split texts differently.
     """
     manifest = manifest.model_copy(update={"reads_clock": codec.chat.reads_clock})
     if manifest.thinking_markers is not None:
@@ -131,10 +125,7 @@ def with_markers(manifest: RunManifest, codec: TextCodec) -> RunManifest:
 
 
 def refuse_changed_model(run: Run) -> None:
-    """Raise RunError where the model's files here are not those that the run was made with.
-
-    Where there are none, the run may be at its end, or a cluster's workers may have them: those say if they do not.
-    """
+    """Raise RunError if the model's local files differ from the run's. Missing files are fine."""
     with contextlib.suppress(ModelError):
         files = locate_model(run.manifest.stored_model)
         known = {**files.digests.model, **files.digests.text}
@@ -142,7 +133,7 @@ def refuse_changed_model(run: Run) -> None:
 
 
 def refuse_kernels(kernels: CudaKernels, device: str, dtype: str, address: str | None) -> None:
-    """Raise ModelError where the workers would refuse this choice of a GPU's kernels, as far as that is known here."""
+    """Raise ModelError if the workers would refuse these GPU kernels."""
     if device == "cpu":
         kernels.refuse_unused("the device is a CPU")
         kernels.refuse_rows("the device is a CPU")
@@ -178,7 +169,6 @@ def _new_manifest(settings: Settings) -> RunManifest:
 
 
 def _place(model: str) -> str:
-    """A folder's absolute path, since workers run in other folders; any other name as it is."""
     return os.path.abspath(model) if model != "embedded" and Path(model).is_dir() else model
 
 
@@ -187,6 +177,6 @@ def _versions() -> dict[str, str]:
     for name in ("swiftbatch", "torch", "transformers", "ray", "llguidance"):
         try:
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        except importlib.metadata.PackageNotFoundError:  # running from a checkout
             continue
     return versions

@@ -1,4 +1,4 @@
-"""The settings that a user may give a run, each default once. Light: the command line shows them."""
+"""The settings of a run with their defaults, without heavy imports."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of `submit` and `resume`; all but `said` may differ from one resume to the next."""
+    """The settings of `submit` and `resume`; a resume may change all except `said`."""
 
-    said: Mapping[str, Any] = field(default_factory=dict)  # of the fields of `Computation`: those that were named
+    said: Mapping[str, Any] = field(default_factory=dict)  # named fields of `Computation`
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
-    num_workers: int = NUM_WORKERS  # they share the cores where no number of threads was asked for
-    num_slots: int | None = None  # jobs at a time per worker; None for as many as its memory has room for
-    kv_memory: float | None = None  # GB for the caches of each worker on CPUs; None for most of what is free
-    address: str | None = None  # of a running cluster, whose devices are not this machine's; None: an embedded Ray
+    num_workers: int = NUM_WORKERS  # they share the cores if no thread count is given
+    num_slots: int | None = None  # jobs at a time per worker; None: as many as fit in memory
+    kv_memory: float | None = None  # GB of caches per CPU worker; None: most of the free memory
+    address: str | None = None  # a running cluster's, with its own devices; None: embedded Ray
     max_attempts: int = MAX_ATTEMPTS
-    worker_timeout: float | None = None  # seconds without a report; None for the default
+    worker_timeout: float | None = None  # seconds without a report; None: the default
     metrics_port: int | None = None
-    metrics_host: str | None = None  # None: this machine alone where Ray is embedded, all interfaces on a cluster
+    metrics_host: str | None = None  # None: this machine if Ray is embedded, else all interfaces
     limits: Limits = field(default_factory=Limits)
-    shards: ShardSettings | None = None  # of a submission, kept in the run; None: as the run has it
+    shards: ShardSettings | None = None  # kept in the run; None: as the run has it
 
     @property
     def patience(self) -> float:
-        """Seconds without a report after which a worker is replaced."""
+        """Seconds without a report until a worker is replaced."""
         return worker_patience(self.worker_timeout, self.checkpoints.store_retry_seconds)
 
     @property
     def start_retries(self) -> Retries:
-        """The retries of the store, until something runs."""
         return Retries(min(START_RETRY_SECONDS, self.checkpoints.store_retry_seconds))

@@ -1,8 +1,4 @@
-"""Watch a run from its folder alone: how it stands, until no driver is at work, and what a job has written so far.
-
-`status --watch` reads one small file a second (on an object store every few seconds), however many jobs the run has.
-`tail` reads a job's result or its token log.
-"""
+"""Watches a run through its folder: its progress, and a job's text so far."""
 
 from __future__ import annotations
 
@@ -28,15 +24,14 @@ TAKEN_BACK = "\n[a loop was taken back, this is in its place:]\n"
 
 
 def patient(run: Run) -> Run:
-    """The same run, to be watched for hours: its store may be away for as long as the run's own driver would wait."""
+    """Return the run with a driver's retries."""
     return Run(Store(run.store.uri, Retries(CheckpointSettings.store_retry_seconds)), run.manifest)
 
 
 def watch(run: Run, display: Display) -> Progress:
-    """Show each of the driver's beats until there are no more; returns how the run stands then.
+    """Show heartbeats until no driver works; return the final progress.
 
-    A run that is made and has never had a driver is waited for. A driver on another host that has not been heard of may
-    come back, or another one take over: it is waited for, too.
+    It waits for a first driver, and for a silent one on another host.
     """
     is_awaited, was_silent = _is_awaited(run, display), False
     while (state := liveness(run, progress := run.progress())) != "gone" or (progress is None and is_awaited):
@@ -52,7 +47,7 @@ def watch(run: Run, display: Display) -> Progress:
 
 
 def silent_driver(run: Run) -> DriverSilent | None:
-    """The event that a driver is silent: it may be stopped or cut off. None if there is none, or it is heard of."""
+    """Return an event if the driver is silent."""
     progress = run.progress()
     if progress is None or liveness(run, progress) != "silent":
         return None
@@ -60,7 +55,7 @@ def silent_driver(run: Run) -> DriverSilent | None:
 
 
 def _is_awaited(run: Run, display: Display) -> bool:
-    """Return whether the run is yet to get its first driver: `submit` takes some seconds until then."""
+    """Return whether the run waits for its first driver."""
     if run.has_had_a_driver() or not count_jobs(run)["pending"]:
         return False
     display.note(DriverAwaited(run.store.shown_uri))
@@ -68,9 +63,9 @@ def _is_awaited(run: Run, display: Display) -> bool:
 
 
 def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iterator[str]:
-    """Yield the text of a job, or of a choice of its line, so far; with `follow` until it ends or its driver does.
+    """Yield a job's text so far; with `follow` until it ends.
 
-    Raises RunError for an unknown job, ModelError if the run's tokenizer is not there.
+    Raises RunError for an unknown job, ModelError without the tokenizer.
     """
     from swiftbatch.worker.model.model_files import locate_model
     from swiftbatch.worker.text.tokenizer import TextCodec
@@ -80,7 +75,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
     settled = TextCodec(locate_model(run.manifest.stored_model)).output_text.settled
     shown = ""
     while True:
-        # looked up before the text, so that what was written in between is not missed
+        # checked before the text, to miss nothing written between
         goes_on = follow and current_progress(run).state == "running" and run.error(record.job_id) is None
         text = _result_text(run, record.job_id)
         is_whole = text is not None
@@ -96,7 +91,7 @@ def follow_text(run: Run, custom_id: str, follow: bool, choice: int = 0) -> Iter
 
 
 def _newest_log(run: Run, checkpoints: CheckpointStore, packed: PackedLogs, job: JobEntry) -> TokenLog:
-    """The token log of a job: its own, or that in the file of the worker that has it, or of any if no driver says."""
+    """Return a job's newest log, its own or a packed one."""
     progress = current_progress(run)
     holders = [worker.id for worker in progress.workers if job.name in worker.jobs]
     running = packed.read(holders if progress.state == "running" else None).get(job.job_id)
@@ -105,7 +100,6 @@ def _newest_log(run: Run, checkpoints: CheckpointStore, packed: PackedLogs, job:
 
 
 def _num_common(shown: str, text: str) -> int:
-    """Count the characters with which both texts begin."""
     differing = (i for i, (one, other) in enumerate(zip(shown, text, strict=False)) if one != other)
     return len(shown) if text.startswith(shown) else next(differing, len(text))
 

@@ -1,4 +1,4 @@
-"""Puts job files into a run: reads lines, counts prompts' tokens, refuses what can't run, adds the rest."""
+"""Puts job files into a run: reads, tokenizes, rejects, adds."""
 
 from __future__ import annotations
 
@@ -62,15 +62,12 @@ CONSTRAINT_FIELDS = (
     "thinking_token_budget",
     "thinking_end",
     "structured_outputs",
-)  # fields that a model may not be able to follow
+)  # fields that a model may not support
 
 
 @dataclass(frozen=True)
 class LineNotes:
-    """Findings in lines beside jobs: those that are none, and how many good ones have a field without effect.
-
-    `priorities` are by `custom_id`, but for those that are 0.
-    """
+    """Rejects, priorities other than 0, and counts of ignored fields."""
 
     rejects: Rejects = field(default_factory=Rejects)
     priorities: dict[str, int] = field(default_factory=dict)
@@ -87,13 +84,12 @@ def make_records(
     loop_guard: RepetitionDetection | None = None,
     thinking_end: ThinkingEnd | None = None,
 ) -> Iterator[JobRecord]:
-    """The jobs of lines, as these come, with the tokens of their prompts counted.
+    """Yield the jobs of lines, with tokenized prompts.
 
-    A line that does not fit the model's positions, or the caches' room, is a reject. So is one that names a token which
-    the model does not have. `max_tokens` are those of a line that leaves them open, None for all that the model's
-    positions leave; `loop_guard` and `thinking_end` are for a line that says nothing of these.
+    Rejects lines beyond the model's positions or the caches' room, or with unknown tokens. `max_tokens`, `loop_guard`
+    and `thinking_end` are defaults.
     """
-    longest = 0  # that is known to have room: to look up what is free costs more than all else
+    longest = 0  # length known to fit: looking up free memory is the most expensive step
     for line_number, line, encoded in _encoded(lines, codec):
         try:
             prompts = _prompts(line, encoded, max_tokens, files)
@@ -118,7 +114,6 @@ def make_records(
 
 
 def _encoded(lines: Iterable[tuple[int, JobLine]], codec: TextCodec) -> Iterator[tuple[int, JobLine, list[Encoded]]]:
-    """The lines with what `encode_all` makes of their prompts or messages, a bounded number at once."""
     _start_tokenizing_threads()
     rest = iter(lines)
     while some := list(_some(rest)):
@@ -129,7 +124,7 @@ def _encoded(lines: Iterable[tuple[int, JobLine]], codec: TextCodec) -> Iterator
 
 
 def _start_tokenizing_threads() -> None:
-    """Have the library start the threads that it keeps: they are there when Ray starts, and are to hear no signal."""
+    """Start the tokenizer library's lasting threads before Ray, with signals blocked."""
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
 
@@ -138,7 +133,7 @@ def _start_tokenizing_threads() -> None:
 
 
 def _some(lines: Iterator[tuple[int, JobLine]]) -> Iterator[tuple[int, JobLine]]:
-    """The next lines: few where they are long."""
+    """Take fewer lines if they are long."""
     num_letters = 0
     for line_number, line in islice(lines, LINES_AT_ONCE):
         yield line_number, line
@@ -154,7 +149,7 @@ def _asked(line: JobLine) -> tuple[str | tuple[int, ...] | Chat, ...]:
 def _prompts(
     line: JobLine, encoded: list[Encoded], max_tokens: int | None, files: ModelFiles
 ) -> list[tuple[EncodedPrompt, int]]:
-    """Each prompt of a line, or its messages, and the tokens that may come behind it. Raises ValueError."""
+    """Return each prompt of a line with its token limit. Raises ValueError."""
     prompts = []
     for number, found in enumerate(encoded, start=1):
         try:
@@ -168,7 +163,7 @@ def _prompts(
 
 
 def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files: ModelFiles) -> int:
-    """The number of tokens that may come behind a prompt. Raises ValueError where the positions end before."""
+    """Raises ValueError beyond the model's positions."""
     num_left = files.max_positions - num_prompt_tokens
     if line.max_tokens is None:
         if num_left < 1:
@@ -187,7 +182,7 @@ def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files:
 
 
 def _refuse_unfit_sampling(line: JobLine, limit: int, codec: TextCodec, vocab_size: int) -> None:
-    """Raise ValueError for fields that only the model and the tokens which may come can tell to be wrong."""
+    """Raise ValueError for fields that only the model can refute."""
     sampling = line.sampling
     if sampling["min_tokens"] > limit:
         raise ValueError(
@@ -213,14 +208,13 @@ def _refuse_unfit_sampling(line: JobLine, limit: int, codec: TextCodec, vocab_si
 
 
 def _without_effect(line: JobLine, codec: TextCodec) -> set[str]:
-    """The names of the fields that the line has and that change nothing."""
     found = {*line.without_effect, *codec.without_effect(line.prompts, line.sampling["stop"])}
     if line.sampling["stop_in_reasoning"] and (codec.markers is None or not line.sampling["stop"]):
         found.add("stop_in_reasoning")
     return found if line.messages is None else found.union(codec.chat.unread(line.messages, line.template))
 
 
-# Puts job files into a run folder: reads them, counts prompt tokens, refuses what can't run, adds the rest.
+# Puts job files into a run folder.
 
 
 CHANGED = "field 'custom_id': this run has it with another prompt or sampling; use a new custom_id or a new run"
@@ -229,7 +223,7 @@ NO_COLUMNS = Columns()
 
 
 class StrictError(UserError):
-    """A file with rejects was submitted with `--strict`."""
+    """A file with rejects under `--strict`."""
 
     def __init__(self, path: str, rejects: Sequence[Reject]) -> None:
         first = rejects[0]
@@ -240,10 +234,7 @@ class StrictError(UserError):
 
 @dataclass(frozen=True)
 class Submission:
-    """A run that is held, the files' jobs in it, and what was refused.
-
-    `without_effect` has the fields that change nothing here, and how many good lines have each.
-    """
+    """A held run with the files' jobs and rejects."""
 
     run: Run
     hold: RunLease
@@ -262,16 +253,13 @@ def submission(
     columns: Columns = NO_COLUMNS,
     endpoint: JobUrl | None = None,
 ) -> Iterator[Submission]:
-    """Add the jobs of one file or of several to the run at `run_uri`, which is made if there is none.
+    """Add the jobs of files (see `found_files`) to the run at `run_uri`, creating it if needed.
 
-    `jobs` are paths, URIs or patterns, see `found_files`; the jobs are those of the first file, then of the next.
-    With an `endpoint`, lines for another one are rejects.
-    The run is held from before the first change in its folder until the block ends. Raises InputFileError, KVRoomError
-    (for the folder of `--kv-offload`), StrictError, ModelError, RunError (RunTakenError while a driver holds it, see
-    `refuse_if_taken`) and StoreError, each with one line for the user; then no job of the file is in the run.
+    The run is held until the block ends. Raises InputFileError, KVRoomError, StrictError, ModelError, RunError
+    (RunTakenError, see `refuse_if_taken`) and StoreError; then no job is added.
     """
     manifest = kept_or_new_manifest(run_uri, settings)
-    is_for_gpus = not manifest.model_fingerprint and manifest.device != "cpu"  # a new run, or it has its rows
+    is_for_gpus = not manifest.model_fingerprint and manifest.device != "cpu"  # otherwise its rows are set
     said = [jobs] if isinstance(jobs, str) else jobs
     files = locate_model(manifest.stored_model)
     codec = TextCodec(files, manifest.thinking_markers, manifest.clock)
@@ -310,13 +298,13 @@ def _bounded(
 
 
 def _in_order(reader: JobReader, notes: LineNotes, changed: Iterable[Reject] = ()) -> Rejects:
-    """All rejects by line, with their places."""
+    """Return all rejects by line, with their places."""
     some = heapq.merge(reader.rejects, notes.rejects, changed, key=lambda reject: reject.line_number)
     return Rejects(map(reader.placed, some))
 
 
 def _made(planned: Run, manifest: RunManifest) -> Run:
-    """The planned run, in its folder. Raises RunError where another command has made another one there."""
+    """Raises RunError if another run was made."""
     run = planned.made()
     if run.manifest.run_id != manifest.run_id:
         raise RunError(f"the run at {run.store.shown_uri} was made by another command just now; submit once more")
@@ -324,7 +312,7 @@ def _made(planned: Run, manifest: RunManifest) -> Run:
 
 
 def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVRoom | None:
-    """The place where this machine's workers keep caches; None if that can't be known here. Raises KVRoomError."""
+    """Return the place of this machine's caches; None if unknown. Raises KVRoomError."""
     if settings.address is not None:
         return None
     computation = computation_of(manifest, settings)
@@ -340,9 +328,9 @@ def kv_room(manifest: RunManifest, files: ModelFiles, settings: Settings) -> KVR
 
 
 def add_new(run: Run, table: BinaryIO) -> tuple[JobIndex, list[Reject]]:
-    """Add the jobs of a table in a file that a run lacks; returns those that it has then, and the refused lines.
+    """Add a table's new jobs; return its present jobs and refused lines.
 
-    A line whose `custom_id` the run knows with another prompt or sampling is refused: results would be ambiguous.
+    A known `custom_id` with another prompt or sampling is ambiguous, hence refused.
     """
     found = JobIndex.of(parts_of(table, COLUMNS))
     known = run.job_index()
@@ -380,7 +368,7 @@ def _is_in(texts: pa.Array, others: pa.Array) -> NDArray[np.bool_]:
 
 
 def _changed(run: Run, found: JobIndex, known: JobIndex) -> list[Reject]:
-    """The lines of which the run has other jobs; those with their one job at its place are most of them."""
+    """Return rejects for lines whose jobs changed."""
     from pyarrow import compute
 
     names = found.columns["custom_id"]
@@ -393,7 +381,7 @@ def _changed(run: Run, found: JobIndex, known: JobIndex) -> list[Reject]:
 
 
 def _refused(run: Run, doubtful: JobIndex, known: JobIndex) -> list[Reject]:
-    newest = {job_id: lineage[-1] for lineage in run.lineages() for job_id in lineage}  # of jobs that were extended
+    newest = {job_id: lineage[-1] for lineage in run.lineages() for job_id in lineage}  # newest ids of extended jobs
     theirs = known.some(known.rows_of("custom_id", doubtful.columns["custom_id"].to_pylist()))
     ids_of: dict[str, set[str]] = defaultdict(set)
     for entry in theirs.entries():

@@ -1,7 +1,4 @@
-"""The keys of a server, from a file that may change while it serves.
-
-A line has whose a key is, the hash of its secret, and what it may do.
-"""
+"""A server's keys, from a file that may change while it serves."""
 
 from __future__ import annotations
 
@@ -26,27 +23,27 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 EXPECTED_KEY_LINE = "expected NAME:sha256:HASH, as `swiftbatch serve --make-key NAME` prints it"
 
 Count = Annotated[int, Field(ge=1)]
-POLL_SECONDS = 1.0  # between two looks at whether the file has changed
+POLL_SECONDS = 1.0  # between two checks for a new file
 
 Signature = tuple[int, ...]
 """The file's modification time, size and inode, which change with the file."""
 
 
 class KeyLineError(UserError):
-    """A key or its line can't be used. The text shows no hash, and nothing that may be a secret by mistake."""
+    """An unusable key or line; the text shows no secrets."""
 
 
 class Rights(Frozen):
-    """The rights of a key; None is no limit."""
+    """A key's rights; None is no limit."""
 
-    max_running: Count | None = None  # batches at once
-    max_unfinished: Count | None = None  # batches, those that wait included
-    max_tokens_per_day: Count | None = None  # generated within 24 hours, beyond which no further batch begins
-    metrics: bool = False  # True if it reads /metrics and /sd, which tell of all keys' batches
+    max_running: Count | None = None  # batches at a time
+    max_unfinished: Count | None = None  # batches, waiting ones included
+    max_tokens_per_day: Count | None = None  # generated in 24 hours; beyond it no batch begins
+    metrics: bool = False  # access to /metrics and /sd, which reveal all keys' batches
 
 
 class ApiKey(Frozen):
-    """`name` owns the files and batches that are made with the key; `digest` is the secret's SHA-256 in hex."""
+    """A key; `name` owns files and batches, `digest` is the secret's SHA-256."""
 
     name: Annotated[str, Field(pattern=f"^{NAME}$")]
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -58,14 +55,14 @@ def digest_of(secret: str) -> str:
 
 
 def make_key(name: str) -> tuple[str, str]:
-    """A new random secret, and the line of its key. Raises KeyLineError for a name that no key can have."""
+    """Make a random secret and its key's line. Raises KeyLineError."""
     secret = PREFIX + secrets.token_urlsafe(NUM_SECRET_BYTES)
     key = parse_line(f"{name}:sha256:{digest_of(secret)}")
     return secret, f"{key.name}:sha256:{key.digest}"
 
 
 def parse_line(line: str) -> ApiKey:
-    """The key that a line tells of: `NAME:sha256:HASH max_running=2 ...`. Raises KeyLineError."""
+    """Parse a line such as `NAME:sha256:HASH max_running=2 ...`. Raises KeyLineError."""
     who, *words = line.split() or [""]
     name, _, rest = who.partition(":")
     kind, _, digest = rest.partition(":")
@@ -94,13 +91,13 @@ def _said(words: list[str]) -> dict[str, str]:
 
 
 class KeyFileError(UserError):
-    """The file of keys can't be used: which line, and why."""
+    """An unusable key file; the text names the line and the reason."""
 
 
 def parse_keys(text: str) -> tuple[ApiKey, ...]:
-    """The keys of a file, a line each; blank lines and those that begin with # say nothing. Raises KeyFileError.
+    """Parse a key file with blank lines and # comments. Raises KeyFileError.
 
-    A name may stand on several lines, so that a new secret can take an old one's place; its rights are the same then.
+    A name may have several lines with equal rights, to replace its secret.
     """
     keys: list[ApiKey] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -122,10 +119,10 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
 
 
 class Keyring:
-    """The keys that are valid now; threads may share it."""
+    """The presently valid keys; thread-safe."""
 
     def __init__(self, path: str, tell: Callable[[str], None]) -> None:
-        """Read the file. `tell` is told where a later version of it can't be used. Raises KeyFileError."""
+        """Read the file; `tell` receives problems of later versions. Raises KeyFileError."""
         self._path, self._tell = path, tell
         self._lock = threading.Lock()
         self._next_look = time.monotonic() + POLL_SECONDS
@@ -133,11 +130,11 @@ class Keyring:
         self._keys = _read(path)
 
     def find(self, secret: str) -> ApiKey | None:
-        """The key with this secret. The time it takes says nothing of how near the secret is to one."""
+        """Find a secret's key in constant time."""
         return self.find_digest(digest_of(secret))
 
     def find_digest(self, digest: str) -> ApiKey | None:
-        """Find a key as `find` does, by the hash of its secret."""
+        """Find a key by its secret's hash in constant time."""
         found = None
         for key in self._newest():
             if hmac.compare_digest(key.digest, digest):
@@ -145,7 +142,7 @@ class Keyring:
         return found
 
     def rights(self, name: str) -> Rights:
-        """The rights of the keys of this name; without limits if none is left: its batches were taken before."""
+        """Return a name's rights, unlimited if its keys are gone."""
         return next((key.rights for key in self._newest() if key.name == name), Rights())
 
     def _newest(self) -> tuple[ApiKey, ...]:
@@ -167,7 +164,6 @@ class Keyring:
 
 
 def _signature(path: str) -> Signature:
-    """The signature of a file, empty if there is none."""
     try:
         found = os.stat(path)
     except OSError:

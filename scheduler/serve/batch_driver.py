@@ -1,7 +1,4 @@
-"""The driver of a batch as a child process: `submit` until all lines are in the run, from then on `resume`.
-
-What it tells is kept, a bounded part of it, in memory and in the run's logs.
-"""
+"""A batch's driver as a child process: `submit` until all lines are in the run, then `resume`."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ from swiftbatch.scheduler.serve.batch_status import is_submitted
 from swiftbatch.scheduler.serve.batches import Batch
 from swiftbatch.scheduler.serve.server_files import StoredFiles
 
-MAX_EVENTS = 1000  # events that are kept for those who look later
-MAX_LOG_BYTES = 4 * 2**20  # of a file, and of the one before it
-READ_SECONDS = 0.5  # for its last words: what it started may hold the streams open for longer
+MAX_EVENTS = 1000  # events kept for later readers
+MAX_LOG_BYTES = 4 * 2**20  # of each of the two log files
+READ_SECONDS = 0.5  # for its last output; its children may keep the streams open
 ERROR_PREFIX = "swiftbatch: "
 
 Told = tuple[int, str, str]
@@ -38,7 +35,7 @@ Told = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class DriverOptions:
-    """The words of the server's own command line that its drivers get: those that a run keeps, and those of a start."""
+    """The server's command-line options for drivers."""
 
     of_run: tuple[str, ...] = ()
     of_start: tuple[str, ...] = ()
@@ -46,9 +43,9 @@ class DriverOptions:
 
 
 def driver_arguments(batch: Batch, files: StoredFiles, options: DriverOptions) -> list[str]:
-    """The arguments of `swiftbatch`. Raises StoreError.
+    """Return the arguments of `swiftbatch`. Raises StoreError.
 
-    A killed `submit` may have left anything: the same file again completes it. `resume` needs the file no more.
+    After a kill, `submit` completes the run from the same file.
     """
     run_uri, record = batch.store.uri, batch.record
     deadline = f"{max(0.0, batch.seconds_left):.3f}s"
@@ -60,15 +57,15 @@ def driver_arguments(batch: Batch, files: StoredFiles, options: DriverOptions) -
 
 
 class DriverProcess:
-    """A driver at work. To be made by a thread that lives as long as the server: the driver ends with that thread."""
+    """A working driver, which dies with the thread that created it."""
 
     def __init__(self, arguments: Sequence[str], run: Store, first_number: int = 0) -> None:
         command = module_command("swiftbatch.scheduler.batch_driver_main", str(os.getpid()), *arguments)
         self.events: deque[Told] = deque(maxlen=MAX_EVENTS)
         self.metrics_address: str | None = None
-        self.has_begun = False  # its jobs; before that it starts Ray
-        self.num_total_tokens = 0  # the number in `Progress`, of all drivers of the run
-        self.problem = ""  # the last line that it said of an error
+        self.has_begun = False  # with jobs; before that it starts Ray
+        self.num_total_tokens = 0  # as in `Progress`, over all drivers of the run
+        self.problem = ""  # its last error line
         self._number = first_number
         self._log = _log_of(run)
         self._process = subprocess.Popen(
@@ -79,7 +76,7 @@ class DriverProcess:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is for the server
+            start_new_session=True,  # Ctrl-C must only reach the server
         )
         self._readers = [self._read(self._process.stdout, self._take), self._read(self._process.stderr, self._note)]
 
@@ -88,7 +85,7 @@ class DriverProcess:
         return self._process.pid
 
     def has_ended(self) -> bool:
-        """Return whether the process is no more, and what it said was read."""
+        """Return whether the process ended and its output was read."""
         if self._process.poll() is None:
             return False
         for reader in self._readers:
@@ -97,24 +94,22 @@ class DriverProcess:
 
     @property
     def found_bad_input(self) -> bool:
-        """True if the process has ended because the input file as a whole can't be read."""
+        """True if it ended because the whole input file is unreadable."""
         return self._process.returncode == BAD_INPUT
 
     def ask_to_end(self) -> None:
-        """Ask the driver to end in good order, with all checkpoints written."""
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
         self._send(signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the process to end, at most `seconds`. Return whether it has."""
+        """Wait up to `seconds`; return whether the process ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, seconds))
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """Let go of the log; call it once the driver has ended."""
         for handler in self._log.handlers:
             handler.close()
 
@@ -136,7 +131,6 @@ class DriverProcess:
         return thread
 
     def _take(self, line: str) -> None:
-        """Take in a line with an event; any other line is for the log alone."""
         try:
             event = json.loads(line)
             kind = str(event["event"])
@@ -157,7 +151,7 @@ class DriverProcess:
 
 
 def _log_of(run: Store) -> logging.Logger:
-    """A log in the run folder if that is on a disk; elsewhere events are kept in memory alone."""
+    """Open a log in a local run folder, or in memory."""
     log = logging.Logger("driver", logging.INFO)
     if run.is_local:
         path = Path(run.uri) / "logs" / "driver.log"

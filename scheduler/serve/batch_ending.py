@@ -1,6 +1,6 @@
-"""The end of a batch: what is left of its jobs is given up where it has to, its files are written, then how it ended.
+"""Ends a batch: writes its files, then its outcome.
 
-A kill at any moment in between is no harm: all is done again, with the same outcome.
+It may be repeated after a kill.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from swiftbatch.scheduler.serve.server_records import (
 BATCH_CANCELLED = "batch_cancelled"  # OpenAI's code for such a line
 INVALID = "invalid_request"
 
-MAX_PROBLEMS = 100  # problems that are shown; the error file of a batch that ran has all rejects
+MAX_PROBLEMS = 100  # problems shown; the error file has all rejects
 
 Reason = Literal["finished", "cancelled", "expired"]
 
@@ -51,10 +51,7 @@ GIVE_UP: dict[Reason, Callable[[Run], object]] = {
 
 @dataclass(frozen=True)
 class Delivered:
-    """The two files that a batch ends with, as OpenAI has them: lines with a response, and all others.
-
-    None where no line went there. `has_expired` says whether a line came too late.
-    """
+    """A batch's two files: lines with a response, and all others."""
 
     counts: Counts
     num_generated_tokens: int
@@ -64,7 +61,7 @@ class Delivered:
 
 
 def deliver(batch: Batch, run: Run, files: StoredFiles) -> Delivered:
-    """Write both files. Again is no harm: they have the same ids. Raises StoreError, RunError. Needs no manifest."""
+    """Write both files under fixed ids. Raises StoreError, RunError."""
     counts = {"output": 0, "errors": 0}
     has_expired, num_tokens = False, 0
     with temporary_file() as output, temporary_file() as errors:
@@ -95,7 +92,6 @@ def _keep(batch: Batch, files: StoredFiles, delivery: Delivery, source: Any) -> 
 
 
 def _lines(batch: Batch, run: Run) -> Iterator[dict[str, Any]]:
-    """All lines of the run in input order, rejects behind them."""
     for line in run.joined_lines():
         for error in _errors(line):
             if error["code"] == CANCELLED:
@@ -106,7 +102,6 @@ def _lines(batch: Batch, run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _errors(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """The error of a line, or those of its choices that failed beside others."""
     if line["error"] is not None:
         return [line["error"]]
     return [choice["error"] for choice in line["response"]["body"].get("failed_choices", ())]
@@ -119,9 +114,9 @@ def _reject_line(batch: Batch, number: int, reject: Reject) -> dict[str, Any]:
 
 
 def end_batch(batches: Batches, files: StoredFiles, batch: Batch, reason: Reason, problem: str) -> None:
-    """End a batch that no driver runs any more. `problem` is what its last driver said, where its input is not read.
+    """End a batch without a driver; `problem` is its last driver's message.
 
-    Raises RunTakenError while somebody else's driver runs it, RunError, StoreError.
+    Raises RunTakenError, RunError, StoreError.
     """
     lines = lines_of(batch.store)
     if lines is None:
@@ -151,9 +146,9 @@ def end_batch(batches: Batches, files: StoredFiles, batch: Batch, reason: Reason
 
 
 def settle(batches: Batches, files: StoredFiles, batch: Batch, driver: DriverProcess | None) -> bool:
-    """End a batch without a driver, if it is at its end; `driver` is the last one that this server had for it.
+    """End a batch without a driver, if it is due.
 
-    Where its run is damaged no driver brings it further, and it fails. Raises as `end_batch` does, otherwise.
+    A damaged run fails. Otherwise raises as `end_batch`.
     """
     try:
         reason = _reason_to_end(batch, driver)
@@ -167,19 +162,19 @@ def settle(batches: Batches, files: StoredFiles, batch: Batch, driver: DriverPro
 
 
 def ask_to_cancel(batch: Batch, driver: DriverProcess) -> None:
-    """Have a driver at work cancel all jobs; one that has yet to begin with them, as while it starts Ray, is to end."""
+    """Let a driver cancel all jobs, or end it if it has not begun."""
     try:
         if driver.has_begun and is_submitted(batch.store):
             cancel_jobs(Run.open(batch.store.uri), None)
             return
-    except UserError:  # the batch is settled once the driver has ended
+    except UserError:  # the batch is settled after the driver's end
         pass
     driver.ask_to_end()
 
 
 def _reason_to_end(batch: Batch, driver: DriverProcess | None) -> Reason | None:
-    """The reason why a batch without a driver ends now; None while something is to run, be it to name its lines."""
-    read_model(batch.store, MANIFEST, RunManifest)  # raises DamagedError, also before all lines are in the run
+    """Return why a batch without a driver ends now; None while it needs one."""
+    read_model(batch.store, MANIFEST, RunManifest)  # raises DamagedError, even before all lines are in the run
     if batch.cancellation is not None:
         return "cancelled"
     if driver is not None and driver.found_bad_input:
@@ -198,7 +193,7 @@ def _end_state(batch: Batch, delivered: Delivered) -> EndState:
 
 
 def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
-    """The end of a batch whose input could not be read, or not in time."""
+    """Make the end of a batch whose input was not read."""
     if batch.cancellation is not None:
         return _at_once("cancelled", Counts())
     found = problem or "the input file could not be read in time"
@@ -207,12 +202,12 @@ def _never_run(batch: Batch, reason: Reason, problem: str) -> Ended:
 
 
 def _damaged(batch: Batch, files: StoredFiles, error: DamagedError) -> Ended:
-    """The end of a failed batch, with the results that are there. The run stays as it is, so that it may be mended."""
+    """The run stays for repair."""
     message = f"{BATCHES}/{batch.id}/{error.path} is damaged: {error.problem}"
     failed = _at_once("failed", Counts(), LineProblem(code=DAMAGED, message=message))
     try:
         delivered = deliver(batch, Run.without_manifest(batch.store.uri), files)
-    except DamagedError:  # the jobs are, too
+    except DamagedError:  # the jobs are damaged, too
         return failed
     return failed.model_copy(
         update={

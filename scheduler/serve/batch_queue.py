@@ -1,7 +1,4 @@
-"""Chooses the batch to run next: between owners by what they had lately, then by priority and age.
-
-Owners had the tokens of their batches, as if each batch had brought its own evenly over its time.
-"""
+"""Chooses the next batch by its owner's recent tokens, then priority and age."""
 
 from __future__ import annotations
 
@@ -20,15 +17,15 @@ from swiftbatch.scheduler.serve.batch_status import is_submitted
 from swiftbatch.scheduler.serve.batches import Batch
 
 MAX_RUNNING = 1  # batches at a time: the default of --max-running
-MAX_EXPIRED = 1  # beside the others: they are read to name their lines, and run nothing
+MAX_EXPIRED = 1  # extra batches at a time that only read their lines and run nothing
 DAY = 86400.0
-HALF_LIFE = 3600.0  # in which tokens come to weigh half as much between owners
-BEGUN_TOKENS = 10_000  # the least weight of a running batch: else an owner who had none yet would begin many at once
+HALF_LIFE = 3600.0  # seconds after which an owner's tokens weigh half
+BEGUN_TOKENS = 10_000  # least weight of a running batch, so that a new owner can't begin many at once
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The standing of an owner. `recent_tokens` weigh less the longer ago they were generated; None is no limit."""
+    """An owner's usage and limits; None is no limit."""
 
     recent_tokens: float = 0.0
     tokens_of_day: float = 0.0
@@ -36,7 +33,7 @@ class Standing:
     max_running: int | None = None
 
     def hindrance(self, num_running: int) -> str | None:
-        """The reason why no batch of the owner may begin while so many run, for people; None if one may."""
+        """Explain why no batch of the owner may begin; None if one may."""
         if self.max_running is not None and num_running >= self.max_running:
             return f"{num_running} of at most {self.max_running} batches of its key are running"
         if self.max_tokens_per_day is not None and self.tokens_of_day >= self.max_tokens_per_day:
@@ -53,11 +50,7 @@ def next_batch(
     max_running: int,
     standing_of: Callable[[str | None], Standing],
 ) -> Batch | None:
-    """The batch to begin, if another one may run: of the owner with the fewest recent tokens, by priority and age.
-
-    One whose time is up need not wait for others to end. `standing_of` is asked of the owners of waiting batches once
-    there is room.
-    """
+    """Return the batch to begin; expired ones need not wait."""
     expired = [batch for batch in waiting if batch.has_expired()]
     num_expired = sum(batch.has_expired() for batch in running)
     if expired and num_expired < MAX_EXPIRED:
@@ -82,14 +75,14 @@ def _age(batch: Batch) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens that were generated from one moment to another, both in seconds since the epoch."""
+    """Tokens generated between two times in seconds since the epoch."""
 
     num_tokens: int
     begun: float
     ended: float
 
     def since(self, moment: float) -> float:
-        """The number of tokens that came after a moment."""
+        """Return the tokens after a time."""
         if self.begun >= moment:
             return self.num_tokens
         if self.ended <= moment:
@@ -97,7 +90,7 @@ class Usage:
         return self.num_tokens * (self.ended - moment) / (self.ended - self.begun)
 
     def decayed(self, now: float) -> float:
-        """The tokens, of which those of an hour ago weigh half, and those of two hours ago a quarter."""
+        """Return the tokens, halved per hour of age."""
         at_end = exp2((self.ended - now) / HALF_LIFE)
         at_begin = exp2((self.begun - now) / HALF_LIFE)
         num_half_lives = (self.ended - self.begun) / HALF_LIFE
@@ -107,7 +100,7 @@ class Usage:
 
 
 def standing_of(rights: Rights, at_rest: Collection[Usage], running: Collection[Usage], now: float) -> Standing:
-    """The standing of an owner by the usage of batches that run and of those that do not. `now` since the epoch."""
+    """Return an owner's standing; `now` in seconds since the epoch."""
     return Standing(
         recent_tokens=sum(each.decayed(now) for each in at_rest)
         + sum(max(BEGUN_TOKENS, each.decayed(now)) for each in running),
@@ -118,7 +111,7 @@ def standing_of(rights: Rights, at_rest: Collection[Usage], running: Collection[
 
 
 def usage_so_far(batch: Batch) -> Usage | None:
-    """The usage of a batch that has not ended, as its folder says. Raises RunError, StoreError."""
+    """Read an unfinished batch's usage from its folder. Raises RunError, StoreError."""
     if not is_submitted(batch.store):
         return None
     run = Run.open(batch.store.uri)
@@ -127,7 +120,6 @@ def usage_so_far(batch: Batch) -> Usage | None:
 
 
 def usage_of_ended(batch: Batch) -> Usage | None:
-    """The usage of a batch in all; None for one that never ran, or has not ended."""
     ended = batch.ended
     if ended is None or ended.in_progress is None:
         return None
@@ -139,40 +131,37 @@ Stage = Literal["to_settle", "settling", "waiting", "running", "ended"]
 
 @dataclass
 class Course:
-    """The course of a batch. `usage` is what it had, as its folder said or when its driver began."""
+    """The state of a batch in this server."""
 
     batch: Batch
     stage: Stage = "to_settle"
-    driver: DriverProcess | None = None  # the newest one, also once it has ended
+    driver: DriverProcess | None = None  # the newest one, even after its end
     settling: Future[bool] | None = None
     is_asked_to_cancel: bool = False
     num_failures: int = 0  # in a row
     not_before: float = 0.0  # in `time.monotonic()` seconds
-    problem: str = ""  # the reason why the last try did not bring it to its end
+    problem: str = ""  # why the last attempt failed
     usage: Usage | None = None
 
     def begin(self, driver: DriverProcess) -> None:
-        """Note that a driver is at work."""
         self.driver, self.stage = driver, "running"
         self.usage = self.usage_now(time.time())
 
     def usage_now(self, now: float) -> Usage:
-        """The usage so far; `now` in seconds since the epoch."""
         before = self.usage or Usage(0, now, now)
         if self.driver is None or self.stage == "waiting":
             return before
         return Usage(max(before.num_tokens, self.driver.num_total_tokens), before.begun, max(before.ended, now))
 
     def is_due(self) -> bool:
-        """Return whether the batch waits for a driver, and not for a later try."""
         return self.stage == "waiting" and time.monotonic() >= self.not_before
 
 
-FRESH_SECONDS = 1.0  # however often it is asked meanwhile
+FRESH_SECONDS = 1.0  # standings are computed at most once in this time
 
 
 class Standings:
-    """Knows the usage of batches that have ended, a day long, and is told of the others."""
+    """The usage of batches that ended within a day, and owners' standings."""
 
     def __init__(self, batches: Iterable[Batch], rights: Callable[[str | None], Rights]) -> None:
         self._rights = rights
@@ -185,16 +174,14 @@ class Standings:
             self._ended[owner] = _of_a_day(usages)
 
     def add_ended(self, batch: Batch) -> None:
-        """Take in a batch that has ended; others are no matter."""
         if (usage := usage_of_ended(batch)) is not None:
             self._ended[batch.owner] = _of_a_day([*self._ended[batch.owner], usage])
 
     def forget(self) -> None:
-        """Forget computed standings: something has changed, such as that a batch has begun."""
         self._known.clear()
 
     def of(self, owner: str | None, courses: Iterable[Course]) -> Standing:
-        """The standing of an owner, with those of the courses that are its own."""
+        """Return an owner's standing, including its batches in `courses`."""
         now = time.time()
         computed, standing = self._known.get(owner, (-FRESH_SECONDS, Standing()))
         if not 0 <= now - computed < FRESH_SECONDS:

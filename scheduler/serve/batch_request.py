@@ -1,4 +1,4 @@
-"""The checked body of a request for a new batch, and the checked fields of an upload."""
+"""Validates requests for new batches, and the fields of uploads."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 WINDOW = re.compile(r"([0-9]{1,6})([smhd])")
 MIN_WINDOW_SECONDS, MAX_WINDOW_SECONDS = 1, 30 * 86400
 EXPECTED_WINDOW = "expected a whole number with s, m, h or d behind it, as in 24h, from 1s to 30d"
-MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata, as OpenAI has it
-MAX_LOOKED_AT = 64  # fields: a body of more has unknown ones among the first, and is refused for them
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # OpenAI's limits of metadata
+MAX_LOOKED_AT = 64  # fields; a larger body has unknown ones among the first and is refused
 MAX_URL = 2000
-MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 86400  # seconds, as OpenAI has it
+MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 86400  # seconds, OpenAI's limits
 FORM_FIELD = re.compile(r"expires_after\[(.*)\]", re.DOTALL)
 
 
 def window_seconds(text: str) -> int:
-    """The time that a batch may take. Raises RefusedError."""
+    """Parse a batch's time limit. Raises RefusedError."""
     found = WINDOW.fullmatch(text)
     seconds = int(found[1]) * UNITS[found[2]] if found else 0
     if not MIN_WINDOW_SECONDS <= seconds <= MAX_WINDOW_SECONDS:
@@ -35,7 +35,7 @@ def window_seconds(text: str) -> int:
 
 
 def _utf8(text: str) -> str:
-    """Refuse halves of characters, which JSON may hold, but no file and no answer can."""
+    """Refuse lone surrogates, which JSON may contain but files can't."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -50,14 +50,14 @@ Value = Annotated[Text, Field(max_length=MAX_VALUE)]
 
 
 class ExpiresAfter(Strict):
-    """OpenAI's time after which a file goes. It is checked and has no effect: files stay, as their objects say."""
+    """OpenAI's expiry of files; it is checked and ignored, since files stay."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=MIN_EXPIRY_SECONDS, le=MAX_EXPIRY_SECONDS), BeforeValidator(whole)]
 
 
 def check_upload(fields: Mapping[str, Any]) -> None:
-    """Check the fields of an upload beside the file and its purpose. Raises RefusedError."""
+    """Check an upload's fields other than file and purpose. Raises RefusedError."""
     said: dict[str, Any] = {}
     for name, value in fields.items():
         found = FORM_FIELD.fullmatch(name)
@@ -70,20 +70,20 @@ def check_upload(fields: Mapping[str, Any]) -> None:
 
 
 class NewBatch(Strict):
-    """The body of `POST /v1/batches`. The last two fields are not OpenAI's."""
+    """The body of `POST /v1/batches`; the last two fields are not OpenAI's."""
 
     input_file_id: Text
     endpoint: Endpoint
     completion_window: Text
     metadata: dict[Key, Value] | None = None
     output_expires_after: ExpiresAfter | None = None
-    # lower begins earlier, as of jobs
+    # lower begins earlier, as for jobs
     priority: Annotated[int, BeforeValidator(whole)] = Field(default=0, ge=-MAX_PRIORITY - 1, le=MAX_PRIORITY)
     webhook: Annotated[Text, Field(max_length=MAX_URL)] | None = None
 
     @property
     def seconds(self) -> int:
-        """The time that the batch may take, in seconds. Raises RefusedError."""
+        """The time limit. Raises RefusedError."""
         return window_seconds(self.completion_window)
 
     @field_validator("metadata", mode="before")
@@ -95,7 +95,7 @@ class NewBatch(Strict):
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> NewBatch:
-        """Check the body of a request, where null is an absent field. Raises RefusedError."""
+        """Validate a body; null means an absent field. Raises RefusedError."""
         said = islice(body.items(), MAX_LOOKED_AT)
         return _checked(cls, {name: value for name, value in said if value is not None})
 

@@ -1,4 +1,4 @@
-"""The status of a batch, and the texts of its running jobs so far, from its folder alone."""
+"""A batch's status and its running jobs' texts, from its folder alone."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from swiftbatch.scheduler.serve.server_records import Counts, LineProblem, State
 if TYPE_CHECKING:
     from swiftbatch.worker.text.tokenizer import TextCodec
 
-DAMAGED = "damaged_run"  # the code of a batch whose run can't be used
+DAMAGED = "damaged_run"  # code of a batch with an unusable run
 NO_LINES = Counts()
 UNFINISHED = ("pending", "running")  # states of jobs
 
 
 @dataclass(frozen=True)
 class Status:
-    """The status that clients are told. `in_progress` and `finalizing` are moments in seconds since the epoch."""
+    """The status shown to clients; times in seconds since the epoch."""
 
     state: State
     counts: Counts = NO_LINES
@@ -43,7 +43,7 @@ class Status:
     progress: Progress | None = None
 
     def shown(self, hidden: Callable[[str], str]) -> Status:
-        """The same, with `hidden` over what is said of the batch as a whole: reasons of lines name no places."""
+        """Hide paths in problems of the whole batch."""
         if all(each.line is not None for each in self.problems):
             return self
         problems = [each.model_copy(update={"message": hidden(each.message)}) for each in self.problems]
@@ -51,7 +51,7 @@ class Status:
 
 
 class Watcher:
-    """The newest status of one batch: its folder is read at most once in the time of a heartbeat, however many ask."""
+    """The newest status of one batch, read at most once per heartbeat."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -62,7 +62,7 @@ class Watcher:
         self._lines: BatchLines | None = None
 
     def status(self) -> Status:
-        """The newest status. Raises StoreError, RunError."""
+        """Return the newest status. Raises StoreError, RunError."""
         if self._batch.ended is None:
             with self._lock:
                 if not self._is_fresh():
@@ -71,7 +71,7 @@ class Watcher:
         return self._said()
 
     def remembered(self) -> Status | None:
-        """The status, if nothing has to be read for it, else None. A cancellation and an end show at once."""
+        """Return the status if nothing must be read."""
         return self._said() if self._is_fresh() else None
 
     def _is_fresh(self) -> bool:
@@ -90,7 +90,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class BatchLines:
-    """The numbers of an input's good lines, of their jobs, and of its rejects."""
+    """The numbers of an input's good lines, their jobs, and rejects."""
 
     num_lines: int
     num_jobs: int
@@ -98,7 +98,7 @@ class BatchLines:
 
 
 def lines_of(store: Store) -> BatchLines | None:
-    """The counts of a batch's lines; None until all were read and checked."""
+    """Count a batch's lines; None until all were read and checked."""
     if not is_submitted(store):
         return None
     run = Run.open(store.uri)
@@ -106,12 +106,12 @@ def lines_of(store: Store) -> BatchLines | None:
 
 
 def is_submitted(store: Store) -> bool:
-    """Return whether all good lines are jobs of the run: rejects are written behind them."""
+    """Return whether all good lines are jobs: rejects are written after them."""
     return store.exists(REJECTS) and store.exists(MANIFEST)
 
 
 def running_status(store: Store, lines: BatchLines) -> Status:
-    """The status by the run's progress, once the lines are in it. Raises StoreError, RunError."""
+    """Return the status from the run's progress. Raises StoreError, RunError."""
     run = Run.open(store.uri)
     progress = current_progress(run)
     is_over = not any(progress.jobs.get(state) for state in UNFINISHED)
@@ -125,7 +125,7 @@ def running_status(store: Store, lines: BatchLines) -> Status:
 
 
 def ended_status(batch: Batch) -> Status:
-    """The status of a batch that has ended. Raises RunError for one that has not."""
+    """Return an ended batch's status. Raises RunError for another."""
     ended = batch.ended
     if ended is None:
         raise RunError(f"batch {batch.id} has not ended")
@@ -142,13 +142,13 @@ def ended_status(batch: Batch) -> Status:
 
 
 def unread_status(batch: Batch, problem: str) -> Status:
-    """The status of a batch, as far as it is known without its run, which can't be used."""
+    """Return the status of a batch with an unusable run."""
     state: State = "in_progress" if batch.cancellation is None else "cancelling"
     return Status(state, problems=(LineProblem(code=DAMAGED, message=problem),))
 
 
 def _counts(jobs: dict[str, int], lines: BatchLines) -> Counts:
-    """The counts in lines; until the batch has ended, lines of several choices count by the share of their choices."""
+    """Count lines, or before the end shares of their choices."""
     share = lines.num_lines / max(1, lines.num_jobs)
     num_failed = jobs.get("failed", 0) + jobs.get("cancelled", 0)
     return Counts(
@@ -158,16 +158,16 @@ def _counts(jobs: dict[str, int], lines: BatchLines) -> Counts:
     )
 
 
-# The texts of a batch's running jobs so far, from their token logs.
+# Partial texts of running jobs from their token logs.
 
 
-NUM_KNOWN_RUNS = 8  # runs whose names stay in memory: pages and clients ask again and again
+NUM_KNOWN_RUNS = 8  # names are requested repeatedly
 
 
 def partial_texts(run: Run, running: Container[str], last_tokens: int | None = None) -> list[dict[str, Any]]:
-    """The texts of the jobs that are named, each with its line, choice, number of tokens, and text or the end of it.
+    """Return line, choice, number of tokens, and text or its end, of jobs named in `running`.
 
-    Raises ModelError if the run's tokenizer is not there, RunError, StoreError.
+    Raises ModelError, RunError, StoreError.
     """
     checkpoints, packed = CheckpointStore.of(run), PackedLogs.of(run).read()
     texts = []
@@ -189,7 +189,7 @@ def partial_texts(run: Run, running: Container[str], last_tokens: int | None = N
 
 
 def names_of(store: Store) -> tuple[JobEntry, ...]:
-    """The jobs of a run whose lines are all in it. Raises RunError, StoreError."""
+    """Return a run's jobs. Raises RunError, StoreError."""
     return _names(store.uri, tuple(paths(store)))
 
 

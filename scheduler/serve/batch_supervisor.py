@@ -1,4 +1,4 @@
-"""The thread that brings every batch to its end: it starts drivers, sees them end, tries again, and cancels."""
+"""The thread that starts drivers, retries and cancels."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from swiftbatch.scheduler.serve.batches import Batch, Batches
 from swiftbatch.scheduler.serve.server_files import StoredFiles
 
 POLL_SECONDS = 0.1
-LEASE_CHECK_SECONDS = 5.0  # between two looks at whether the runs are still this server's
-RESTART_BACKOFF = Backoff(first=1.0, longest=60.0)  # of a batch whose driver can't go on
+LEASE_CHECK_SECONDS = 5.0  # between two calls of `check_hold`
+RESTART_BACKOFF = Backoff(first=1.0, longest=60.0)  # for a batch whose driver failed
 GRACE_SLACK_SECONDS = 5.0
 NUM_SETTLERS = 4
 
 
 class BatchSupervisor:
-    """Runs the batches of one server, at most `max_running` at a time."""
+    """Runs one server's batches, at most `max_running` at a time."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class BatchSupervisor:
         check_hold: Callable[[], None],
         fail: Callable[[Exception], None],
     ) -> None:
-        """`check_hold` raises where the runs are no longer this server's; `fail` is told what ended the thread."""
+        """`check_hold` raises if another server took the runs; `fail` receives the thread's error."""
         self._batches, self._files, self._options = batches, files, options
         self._max_running, self._standings = max_running, standings
         self._check_hold, self._fail = check_hold, fail
@@ -57,35 +57,31 @@ class BatchSupervisor:
         return self._thread.is_alive() and not self._is_stopping
 
     def stop(self) -> None:
-        """End all drivers in good order; what they leave is gone on with by the next server."""
+        """End all drivers with checkpoints; the next server continues."""
         self._is_stopping = True
         self._news.set()
         self._thread.join()
 
     def take(self, batch: Batch) -> None:
-        """Bring a new batch to its end."""
         self._courses[batch.id] = Course(batch, stage="waiting")
         self._news.set()
 
     def look_again(self) -> None:
-        """Look at all batches soon: something has changed, such as that one is to be cancelled."""
+        """Look at all batches soon."""
         self._news.set()
 
     def course(self, batch_id: str) -> Course | None:
-        """The course of an unfinished batch; None for one that has ended."""
         return self._courses.get(batch_id)
 
     def drivers(self) -> list[tuple[Batch, DriverProcess]]:
-        """The drivers at work."""
         courses = list(self._courses.values())
         return [(each.batch, each.driver) for each in courses if each.stage == "running" and each.driver is not None]
 
     def num_unfinished(self, owner: str | None) -> int:
-        """Count an owner's batches that have not ended."""
         return sum(course.batch.owner == owner for course in list(self._courses.values()))
 
     def hindrance(self, batch: Batch) -> str | None:
-        """The reason why a batch that waits may not begin, though others may."""
+        """Explain why a waiting batch may not begin though others may."""
         courses = list(self._courses.values())
         own = [course for course in courses if course.batch.owner == batch.owner]
         num_running = sum(course.stage == "running" for course in own)
@@ -93,7 +89,6 @@ class BatchSupervisor:
         return self._standings.of(batch.owner, courses).hindrance(num_running) if is_waiting else None
 
     def stages(self) -> list[Stage]:
-        """The stages of all batches that have not ended."""
         return [course.stage for course in list(self._courses.values())]
 
     def _run(self) -> None:
@@ -120,7 +115,7 @@ class BatchSupervisor:
         self._start_drivers()
 
     def _check_still_held(self) -> None:
-        """Raise what `check_hold` does, but no StoreError: a store that is away tells of no others, and comes back."""
+        """Ignore StoreError, which reveals no other server."""
         if time.monotonic() >= self._next_check:
             with suppress(StoreError):
                 self._check_hold()
@@ -132,7 +127,7 @@ class BatchSupervisor:
             course.stage = "to_settle"
 
     def _cancel(self, course: Course) -> None:
-        """Have a driver cancel its jobs, or settle a batch that waits."""
+        """Let a driver cancel, or settle a waiting batch."""
         if course.batch.cancellation is None or course.is_asked_to_cancel:
             return
         if course.stage == "waiting":
@@ -142,7 +137,7 @@ class BatchSupervisor:
             self._settlers.submit(ask_to_cancel, course.batch, course.driver)
 
     def _settle(self, course: Course) -> None:
-        """See in another thread whether a batch without a driver is at its end, and write its end then."""
+        """End a batch in another thread."""
         if course.stage == "to_settle" and time.monotonic() >= course.not_before:
             course.stage = "settling"
             course.settling = self._settlers.submit(self._settle_now, course)

@@ -1,4 +1,4 @@
-"""Posts a webhook at the end of each batch, with retries, to hosts that batches may name."""
+"""Posts a webhook at each batch's end to allowed hosts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXPECTED_HOSTS = "expected hosts with commas between them, as hooks.example.com,
 
 
 def reach(address: str) -> Reach:
-    """Tell where an address of version 4 or 6 leads; one that is mapped into version 6 is what is mapped."""
+    """Classify an IP address; a mapped IPv4 address counts as IPv4."""
     ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
@@ -64,7 +64,7 @@ def reach(address: str) -> Reach:
 
 
 def dial(allowed: frozenset[Reach], host: str, port: int, seconds: float) -> socket.socket:
-    """A connection to an address of a host that may be reached, the very one that was looked at. Raises OSError."""
+    """Connect to an allowed address, the same one that was checked. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     fit = [address for address in addresses if reach(address) in allowed]
@@ -78,18 +78,18 @@ def dial(allowed: frozenset[Reach], host: str, port: int, seconds: float) -> soc
 
 
 class WebhookHostsError(UserError):
-    """`--webhook-hosts` can't be used."""
+    pass
 
 
 @dataclass(frozen=True)
 class WebhookHosts:
-    """Names, and where their addresses may lead. `*.example.org` stands for all names below that one."""
+    """Allowed host names with the kinds of their addresses."""
 
     reaches: dict[str, frozenset[Reach]]
 
     @classmethod
     def parse(cls, text: str) -> WebhookHosts:
-        """Parse the value of `--webhook-hosts`. Raises WebhookHostsError."""
+        """Parse `--webhook-hosts`. Raises WebhookHostsError."""
         reaches: dict[str, frozenset[Reach]] = {}
         for word in filter(None, map(str.strip, text.split(","))):
             name, equals, reach = word.partition("=")
@@ -102,22 +102,22 @@ class WebhookHosts:
         return cls(reaches)
 
     def allowed(self, host: str) -> frozenset[Reach]:
-        """The kinds of addresses that a host may have; empty for a host that may not be named."""
+        """Return the allowed kinds of a host's addresses."""
         name = host.lower()
         parents = [f"*.{name.split('.', number)[-1]}" for number in range(1, name.count(".") + 1)]
         return next((self.reaches[each] for each in [name, *parents] if each in self.reaches), frozenset())
 
 
 class Receivers:
-    """The receiver of all batches' ends, if there is one, and those that batches may name."""
+    """The server's own receiver, and those that batches name."""
 
     def __init__(self, of_server: Receiver | None, hosts: str | None) -> None:
-        """`hosts` is what `--webhook-hosts` says. Raises ReceiverError for a secret, WebhookHostsError."""
+        """`hosts` is `--webhook-hosts`. Raises ReceiverError for a bad secret, WebhookHostsError."""
         self._of_server = of_server
         self._hosts = WebhookHosts.parse(hosts or "")
         self._secret = os.environ.get(SECRET_VARIABLE)
         if hosts:
-            Receiver.parse("https://localhost", self._secret)  # a wrong secret is told now, not at the first end
+            Receiver.parse("https://localhost", self._secret)  # reports a bad secret now instead of at the first end
 
     def check(self, url: str | None) -> None:
         """Raise RefusedError for an address that a batch may not name."""
@@ -133,7 +133,7 @@ class Receivers:
         return of_server if batch.record.webhook is None else (*of_server, "batch")
 
     def of(self, batch: Batch, target: Target) -> Receiver:
-        """The receiver for a target. Raises ReceiverError if the address may not be posted to any more."""
+        """Return a target's receiver. Raises ReceiverError."""
         if target == "batch":
             return self._of_batch(batch.record.webhook or "")
         if self._of_server is None:
@@ -141,7 +141,7 @@ class Receivers:
         return self._of_server
 
     def post(self, receiver: Receiver, target: Target, message: WebhookMessage, seconds: float) -> None:
-        """Deliver a message; the address of a batch's receiver is looked at first. Raises PostError."""
+        """Deliver a message. Raises PostError."""
         allowed = self._hosts.allowed(receiver.host)
         post(receiver, message, seconds, partial(dial, allowed) if target == "batch" else None)
 
@@ -154,7 +154,7 @@ class Receivers:
 
 
 def _may_be_reached(host: str, allowed: frozenset[str]) -> bool:
-    """Return whether a host that is an address may be reached; for a name that shows only when it is posted to."""
+    """Return whether a literal address is allowed."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -162,33 +162,30 @@ def _may_be_reached(host: str, allowed: frozenset[str]) -> bool:
     return reach(host) in allowed
 
 
-# Tells others of the end of every batch, in threads of its own, again and again, and after a kill where it was.
+# Notifications of batch ends, in threads of their own, retried across restarts.
 
 
 WEBHOOKS, SUFFIX = "webhooks", ".json"
 
 
 class PendingMessage(Frozen):
-    """`webhooks/<batch_id>.json`."""
-
     version: Literal[1] = 1
     targets: tuple[Target, ...]
 
 
 class PendingMessages:
-    """The outstanding messages of all batches. Every method raises StoreError when the storage fails."""
+    """The pending messages of all batches. Methods raise StoreError."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def all(self) -> dict[str, tuple[Target, ...]]:
-        """The targets of messages that are outstanding, by the ids of their batches."""
         names = [name.removesuffix(SUFFIX) for name in self._store.list(WEBHOOKS)]
         found = {name: self._read(name) for name in names if is_batch_id(name)}
         return {name: outstanding.targets for name, outstanding in found.items() if outstanding is not None}
 
     def keep(self, batch_id: str, targets: tuple[Target, ...]) -> None:
-        """Keep the targets that are yet to be told of a batch's end; an empty tuple if all were."""
+        """Save or delete the targets still to notify."""
         if targets:
             self._store.write(_path(batch_id), pretty(PendingMessage(targets=targets)))
         else:
@@ -217,7 +214,7 @@ NUM_POSTERS = 4
 
 @dataclass
 class ReceiverQueue:
-    """The messages that wait for one host; `not_before` in `time.monotonic()` seconds."""
+    """The queued messages of one host; `not_before` in `time.monotonic()` seconds."""
 
     items: deque[Item] = field(default_factory=deque)
     is_busy: bool = False
@@ -228,25 +225,24 @@ class ReceiverQueue:
         return bool(self.items) and not self.is_busy and time.monotonic() >= self.not_before
 
     def succeed(self) -> None:
-        """Drop the first message: it was taken, or is given up."""
+        """Remove the first message."""
         self.items.popleft()
         self.num_failures, self.not_before = 0, 0.0
 
     def fail(self) -> None:
-        """Put the first message, which was not taken, behind the others; all of them wait for a while."""
+        """Move the failed first message to the end and pause."""
         self.items.rotate(-1)
         self.num_failures += 1
-        pause = RETRY_BACKOFF.seconds(self.num_failures) * random.uniform(0.5, 1)  # of many servers not all at once
+        # so that many servers do not retry at once
+        pause = RETRY_BACKOFF.seconds(self.num_failures) * random.uniform(0.5, 1)
         self.not_before = time.monotonic() + pause
 
 
 class BatchWebhooks:
-    """The messages of one server."""
-
     def __init__(self, store: Store, receivers: Receivers) -> None:
         self._receivers = receivers
         self._outstanding = PendingMessages(store)
-        self._targets: dict[str, tuple[Target, ...]] = {}  # by batches
+        self._targets: dict[str, tuple[Target, ...]] = {}  # by batch id
         self._lanes: defaultdict[str, ReceiverQueue] = defaultdict(ReceiverQueue)
         self._lock = threading.Lock()
         self._news = threading.Event()
@@ -255,16 +251,15 @@ class BatchWebhooks:
         self._thread = threading.Thread(target=self._run, name="webhooks", daemon=True)
 
     def prepare(self, batch: Batch) -> None:
-        """Keep that the end of a batch, which comes next, is to be told. Raises StoreError."""
+        """Save before a batch's end that its messages are pending. Raises StoreError."""
         if targets := self._receivers.targets(batch):
             self._outstanding.keep(batch.id, targets)
 
     def tell(self, batch: Batch) -> None:
-        """Tell of the end that a batch has come to."""
         self._add(batch, self._receivers.targets(batch))
 
     def take_up(self, batches: Batches) -> None:
-        """Take up the messages that a server before has left. Raises StoreError."""
+        """Queue the messages left by an earlier server. Raises StoreError."""
         ended = {batch.id: batch for batch in batches.all() if batch.ended is not None}
         for batch_id, targets in self._outstanding.all().items():
             if batch_id in ended:
@@ -274,7 +269,7 @@ class BatchWebhooks:
         self._thread.start()
 
     def stop(self) -> None:
-        """Post nothing more; what is left is in the store."""
+        """Stop posting; the store keeps the rest."""
         self._is_stopping = True
         self._news.set()
         self._thread.join()
@@ -323,12 +318,12 @@ class BatchWebhooks:
         self._news.set()
 
     def _try(self, batch: Batch, target: Target) -> str | None:
-        """Post one message; return the reason why it was not taken, None if it was."""
+        """Post one message; return why it failed, None if it was taken."""
         try:
             self._receivers.post(self._receivers.of(batch, target), target, message_of(batch), TRY_SECONDS)
         except (PostError, ReceiverError) as error:
             return str(error)
-        except Exception as error:  # an error that nobody foresaw must not end the lane
+        except Exception as error:  # an unforeseen error must not end the thread
             return type(error).__name__
         return None
 
@@ -341,12 +336,12 @@ class BatchWebhooks:
         left = self._targets[batch.id] = tuple(each for each in self._targets[batch.id] if each != target)
         if not left:
             del self._targets[batch.id]
-        with suppress(StoreError):  # then the next server tells it again, under the same id
+        with suppress(StoreError):  # otherwise the next server repeats it with the same id
             self._outstanding.keep(batch.id, left)
 
 
 def message_of(batch: Batch) -> WebhookMessage:
-    """The message that tells of a batch's end: of OpenAI's kinds, with what its object says of the outcome."""
+    """Return OpenAI's event for a batch's end, with the outcome."""
     ended, record = batch.ended, batch.record
     assert ended is not None
     data = {

@@ -1,4 +1,4 @@
-"""The batches of a server: each is a run in its folder, with what was asked for and how it ended beside it."""
+"""The batches of a server, a run folder each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from swiftbatch.scheduler.serve.server_records import (
 
 @dataclass
 class Batch:
-    """One batch: its folder, what was asked for, and what the server itself has written there since."""
+    """One batch with its folder, request, and the server's records."""
 
     record: BatchRecord
     store: Store
@@ -62,7 +62,7 @@ class Batch:
         return self.record.owner
 
     def has_expired(self) -> bool:
-        """Return whether its window has passed since the server began with it, however the clock was set meanwhile."""
+        """Return whether its time limit has passed."""
         return self._deadline.has_passed()
 
     @property
@@ -71,7 +71,7 @@ class Batch:
 
 
 class Batches:
-    """The batches below `batches/`. Every method raises StoreError when the storage fails."""
+    """The batches below `batches/`. Methods raise StoreError."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Batches:
         note_end: Callable[[Batch], None],
         prepare_end: Callable[[Batch], None] = lambda batch: None,
     ) -> None:
-        """Read the batches. `note_end` is told of every batch that ends from now on, `prepare_end` just before."""
+        """Read the batches; `prepare_end` and `note_end` are called before and after each later end."""
         self._store = store
         self._note_end, self._prepare_end = note_end, prepare_end
         names = [name for name in store.list(BATCHES) if is_batch_id(name)]
@@ -102,10 +102,9 @@ class Batches:
         webhook: str | None = None,
         key: str | None = None,
     ) -> Batch:
-        """A new batch, which may take so many seconds; it is kept when this returns.
+        """Create and store a batch that may take `seconds`, or return that of the `key`.
 
-        With the `key` of a batch that is there, it is that one. Raises RefusedError where that is of another request,
-        or damaged.
+        Raises RefusedError if that came from another request or is damaged.
         """
         now = time.time()
         record = BatchRecord(
@@ -131,36 +130,33 @@ class Batches:
         return batch
 
     def with_key(self, owner: str | None, key: str) -> Batch | None:
-        """The batch that an earlier request with this key made. Raises RefusedError where it is damaged."""
+        """Return the batch of an earlier request. Raises RefusedError if damaged."""
         batch_id = id_of_key("batch_", owner, key)
         known = self._catalogue.get(batch_id, owner)
-        if known is None and (known := self._read(batch_id)) is not None:  # the store failed behind the write
+        if known is None and (known := self._read(batch_id)) is not None:  # the store had failed after writing it
             self._catalogue.add(known)
         if known is None and self._folder(batch_id).exists(BATCH):
             raise RefusedError(f"{batch_id}, which this Idempotency-Key has made, is damaged", 409, code="damaged_run")
         return known
 
     def get(self, batch_id: str, owner: str | None) -> Batch:
-        """The owner's batch with this id. Raises RefusedError if there is none."""
+        """Return the owner's batch. Raises RefusedError if there is none."""
         batch = self._catalogue.get(batch_id, owner)
         if batch is None:
             raise no_such_batch(batch_id)
         return batch
 
     def page(self, owner: str | None, after: str | None, limit: int, order: Order) -> tuple[list[Batch], bool]:
-        """The page that `Catalogue.page` returns."""
         return self._catalogue.page(owner, after, limit, order)
 
     def all(self) -> list[Batch]:
-        """All batches, oldest first."""
         return self._catalogue.all()
 
     def unfinished(self) -> list[Batch]:
-        """The batches that have not ended, oldest first."""
         return [batch for batch in self.all() if batch.ended is None]
 
     def request_cancel(self, batch: Batch) -> None:
-        """Request that a batch is cancelled; one that has ended stays as it is."""
+        """Record a cancellation, unless the batch has ended."""
         with batch.lock:
             if batch.ended is None and batch.cancellation is None:
                 cancellation = Cancellation(requested=time.time())
@@ -168,7 +164,6 @@ class Batches:
                 batch.cancellation = cancellation
 
     def end(self, batch: Batch, ended: Ended) -> None:
-        """Keep how a batch has ended."""
         with batch.lock:
             self._prepare_end(batch)
             batch.store.write(ENDED, pretty(ended))
@@ -179,7 +174,7 @@ class Batches:
         return Store(joined(self._store.uri, f"{BATCHES}/{batch_id}"))
 
     def _read(self, name: str) -> Batch | None:
-        """The batch; None if its record is missing, as nobody was told of it then, or damaged."""
+        """Return None without a readable record."""
         store = self._folder(name)
         try:
             record = read_record(store, BATCH, BatchRecord)
@@ -193,8 +188,8 @@ class Batches:
 
 
 def _cancellation(store: Store, record: BatchRecord, ended: Ended | None) -> Cancellation | None:
-    """The cancellation of a batch, if any; one that is damaged counts all the same."""
-    read = read_record if ended is None else read_model  # thousands may have ended: their folders are not looked into
+    """A damaged cancellation counts."""
+    read = read_record if ended is None else read_model  # skips the folders of thousands of ended batches
     try:
         return read(store, CANCEL, Cancellation)
     except DamagedError as error:
@@ -203,11 +198,11 @@ def _cancellation(store: Store, record: BatchRecord, ended: Ended | None) -> Can
 
 
 def _ended(store: Store) -> Ended | None:
-    """The end of a batch; a damaged one is set aside, and the end is made anew from the run."""
+    """Move a damaged end away."""
     try:
         return read_record(store, ENDED, Ended)
     except DamagedError as error:
         aside = f"{DAMAGED}/{time.time_ns()}-{ENDED}"
-        store.move(ENDED, aside)  # a new one can't take the place of a folder
+        store.move(ENDED, aside)  # a file can't replace a folder
         Lines(sys.stderr).write(f"the end of a batch is made anew, the old one kept as {aside}: {error}")
         return None

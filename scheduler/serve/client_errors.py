@@ -1,7 +1,4 @@
-"""The errors that tell a client what it did wrong, as OpenAI's API says it, and what no text for a client may say.
-
-Texts for clients name places below the folder of runs, and not where the server has that.
-"""
+"""Client errors in OpenAI's form, and removal of the server's paths from texts."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ RUNS = "the folder of runs"
 
 
 class RefusedError(UserError):
-    """A request that is not done: its HTTP status, the parameter that is at fault, and a word for programs."""
+    """A refused request: HTTP status, parameter and error code."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -26,7 +23,6 @@ class RefusedError(UserError):
 
     @property
     def kind(self) -> str:
-        """The error's `type`."""
         return "server_error" if self.status >= 500 else "invalid_request_error"
 
 
@@ -48,10 +44,10 @@ def other_request(key: str) -> RefusedError:
 
 
 class PathRedactor:
-    """Takes the places of one server out of texts, also out of JSON and HTML."""
+    """Removes a server's paths from texts, also inside JSON and HTML."""
 
     def __init__(self, runs: Store, words: Iterable[str]) -> None:
-        """`words` are those of the command line: of a path among them its last name stays."""
+        """A path among the command line's `words` is cut to its last name."""
         shown = {uri.rstrip("/") for uri in (runs.uri, runs.shown_uri) if "/" in uri}
         names = dict.fromkeys(shown, RUNS) | {f"{uri}/": "" for uri in shown}
         names |= {
@@ -61,7 +57,6 @@ class PathRedactor:
         self._names = sorted(forms.items(), key=lambda each: len(each[0]), reverse=True)
 
     def hidden(self, text: str) -> str:
-        """The text as clients may read it."""
         for place, name in self._names:
             text = text.replace(place, name)
         return text

@@ -1,4 +1,4 @@
-"""The files of a server: what clients upload, and what batches end with."""
+"""A server's files: uploads, and results of batches."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from swiftbatch.scheduler.serve.server_records import (
 
 
 class StoredFiles:
-    """The files below `files/`. Every method raises StoreError when the storage fails."""
+    """The files below `files/`. Methods raise StoreError."""
 
     def __init__(self, store: Store) -> None:
-        """Read the files; what an upload that a kill cut off has left is deleted."""
+        """Read the files, and delete uploads that a kill cut off."""
         self._store = store
-        self._adding = threading.Lock()  # of two requests with one key, one adds the file
+        self._adding = threading.Lock()  # lets only one of two requests with one key add the file
         names = [name for name in store.list(FILES) if is_file_id(name)]
         with ThreadPoolExecutor(NUM_READERS) as pool:
             records = list(pool.map(self._read, names))
@@ -52,7 +52,7 @@ class StoredFiles:
         owner: str | None,
         file_id: str | None = None,
     ) -> FileRecord:
-        """Keep the rest of `source`, a file that can seek; its name is kept as a text alone."""
+        """Store the rest of the seekable `source`; `filename` is only text."""
         start = source.tell()
         num_bytes = source.seek(0, 2) - start
         source.seek(start)
@@ -66,10 +66,7 @@ class StoredFiles:
         return record
 
     def add_once(self, source: BinaryIO, filename: str, owner: str | None, key: str) -> FileRecord:
-        """Keep a file of jobs as `add` does, or return that of an earlier request with this key.
-
-        Raises RefusedError where that is another file.
-        """
+        """Store a job file, or return an earlier request's. Raises RefusedError for another file."""
         file_id = id_of_key("file-", owner, key)
         with self._adding:
             known = self._catalogue.get(file_id, owner)
@@ -81,7 +78,7 @@ class StoredFiles:
         return known
 
     def get(self, file_id: str, owner: str | None, param: str = "id") -> FileRecord:
-        """The owner's file with this id. Raises RefusedError if there is none."""
+        """Return the owner's file. Raises RefusedError if there is none."""
         record = self._catalogue.get(file_id, owner)
         if record is None:
             raise no_such_file(file_id, param)
@@ -90,13 +87,12 @@ class StoredFiles:
     def page(
         self, owner: str | None, after: str | None, limit: int, order: Order, purpose: str | None
     ) -> tuple[list[FileRecord], bool]:
-        """The page that `Catalogue.page` returns, of one purpose or of all."""
         return self._catalogue.page(owner, after, limit, order, lambda file: purpose in (None, file.purpose))
 
     def content(self, record: FileRecord, part: range | None = None) -> Generator[bytes, None, None]:
-        """The bytes, or those at some places, a piece at a time, to be closed.
+        """Yield the bytes or a range in pieces.
 
-        Raises RefusedError where they are not as many as they were, or the file was deleted just now.
+        Raises RefusedError if the size is wrong or the file is gone.
         """
         self.check(record)
         places = range(record.num_bytes) if part is None else part
@@ -106,7 +102,7 @@ class StoredFiles:
         return pieces
 
     def check(self, record: FileRecord) -> None:
-        """Raise RefusedError if a file's bytes are not as many as they were."""
+        """Raise RefusedError if a file's size is wrong."""
         num_bytes = self._store.sizes(f"{FILES}/{record.id}").get(CONTENT)
         if num_bytes is not None and num_bytes != record.num_bytes:
             problem = f"found {num_bytes:,} bytes, expected {record.num_bytes:,}"
@@ -114,17 +110,16 @@ class StoredFiles:
             raise RefusedError(f"{record.id} is damaged: {problem}", 410, code="damaged_file")
 
     def uri(self, file_id: str) -> str:
-        """The place of the bytes, for another process."""
         return joined(self._store.uri, f"{FILES}/{file_id}/{CONTENT}")
 
     def delete(self, record: FileRecord) -> None:
-        """Delete the record, then the file, which is gone without it. The next start removes what a failure leaves."""
+        """Delete the record, which removes the file, then its bytes."""
         self._store.delete(f"{FILES}/{record.id}/{FILE}")
         self._catalogue.remove(record.id)
         self._store.delete_folder(f"{FILES}/{record.id}")
 
     def _read(self, name: str) -> FileRecord | None:
-        """The file's record; None for a damaged one, and for a file that never became whole, which is removed."""
+        """Return None if damaged or incomplete."""
         try:
             record = read_record(self._store, f"{FILES}/{name}/{FILE}", FileRecord)
         except RunError as error:

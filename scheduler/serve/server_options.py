@@ -1,4 +1,4 @@
-"""The options of `swiftbatch serve`, each default once. Light: the command line shows them."""
+"""The options of `swiftbatch serve` with defaults, without heavy imports."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The address of the server, the number of batches that run at a time, and the length of a file that is uploaded.
+    """The options of a server.
 
-    Without `api_keys`, the path of a file, who reaches the port may do anything: `is_open` says that this is meant.
-    The end of every batch is told to `webhook`; `webhook_hosts` are those that batches may name for theirs.
+    Without `api_keys` everybody at the port has all rights, which `is_open` confirms.
     """
 
     host: str = "127.0.0.1"

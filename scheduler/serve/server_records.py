@@ -1,13 +1,13 @@
-"""The records that a server keeps of files and batches. All moments are in seconds since the epoch.
+"""A server's records of files and batches; times in seconds since the epoch.
 
 files/<file_id>/content        the bytes
-files/<file_id>/file.json      written last: a file without it is not there
+files/<file_id>/file.json      written last: without it the file does not exist
 batches/<batch_id>/            a run, and beside it
-batches/<batch_id>/batch.json  what was asked for, written once: a batch without it is not there
-batches/<batch_id>/cancel.json when it was to be cancelled
-batches/<batch_id>/ended.json  how it ended, written last: from then on nothing else of the batch is read
+batches/<batch_id>/batch.json  the request, written once: without it the batch does not exist
+batches/<batch_id>/cancel.json the time of a cancellation
+batches/<batch_id>/ended.json  the outcome, written last: then nothing else of the batch is read
 
-Ids are random, of letters and digits alone. No other name ever becomes part of a path.
+Ids are random letters and digits; no other name becomes part of a path.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def new_batch_id() -> str:
 
 
 def id_of_key(kind: Literal["file-", "batch_"], owner: str | None, key: str) -> str:
-    """The id of what a request with an idempotency key makes: the same however often it comes, also after a restart."""
+    """Return the id for an idempotency key."""
     return kind + hashlib.sha256(json.dumps([owner, key]).encode()).hexdigest()[: 2 * NUM_BYTES]
 
 
 def delivered_file_id(batch_id: str, delivery: Delivery) -> str:
-    """The id of a file that a batch ends with: the same however often its end is begun anew."""
+    """Return the fixed id of a batch's result file."""
     return f"file-{hashlib.sha256(f'{batch_id} {delivery}'.encode()).hexdigest()[: 2 * NUM_BYTES]}"
 
 
@@ -77,7 +77,7 @@ def is_batch_id(name: str) -> bool:
 
 
 def read_record(store: Store, path: str, model: type[Model]) -> Model | None:
-    """A record; None where it is absent, which costs a look into its folder. Raises RunError, StoreError."""
+    """Read a record; None if its folder lists none. Raises RunError, StoreError."""
     record = read_model(store, path, model)
     folder, _, name = path.rpartition("/")
     if record is None and name in store.list(folder):
@@ -86,7 +86,7 @@ def read_record(store: Store, path: str, model: type[Model]) -> Model | None:
 
 
 class FileRecord(Frozen):
-    """`file.json`. `owner` is None where nobody has a key."""
+    """`file.json`; `owner` is None without keys."""
 
     version: Literal[1] = 1
     id: str
@@ -98,7 +98,7 @@ class FileRecord(Frozen):
 
 
 class BatchRecord(Frozen):
-    """`batch.json`. What is unfinished at `expires` is given up."""
+    """`batch.json`; unfinished jobs are given up at `expires`."""
 
     version: Literal[1] = 1
     id: str
@@ -109,19 +109,17 @@ class BatchRecord(Frozen):
     expires: Moment
     metadata: dict[str, str] | None = None
     owner: str | None = None
-    priority: int = 0  # among the owner's: lower begins earlier
-    webhook: str | None = None  # address that its end is posted to
+    priority: int = 0  # among the owner's batches; lower begins earlier
+    webhook: str | None = None  # its end is posted to this address
 
 
 class Cancellation(Frozen):
-    """`cancel.json`."""
-
     version: Literal[1] = 1
     requested: Moment
 
 
 class Counts(Frozen):
-    """Lines of a batch, by what became of them; rejects are among the failed ones."""
+    """Numbers of a batch's lines; rejects count as failed."""
 
     total: int = 0
     completed: int = 0
@@ -129,7 +127,7 @@ class Counts(Frozen):
 
 
 class LineProblem(Frozen):
-    """The reason why a line, or for None the file, could not be run."""
+    """Why a line, or the whole file for None, failed."""
 
     code: str
     message: str
@@ -137,7 +135,7 @@ class LineProblem(Frozen):
 
 
 class Ended(Frozen):
-    """`ended.json`. The files are None where no line went there."""
+    """`ended.json`; a file is None if it would be empty."""
 
     version: Literal[1] = 1
     state: EndState
@@ -145,8 +143,8 @@ class Ended(Frozen):
     in_progress: Moment | None
     finalizing: Moment
     ended: Moment
-    num_total_tokens: int = 0  # generated in all, those of lines that were given up included
-    num_generated_tokens: int = 0  # of the lines in the output file
+    num_total_tokens: int = 0  # lines that were given up included
+    num_generated_tokens: int = 0  # of lines in the output file
     output_file_id: str | None = None
     error_file_id: str | None = None
     problems: tuple[LineProblem, ...] = ()
@@ -156,8 +154,6 @@ Order = Literal["asc", "desc"]
 
 
 class Listed(Protocol):
-    """A record that a catalogue can hold."""
-
     @property
     def id(self) -> str: ...
     @property
@@ -170,7 +166,7 @@ Record = TypeVar("Record", bound=Listed)
 
 
 class Catalogue(Generic[Record]):
-    """Records by their ids; threads may share it."""
+    """Records by id; thread-safe."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self._lock = threading.Lock()
@@ -181,26 +177,22 @@ class Catalogue(Generic[Record]):
         return len(self._keys)
 
     def add(self, record: Record) -> None:
-        """Take a record in, in place of an older one of that id."""
         with self._lock:
             if record.id not in self._by_id:
                 bisect.insort(self._keys, _key(record))
             self._by_id[record.id] = record
 
     def remove(self, record_id: str) -> None:
-        """Forget a record; one that is not there is fine."""
         with self._lock:
             record = self._by_id.pop(record_id, None)
             if record is not None:
                 del self._keys[bisect.bisect_left(self._keys, _key(record))]
 
     def get(self, record_id: str, owner: str | None) -> Record | None:
-        """The record, if there is one and it is the owner's."""
         record = self._by_id.get(record_id)
         return record if record is not None and record.owner == owner else None
 
     def all(self) -> list[Record]:
-        """All records, oldest first."""
         with self._lock:
             return [self._by_id[record_id] for _, record_id in self._keys]
 
@@ -212,9 +204,9 @@ class Catalogue(Generic[Record]):
         order: Order,
         is_wanted: Callable[[Record], bool] = lambda _: True,
     ) -> tuple[list[Record], bool]:
-        """At most `limit` of the owner's records behind the one with the id `after`, and whether there are more.
+        """Return up to `limit` records after the id `after`, and whether there are more.
 
-        Raises RefusedError where there is none of that id.
+        Raises RefusedError for an unknown id.
         """
         with self._lock:
             found: list[Record] = []
@@ -228,7 +220,7 @@ class Catalogue(Generic[Record]):
             return found, False
 
     def _places(self, owner: str | None, after: str | None, order: Order) -> range:
-        """The places of what is behind `after` among the keys."""
+        """Return the range of keys after `after`."""
         first, end = 0, len(self._keys)
         if after is not None:
             record = self.get(after, owner)

@@ -1,4 +1,4 @@
-"""A server without its HTTP: files, batches, how they stand, and who runs them."""
+"""A server without HTTP: files, batches, their status and their supervisor."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ STAGES: dict[Stage, str] = {"to_settle": "ending", "settling": "ending", "waitin
 
 
 class Service:
-    """The state from which requests are answered."""
-
     def __init__(
         self,
         runs: Store,
@@ -38,16 +36,13 @@ class Service:
         check_hold: Callable[[], None],
         fail: Callable[[Exception], None],
     ) -> None:
-        """Read what is there. The last two are the keeper's.
-
-        Raises StoreError, and KeyFileError, ReceiverError or WebhookHostsError where an option can't be used.
-        """
+        """Read the folder. Raises StoreError, KeyFileError, ReceiverError, WebhookHostsError."""
         self.places = PathRedactor(runs, (*driver_options.of_run, *driver_options.of_start))
         self.max_file_bytes = options.max_file_bytes
         self.keyring = None if options.api_keys is None else Keyring(options.api_keys, Lines(sys.stderr).write)
         self.counters = ServerCounters()
         self.files = StoredFiles(runs)
-        self.takes_webhooks = bool(options.webhook_hosts)  # of single batches
+        self.takes_webhooks = bool(options.webhook_hosts)  # whether batches may name webhooks
         self._receivers = Receivers(options.webhook, options.webhook_hosts)
         self.hooks = BatchWebhooks(runs, self._receivers)
         self.batches = Batches(runs, self._note_end, self.hooks.prepare)
@@ -57,15 +52,14 @@ class Service:
             self.batches, self.files, driver_options, options.max_running, standings, check_hold, fail
         )
         self._watchers: dict[str, Watcher] = {}
-        self._input_lock = threading.Lock()  # an input does not go away while a batch is made of it
+        self._input_lock = threading.Lock()  # keeps an input from being deleted while a batch is created
 
     def start(self) -> None:
-        """Run batches, and tell of their ends."""
         self.hooks.start()
         self.keeper.start()
 
     def stop(self) -> None:
-        """End all drivers in good order; what is left undone is in the store."""
+        """End all drivers with checkpoints; the store keeps the rest."""
         self.hooks.stop()
         self.keeper.stop()
 
@@ -75,51 +69,48 @@ class Service:
         self.hooks.tell(batch)
 
     def _rights(self, owner: str | None) -> Rights:
-        """The rights of an owner; what was made without keys has no limits."""
         return Rights() if self.keyring is None or owner is None else self.keyring.rights(owner)
 
     def _check_number(self, owner: str | None) -> None:
-        """Raise RefusedError if an owner may have no further batch."""
+        """Raise RefusedError if the owner has too many unfinished batches."""
         most = self._rights(owner).max_unfinished
         if most is not None and self.keeper.num_unfinished(owner) >= most:
             problem = f"expected at most {most} unfinished batches of this key: wait for one to end, or cancel one"
             raise RefusedError(problem, 429, code="batch_limit")
 
     def status(self, batch: Batch) -> Status:
-        """The status of a batch; if its run is damaged, that is its problem. Raises StoreError."""
+        """Return a batch's status; a damaged run becomes its problem. Raises StoreError."""
         try:
             return self._watcher(batch).status().shown(self.places.hidden)
         except RunError as error:
             return unread_status(batch, str(error)).shown(self.places.hidden)
 
     def remembered_status(self, batch: Batch) -> Status | None:
-        """The status of a batch, if nothing has to be read for it."""
         status = self._watcher(batch).remembered()
         return None if status is None else status.shown(self.places.hidden)
 
     def _watcher(self, batch: Batch) -> Watcher:
-        """The watcher of a batch, kept until the batch has ended."""
         if batch.ended is not None:
             return self._watchers.pop(batch.id, None) or Watcher(batch)
         return self._watchers.get(batch.id) or self._watchers.setdefault(batch.id, Watcher(batch))
 
     def problem(self, batch: Batch, status: Status) -> str:
-        """The reason why a batch as a whole does not go on, or could not; empty if nothing is known to be wrong."""
+        """Return why a whole batch is stuck or failed."""
         course = self.keeper.course(batch.id)
         known = [each.message for each in status.problems if each.line is None]
         return known[0] if known else "" if course is None else self.places.hidden(course.problem)
 
     def refusal(self, error: UserError) -> RefusedError:
-        """The error that a client is told for an error behind its request."""
+        """Turn an internal error into a client's."""
         if isinstance(error, RefusedError):
             return error
         told = self.places.hidden(str(error))
-        if isinstance(error, RunError):  # it stays so
+        if isinstance(error, RunError):  # a retry would not help
             return RefusedError(told, 409, code="damaged_run")
         return RefusedError(told, 503, code="not_available")
 
     def create_batch(self, new: NewBatch, owner: str | None, key: str | None = None) -> Batch:
-        """A new batch, to be run, or that of an earlier request with this key. Raises RefusedError, StoreError."""
+        """Create and run a batch, or return an earlier request's. Raises RefusedError, StoreError."""
         seconds, input_file_id = new.seconds, new.input_file_id
         self._receivers.check(new.webhook)
         with self._input_lock:
@@ -142,19 +133,19 @@ class Service:
         return batch
 
     def _check_input(self, file_id: str, owner: str | None) -> None:
-        """Raise RefusedError where a file can't be the input of a batch."""
+        """Raise RefusedError if a file can't be a batch's input."""
         file = self.files.get(file_id, owner, "input_file_id")
         self.files.check(file)
         if file.purpose != "batch":
             raise RefusedError(f"input_file_id: {file_id} has another purpose than batch", param="input_file_id")
 
     def cancel_batch(self, batch: Batch) -> None:
-        """Request that a batch is cancelled. Raises StoreError."""
+        """Request a batch's cancellation. Raises StoreError."""
         self.batches.request_cancel(batch)
         self.keeper.look_again()
 
     def delete_file(self, record: FileRecord) -> None:
-        """Delete a file. Raises RefusedError for the input of a batch that has not ended, StoreError."""
+        """Delete a file. Raises RefusedError for the input of an unfinished batch."""
         with self._input_lock:
             for batch in self.batches.unfinished():
                 if batch.record.input_file_id == record.id:
@@ -162,7 +153,6 @@ class Service:
             self.files.delete(record)
 
     def count_batches(self) -> None:
-        """Bring the numbers of unfinished batches up to date."""
         counts = dict.fromkeys(STAGES.values(), 0)
         for stage in self.keeper.stages():
             if stage in STAGES:

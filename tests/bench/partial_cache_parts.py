@@ -1,4 +1,4 @@
-"""A small full cache of random keys and values, and the check that a partial cache's entries are copies of it."""
+"""A small random full cache, and a check that partial caches copy it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.worker.kv import cache_parts as caches
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
 BUDGET = 40
-PROMPT = 25  # tokens in front of a prompt's last one
+PROMPT = 25  # tokens before a prompt's last one
 PERIOD = BUDGET - NUM_PINNED
 
 
@@ -36,7 +36,6 @@ def follow(cache: ImportanceKVCache, full: FullKVCache, length: int) -> None:
 
 
 def check_copies(cache: ImportanceKVCache, full: FullKVCache, num_entries: int) -> None:
-    """Every entry holds the keys and values of the position it names."""
     for layer in range(SHAPE.num_layers):
         assert cache.num_entries == num_entries
         keys, values = (part[:, :num_entries] for part in cache.layer(layer))

@@ -1,5 +1,3 @@
-"""Whole batches are measured as often as need be, from what their runs left, and one that was stopped goes on."""
-
 from __future__ import annotations
 
 import json
@@ -25,7 +23,7 @@ TAIL = tail_bench.Options(scale=1, num_threads=1, num_jobs=9, num_workers=2, lon
 
 
 class StubRuns:
-    """Runs in place of real ones, which take so many seconds; those named in `stopped` are interrupted."""
+    """Stub runs that take given seconds; those in `stopped` are interrupted."""
 
     def __init__(self, seconds: dict[str, float], digests: dict[str, str] | None = None) -> None:
         self.seconds, self.stopped = seconds, set[str]()
@@ -81,12 +79,10 @@ def test_a_makespan_is_set_against_what_one_worker_takes_over_the_workers(
 ) -> None:
     put_in_place(StubRuns({"together": 11.0, "alone-0": 19.0, "alone-1": 20.0}), monkeypatch)
     [_, alone] = tail_bench.run(TAIL)
-    assert alone["over_bound"] == pytest.approx(1.1)  # both ran when the first was asked
+    assert alone["over_bound"] == pytest.approx(1.1)  # both had run when the first was asked
 
 
 class EndedRun:
-    """A run that has ended: two workers, of which one began two seconds later."""
-
     def output_lines(self) -> list[tuple[Any, dict[str, Any]]]:
         return [(type("Record", (), {"job": type("Job", (), {"custom_id": f"j{n}"})}), self._line(n)) for n in (0, 1)]
 

@@ -1,5 +1,3 @@
-"""The decoding benchmark: every engine says the same tokens from the same state, and the file holds the figures."""
-
 from __future__ import annotations
 
 import json
@@ -105,7 +103,7 @@ def test_the_file_holds_results_and_how_they_were_measured(tiny_model: Path, tex
     assert document["results"] == records
     assert document["settings"]["num_warmup_tokens"] > 0
     assert [record["engine"] for record in records[: len(ENGINES) + 1]] == [*ENGINES, "transformers"]
-    assert records[len(ENGINES)]["tokens_sha256"] == records[0]["tokens_sha256"]  # greedy float32: no ties here
+    assert records[len(ENGINES)]["tokens_sha256"] == records[0]["tokens_sha256"]  # greedy float32 has no ties here
     console = Console(width=200, record=True)
     console.print(render(records))
     assert "token-recycling" in console.export_text()

@@ -1,4 +1,4 @@
-"""The ablations: every arm can run, arms differ in one thing, and the tables have the paper's rows and columns."""
+"""The ablations run and differ, and have the paper's rows and columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ LENGTHS = [4000, 8000, 12_000, 16_000, 20_000]
 
 @pytest.fixture
 def model(tiny_model: Path, tmp_path: Path) -> Path:
-    """The tiny model with more positions, and heads that say what the language model head says."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -41,7 +40,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def made_up(table: str) -> list[Record]:
-    """The records of every arm; every figure tells which arm and which length it is of."""
+    """Made-up records whose figures name their arm and length."""
     return [
         {"arm": arm.label, "tokens": length, "speedup": number + index / 10, "alpha": number + index / 10 + 0.01}
         | {"beta": number + index / 10 + 0.02, "average": number}

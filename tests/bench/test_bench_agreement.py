@@ -1,5 +1,3 @@
-"""Agreement of partial caches: counted against plain decoding's own tokens, on a text longer than a chunk."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The loss of `auto` on a grid: every cell has all engines, the same tokens, and the best of them."""
-
 from __future__ import annotations
 
 import itertools
@@ -58,12 +56,12 @@ def test_processor_time_counts_for_the_figures_and_for_the_choice_and_for_nothin
     tiny_model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_read = itertools.count(1)
-    monkeypatch.setattr(time, "thread_time", lambda: float(next(num_read)))  # a second between any two readings
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(num_read)))  # one second between any two readings
     cell = {"positions": (30,), "slots": (1,), "temperatures": (1.0,), "num_threads": 1}
     (record,) = list(run(make_options(tiny_model, text, **cell, processor_time=True)))
     num_tokens = 2 * 20
-    assert record["tokens_per_second"]["autoregressive"] == num_tokens / 3  # two jobs, and the change between them
-    assert record["tokens_per_second"]["auto"] < num_tokens / 10  # it reads the clock at its steps, too
+    assert record["tokens_per_second"]["autoregressive"] == num_tokens / 3  # two jobs, and the switch between them
+    assert record["tokens_per_second"]["auto"] < num_tokens / 10  # it also reads the clock at its steps
     before = next(num_read)
     assert seconds_now() != before + 1
     assert next(num_read) == before + 1

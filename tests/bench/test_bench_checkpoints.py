@@ -1,5 +1,3 @@
-"""`bench checkpoints` measures jobs that are shorter than its slices of time."""
-
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog."
 
 
 def test_a_model_that_is_fast_is_measured_step_by_step(tiny_model: Path, tmp_path: Path) -> None:
-    """The job of such a model would be over within the first slice."""
+    """Such a job would end within the first slice."""
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
     options = Options(

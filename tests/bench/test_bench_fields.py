@@ -1,5 +1,3 @@
-"""The cost of every field of a line: all are measured in turn, behind the same text, beside one that says nothing."""
-
 from __future__ import annotations
 
 import pytest
@@ -18,7 +16,7 @@ def make_options(**changes: object) -> Options:
 
 def test_every_field_that_takes_part_in_a_draw_is_measured() -> None:
     measured = set().union(*fields(9).values()) - {"ignore_eos"}
-    ends = {"stop_token_ids", "include_stop_str_in_output", "stop_in_reasoning"}  # a look at a set, and at the text
+    ends = {"stop_token_ids", "include_stop_str_in_output", "stop_in_reasoning"}  # these read a set, and the text
     assert measured >= set(LATER_FIELDS) - ends - {"thinking_end"}
     for said in fields(9).values():
         SamplingParams(max_tokens=9, **said)

@@ -1,5 +1,3 @@
-"""The tables of GRIFFIN: rows are trained once, all arms say the same, and what is shown is what was measured."""
-
 from __future__ import annotations
 
 import json
@@ -37,12 +35,11 @@ FAST = GriffinRecipe(num_step_windows=2, window_length=64, num_warmup_steps=1, t
 
 @pytest.fixture(autouse=True)
 def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)  # two would wait for each other on a busy machine, and clocks are read here
+    torch.set_num_threads(1)  # two threads would wait for each other on a busy machine, and clocks are read here
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Books, a text, and what the tests of this file train."""
     path = tmp_path_factory.mktemp("griffin")
     (path / "books").mkdir()
     for name in ("train.jsonl", "test.jsonl"):
@@ -134,7 +131,7 @@ def test_the_order_has_arms_of_all_seeds(make_options: Callable[..., Options]) -
 
 
 class Vandal(Drafter):
-    """Damages what stands behind the prompt in its cache from the fourth token on."""
+    """Damages the cache after the prompt from the fourth token on."""
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         self._cache = cache

@@ -1,5 +1,3 @@
-"""The kernels' benchmark: every operation is counted as it is, held against what was measured, and can be shown."""
-
 from __future__ import annotations
 
 import json
@@ -28,7 +26,7 @@ def make_options(model: Path, **changes: object) -> Options:
 
 @pytest.fixture(scope="module")
 def small_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The smallest that the kernels take, with the tokenizer of the tiny one."""
+    """The smallest model that the kernels take."""
     folder = tmp_path_factory.mktemp("small-model")
     for path in tiny_model.glob("token*"):
         (folder / path.name).write_bytes(path.read_bytes())

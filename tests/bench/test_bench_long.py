@@ -1,5 +1,3 @@
-"""The long generation: its clock, its rates against drafters of known quality, plain decoding beside it, its files."""
-
 from __future__ import annotations
 
 import shutil
@@ -55,7 +53,7 @@ def make_options(tiny_model: Path, text: Path) -> Callable[..., Options]:
 
 
 class Oracle(Drafter):
-    """Knows what comes and drafts it, or always something else; a wrong node stands beside every node."""
+    """Drafts the known continuation, or always something else, with a wrong node beside each."""
 
     def __init__(self, token_ids: np.ndarray, is_right: bool) -> None:
         self._token_ids = token_ids  # [length], prompt and output
@@ -75,7 +73,7 @@ class Oracle(Drafter):
 
 
 def known_tokens(target: TargetModel, options: Options) -> np.ndarray:
-    """Prompt and output of plain decoding, `[length]`."""
+    """Return prompt and output of plain decoding, `[length]`."""
     assert options.text is not None
     prompt_ids = text_tokens(options.text, target.files, options.prefill)
     sequence = Sequence("plain", prompt_ids, options.sampling, target.vocab_size)
@@ -88,7 +86,7 @@ def known_tokens(target: TargetModel, options: Options) -> np.ndarray:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
-    """Each row of a step takes 10 ms, and all else nothing."""
+    """Each row of a step takes 10 ms, and nothing else takes time."""
     clock = SimulatedClock()
     clock.rule(monkeypatch)
     verify = clock.taking(lambda target, groups: 0.01 * sum(map(len, groups)), TargetModel.verify)

@@ -1,5 +1,3 @@
-"""Benchmarks on a GPU share it out for what they measure, and so measure the kernels that workers run."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -74,7 +72,7 @@ def test_what_is_measured_fits_into_the_slots_that_are_asked_for(
 
 
 class _LoadedError(Exception):
-    """Raised with the slots that were asked for."""
+    pass
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,7 @@ def test_tables_ask_for_their_longest_texts(
         benchmark(model=str(one_layer_model), text=tmp_path / "text.txt", num_threads=1)
     [found] = loaded.value.args
     assert (found.partial_budget, found.num_slots) == (slots.partial_budget, slots.num_slots)
-    assert slots.longest_job <= found.longest_job < slots.longest_job + 150  # as much as a needle may take
+    assert slots.longest_job <= found.longest_job < slots.longest_job + 150  # the most that a needle may take
 
 
 def test_partial_caches_are_those_of_the_engine_that_keeps_most() -> None:

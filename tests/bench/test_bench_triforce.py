@@ -1,5 +1,3 @@
-"""The tables of TriForce: every arm says what plain decoding says, and what is shown is what was measured."""
-
 from __future__ import annotations
 
 import shutil
@@ -26,7 +24,7 @@ NUM_TOKENS = 40
 
 @pytest.fixture(autouse=True)
 def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)  # two would wait for each other on a busy machine, and clocks are read here
+    torch.set_num_threads(1)  # two threads would wait for each other on a busy machine, and clocks are read here
 
 
 @pytest.fixture

@@ -1,5 +1,3 @@
-"""The commands of `python -m bench`: each has help with an example, records as JSON lines, and one table of them."""
-
 from __future__ import annotations
 
 import json

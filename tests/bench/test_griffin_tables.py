@@ -1,5 +1,3 @@
-"""GRIFFIN's tables: what they compare, and what their figures count."""
-
 from __future__ import annotations
 
 from dataclasses import asdict
@@ -70,7 +68,7 @@ def test_tables_have_the_rows_of_the_paper() -> None:
         ("1c", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
         ("2", {"num_passes", "align_top_k", "fusion", "has_token_enhanced_head"}),
         ("3", {"align_top_k"}),
-        ("4", {"num_passes", "align_top_k"}),  # with one pass there is nothing to mask
+        ("4", {"num_passes", "align_top_k"}),  # one pass has nothing to mask
         ("5", {"fusion"}),
         ("6", {"fusion", "expansion_size"}),
         ("7", {"expansion_size"}),
@@ -100,12 +98,12 @@ def test_recipes_are_the_paper_s(tiny_model: Path) -> None:
     top_ks = [recipe(variant, tiny_model).align_top_k for variant in GRIFFIN_TABLES["3"].rows.values()]
     sizes = [recipe(variant, tiny_model).expansion_size for variant in GRIFFIN_TABLES["7"].rows.values()]
     assert (steps, top_ks) == ([1, 2, 3, 4, 5], [None, 1, 3, 5, 10])
-    assert sizes == [64, None, 256]  # of the tiny model: hidden 64, feed-forward 128
+    assert sizes == [64, None, 256]  # the tiny model has hidden 64, feed-forward 128
 
 
 def test_the_formula_gives_the_paper_s_number() -> None:
     assert round(predicted_speedup(25.0, 25.0, 6, 1.5, 5.0), 2) == 3.68
-    assert predicted_speedup(25.0, 41.0, 6, 1.5, 5.0) == 2.5  # a tree that costs more than one row
+    assert predicted_speedup(25.0, 41.0, 6, 1.5, 5.0) == 2.5  # a tree costs more than one row
 
 
 def test_whether_the_paper_s_order_holds_is_said_for_every_temperature() -> None:
@@ -129,8 +127,6 @@ def test_whether_the_paper_s_order_holds_is_said_for_every_temperature() -> None
 
 
 class Oracle(Drafter):
-    """Knows what comes and drafts three tokens of it."""
-
     def __init__(self, output_ids: np.ndarray) -> None:
         self._output_ids = output_ids  # [num_generated]
 
@@ -169,7 +165,7 @@ def num_rows(groups: list[Any]) -> int:
 def test_the_paper_s_trees_have_60_nodes_of_6_levels_and_times_are_those_of_the_steps(
     tiny_target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row of the target takes 1 ms here, a forward of the draft model 2 ms, and all else nothing."""
+    """A row of the target takes 1 ms, a draft forward 2 ms, and nothing else takes time."""
     clock, arms = SimulatedClock(), arms_behind(tiny_target, 0)
     monkeypatch.setattr("swiftbatch.worker.engine.engine.MOST_STEPS", 1)  # each step is a call that takes its time
     drafter = create_bench_drafter("griffin-paper", tiny_target, free_rows)

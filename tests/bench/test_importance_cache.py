@@ -1,5 +1,3 @@
-"""A cache of the most important positions holds the newest, the pinned ones and the best of the others."""
-
 from __future__ import annotations
 
 import pytest
@@ -57,7 +55,7 @@ def test_what_it_holds_follows_from_the_tokens_alone(full: FullKVCache) -> None:
     length = PROMPT
     while length < 300:
         follow(slow, full, length)
-        fresh = ImportanceKVCache(SHAPE, BUDGET, text(PROMPT + 1))  # as a job has it that was resumed here
+        fresh = ImportanceKVCache(SHAPE, BUDGET, text(PROMPT + 1))  # as in a job that was resumed here
         follow(fresh, full, length)
         assert torch.equal(fresh.positions, slow.positions)
         check_copies(slow, full, min(length, BUDGET))

@@ -1,5 +1,3 @@
-"""Arms behind prompts that are in their caches: same tokens as plain decoding, rates and times as they are."""
-
 from __future__ import annotations
 
 import hashlib
@@ -40,7 +38,7 @@ ARM = PromptArm({"budget": 64}, TEMPERATURE)
 
 @pytest.fixture(autouse=True)
 def _one_thread(_fixed_threads: None) -> None:
-    torch.set_num_threads(1)  # two would wait for each other on a busy machine, and clocks are read here
+    torch.set_num_threads(1)  # two threads would wait for each other on a busy machine, and clocks are read here
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +48,6 @@ def tiny_target(tiny_model: Path) -> TargetModel:
 
 @pytest.fixture
 def make_read(tiny_target: TargetModel) -> Callable[..., list[ReadPrompt]]:
-    """Prompts of random tokens, in their caches."""
-
     def make(num_sequences: int = 1, expected_ids: tuple[int, ...] = ()) -> list[ReadPrompt]:
         random = np.random.default_rng(3)
         prompts = [
@@ -64,7 +60,7 @@ def make_read(tiny_target: TargetModel) -> Callable[..., list[ReadPrompt]]:
 
 
 class Oracle(Drafter):
-    """Knows what comes and drafts three tokens of it, or always others."""
+    """Drafts three tokens of the known continuation, or always others."""
 
     def __init__(self, output_ids: np.ndarray, is_right: bool = True) -> None:
         self._output_ids = output_ids  # [num_generated]
@@ -79,7 +75,7 @@ class Oracle(Drafter):
 
 
 class Vandal(Drafter):
-    """Damages what stands behind the prompt in its cache from a token on at which plain decoding's turn comes."""
+    """Damages the cache after the prompt from plain decoding's turn on."""
 
     first_damaged = 15
 
@@ -104,7 +100,6 @@ def run(arms: PromptArms, drafter: Drafter, expected_ids: tuple[int, ...] = ()) 
 
 
 def plain_ids(read: list[ReadPrompt], target: TargetModel) -> list[np.ndarray]:
-    """Return each sequence's tokens from the engine alone, without a pause and with a cache of its own."""
     found = []
     for number, prompt in enumerate(read):
         sampling = SamplingParams(
@@ -206,7 +201,7 @@ def test_the_middle_level_is_what_the_partial_cache_agrees_with(
     arms = arms_behind(make_read(), tiny_target)
     whole = replace(ARM, plan="paper", options={"budget": 4096})
     figures = run(arms, new_drafter(tiny_target, free_rows, whole, None))
-    assert figures["acceptance"] > 0.9  # the partial cache holds everything; what differs is rounding
+    assert figures["acceptance"] > 0.9  # the partial cache holds everything, so only rounding differs
     assert 0 < figures["middle_acceptance"] < figures["acceptance"]
     assert figures["rounds_per_step"] > 1
     assert set(figures["draft_ms"]) == {"follow", "propose", "check"}

@@ -1,4 +1,4 @@
-"""A cache in few bits: all positions, each number at most half a step from its own."""
+"""A quantized cache keeps each number within half a step."""
 
 from __future__ import annotations
 

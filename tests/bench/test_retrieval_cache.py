@@ -1,4 +1,4 @@
-"""The partial caches of TriForce hold retrieved chunks, the newest positions, or heavy hitters."""
+"""TriForce's partial caches: retrieved chunks, newest positions, heavy hitters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 class TestEveryKind:
-    """The contract of worker/kv/sparse_cache.py, whatever is chosen."""
+    """The contract of worker/kv/sparse_cache.py."""
 
     def test_entries_are_copies_and_none_is_held_twice(self, full: FullKVCache, kind: str) -> None:
         cache = KINDS[kind]()
@@ -58,7 +58,7 @@ class TestEveryKind:
         length = PROMPT
         while length < 300:
             follow(slow, full, length)
-            fresh = KINDS[kind]()  # as a job has it that was resumed here
+            fresh = KINDS[kind]()  # as in a job that was resumed here
             follow(fresh, full, length)
             assert torch.equal(fresh.positions, slow.positions)
             length += int(torch.randint(1, 9, (), generator=generator))

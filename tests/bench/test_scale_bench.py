@@ -1,5 +1,3 @@
-"""The costs of a driver are measured with its own parts, and all jobs come out of it."""
-
 from __future__ import annotations
 
 import json
@@ -28,7 +26,7 @@ def test_each_stage_does_with_a_few_jobs_what_it_is_to_measure(tmp_path: Path) -
     assert found["drive"]["num_requests"] > 0
     assert found["drive"]["longest_without_beat_seconds"] > 0
     num_begun = len(Attempts.read(Store(str(tmp_path / RUN)), 9).counted())
-    assert num_begun + found["drive"]["num_finished"] >= 6  # all slots had a job
+    assert num_begun + found["drive"]["num_finished"] >= 6  # every slot had a job
     assert found["resume"]["num_unfinished"] == NUM_JOBS // 10
     assert count_jobs(Run.open(str(tmp_path / RUN)))["cancelled"] == NUM_JOBS // 10
     assert len((tmp_path / RUN / "output.jsonl").read_bytes().splitlines()) == NUM_JOBS

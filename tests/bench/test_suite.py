@@ -1,5 +1,3 @@
-"""All benchmarks in one go: each leaves its records, what is there stays, and the page is made of them alone."""
-
 from __future__ import annotations
 
 import json
@@ -28,7 +26,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(suite, "STAGES", tuple(stage for stage in STAGES if stage.name in names))
 
 
-@pytest.mark.slow  # the stages have tests of their own
+@pytest.mark.slow  # the stages have their own tests
 def test_every_stage_leaves_its_records_and_the_page_has_a_table_of_each(options: Options) -> None:
     assert NUM_WARMUP_TOKENS > 0
     found = list(run(options))

@@ -1,5 +1,3 @@
-"""Pauses double up to their bound, however many failures there are, and at random lie between the least and that."""
-
 from __future__ import annotations
 
 import random

@@ -1,4 +1,4 @@
-"""Jobs and runs that draw other tokens have other identities; those that differ in speed alone share one."""
+"""Identities differ if tokens may differ, and not for speed alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_packed_identity_comes_back_with_its_size(job_id: str, fingerprint: st
 
 
 @given(data=st.binary(max_size=60))
-@example(data=b"\x00\x01 ")  # cut off in the midst
+@example(data=b"\x00\x01 ")  # cut in the middle
 def test_bytes_without_an_identity_are_told(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         found, size = Identity.unpack(data)

@@ -1,5 +1,3 @@
-"""Garbage is looked for seldom while many jobs are handled, and as before afterwards."""
-
 from __future__ import annotations
 
 import gc

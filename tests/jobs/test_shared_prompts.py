@@ -1,5 +1,3 @@
-"""Prompts that begin alike are known from keys of their tokens."""
-
 from __future__ import annotations
 
 from itertools import takewhile
@@ -22,7 +20,7 @@ def test_a_prompt_shares_the_whole_blocks_of_tokens_that_another_begins_with() -
 
 
 def test_prompts_that_are_alike_for_half_of_their_length_are_of_one_group() -> None:
-    book, other = BOOK, BOOK[:KEY_TOKENS] + BOOK[: 9 * KEY_TOKENS]  # after a first block that all have
+    book, other = BOOK, BOOK[:KEY_TOKENS] + BOOK[: 9 * KEY_TOKENS]  # after a common first block
     prompts = [[*book, 1], [*other, 2], [3] * 200, [*book[:500], 4], [*other, 5]]
     groups = [prompt.group for prompt in shared_prompts([prompt_keys(prompt) for prompt in prompts])]
     assert groups[0] == groups[3] is not None

@@ -1,5 +1,3 @@
-"""The Helm chart as helm renders it, with the values of the overlays or with single ones."""
-
 from __future__ import annotations
 
 import shutil
@@ -17,13 +15,12 @@ OVERLAYS = ("cpu-demo", "gpu-spot", "s3")
 
 
 def require(program: str) -> None:
-    """Skip the test where there is no such program."""
     if shutil.which(program) is None:
         pytest.skip(f"needs {program}, to render the manifests")
 
 
 def rendered(overlay: str | None = None, *values: str, release: str = "swiftbatch") -> list[dict[str, Any]]:
-    """The chart's objects, with an overlay's values or the chart's own, and single `values` (NAME=VALUE)."""
+    """`values` are NAME=VALUE."""
     require("helm")
     command = ["helm", "template", release, str(CHART), "--namespace", "swiftbatch"]
     if overlay is not None:

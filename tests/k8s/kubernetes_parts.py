@@ -1,5 +1,3 @@
-"""The manifests as Helm and `kubectl kustomize` render them, and the schemas that they are held against."""
-
 from __future__ import annotations
 
 import functools
@@ -25,7 +23,7 @@ SCHEMAS = Path(os.environ.get("SWIFTBATCH_SCHEMAS", ROOT.parent / "shared" / "sc
 CORE = ("v1", "apps/v1", "batch/v1", "networking.k8s.io/v1", "policy/v1")
 RAY = "ray.io/v1"
 OPERATOR = ("monitoring.coreos.com/v1", "monitoring.coreos.com/v1alpha1")
-# their definitions are in nobody's hands here: what may stand in the two objects that we have
+# their definitions are not at hand: the contents of the two objects that we have
 NAMES = {"type": "object", "additionalProperties": {"type": "string"}}
 MONITORS: dict[str, Any] = {
     "PodMonitor": {
@@ -38,7 +36,6 @@ MONITORS: dict[str, Any] = {
 
 @functools.cache
 def render(overlay: str) -> list[Object]:
-    """The objects of an overlay, each with its kind."""
     if overlay in OVERLAYS:
         return rendered(overlay, "createNamespace=true")
     require("kubectl")
@@ -49,20 +46,17 @@ def render(overlay: str) -> list[Object]:
 
 
 def one(objects: list[Object], kind: str, name: str | None = None) -> Object:
-    """The only object of a kind, or of a kind and name."""
     (found,) = [o for o in objects if o["kind"] == kind and name in (None, o["metadata"]["name"])]
     return found
 
 
 def ray_containers(objects: list[Object]) -> list[Object]:
-    """Return the containers of the head and of each worker group."""
     spec = one(objects, "RayCluster")["spec"]
     groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     return [group["template"]["spec"]["containers"][0] for group in groups]
 
 
 def pods(objects: list[Object]) -> dict[str, Object]:
-    """Every pod template (metadata and spec) by where it stands."""
     return {where: template for each in objects for where, template in _templates(each, each["kind"])}
 
 
@@ -82,7 +76,7 @@ def settings(objects: list[Object]) -> dict[str, str]:
 
 
 def commands(objects: list[Object]) -> dict[str, list[str]]:
-    """The words behind `swiftbatch` of every command in the manifests, expanded as a shell does, by where it stands."""
+    """Return the `swiftbatch` arguments of all commands, shell-expanded, by place."""
     found = {}
     for each in objects:
         if each["kind"] == "ConfigMap":
@@ -95,7 +89,6 @@ def commands(objects: list[Object]) -> dict[str, list[str]]:
 
 
 def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
-    """Texts, and lists of texts as one text."""
     if isinstance(value, str):
         yield where, value
     elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
@@ -107,7 +100,7 @@ def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 
 def validate(each: Object) -> None:
-    """Raise where an object has a field too many or of the wrong type. Skips for KubeRay's without their schemas."""
+    """Check an object's fields; skip KubeRay's without their schemas."""
     if each["apiVersion"] in CORE:
         kubernetes_validate.validate(each, kubernetes_validate.latest_version(), strict=True)
         return
@@ -126,7 +119,7 @@ def _ray_schema(kind: str) -> Any:
 
 
 def _strict(schema: Any) -> Any:
-    """Read a schema as the API server does: no unknown keys, numbers or texts where both may stand, null where said."""
+    """Make a schema as strict as the API server's."""
     if isinstance(schema, list):
         return [_strict(item) for item in schema]
     if not isinstance(schema, dict):
@@ -143,7 +136,7 @@ def _strict(schema: Any) -> Any:
 
 
 def _closed_form(form: Any) -> Any:
-    """A JSON schema from an example: all that is named must be there or not, nothing else may."""
+    """Make a JSON schema from an example, with all its fields and no others."""
     if isinstance(form, list):
         return {"type": "array", "minItems": 1, "items": _closed_form(form[0])}
     if not form or "type" in form:

@@ -1,5 +1,3 @@
-"""The Helm chart: helm finds no fault in it, and every value does what it says."""
-
 from __future__ import annotations
 
 import subprocess
@@ -89,7 +87,7 @@ def test_nights_on_clusters_of_their_own_leave_no_cluster_standing() -> None:
 def test_no_name_is_longer_than_kuberay_takes() -> None:
     objects = rendered(None, release="a-release-with-a-name-as-long-as-helm-takes-it-to-be")
     for each in objects:
-        longest = 35 if each["kind"] == "RayCronJob" else 47  # KubeRay puts up to 12 characters behind it
+        longest = 35 if each["kind"] == "RayCronJob" else 47  # KubeRay appends up to 12 characters
         assert len(each["metadata"]["name"]) <= longest, each["kind"]
 
 
@@ -118,7 +116,8 @@ def test_a_head_is_left_where_it_is_and_a_worker_may_be_moved(overlay: str) -> N
     selector = budget["selector"]["matchLabels"].items()
     assert all(selector <= head["labels"].items() for head in heads)
     assert not any(selector <= worker["labels"].items() for worker in workers)
-    assert budget["minAvailable"] > 100  # a percentage or maxUnavailable need a controller with a scale; Ray's has none
+    # a percentage or maxUnavailable needs a controller with a scale, which Ray's lacks
+    assert budget["minAvailable"] > 100
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -127,4 +126,4 @@ def test_a_night_s_pod_that_is_disrupted_costs_no_try(overlay: str) -> None:
     job = one(objects, "CronJob")["spec"]["jobTemplate"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    assert job["template"]["spec"]["restartPolicy"] == "Never"  # which such a policy asks for
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # such a policy requires it

@@ -1,5 +1,3 @@
-"""The manifests of every overlay: they render and validate, and what they say is so."""
-
 from __future__ import annotations
 
 import copy
@@ -12,7 +10,7 @@ from tests.k8s.chart import OVERLAYS
 from tests.k8s.kubernetes_parts import RAY, ROOT, Object, one, pods, ray_containers, render, settings, validate
 
 GIVEN_MAPS = {"swiftbatch-demo-jobs"}  # which the user makes
-GIVEN_SECRETS = {"swiftbatch", "swiftbatch-s3"}  # the one KubeRay makes with the cluster's name, the one the user makes
+GIVEN_SECRETS = {"swiftbatch", "swiftbatch-s3"}  # the one that KubeRay makes, and the one that the user makes
 REFUSALS = (jsonschema.ValidationError, kubernetes_validate.ValidationError)
 
 
@@ -25,7 +23,7 @@ def objects(request: pytest.FixtureRequest) -> list[Object]:
 def test_every_object_has_all_its_fields_and_no_other(objects: list[Object]) -> None:
     kinds = "RayCluster RayJob RayCronJob CronJob NetworkPolicy ServiceAccount ConfigMap PodDisruptionBudget"
     assert set(kinds.split()) <= {each["kind"] for each in objects}
-    for each in sorted(objects, key=lambda each: each["apiVersion"] == RAY):  # last, what may be skipped
+    for each in sorted(objects, key=lambda each: each["apiVersion"] == RAY):  # sorted last, because it may be skipped
         validate(each)
 
 

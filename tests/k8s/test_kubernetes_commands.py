@@ -1,5 +1,3 @@
-"""The commands inside the manifests: the command line takes them, and the objects around them are made for them."""
-
 from __future__ import annotations
 
 import copy
@@ -66,7 +64,7 @@ def test_the_commands_ask_for_the_workers_that_the_cluster_can_have(objects: lis
     for words in commands(objects).values():
         given = options(words)
         assert given["num_workers"] == group["maxReplicas"]
-        assert given["device"] == ("cuda" if has_gpu else "cpu")  # `auto` sees no GPU while no worker is up
+        assert given["device"] == ("cuda" if has_gpu else "cpu")  # `auto` sees no GPU before a worker runs
         assert given["num_threads"] <= int(requests["cpu"])
         assert group["minReplicas"] == 0
 

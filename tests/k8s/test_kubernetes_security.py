@@ -1,4 +1,4 @@
-"""Pods have no root, no writing but to their volumes, no token, no talk with strangers; and an image for that."""
+"""Pods without root, writable root file systems, tokens or foreign traffic."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_container_asks_for_what_it_needs_and_ray_s_are_probed(objects: li
             assert resources["limits"]["memory"] == resources["requests"]["memory"] or "Group" not in where
             if "Group" in where:
                 for probe in ("livenessProbe", "readinessProbe"):
-                    assert "httpGet" in container[probe], where  # the image has no wget, which KubeRay's own would use
+                    assert "httpGet" in container[probe], where  # the image lacks wget, which KubeRay's default uses
 
 
 def test_only_the_head_has_a_token_for_kubernetes(objects: list[Object]) -> None:
@@ -95,7 +95,7 @@ def test_prometheus_reaches_the_driver_and_any_port_that_linux_gives_a_worker(ob
     rules = one(objects, "NetworkPolicy", "swiftbatch")["spec"]["ingress"]
     (ports,) = [rule["ports"] for rule in rules if "namespaceSelector" in rule["from"][0]]
     open_ports = {(port["port"], port.get("endPort", port["port"])) for port in ports}
-    assert {(9400, 9400), (32768, 60999)} <= open_ports  # net.ipv4.ip_local_port_range, unless it was changed
+    assert {(9400, 9400), (32768, 60999)} <= open_ports  # net.ipv4.ip_local_port_range by default
 
 
 def test_the_head_is_never_on_a_spot_node_and_gpu_workers_always_are() -> None:
@@ -112,7 +112,6 @@ def test_the_head_is_never_on_a_spot_node_and_gpu_workers_always_are() -> None:
 
 
 def worker_pods(overlay: str) -> list[Object]:
-    """The specs of worker pods: the cluster's, the job's, the cron job's."""
     return [pod["spec"] for where, pod in pods(render(overlay)).items() if "workerGroupSpecs" in where]
 
 
@@ -133,14 +132,13 @@ def test_a_gpu_worker_may_pin_the_caches_that_its_memory_is_said_to_hold(overlay
     process, caches = 24 * 10**9, 4 * slot_capacity(100_000) * MODELS["Llama 3.1 8B"].bytes_per_position
     for spec in worker_pods(overlay):
         (container,) = spec["containers"]
-        for kind in ("requests", "limits"):  # the same, so that nobody else's memory is counted on
+        for kind in ("requests", "limits"):  # equal, so that nobody else's memory is counted on
             gibibytes = re.fullmatch(r"(\d+)Gi", container["resources"][kind]["memory"])
             assert gibibytes is not None
             assert int(gibibytes[1]) * 2**30 >= process + caches
 
 
 def stages() -> dict[str, str]:
-    """Return the images that the stages of ours begin with, in their order."""
     found = re.findall(r"^FROM (\S+) AS (\S+)$", DOCKERFILE, re.MULTILINE)
     assert len(found) == len(re.findall(r"^FROM ", DOCKERFILE, re.MULTILINE))
     return {name: base for base, name in found}
@@ -161,7 +159,7 @@ def test_every_stage_comes_from_one_before_it_or_from_a_pinned_image() -> None:
 
 
 def test_a_change_of_the_code_compiles_no_flash_attention_again() -> None:
-    """The stage that takes an hour has the dependencies below it, and not swiftbatch's wheel."""
+    """The stage that takes an hour only has the dependencies below it."""
     assert stages()["flash-attention"] == stages()["cuda"] == "cuda-dependencies"
     dependencies = DOCKERFILE[DOCKERFILE.index("AS cuda-dependencies") : DOCKERFILE.index("AS cuda\n")]
     flash = DOCKERFILE[DOCKERFILE.index("AS flash-attention") : DOCKERFILE.index("AS cuda-flash")]
@@ -208,7 +206,7 @@ def test_the_image_s_user_and_home_are_those_of_the_pods(stage: str) -> None:
 
 def test_what_the_image_copies_is_there_and_not_ignored() -> None:
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split("\n")
-    assert ignored[0] == "*"  # all but what is named, so that no secret and no run gets in
+    assert ignored[0] == "*"  # an allow list keeps secrets and runs out
     let_in = {line[1:] for line in ignored if line.startswith("!")}
     sources = [word for line in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE) for word in line.split()[:-1]]
     names = {source.rstrip("/") for source in sources if not source.startswith("--")}

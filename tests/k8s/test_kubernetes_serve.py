@@ -1,5 +1,3 @@
-"""The server on Kubernetes: its manifests validate, its command is one, and its times fit into each other."""
-
 from __future__ import annotations
 
 import re
@@ -26,7 +24,7 @@ def container_of(objects: list[Object]) -> Object:
 
 
 def given(objects: list[Object]) -> dict[str, object]:
-    """The options of the server's command, with the settings that its shell expands."""
+    """Return the options, shell-expanded."""
     container = container_of(objects)
     settings = one(objects, "ConfigMap", container["envFrom"][0]["configMapRef"]["name"])["data"]
     command = re.sub(r"\$(\w+)", lambda name: settings[name[1]], container["args"][0])
@@ -62,7 +60,7 @@ def test_the_pod_waits_for_the_end_of_its_server(objects: list[Object]) -> None:
     spec = one(objects, "Deployment")["spec"]
     seconds = float(str(given(objects)["grace_seconds"])) + GRACE_SLACK_SECONDS + END_SECONDS + TRY_SECONDS
     assert spec["template"]["spec"]["terminationGracePeriodSeconds"] > seconds
-    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})  # one at a time holds the runs
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})  # only one may hold the runs
 
 
 def test_the_device_is_the_one_that_the_pod_has(objects: list[Object]) -> None:

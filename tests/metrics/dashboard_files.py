@@ -1,5 +1,3 @@
-"""The expressions in the files that Grafana and Prometheus get."""
-
 from __future__ import annotations
 
 import json
@@ -18,7 +16,7 @@ def read_board(path: Path) -> dict[str, Any]:
 
 
 def panel_expressions() -> dict[str, str]:
-    """Every query of every panel, by board, panel and query."""
+    """Return queries by board, panel and query."""
     return {
         f"{path.stem}: {panel['title']} ({panel['type']}, {target['refId']})": target["expr"]
         for path in BOARDS
@@ -28,7 +26,6 @@ def panel_expressions() -> dict[str, str]:
 
 
 def variable_queries() -> dict[str, str]:
-    """Return the queries that find the choices of each variable, by board and variable."""
     return {
         f"{path.stem}: {variable['name']}": variable["query"]
         for path in BOARDS
@@ -38,7 +35,7 @@ def variable_queries() -> dict[str, str]:
 
 
 def as_shown(expr: str, run: str) -> str:
-    """An expression with the values that Grafana puts in where a run, and all models and workers, are chosen."""
+    """Fill in what Grafana would."""
     values = {"__rate_interval": "15s", "__range": "5m", "run": re.escape(run).replace("\\", "\\\\")}
     return re.sub(r"\$(\w+)", lambda match: values.get(match.group(1), ".*"), expr)
 

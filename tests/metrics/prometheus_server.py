@@ -1,4 +1,4 @@
-"""A real Prometheus for tests: Debian's, asked over its HTTP API."""
+"""Debian's real Prometheus, queried over HTTP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEADLINE_SECONDS = 240
 
 
 def binary(name: str) -> str:
-    """Find a program of Debian's package `prometheus`. Without it the test is skipped, in CI it fails."""
+    """Skip without the package `prometheus`, but fail in CI."""
     path = shutil.which(name)
     if path is None:
         reason = f"{name} is not there: apt-get install prometheus"
@@ -47,8 +47,6 @@ def free_port() -> int:
 
 
 class Prometheus:
-    """Asks a server that runs."""
-
     def __init__(self, address: str) -> None:
         self._address = address
 
@@ -60,24 +58,22 @@ class Prometheus:
         return answer["data"]
 
     def query(self, expr: str) -> list[dict[str, Any]]:
-        """The samples of an expression now; of a range, all within it."""
+        """Return the samples of an expression, of a range all within it."""
         return list(self.get("query", query=expr)["result"])
 
     def value(self, expr: str) -> float:
-        """The value of an expression with one sample; 0.0 where it has none."""
         samples = self.query(expr)
         assert len(samples) <= 1, samples
         return float(samples[0]["value"][1]) if samples else 0.0
 
     def healthy_targets(self) -> dict[str, dict[str, str]]:
-        """Labels of the targets whose last scrape worked, by their address."""
         targets = self.get("targets", state="active")["activeTargets"]
         return {target["labels"]["instance"]: target["labels"] for target in targets if target["health"] == "up"}
 
 
 @contextmanager
 def running_prometheus(folder: Path, driver_port: int) -> Iterator[Prometheus]:
-    """A Prometheus that asks a driver on this port for its targets, once a second, with the project's alert rules."""
+    """Run a Prometheus that discovers targets at this driver port every second."""
     port = free_port()
     url = f"http://127.0.0.1:{driver_port}{exporter.DISCOVERY_PATH}"
     (folder / "prometheus.yml").write_text(CONFIG.format(alerts=ALERTS, url=url))
@@ -93,7 +89,7 @@ def running_prometheus(folder: Path, driver_port: int) -> Iterator[Prometheus]:
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
-    """Wait until the condition gives something, and return it; a server that does not answer yet is waited for."""
+    """Wait until the condition gives something, even while the server does not answer."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
         try:

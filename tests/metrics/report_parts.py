@@ -1,5 +1,3 @@
-"""Runs for tests of reports: real files, without a model, their times and numbers chosen."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -39,7 +37,7 @@ def record(custom_id: str, prompt: str = "Once", max_tokens: int = 1000) -> JobR
 def timeline(
     started: float, seconds: float, first: int, last: int, is_released: bool = False, num_marks: int = 11
 ) -> Timeline:
-    """Even marks from `first` to `last` tokens; every draft has two accepted tokens, so 3 tokens a step."""
+    """Make even marks from `first` to `last` tokens, with 3 tokens per step."""
     tokens = np.linspace(first, last, num_marks).round().astype(int)
     drafts = (tokens - first) // 3
     return Timeline(
@@ -72,7 +70,6 @@ def attempt(
 
 
 def finish(run: Run, job: JobRecord, attempts: Sequence[AttemptRecord], ended: float, text: str = "The end.") -> None:
-    """Write a job's result as a worker does."""
     num_tokens = job.job.sampling.max_tokens
     line = success_line(
         job,
@@ -104,7 +101,7 @@ def page_of(run: Run, progress: Progress = ENDED, folder: str = "/") -> str:
 
 
 def preempted_run(uri: str) -> Run:
-    """Two jobs of 1,000 tokens over 100 s: `lost` was killed on w1 at 400 tokens, `moved` handed back by w2 at 500."""
+    """Make two jobs of 1,000 tokens over 100 s: `lost` was killed on w1 at 400, `moved` left w2 at 500."""
     run, lost, moved = new_run(uri), record("lost"), record("moved")
     run.add_jobs([lost, moved])
 

@@ -1,4 +1,4 @@
-"""Dashboards, alert rules and the reference are what the code says, and the rules do what they promise."""
+"""Dashboards, alert rules and the reference match the code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ LABELS = Labels(model_name="embedded", drafter="suffix", worker="w1")
 
 
 def exported_names() -> set[str]:
-    """Names of all samples that a worker with a job and a driver serve."""
     worker = EngineCounters(last_checkpoint=1.0, kv_cache_pages_ratio=0.5)
     driver = DriverCounters(eta_seconds=1.0)
     collectors = (EngineCollector(worker, LABELS), DriverCollector(driver, LABELS))

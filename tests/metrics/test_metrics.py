@@ -1,5 +1,3 @@
-"""Metrics: the names a dashboard relies on, read over HTTP as Prometheus does."""
-
 from __future__ import annotations
 
 import os
@@ -20,7 +18,7 @@ LABELS = Labels(model_name="embedded", drafter="suffix", worker="w0")
 
 
 def scrape(address: str) -> dict[tuple[str, str], float]:
-    """Read an endpoint and return values by (sample name, values of the labels that are not fixed)."""
+    """Return values by (sample name, varying labels)."""
     text = urllib.request.urlopen(address, timeout=60).read().decode()
     values = {}
     for family in text_string_to_metric_families(text):
@@ -148,7 +146,6 @@ def test_an_address_of_another_machine_is_one_clear_line() -> None:
 
 @contextmanager
 def idle_clients(num: int) -> Iterator[tuple[str, list[socket.socket]]]:
-    """An endpoint's address, and clients of it: every other one begins a request, none ends it."""
     address, stop = serve(registry_of(DriverCollector(DriverCounters(), LABELS)), 0)
     host, port = address.removeprefix("http://").removesuffix("/metrics").split(":")
     clients = [socket.create_connection((host, int(port)), timeout=60) for _ in range(num)]

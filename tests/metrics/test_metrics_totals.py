@@ -1,5 +1,3 @@
-"""Totals of all workers in the driver's metrics, from which a lost worker takes nothing, and where they are."""
-
 from __future__ import annotations
 
 import json
@@ -30,7 +28,6 @@ LABELS = Labels(model_name="embedded", drafter="suffix", worker="driver")
 
 
 def counted(num_tokens: int) -> EngineCounters:
-    """Return the counts of a worker that generated so many tokens."""
     counters = EngineCounters(num_generation_tokens=num_tokens, num_steps=2, kv_cache_tokens=99, last_checkpoint=1.0)
     counters.step_seconds["verify"] = 0.25
     counters.count_draft(num_draft_tokens=4, num_accepted_tokens=2)
@@ -54,8 +51,8 @@ def test_a_worker_that_is_lost_takes_nothing_from_the_totals() -> None:
     driver = DriverCounters()
     driver.take_in("w1", counted(100))
     driver.take_in("w2", counted(50))
-    driver.take_in("w1", counted(200))  # all it has counted, not what came since
-    driver.take_in("w3", EngineCounters())  # the successor of w2, which is never heard of again
+    driver.take_in("w1", counted(200))  # the count so far, not what was added since
+    driver.take_in("w3", EngineCounters())  # the successor of w2, which reports no more
     totals = driver.totals()
     assert totals.num_generation_tokens == 250
     assert totals.num_steps == 4
@@ -68,7 +65,7 @@ def test_a_worker_that_is_lost_takes_nothing_from_the_totals() -> None:
     assert sum(totals.checkpoint_seconds["tokens"].counts) == 2
     assert totals.jobs_finished == {"length": 2}
     assert totals.job_seconds.total == 140.0
-    assert driver.by_worker["w2"].num_generation_tokens == 50  # the sums are apart from what they are made of
+    assert driver.by_worker["w2"].num_generation_tokens == 50  # the sums are copies
 
 
 def test_the_totals_have_what_the_driver_itself_counts() -> None:
@@ -119,7 +116,7 @@ def test_workers_are_counted_by_state_and_by_the_time_they_are_held(num_gpus: in
     census.take(now=102.0)
     fleet.workers = fleet.workers[:1]
     census.take(now=103.0)
-    assert counters.worker_seconds == {device: 2 * 2.0 + 1.0}  # not the one that starts: it may wait for a node
+    assert counters.worker_seconds == {device: 2 * 2.0 + 1.0}  # without the starting one, which may wait for a node
 
 
 def test_a_discovery_document_has_hosts_and_ports_and_says_whose_run_it_is() -> None:
@@ -144,7 +141,7 @@ def test_workers_that_come_and_go_appear_in_the_discovery_and_vanish(tmp_path: P
     with served_metrics(make_context(run, fleet, display=display), EngineConfig(), "127.0.0.1", 0):
         address = display.notes[0].split("http://")[1].split("/")[0]
         assert display.notes[0].endswith(f"http://{address}/sd")
-        assert targets() == [address]  # no worker yet; the driver's own is always there
+        assert targets() == [address]  # the driver's own address is always there
         fleet.workers = [Worker("w1", actor=None, call=None), started(2)]
         assert targets() == [address, "10.0.0.2:9100"]  # w1 still loads its model
         fleet.workers = [started(1), started(3)]
@@ -167,7 +164,7 @@ def test_the_address_is_not_the_one_that_debian_gives_a_host_of_its_own_name(mon
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.2.3")
     assert own_host() == "10.1.2.3"
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    assert own_host() != "127.0.1.1"  # 127.0.0.1 where there is no way to anywhere else
+    assert own_host() != "127.0.1.1"  # 127.0.0.1 if there is no route
 
 
 def test_a_workers_report_has_all_that_it_counted_and_is_not_changed_later(tmp_path: Path, tiny_model: Path) -> None:
@@ -191,11 +188,11 @@ def test_an_idle_worker_has_no_checkpoint_age_and_no_cached_tokens(tmp_path: Pat
     started_at = time.time()
     until(worker, fox, 5, claimed(run, fox), claimed(run, dog))
     assert counters.last_checkpoint is not None
-    assert counters.last_checkpoint >= started_at  # the age counts from the start where nothing is written yet
+    assert counters.last_checkpoint >= started_at  # the age counts from the start before the first write
     assert counters.kv_cache_tokens > 0
     to_the_end(worker)
     assert counters.last_checkpoint is None
-    counters.count_checkpoint("tokens", num_bytes=1, seconds=0.0)  # a file that is done behind the last job's end
+    counters.count_checkpoint("tokens", num_bytes=1, seconds=0.0)  # a file written after the last job's end
     assert counters.last_checkpoint is None
     assert counters.kv_cache_tokens == 0
     [interval] = [f for f in EngineCollector(counters, LABELS).collect() if f.name.endswith("interval_seconds")]

@@ -1,4 +1,4 @@
-"""A real Prometheus finds a running job through the driver, and every panel and every alert has an answer."""
+"""A real Prometheus has data for all panels and alerts of a running job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ray
 JOBS = [
     {"custom_id": f"job-{n}", "prompt": f"the quick {n}", "max_tokens": 3500, "ignore_eos": True} for n in range(200)
 ]
-# as DESIGN.md, section 6, names them
+# as in DESIGN.md, section 6
 NAMES = {
     "prompt_tokens_total",
     "generation_tokens_total",
@@ -59,17 +59,15 @@ COUNTERS = '{__name__=~"swiftbatch_.+(_total|_bucket|_count|_sum)"}'
 
 @dataclass(frozen=True)
 class Scene:
-    """A run under way that has lost a worker, and the Prometheus that watches it."""
-
     prometheus: Prometheus
     run: Path
     killed: WorkerStatus
-    tokens_before: float  # of the whole run, as the driver had them before the kill
+    tokens_before: float  # the driver's total before the kill
 
 
 @pytest.fixture(scope="module")
 def scene(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    """Two workers, one of which is killed once jobs have finished; from here on its successor works."""
+    """Two workers, one of which is killed; its successor works."""
     binary("prometheus")
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
     (folder / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in JOBS))
@@ -88,7 +86,7 @@ def scene(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def held_amid_a_job(driver: Driver) -> WorkerStatus | None:
-    """A worker that is stopped while its first job has a checkpoint, so that a kill leaves something to resume."""
+    """Stop a worker whose job has a checkpoint, so that a kill leaves something to resume."""
     for worker in driver.busy_workers():
         os.kill(worker.pid, signal.SIGSTOP)
         if driver.checkpoints(worker).name in logged_jobs(driver.run):
@@ -104,7 +102,7 @@ def test_the_driver_tells_of_itself_and_its_workers_and_forgets_the_lost(scene: 
     workers = {sample["metric"]["worker"] for sample in scene.prometheus.query("swiftbatch_kv_cache_tokens")}
     assert workers == {"w1", "w2", "w3"} - {scene.killed.id}
     instances = {sample["metric"]["instance"] for sample in scene.prometheus.query("swiftbatch_jobs")}
-    assert len(instances) == 1  # the driver's own, found through itself
+    assert len(instances) == 1  # the driver's own, discovered through itself
     with urllib.request.urlopen(f"http://{instances.pop()}/sd", timeout=60) as page:
         assert page.headers["Content-Type"] == "application/json"
         [group] = json.load(page)
@@ -128,7 +126,6 @@ def test_every_panel_shows_something(scene: Scene) -> None:
 
 
 def silent_panels(scene: Scene) -> set[str]:
-    """Panels whose expressions give nothing, or nothing but what is no number."""
     return {
         panel
         for panel, expr in panel_expressions().items()
@@ -176,5 +173,5 @@ def test_no_counter_ever_goes_down_and_the_totals_keep_what_the_lost_worker_did(
         assert values == sorted(values), history["metric"]
     now = scene.prometheus.value("swiftbatch_run_generation_tokens_total")
     assert now > scene.tokens_before > 1000
-    assert now > scene.prometheus.value("sum(swiftbatch_generation_tokens_total)")  # of those that still live
+    assert now > scene.prometheus.value("sum(swiftbatch_generation_tokens_total)")  # of living workers
     assert scene.prometheus.value('swiftbatch_preemptions_total{reason="worker_died"}') >= 1

@@ -1,5 +1,3 @@
-"""The report of a run: what its figures say, from the run's folder alone."""
-
 from __future__ import annotations
 
 import gc
@@ -248,7 +246,6 @@ def test_plain_decoding_has_no_acceptance_curve(tmp_path: Path) -> None:
 
 
 def run_of_many(folder: Path, num_jobs: int, num_marks: int = 64) -> Run:
-    """One of every three jobs with two attempts."""
     run = new_run(str(folder))
     jobs = [record(f"story-{i}", "Once upon a time " * 40) for i in range(num_jobs)]
     run.add_jobs(jobs)
@@ -273,7 +270,7 @@ def test_a_job_on_the_page_is_as_much_work_among_many_as_among_few(tmp_path: Pat
 
 
 def test_500_jobs_take_less_than_two_megabytes(tmp_path: Path) -> None:
-    """Pages of a tenth and a fifth of them tell: each further job adds as much."""
+    """Measured with a tenth and a fifth of them, because each job adds as much."""
     tenth, fifth = (page_of(run_of_many(tmp_path / str(num_jobs), num_jobs)) for num_jobs in (50, 100))
     assert len(fifth) + 8 * (len(fifth) - len(tenth)) < 2_000_000
     assert [page.count('class="bar ') for page in (tenth, fifth)] == [67, 134]
@@ -282,7 +279,7 @@ def test_500_jobs_take_less_than_two_megabytes(tmp_path: Path) -> None:
 def test_a_job_that_no_page_lists_leaves_its_numbers_alone_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job's prompt, answer and settings are as long as its user likes, and a run may have a million jobs."""
+    """A run may have a million jobs with long prompts."""
     monkeypatch.setattr("swiftbatch.metrics.report.run_facts.MAX_JOBS", 5)
     monkeypatch.setattr("swiftbatch.metrics.report.run_facts.MAX_BARS", 5)
     run = run_of_many(tmp_path, 200, num_marks=7)
@@ -291,7 +288,7 @@ def test_a_job_that_no_page_lists_leaves_its_numbers_alone_in_memory(
     tracemalloc.start()
     try:
         facts = facts_of(run)
-        gc.collect()  # what is there still, and no garbage
+        gc.collect()  # live data without garbage
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

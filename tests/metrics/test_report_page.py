@@ -1,4 +1,4 @@
-"""The page of a report: nothing is fetched, nothing runs, no text gets out of its place, links lead to files."""
+"""The page has no fetches, scripts or unescaped texts, and working links."""
 
 from __future__ import annotations
 
@@ -44,12 +44,10 @@ ATTRIBUTES = re.compile(
 )
 
 
-FOLDER = "a run: 100%25 #1?\udcff"  # what a link has to spell in another way
+FOLDER = "a run: 100%25 #1?\udcff"  # links must quote these characters
 
 
 class Elements(HTMLParser):
-    """All elements of a page, and all its text."""
-
     def __init__(self, page: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str]]] = []
@@ -68,7 +66,6 @@ class Elements(HTMLParser):
 
 
 def hostile_run(uri: str) -> Run:
-    """Hostile words wherever a user's, a model's or a machine's can come in."""
     run = new_run(uri)
     jobs = [record(word.encode(errors="replace").decode(), prompt=f"tell of {word}"[:-1] + "!") for word in HOSTILE]
     run.add_jobs(jobs)
@@ -157,7 +154,7 @@ def test_colours_follow_the_readers_choice(tmp_path: Path) -> None:
     light, dark = re.findall(r":root \{(.*?)\}", page, re.S)
     assert set(re.findall(r"--\w+(?=:)", dark)) == set(re.findall(r"--\w+(?=:)", light))
     curves = "".join(re.findall(r"<svg .*?</svg>", page, re.S))
-    assert set(re.findall(r"#[0-9a-f]{6}\b", curves)) <= {"#ffffff"}  # of the background, which is not painted
+    assert set(re.findall(r"#[0-9a-f]{6}\b", curves)) <= {"#ffffff"}  # the background, which is not painted
     used = set(re.findall(r"var\((--\w+)", page))
     assert used - {"--w", "--tone"} <= set(re.findall(r"--\w+(?=:)", light))
 

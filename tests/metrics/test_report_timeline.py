@@ -1,5 +1,3 @@
-"""Marks that workers keep for reports: of every attempt, few, whatever becomes of it."""
-
 from __future__ import annotations
 
 import logging
@@ -66,7 +64,7 @@ def test_timelines_are_written_after_all_token_logs_and_before_any_state(tmp_pat
         writer.open(job_id, 1, "suffix", Cache())
         writer.put_timeline(job_id, timeline(9.0, 5.0, 0, 10))
         writer.put_state(job_id, tokens_at(0, 20), {})
-    assert store.is_waiting.wait(60)  # a's timeline, which had nothing before it
+    assert store.is_waiting.wait(60)  # a's timeline, which nothing precedes
     for job_id in "ab":
         writer.put_tokens(job_id, output_ids(16))
     store.open_gate()
@@ -104,7 +102,7 @@ def test_a_result_tells_the_marks_of_every_attempt(tmp_path: Path, tiny_model: P
     moved = session(run, tiny_model)
     num_released = until(moved, job, 160, claimed(run, job))
     moved.work(Orders(released=(job.job_id,)), 0.0)
-    killed.drain(60.0)  # writes no more of it than its own attempt's files
+    killed.drain(60.0)  # it writes only its own attempt's files
     to_the_end(session(run, tiny_model), claimed(run, job, num_released))
     metrics = body(run, job)["metrics"]
     first, second, third = (Timeline.model_validate(a["timeline"], strict=False) for a in metrics["attempts"])
@@ -133,10 +131,10 @@ def test_a_killed_attempt_leaves_its_marks(tmp_path: Path, tiny_model: Path) -> 
     checkpoints = CheckpointStore.of(run)
     while not run.store.list("checkpoints/workers") and time.monotonic() < deadline:
         time.sleep(0.01)
-    [attempt] = facts_of(run).jobs[0].attempts  # as a report tells while its worker goes on
+    [attempt] = facts_of(run).jobs[0].attempts  # as in a report while its worker continues
     assert (attempt.worker_id, attempt.marks is None) == ("w0", False)
     put_logs_in_place(run)
-    [begun] = checkpoints.history(job.job_id)  # the worker is not asked to write anything any more
+    [begun] = checkpoints.history(job.job_id)  # the worker is not asked to write any more
     assert begun.timeline is not None
     assert not begun.timeline.is_released
     assert begun.timeline.num_tokens[-1] <= len(checkpoints.read_tokens(job.job_id))

@@ -1,6 +1,6 @@
-"""Makes the pictures of the pages from real runs: `python -m tests.pictures`, or with names, as `submit report serve`.
+"""Makes the pages' pictures from real runs: `python -m tests.pictures`, or with names such as `submit report serve`.
 
-`report` and `serve` are photographed by chromium, through chromedriver: without them a line says so.
+`report` and `serve` need chromium and chromedriver.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tests.scheduler.serve.server_parts import Server, request, serving, wait_un
 
 METRICS, DOCS = ROOT / "metrics" / "pictures", ROOT / "docs" / "pictures"
 COLUMNS, LINES = 104, 22
-LONGER = 6000  # tokens of the demo's jobs: none is done before the new worker has begun
+LONGER = 6000  # tokens per demo job, so that none ends before the new worker begins
 WIDE, PHONE = (1200, 900), (390, 700)
 REPORT = (1200, 1600)
-NUM_REPORTED = 24  # jobs of the run that is reported
+NUM_REPORTED = 24  # jobs of the reported run
 UNDER_WAY = re.compile(r"[1-9],\d{3} of at most")  # tokens of a batch
 
 
 def submit_picture() -> None:
-    """The demo's terminal, with longer texts, after a worker was killed and another one has taken its jobs over."""
+    """Draw the demo's terminal with longer texts, after a worker was killed and replaced."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         jobs_file = prepare(Path("demo-run"))
         jobs = [json.loads(line) | {"max_tokens": LONGER} for line in jobs_file.read_text().splitlines()]
@@ -52,7 +52,6 @@ def submit_picture() -> None:
 
 
 def kill_at(terminal: Terminal, run: Path, num_tokens: int) -> None:
-    """Kill a worker that has jobs once a run has so many tokens."""
     terminal.wait_for(lambda _: tokens_of(run) >= num_tokens and busy(run))
     os.kill(busy(run)[0], signal.SIGKILL)
 
@@ -70,13 +69,12 @@ def tokens_of(run: Path) -> int:
 
 
 def busy(run: Path) -> list[int]:
-    """The processes of the workers that have jobs."""
     progress = progress_of(run)
     return [worker.pid for worker in progress.workers if worker.jobs] if progress else []
 
 
 def report_picture() -> None:
-    """The upper part of the report of a run that lost two workers."""
+    """Draw the top of the report of a run that lost two workers."""
     names = [f"{name}-{number}" for number in range(1, 1 + NUM_REPORTED // len(PROMPTS)) for name in PROMPTS]
     counts = {name: 600 + 300 * (number % 7) for number, name in enumerate(names)}
     jobs = [
@@ -97,7 +95,6 @@ def report_picture() -> None:
 
 
 def serve_pictures() -> None:
-    """The pages of a server: two batches are done and two are running, one of which is looked at."""
     options = ("--slots", "4", "--max-running", "2")
     with tempfile.TemporaryDirectory() as folder, serving(folder, Path("embedded"), *options) as server:
         for name, num_jobs in (("Essays of the spring", 6), ("Poems", 12)):
@@ -128,7 +125,7 @@ def batch(server: Server, name: str, num_jobs: int, max_tokens: int) -> str:
 def photograph(browser: Browser, url: str, size: tuple[int, int], path: Path) -> None:
     browser.show(*size)
     browser.open(url)
-    time.sleep(0.5)  # until it is laid out at this width
+    time.sleep(0.5)  # until the layout has this width
     path.write_bytes(browser.picture())
 
 

@@ -1,5 +1,3 @@
-"""A terminal's screen as a picture."""
-
 from __future__ import annotations
 
 import re
@@ -12,7 +10,7 @@ from matplotlib.figure import Figure
 
 BACKGROUND, TEXT = "#20232b", "#d7dae0"
 COLOURS = {"default": TEXT, "red": "#e06c75", "green": "#98c379", "brown": "#e5c07b", "blue": "#61afef"}
-FONT, POINTS, DPI = "DejaVu Sans Mono", 11.0, 150  # matplotlib brings the font along
+FONT, POINTS, DPI = "DejaVu Sans Mono", 11.0, 150  # matplotlib includes the font
 CHARACTER_WIDTH, LINE_HEIGHT = 0.60205 * POINTS, 1.4 * POINTS
 MARGIN = 1.2 * POINTS
 POINTS_PER_INCH = 72
@@ -20,7 +18,7 @@ WORD = re.compile(r"\S+")
 
 
 def draw(screen: pyte.Screen, first: str, path: Path) -> None:
-    """Draw a line and below it the screen, without the empty lines at its end, into a PNG file."""
+    """Draw a line and the screen below it into a PNG file."""
     used = max(number for number, line in enumerate(screen.display) if line.strip()) + 1
     width = screen.columns * CHARACTER_WIDTH + 2 * MARGIN
     height = (used + 1) * LINE_HEIGHT + 2 * MARGIN
@@ -32,7 +30,7 @@ def draw(screen: pyte.Screen, first: str, path: Path) -> None:
         figure.text(x / width, y / height, text, family=FONT, size=POINTS, color=colour, va="top", parse_math=False)
 
     def write_words(text: str, line: int, column: int, colour: str) -> None:
-        for word in WORD.finditer(text):  # each at its own column: the width of a long text is rounded
+        for word in WORD.finditer(text):  # each at its own column, because long texts' widths are rounded
             write(word[0], line, column + word.start(), colour)
 
     write_words(first, 0, 0, TEXT)

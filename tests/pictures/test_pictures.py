@@ -1,5 +1,3 @@
-"""The pictures of the pages: a screen is drawn as it stands, and what needs a browser says so where there is none."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The pages for users, their parts and their `swiftbatch` lines, and how the command line reads these."""
+"""The user pages and their `swiftbatch` commands."""
 
 from __future__ import annotations
 
@@ -24,47 +24,44 @@ def page(path: str) -> str:
 
 
 def section(text: str, title: str) -> str:
-    """Return the text below a heading of the second level, up to the next one."""
     (found,) = re.findall(rf"^## {re.escape(title)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     return str(found)
 
 
 def blocks(text: str) -> list[str]:
-    """The code blocks of a page, lines that end in a backslash joined with the next."""
+    """Return a page's code blocks, with continued lines joined."""
     return [block.replace("\\\n", " ") for block in FENCE.findall(text)]
 
 
 def spans(text: str) -> list[str]:
-    """The code within lines of prose."""
     return [" ".join(span.split()) for span in SPAN.findall(FENCE.sub("", text))]
 
 
 def table(text: str, first: str) -> list[list[str]]:
-    """The rows of the table whose heading begins with the cell `first`."""
+    """Return the rows of the table whose first heading is `first`."""
     lines = text[text.index(f"| {first} |") :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
 def commands(text: str, command: re.Pattern[str] = COMMAND) -> list[list[str]]:
-    """The words behind `swiftbatch`, or another program, of every command on a page, once each."""
+    """Return a page's distinct commands, without the program."""
     code = [*spans(text), *(line for block in blocks(text) for line in block.splitlines())]
     found = [words_of(match[1]) for line in code if (match := command.search(line))]
     return [list(words) for words in dict.fromkeys(map(tuple, found))]
 
 
 def all_commands() -> list[list[str]]:
-    """The commands of all pages, once each."""
     return [list(words) for words in dict.fromkeys(tuple(words) for path in PAGES for words in commands(page(path)))]
 
 
 def words_of(command: str) -> list[str]:
-    """The words of one command, without what the shell does with its output."""
+    """Return a command's words without shell redirections."""
     words = shlex.split(command, comments=True)
     return words[: next((number for number, word in enumerate(words) if word in SHELL_WORDS), len(words))]
 
 
 def is_name(words: Sequence[str]) -> bool:
-    """Tell whether words are just the name of a command, or of a group of them."""
+    """Return whether words only name a command or group."""
     command: click.Command | None = main
     for word in words:
         command = command.commands.get(word) if isinstance(command, click.Group) else None
@@ -72,9 +69,9 @@ def is_name(words: Sequence[str]) -> bool:
 
 
 def options(words: Sequence[str], program: click.Command = main) -> dict[str, Any]:
-    """The options of a command, as the CLI reads them; none of one that is done with that, as `--make-key` is.
+    """Parse options; none if one such as `--make-key` ends the command.
 
-    Raises click.UsageError where it does not take them.
+    Raises click.UsageError.
     """
     command = program
     rest = list(words)

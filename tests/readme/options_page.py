@@ -1,4 +1,4 @@
-"""docs/options.md, which has every option's default: `python -m tests.readme.options_page` writes it."""
+"""Writes docs/options.md with every default: `python -m tests.readme.options_page`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def shown_default(option: click.Option) -> str:
 
 
 def page() -> str:
-    """Return the page: a row for each option and default, with the commands that have it."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, command in commands(main):  # type: ignore[arg-type]
         for each in command.params:

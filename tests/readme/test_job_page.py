@@ -1,4 +1,4 @@
-"""The page about job lines: its examples are taken, and it names every field."""
+"""The page about job lines has valid examples, and names every field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_example_becomes_a_job(tmp_path: Path) -> None:
     lines = [json.loads(line) | {"custom_id": str(number)} for number, line in enumerate(EXAMPLES)]
     path = tmp_path / "jobs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    markers = ("<think>", "</think>")  # which the embedded model does not have of its own
+    markers = ("<think>", "</think>")  # the embedded model has none
     submission = submit_file(str(path), str(tmp_path / "run"), max_tokens=100, thinking_markers=markers)
     assert submission.rejects == []
     assert set(submission.jobs.custom_ids()) == {line["custom_id"] for line in lines}

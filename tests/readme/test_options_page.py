@@ -1,5 +1,3 @@
-"""The page of options says what the commands do."""
-
 from __future__ import annotations
 
 from tests.readme.options_page import PAGE, page

@@ -1,4 +1,4 @@
-"""The map has every folder; the pages' links and paths lead somewhere, and their pictures are there."""
+"""The map has every folder, and links, paths and pictures exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.readme.command_lines import FENCE, PAGES, ROOT, page, section, spans,
 README = page("README.md")
 STRUCTURE = page("docs/structure.md")
 ROOMS = ("jobs", "worker", "scheduler", "metrics")
-LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#:]*)(?:#([^):]+))?\)")  # path and heading, of which one may be missing
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#:]*)(?:#([^):]+))?\)")  # path and heading, either of which may be missing
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
 IN_THE_TREE = re.compile(rf"(?:{'|'.join(ROOMS)}|docs|k8s|tests)/[\w./*-]*")
 
@@ -28,7 +28,7 @@ def test_the_map_has_every_folder_and_no_file_that_is_not_there() -> None:
 
 
 def missing_files(text: str) -> list[str]:
-    """The files that a map names and that are not there; one without a folder lies in the folder named last."""
+    """Return missing files; one without a folder is in the folder named last."""
     folder, missing = ROOT, []
     for name in spans(text):
         path = ROOT / name if "/" in name else folder / name
@@ -56,7 +56,6 @@ def test_the_first_pages_are_short() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the names of a page's headings in links."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).replace(" ", "-").lower() for heading in headings}
 

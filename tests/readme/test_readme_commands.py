@@ -1,4 +1,4 @@
-"""Every command that a page shows is one that can be given; those of the tour are given, and show what it shows."""
+"""Every command on a page is valid; the tour's are run and compared."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ KUBERNETES = page("k8s/README.md")
 BLOCKS = [block for path in PAGES for block in blocks(page(path))]
 CODE = "\n".join([*(span for path in PAGES for span in spans(page(path))), *BLOCKS])
 TOUR = section(README, "Five minutes")
-NUM_TOKENS = 40  # of a job, in place of the tour's
+NUM_TOKENS = 40  # tokens per job, instead of the tour's
 CHANGING = re.compile(r"run-[\w-]+|\d[\d,.:]*")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder, with what the commands name."""
+    """A folder with the files that the commands name."""
     for name in ("DIR", "WORK", "MODEL"):
         (tmp_path / name).mkdir()
     (tmp_path / "book.txt").write_text("Once upon a time")
@@ -76,7 +76,6 @@ def test_commands_are_found_in_all_places_where_they_stand() -> None:
 
 
 def leaves(command: click.Command, words: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
-    """The commands below a group, each as the words that lead to it."""
     if not isinstance(command, click.Group):
         return {words}
     return {leaf for name, below in command.commands.items() for leaf in leaves(below, (*words, name))}
@@ -111,7 +110,7 @@ def test_a_command_with_a_wrong_option_is_refused() -> None:
 
 
 def transcript() -> list[tuple[list[str], list[str]]]:
-    """The commands of the tour with the lines that it shows below each."""
+    """Return the tour's commands with their output lines."""
     steps: list[tuple[list[str], list[str]]] = []
     for block in blocks(TOUR):
         for line in block.splitlines():
@@ -123,12 +122,11 @@ def transcript() -> list[tuple[list[str], list[str]]]:
 
 
 def shape(line: str) -> str:
-    """A line without what is another at every run."""
     return CHANGING.sub("#", line)
 
 
 def give(words: list[str]) -> tuple[int, str]:
-    """Exit code and output of a command; the one that runs jobs is a process of its own."""
+    """Return exit code and output; a command that runs jobs gets its own process."""
     if words[1] == "submit" and not Path("my-run").exists():
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.run(
@@ -225,5 +223,5 @@ def test_kubectl_finds_the_objects_and_folders_that_are_named() -> None:
 
 def test_docker_finds_the_targets_that_are_named() -> None:
     named = set(re.findall(r"docker build --target ([\w-]+)", CODE))
-    assert named == {"cuda", "cuda-flash"}  # the one for CPUs is built where none is named
+    assert named == {"cuda", "cuda-flash"}  # the default is the one for CPUs
     assert named <= set(re.findall(r"^FROM \S+ AS ([\w-]+)$", page("Dockerfile"), re.MULTILINE))

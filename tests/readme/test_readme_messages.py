@@ -1,5 +1,3 @@
-"""The messages that are explained are those that the code says."""
-
 from __future__ import annotations
 
 import ast
@@ -13,11 +11,11 @@ from tests.readme.command_lines import ROOT, page, table
 HEAD = "| it says |"
 _, *PARTS = page("docs/messages.md").split(HEAD)
 MESSAGES = [row[0].strip("`") for part in PARTS for row in table(HEAD + part, "it says")]
-GAP = "\0"  # where an f-string has a value
+GAP = "\0"  # stands for a value in an f-string
 
 
 def _texts(node: ast.AST) -> Iterator[str]:
-    """The texts of a syntax tree; where an f-string has a value, there is a gap."""
+    """Yield a syntax tree's texts, with gaps for an f-string's values."""
     for each in ast.walk(node):
         if isinstance(each, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else GAP for part in each.values)  # type: ignore[misc]
@@ -27,7 +25,6 @@ def _texts(node: ast.AST) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """All texts in the code."""
     files = [
         path for room in ("bench", "jobs", "metrics", "scheduler", "worker") for path in (ROOT / room).rglob("*.py")
     ]
@@ -35,7 +32,7 @@ def texts() -> list[str]:
 
 
 def says(message: str, texts: list[str]) -> bool:
-    """Tell whether one text of the code has the message's words, in order; `...` stands for what changes."""
+    """Return whether a text has the message's words in order; `...` matches anything."""
     pattern = ".*".join(re.escape(part) for part in re.split(r"\s*\.\.\.\s*", message))
     return any(re.search(pattern, text, re.DOTALL) for text in texts)
 

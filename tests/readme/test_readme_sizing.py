@@ -1,4 +1,4 @@
-"""The sizes and requests that the pages tell are those of the code."""
+"""The pages' sizes and request counts match the code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ LENGTH = 100_000
 
 
 def number(text: str) -> float:
-    """The number at the beginning of a cell."""
     found = re.match(r"[\d,.]+", text)
     assert found is not None, text
     return float(found[0].replace(",", ""))
@@ -85,7 +84,7 @@ def test_a_position_of_a_segment_takes_its_keys_and_values_and_four_bytes() -> N
 
 
 def requests_of(proxy: FaultProxy, action: Callable[[], object]) -> tuple[int, int]:
-    """Count an action's requests of the two prices: PUT and its like, GET and its like. DELETE is free."""
+    """Count both price classes; DELETE is free."""
     proxy.requests.clear()
     action()
     kinds: Counter[str] = Counter()
@@ -97,7 +96,6 @@ def requests_of(proxy: FaultProxy, action: Callable[[], object]) -> tuple[int, i
 
 
 def told_requests(what: str) -> tuple[int, int]:
-    """The requests that the table says of something."""
     (row,) = [row for row in table(SIZING, "what") if row[0].startswith(what)]
     return int(number(row[2])), int(number(row[3]))
 
@@ -154,7 +152,7 @@ def test_a_large_file_makes_the_requests_that_the_text_says(s3_uri: str, s3_prox
 
 
 def states_until(num_positions: int) -> int:
-    """The states of a job until it has so many positions, with the defaults."""
+    """Write a job's states with the default settings."""
     job = SimpleNamespace(cache=SimpleNamespace(shape=SimpleNamespace(windows=()), length=0))
     num_written = num_states = 0
     for job.cache.length in range(num_positions):
@@ -164,7 +162,7 @@ def states_until(num_positions: int) -> int:
 
 
 def test_the_example_follows_from_the_table() -> None:
-    """Requests and cost of an hour with the defaults: of a run, of a worker, and of a job at 30 tokens/s."""
+    """An hour's requests and cost: run, worker, and a job at 30 tokens/s."""
     rates = {
         "heartbeat": 3600 / BEAT_SECONDS_OBJECT_STORE,
         "token log": 3600 / CheckpointSettings.checkpoint_seconds,

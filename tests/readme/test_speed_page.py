@@ -1,5 +1,3 @@
-"""The page about speed: its tables are those of the figures beside it, and what the README quotes stands there."""
-
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""Driving the real command in tests: start it, watch its run, read what came out."""
+"""Starts the real command, watches its run, reads results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE_SECONDS = 500
 
 
 class Driver:
-    """A `submit` or `resume` that runs; as a context it is ended with it, and what it printed is shown."""
+    """The context ends the command and shows its output."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], run: Path) -> None:
         self.run = run
@@ -37,7 +37,7 @@ class Driver:
         return self._log.read_text()
 
     def wait_for(self, condition: Callable[[], Any]) -> Any:
-        """Wait until the condition gives something, while the command runs, and return it."""
+        """Fail if the command ends first."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
             if found := condition():
@@ -46,7 +46,7 @@ class Driver:
         raise AssertionError(f"waited in vain, or the run was over too soon:\n{self.output()}")
 
     def busy_workers(self) -> list[WorkerStatus]:
-        """Workers with a job, as the newest beat of this driver names them, and as far as they live."""
+        """Return living workers with a job, by the newest heartbeat."""
         try:
             progress = Run.open(str(self.run)).progress()
         except RunError:
@@ -56,13 +56,12 @@ class Driver:
         return [worker for worker in progress.workers if worker.jobs and is_alive(worker.pid)]
 
     def checkpoints(self, worker: WorkerStatus) -> Path:
-        """The folder of the checkpoints of a worker's first job."""
         job_ids = {record.job.custom_id: record.job_id for record in Run.open(str(self.run)).jobs()}
         return self.run / "checkpoints" / job_ids[worker.jobs[0]]
 
 
 def wait_until(condition: Callable[[], Any], pause: float = 0.05) -> Any:
-    """Wait until the condition gives something, and return it; it is looked at anew after each pause."""
+    """Check after each pause."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
         if found := condition():
@@ -76,13 +75,11 @@ def swiftbatch(*args: str) -> list[str]:
 
 
 def bodies(run: Path) -> dict[str, dict[str, Any]]:
-    """The body of every result, by `custom_id`."""
     lines = [json.loads(line) for line in (run / "output.jsonl").read_text().splitlines()]
     return {line["custom_id"]: line["response"]["body"] for line in lines}
 
 
 def outputs(run: Path) -> dict[str, Any]:
-    """Text, finish reason and hash of the tokens of every job."""
     return {custom_id: body["choices"] for custom_id, body in bodies(run).items()}
 
 

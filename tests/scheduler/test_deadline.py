@@ -1,5 +1,3 @@
-"""A deadline is understood as its user means it: from now, at the next such time, or at a date."""
-
 from __future__ import annotations
 
 import time
@@ -44,7 +42,7 @@ NOW = "2030-01-31T12:00:00+01:00"
         ("2030-02-01T06:00Z", "2030-02-01T06:00:00+00:00"),
         ("2030-02-01T06:00-05:00", "2030-02-01T06:00:00-05:00"),
         ("2030-02-01", "2030-02-01T00:00:00+01:00"),
-        ("2029-01-01T00:00", "2029-01-01T00:00:00+01:00"),  # past: the run stops at once
+        ("2029-01-01T00:00", "2029-01-01T00:00:00+01:00"),  # past, so the run stops at once
     ],
 )
 def test_a_duration_a_time_or_a_date_is_that_moment(text: str, meant: str) -> None:
@@ -58,7 +56,7 @@ def test_a_time_of_the_next_day_is_that_of_its_own_zone_when_clocks_change_at_ni
 @pytest.mark.parametrize(
     ("zone", "now", "text", "meant"),
     [
-        # the clock is set back from 03:00 to 02:00, and shows 02:30 twice
+        # the clock goes back from 03:00 to 02:00 and shows 02:30 twice
         ("Europe/Berlin", "2030-10-26T22:00+02:00", "02:30", "2030-10-27T02:30+02:00"),
         ("Europe/Berlin", "2030-10-27T02:29+02:00", "02:30", "2030-10-27T02:30+02:00"),
         ("Europe/Berlin", "2030-10-27T02:40+02:00", "02:30", "2030-10-27T02:30+01:00"),
@@ -66,7 +64,7 @@ def test_a_time_of_the_next_day_is_that_of_its_own_zone_when_clocks_change_at_ni
         ("Europe/Berlin", "2030-10-27T02:40+01:00", "02:30", "2030-10-28T02:30+01:00"),
         ("Europe/Berlin", "2030-10-27T02:40+02:00", "2030-10-27T02:30", "2030-10-27T02:30+01:00"),
         ("Europe/Berlin", "2030-10-27T05:00+01:00", "2030-10-27T02:30", "2030-10-27T02:30+02:00"),
-        # it is set on from 02:00 to 03:00, and does not show 02:30 at all
+        # the clock jumps from 02:00 to 03:00 and never shows 02:30
         ("Europe/Berlin", "2030-03-30T22:00+01:00", "02:30", "2030-03-31T03:00+02:00"),
         ("Europe/Berlin", "2030-03-31T01:59+01:00", "02:30", "2030-03-31T03:00+02:00"),
         ("Europe/Berlin", "2030-03-31T03:10+02:00", "02:30", "2030-04-01T02:30+02:00"),

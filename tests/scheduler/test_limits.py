@@ -1,5 +1,3 @@
-"""Limits: when one is reached, and what a run has taken that had several drivers."""
-
 from __future__ import annotations
 
 import time
@@ -50,4 +48,4 @@ def test_what_was_taken_goes_on_from_the_last_driver_and_what_it_had_not_told_of
     assert Spending.so_far(None, 7) == Spending(7, 0.0)
     assert Spending.so_far(last, 100) == Spending(130, 9.0)
     assert Spending.so_far(last, 108) == Spending(138, 9.0)  # its workers had written 8 more when it was killed
-    assert Spending.so_far(last, 90) == Spending(130, 9.0)  # a failed job's are no part of the run's any more
+    assert Spending.so_far(last, 90) == Spending(130, 9.0)  # a failed job's no longer count

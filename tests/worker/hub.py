@@ -1,5 +1,3 @@
-"""A hub on localhost that keeps count of what it sends: as much of the real one's interface as its client asks for."""
-
 from __future__ import annotations
 
 import hashlib
@@ -17,19 +15,17 @@ COMMIT = "0" * 39 + "1"
 
 @dataclass
 class Hub:
-    """Models by their ids, each a folder; `sent` has the bytes of every file that went out."""
+    """Models by id, a folder each; `sent` has each sent file's bytes."""
 
     models: dict[str, Path]
     url: str = ""
-    commit: str = COMMIT  # the newest, which is all that it has
+    commit: str = COMMIT  # its only, newest commit
     faults: list[tuple[int, dict[str, str]]] = field(default_factory=list)  # the next answers: status and headers
     refusals: dict[str, tuple[int, dict[str, str]]] = field(default_factory=dict)  # by model
     sent: dict[str, int] = field(default_factory=dict)
 
 
 class _Answers(BaseHTTPRequestHandler):
-    """Answers for files and lists of files."""
-
     protocol_version = "HTTP/1.1"
     hub: Hub
 
@@ -48,7 +44,7 @@ class _Answers(BaseHTTPRequestHandler):
         model = "/".join(parts[2:4] if is_list else parts[:2])
         places = [parts.index(word) for word in ("revision", "tree", "resolve") if word in parts]
         revision = parts[places[0] + 1] if places else "main"
-        is_harmed = self.hub.faults and model in self.hub.models  # the client asks for other things, too
+        is_harmed = self.hub.faults and model in self.hub.models  # the client also asks for other things
         fault = self.hub.faults.pop(0) if is_harmed else self.hub.refusals.get(model)
         if fault is not None:
             self._send(b"", fault[1], fault[0])
@@ -94,7 +90,6 @@ def _digest(file: Path) -> str:
 
 @contextmanager
 def hub_of(models: dict[str, Path]) -> Iterator[Hub]:
-    """Serve these models until the block ends."""
     hub = Hub(models)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("_AnswersOfOne", (_Answers,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_port}"

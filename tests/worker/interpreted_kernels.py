@@ -1,5 +1,3 @@
-"""Kernels that do one thing at a time, for an interpreter to be compared with another one."""
-
 from __future__ import annotations
 
 import triton
@@ -8,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def compute(first_ptr, second_ptr, mask_ptr, size: tl.constexpr, steps: tl.constexpr, keep: tl.constexpr):
-    """Hand what each of the `steps` makes of two blocks and a mask to `keep`, in their order."""
+    """Pass the result of each of the `steps` to `keep`."""
     n = tl.arange(0, size)
     first, second, mask = tl.load(first_ptr + n), tl.load(second_ptr + n), tl.load(mask_ptr + n) != 0
     for step in steps:
@@ -17,7 +15,7 @@ def compute(first_ptr, second_ptr, mask_ptr, size: tl.constexpr, steps: tl.const
 
 @triton.jit
 def copy(source_ptr, target_ptr, mask_ptr, other: tl.constexpr, size: tl.constexpr):
-    """Copy by masks what lies in the order of a walk, and one number behind it."""
+    """Copy by masks, and one number after them."""
     n = tl.arange(0, size) * 5 % size
     mask = tl.load(mask_ptr + n) != 0
     tl.store(target_ptr + n, tl.load(source_ptr + n, mask=mask, other=other), mask=mask | (n % 3 == 0))

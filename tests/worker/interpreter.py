@@ -1,6 +1,6 @@
-"""Triton's interpreter, without the work that it does again for every call, and for every operation.
+"""Triton's interpreter without work repeated per call and operation.
 
-Its products are summed in one order on every machine: libraries have kernels in which a row's place decides its bits.
+Products are summed in one order on every machine: libraries' kernels let a row's place decide its bits.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 @functools.cache
 def patched() -> None:
-    """Put the interpreter in the place of all that any kernel function can see of the language, for good."""
     _patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
 
 
 def call_within_a_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a function within a launch: what the launch has put into the language is still there."""
+    """A launch's changes of the language still apply."""
     run = vars(self).get("rewritten") or vars(self).setdefault("rewritten", self.rewrite())
     return run(*args, **kwargs)
 
@@ -48,7 +47,7 @@ signature_of = functools.cache(inspect.signature)
 
 
 def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Run the programs of a grid one after the other. All tensors are a CPU's, so none is copied there and back."""
+    """Tensors stay on the CPU."""
     patched()
     signature, builder = signature_of(self.fn), interpreter.interpreter_builder
     bound = signature.bind(*args, **{name: each for name, each in kwargs.items() if name in signature.parameters})
@@ -68,7 +67,7 @@ def launch(self: Any, *args: Any, **kwargs: Any) -> None:
 def summed_in_order(
     self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
 ) -> interpreter.TensorHandle:
-    """`d + a @ b` of matrices, by numpy's own loops, whose order follows from the shapes alone."""
+    """Sum by numpy's own loops, whose order depends on shapes alone."""
     product = np.einsum("ij,jk->ik", a.data, b.data, dtype=d.data.dtype)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
@@ -77,7 +76,7 @@ interpreter.InterpreterBuilder.create_dot = summed_in_order
 
 
 def block_type(self: Any, element_ty: Any, shape: Any) -> None:
-    """Made and named once for each shape."""
+    """Make each type once."""
     key = (element_ty.name, *(each if type(each) is int else each.value for each in shape))
     if key not in _block_types:
         _new_block_type(self, element_ty, shape)
@@ -92,17 +91,16 @@ def shape_of(*sizes: int) -> tuple[Any, Any]:
 
 
 def tensor(self: Any, handle: Any, type: Any) -> None:
-    """Set a tensor up as `made` does; its shape is that of its type."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
 
 
 def handle(self: Any, data: Any, dtype: Any) -> None:
-    """Set a handle up; to compare sizes at every operation would take long."""
+    """Comparing sizes is slow."""
     self.data, self.dtype = data, dtype
 
 
 def cast_by_bits(self: Any, src: Any, dst_type: Any) -> Any:
-    """Bfloat16 are the upper halves of float32, cut off on the way back: `rounded` has rounded before."""
+    """Cast bfloat16 to and from the upper half of float32; `rounded` has rounded before."""
     names = src.dtype.scalar.name, dst_type.scalar.name
     if names == ("bf16", "fp32"):
         return interpreter.TensorHandle(bits_up(src.data), tl.float32)
@@ -113,9 +111,9 @@ def cast_by_bits(self: Any, src: Any, dst_type: Any) -> Any:
 
 interpreter._get_np_dtype = dtype_of
 interpreter.InterpreterBuilder.cast_impl = cast_by_bits
-TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None  # computes what is asserted in debug builds alone
+TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None  # it computes what only debug builds assert
 tl.block_type.__init__ = block_type
-tl.dtype.constants = shape_of()  # of scalars, whose types have no shape of their own
+tl.dtype.constants = shape_of()  # scalars, whose types have no shape
 tl.tensor.__init__ = tensor
 tl.tensor.numel = property(lambda self: self.type.constants[0])
 tl.tensor.shape = property(lambda self: self.type.constants[1])

@@ -1,4 +1,4 @@
-"""Short ways through the interpreter's Python for what kernels do most: the same numbers, in a third of the time."""
+"""Shortcuts in the interpreter's Python: equal numbers in a third of the time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _constants: dict[tuple[Any, ...], Any] = {}
 
 
 def unwrapped(value: Any) -> Any:
-    """Most values are tensors, types or numbers, in which nothing is wrapped."""
+    """Most values wrap nothing."""
     kind = type(value)
     if kind is tl.constexpr:
         return value.value
@@ -38,7 +38,7 @@ def is_same_type(self: Any, other: Any) -> bool:
 
 
 def constant(self: Any, value: Any, dtype: Any) -> Any:
-    """A number is put into an array once; nothing writes into arrays that kernels compute with."""
+    """Make an array once; kernels never write into it."""
     key = type(value), value, dtype.name
     if key not in _constants:
         _constants[key] = _constant(self, value, dtype).handle
@@ -46,7 +46,7 @@ def constant(self: Any, value: Any, dtype: Any) -> Any:
 
 
 def operands(self: Any, lhs: Any, rhs: Any, *rules: Any, **more_rules: Any) -> Any:
-    """Tensors of one type, and numbers that any tensor of it takes, need no more than one shape."""
+    """Return tensors of one type, and fitting numbers, with one shape at most."""
     if type(lhs) is tl.tensor:
         name = lhs.dtype.name
         if type(rhs) is tl.tensor:
@@ -58,7 +58,6 @@ def operands(self: Any, lhs: Any, rhs: Any, *rules: Any, **more_rules: Any) -> A
 
 
 def in_one_shape(self: Any, lhs: Any, rhs: Any) -> Any:
-    """Skip the work if both have one already."""
     left, right = lhs.type, rhs.type
     if left.is_block():
         if right.is_block() and left.constants is right.constants:
@@ -77,19 +76,18 @@ def _repeated(scalar: Any, like: Any) -> Any:
 
 
 def cast(self: Any, tensor: Any, kind: Any, *rounding: Any, **more: Any) -> Any:
-    """Return a tensor that has the dtype already as it is, and cast any other one."""
+    """Return a tensor of the right dtype unchanged."""
     found = None if rounding or more or kind.is_block() else converted(tensor, kind, is_bitcast=False)
     return _cast(self, tensor, kind, *rounding, **more) if found is None else found
 
 
 def to_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
-    """Return what is a tensor already, as most values are, as it is."""
     return value if type(value) is tl.tensor else _to_tensor(self, value, check_type)
 
 
 def patch_member(obj: Any, name: str, member: Callable[..., Any], _: Any, scope: Any) -> None:
-    """Put in the place of a member of the language one that always has the interpreter's semantics."""
-    inner = getattr(member, "__wrapped__", member)  # without the check that somebody gave it semantics
+    """Always use the interpreter's semantics."""
+    inner = getattr(member, "__wrapped__", member)  # without the check for semantics
 
     def interpreted(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = interpreter.interpreter_semantic

@@ -1,6 +1,6 @@
-"""Functions of the language in the interpreter, straight to numpy where shapes and types fit: the same numbers.
+"""Functions of the language in numpy where shapes and types fit.
 
-As in `interpreter_operators.py`, all else goes the interpreter's way.
+Everything else uses the interpreter, as in `interpreter_operators.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 from tests.worker.interpreter_operators import NUMERIC, Operator, constant, joint_type, made, quick, with_element
 
 Function = Callable[..., Any]
-NOTHING = np.zeros(1)  # where a mask lets nothing come, and nobody says what is there then
+NOTHING = np.zeros(1)  # for masked elements without a default
 _tensor, _memory = tl.tensor, interpreter._interpreter
 _dtypes: dict[str, np.dtype[Any]] = {}
 _elements: dict[str, Any] = {}
@@ -26,19 +26,18 @@ _dtype_of = interpreter._get_np_dtype
 
 @functools.cache
 def filled(shape: tuple[int, ...], dtype: np.dtype[Any], number: float) -> Any:
-    """Return an array of one number, made once: loads read it."""
+    """Make each array once; loads only read it."""
     return np.full(shape, number, dtype)
 
 
 def dtype_of(type_: Any) -> np.dtype[Any]:
-    """Return the dtype of arrays with numbers of a type, looked for once."""
     if type_.name not in _dtypes:
         _dtypes[type_.name] = _dtype_of(type_)
     return _dtypes[type_.name]
 
 
 def mask_of(pointers: Any, mask: Any) -> Any:
-    """Return which pointers are followed, or None where that takes the long way."""
+    """Return None for the long way."""
     shape = pointers.handle.data.shape
     if mask is None:
         return filled(shape, np.dtype(bool), True)
@@ -52,7 +51,7 @@ def mask_of(pointers: Any, mask: Any) -> Any:
 
 
 def plain_element(pointers: Any) -> Any:
-    """Return the type of what pointers point to if that is numbers, or else None."""
+    """Return None if the type is not plain."""
     name = pointers.dtype.name
     if name not in _elements:
         element = getattr(pointers.dtype, "element_ty", None)
@@ -61,14 +60,13 @@ def plain_element(pointers: Any) -> Any:
 
 
 def number_at(pointer: Any, element: Any) -> Any:
-    """Return what one pointer points to."""
     dtype = dtype_of(element)
     data = np.frombuffer(ctypes.string_at(int(pointer.handle.data[0]), dtype.itemsize), dtype)
     return made(data, element, element)
 
 
 def load_by(slow: Function) -> Function:
-    """Return the load of blocks and of scalars that takes the short way."""
+    """Take a shortcut for blocks and scalars."""
 
     def load(pointers: Any, mask: Any = None, other: Any = None, *more: Any, **hints: Any) -> Any:
         mask = mask.value if type(mask) is tl.constexpr else mask
@@ -80,7 +78,7 @@ def load_by(slow: Function) -> Function:
         if seen is None:
             return slow(pointers, mask, other, *more, **hints)
         shape, dtype = pointers.handle.data.shape, dtype_of(element)
-        if type(other) is _tensor or other:  # a number other than zero, which is zero in every type
+        if type(other) is _tensor or other:  # any nonzero number; zero is zero in every type
             semantic = interpreter.interpreter_semantic
             number = semantic.cast(semantic.to_tensor(other), element).handle.data
         else:
@@ -93,8 +91,6 @@ def load_by(slow: Function) -> Function:
 
 
 def store_by(slow: Function) -> Function:
-    """Return the store of blocks and of scalars that takes the short way."""
-
     def store(pointers: Any, value: Any, mask: Any = None, *more: Any, **hints: Any) -> Any:
         mask = mask.value if type(mask) is tl.constexpr else mask
         element = plain_element(pointers)
@@ -109,7 +105,7 @@ def store_by(slow: Function) -> Function:
 
 
 def where_by(slow: Function) -> Function:
-    """Return the choice between tensors of one type, or between one and a number."""
+    """Take a shortcut for tensors of one type, or one and a number."""
 
     def where(condition: Any, first: Any, second: Any, **more: Any) -> Any:
         first, second = (each.value if type(each) is tl.constexpr else each for each in (first, second))
@@ -130,12 +126,12 @@ def where_by(slow: Function) -> Function:
 
 
 def bits_up(data: Any) -> Any:
-    """Return bfloat16 as float32, of which they are the upper halves."""
+    """Return bfloat16 as float32."""
     return (data.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def bits_down(data: Any) -> Any:
-    """Return the upper halves of float32: kernels have rounded before."""
+    """Return the upper halves of float32, already rounded."""
     return (np.ascontiguousarray(data).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
@@ -153,7 +149,7 @@ CONVERSIONS: dict[tuple[str, str, bool], Function] = {
 
 
 def converted(value: Any, kind: Any, is_bitcast: bool) -> Any:
-    """Return a tensor of another type, or None where that takes the long way."""
+    """Return None for the long way."""
     if value.dtype is kind:
         return value
     convert = CONVERSIONS.get((value.dtype.name, kind.name, is_bitcast))
@@ -161,7 +157,7 @@ def converted(value: Any, kind: Any, is_bitcast: bool) -> Any:
 
 
 def to_by(slow: Function) -> Function:
-    """Return the cast that takes the short way between the types that kernels compute with most."""
+    """Take a shortcut between common types."""
 
     def to(value: Any, dtype: Any, *more: Any, bitcast: Any = False, **rest: Any) -> Any:
         kind = dtype.value if type(dtype) is tl.constexpr else dtype
@@ -177,8 +173,6 @@ def program_number(number: int) -> Any:
 
 
 def program_id_by(slow: Function) -> Function:
-    """Return each number in a tensor that is made once."""
-
     def program_id(axis: Any, **_: Any) -> Any:
         axis = axis.value if type(axis) is tl.constexpr else axis
         return program_number(interpreter.interpreter_builder.grid_idx[axis])
@@ -187,7 +181,7 @@ def program_id_by(slow: Function) -> Function:
 
 
 def made_once(slow: Function) -> Function:
-    """Return what makes blocks of numbers alone, each of them once: nothing writes into what kernels compute with."""
+    """Cache blocks that only depend on numbers; kernels never write into them."""
     kept: dict[Any, Any] = {}
 
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -202,7 +196,7 @@ def made_once(slow: Function) -> Function:
 
 
 def plain(value: Any) -> Any:
-    """Return what an argument is known by, or None for tensors."""
+    """Return an argument's key, None for tensors."""
     value = value.value if type(value) is tl.constexpr else value
     if type(value) is int:
         return value
@@ -210,11 +204,10 @@ def plain(value: Any) -> Any:
         return value.name
     if isinstance(value, list | tuple | tl.tuple):
         return tuple(plain(each) for each in value)
-    return (type(value), repr(value)) if type(value) in (float, bool) else None  # there is a zero below zero
+    return (type(value), repr(value)) if type(value) in (float, bool) else None  # there is a negative zero
 
 
 def greatest_by(compute: Operator, slow: Function) -> Function:
-    """Return the greater or the smaller one of two tensors, or of one and a number."""
     short = quick(lambda *_: None, compute, NUMERIC, is_comparison=False)
 
     def greatest(first: Any, second: Any, **more: Any) -> Any:
@@ -225,7 +218,7 @@ def greatest_by(compute: Operator, slow: Function) -> Function:
 
 
 def dot_by(slow: Function) -> Function:
-    """Return `acc + a @ b` of matrices in float32, by numpy's own loops, whose order follows from the shapes alone."""
+    """Return float32 `acc + a @ b` by numpy's own loops, whose order depends on shapes alone."""
 
     def dot(a: Any, b: Any, acc: Any = None, **more: Any) -> Any:
         tensors = (a, b, acc)

@@ -1,6 +1,6 @@
-"""Operators of tensors in the interpreter, straight to numpy where both operands are of one type: the same numbers.
+"""Tensor operators in numpy if both operands have one type.
 
-A type that converts, two shapes that broadcast against each other, and numbers beyond a type go the interpreter's way.
+Conversions, broadcasts and out-of-range numbers use the interpreter.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from triton.runtime.interpreter import TensorHandle
 Operator = Callable[..., Any]
 NUMBERS: dict[str, tuple[type, ...]] = {"fp32": (int, float), "int32": (int,), "int64": (int,)}  # that need no cast
 DTYPES: dict[str, type[np.generic]] = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
-LARGEST = {"fp32": 2**31 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}  # of which, and of infinity, each is as it is
-SMALLEST = 2.0**-126  # likewise: those below it are of float64
+LARGEST = {"fp32": 2**31 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}  # these and infinity convert exactly
+SMALLEST = 2.0**-126  # smaller ones are float64
 NEW_AXES = ("[0]", "[1]", "[2]", "[3]")
 _constants: dict[tuple[type, float, str], Any] = {}
 _types: dict[tuple[str, str], Any] = {}
@@ -28,7 +28,7 @@ _pointer_type, _whole = tl.pointer_type, slice(None)
 
 
 def made(data: Any, dtype: Any, type_: Any) -> Any:
-    """Return a tensor of the language around an array, without the calls of two constructors."""
+    """Skip constructor calls."""
     handle, made = _new(TensorHandle), _new(_tensor)
     handle.data, handle.dtype = data, dtype
     made.handle, made.type = handle, type_
@@ -37,7 +37,7 @@ def made(data: Any, dtype: Any, type_: Any) -> Any:
 
 
 def takes(number: Any, dtype: str) -> bool:
-    """Tell whether a number is one of this type, which it needs no cast for."""
+    """Return whether a number fits this type without a cast."""
     if type(number) not in NUMBERS.get(dtype, ()) or (number == 0 and math.copysign(1, number) < 0):
         return False
     size = abs(number)
@@ -45,12 +45,9 @@ def takes(number: Any, dtype: str) -> bool:
 
 
 def constant(number: float, dtype: str) -> Any:
-    """Return a number in an array, made once; nothing writes into arrays that kernels compute with.
-
-    None where this dtype does not take the number as it is.
-    """
+    """Return None if this dtype would change the number; kernels never write into its array."""
     kind = type(number)
-    if kind is not int and (kind is not float or number == 0):  # there is a zero below zero
+    if kind is not int and (kind is not float or number == 0):  # there is a negative zero
         return np.array([number], DTYPES[dtype]) if takes(number, dtype) else None
     key = kind, number, dtype
     if key not in _constants:
@@ -59,7 +56,6 @@ def constant(number: float, dtype: str) -> Any:
 
 
 def with_element(type_: Any, element: Any) -> Any:
-    """Return a tensor's type with another element, made once."""
     key = type_.name, element.name
     if key not in _types:
         _types[key] = type_.with_element_ty(element)
@@ -67,7 +63,7 @@ def with_element(type_: Any, element: Any) -> Any:
 
 
 def joint_type(left: Any, right: Any) -> Any:
-    """Return the type of what two make, of the left one's element, or None where their shapes do not fit."""
+    """Return None for unfit shapes."""
     if not right.is_block():
         return left
     if not left.is_block():
@@ -88,7 +84,7 @@ def broadcast_type(left: Any, right: Any) -> Any:
 
 
 def wider(left: Any, right: Any) -> Any:
-    """Return the type in which two compute, as numpy does, or None where it might not."""
+    """Return the type in which numpy computes two, None if unsure."""
     if left.name == right.name:
         return left
     names = left.name, right.name
@@ -96,11 +92,10 @@ def wider(left: Any, right: Any) -> Any:
 
 
 def quick(slow: Operator, compute: Operator, dtypes: frozenset[str], is_comparison: bool) -> Operator:
-    """Return the operator that takes its short way wherever it can."""
     kinds: dict[tuple[str, str], Any] = {}  # by the names of two types
 
     def kind_of(left: Any, right: Any) -> Any:
-        """Return the numbers in which two types compute, and the type of what they make, or None."""
+        """Return the computing and the result type of two, or None."""
         dtype = wider(left.scalar, right.scalar) if left.scalar.name in dtypes else None
         type_ = None if dtype is None else joint_type(left, right)
         if type_ is None:
@@ -124,8 +119,8 @@ def quick(slow: Operator, compute: Operator, dtypes: frozenset[str], is_comparis
 
 
 def moved(slow: Operator) -> Operator:
-    """Return addition that takes the short way to a pointer's neighbours."""
-    steps: dict[tuple[str, str], Any] = {}  # by the names of two types: what they make, and the bytes of an element
+    """Return addition with a shortcut for pointers."""
+    steps: dict[tuple[str, str], Any] = {}  # by the names of two types: the result type, and the bytes of an element
     distances: dict[tuple[str, int], Any] = {}  # in bytes, by a pointer's name
 
     def num_bytes(pointer: Any) -> int:
@@ -157,7 +152,7 @@ def moved(slow: Operator) -> Operator:
 
 
 def negative(slow: Operator) -> Operator:
-    """Return what is left of zero, which is no negative zero."""
+    """Zero stays positive."""
     short = quick(lambda *_: None, lambda left, right: np.subtract(right, left), NUMERIC, is_comparison=False)
 
     def run(value: Any) -> Any:
@@ -168,7 +163,7 @@ def negative(slow: Operator) -> Operator:
 
 
 def with_axes(slow: Operator) -> Operator:
-    """Return the operator `[:, None]`, and others with one new axis, with types made once."""
+    """Take a shortcut for `[:, None]` and other single new axes."""
 
     def take(block: Any, slices: Any) -> Any:
         parts = getattr(slices, "values", slices)
@@ -196,7 +191,7 @@ ARITHMETIC: dict[str, Operator] = {
     "__mul__": np.multiply,
     "__rmul__": np.multiply,
 }
-DIVISIONS: dict[str, Operator] = {  # of integers, that cut off what is behind the point
+DIVISIONS: dict[str, Operator] = {  # of integers, rounding toward zero
     "__floordiv__": lambda left, right: (left - np.fmod(left, right)) // right,
     "__mod__": np.fmod,
     "__rshift__": np.right_shift,

@@ -1,4 +1,4 @@
-"""A little model whose law can be written down, and the chi-square gate that verified tokens must pass."""
+"""A small model with a known law, and the chi-square gate."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from tests.worker.constraints.words import allowed_behind, grammar
 VOCAB = 6
 NUM_TRIALS = 2_000
 PROMPT = [1]
-# Logits of the next token after each token: a little model whose exact law can be written down.
+# Logits of the next token after each token, with a computable law.
 TABLE = torch.tensor(
     [[math.sin(3.0 * row + 1.7 * column) * 1.5 + 0.4 for column in range(VOCAB)] for row in range(VOCAB)]
 )
-# Three likely continuations, each with children, one of them a repetition: room to be biased in.
+# Three likely continuations with children, one repeated: room for bias.
 TREE = DraftTree([3, 0, 2, 3, 4, 2, 5, 1], [-1, -1, -1, 0, 0, 1, 1, 2])
 PLAIN = SamplingParams(max_tokens=100)
 LETTERS = ("a", "b", "c", "d", "e")  # tokens 0 to 4 of a structured text; 5 is its end
-MARKER = (3, 1)  # closes a thought, where one is open
-TEXTS = {"ab", "aca", "bb", "bda", "dca", "dd", "e"}  # of some tokens each, some of them those of the tree
-WORDS = ((3, 4), (0, 0), (5,))  # tokens of bad words, where there are any
+MARKER = (3, 1)  # closes an open thought
+TEXTS = {"ab", "aca", "bb", "bda", "dca", "dd", "e"}  # of some tokens each, some also in the tree
+WORDS = ((3, 4), (0, 0), (5,))  # tokens of bad words, if any
 
 Verifier = Callable[[Sequence, DraftTree], list[int]]
 
 
 def p_value(statistic: float, degrees: int) -> float:
-    """Upper tail of the chi-square law (Wilson and Hilferty 1931), good to a few percent down to 1e-8."""
+    """Return the chi-square upper tail (Wilson and Hilferty 1931), within a few percent down to 1e-8."""
     spread = 2.0 / (9.0 * degrees)
     z = ((statistic / degrees) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
 def exact_law(params: SamplingParams) -> dict[tuple[int, int], float]:
-    """Probability of every pair of first two tokens, from the definition."""
+    """Return the probability of each pair of first tokens."""
 
     def law(history: list[int]) -> torch.Tensor:
         seen = torch.zeros(VOCAB, dtype=torch.bool)
@@ -69,7 +69,7 @@ def exact_law(params: SamplingParams) -> dict[tuple[int, int], float]:
 
 
 def shifted(history: list[int], params: SamplingParams) -> torch.Tensor:
-    """Logits behind some tokens, with their bias, and without what can't come."""
+    """Return biased logits, without impossible ones."""
     scores, output = TABLE[history[-1]].clone(), history[len(PROMPT) :]
     for token_id, bias in params.logit_bias:
         scores[token_id] += bias
@@ -89,7 +89,7 @@ def shifted(history: list[int], params: SamplingParams) -> torch.Tensor:
 
 
 def rows_of(sequence: Sequence, tree: DraftTree) -> torch.Tensor:
-    """The target's logits at the root and at every node, `[num_rows, vocab]`."""
+    """Return logits at root and nodes, `[num_rows, vocab]`."""
     return TABLE[[int(sequence.token_ids[-1]), *tree.token_ids]]
 
 
@@ -113,7 +113,7 @@ def rules(params: SamplingParams) -> tuple[Rule, ...]:
 
 
 def plain_steps(verifier: Verifier, tree: DraftTree, params: SamplingParams, seed: int) -> tuple[int, int]:
-    """Two tokens: one verified step, and plain decoding for what it did not commit."""
+    """Draw two tokens: one verified step, and plain decoding for the rest."""
     words = WORDS if params.bad_words else ()
     params = params.model_copy(update={"seed": seed})
     sequence = Sequence("s", PROMPT, params, VOCAB, bad_word_ids=words, rules=rules(params))
@@ -124,7 +124,7 @@ def plain_steps(verifier: Verifier, tree: DraftTree, params: SamplingParams, see
 
 
 def gate(verifier: Verifier, params: SamplingParams, tree: DraftTree = TREE, num_trials: int = NUM_TRIALS) -> float:
-    """The p-value of so many pairs against the exact law; 0 where a pair has no probability at all."""
+    """Return the p-value of pairs against the exact law; 0 if a pair is impossible."""
     law = exact_law(params)
     counts: Counter[tuple[int, int]] = Counter()
     for seed in range(num_trials):

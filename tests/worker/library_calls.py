@@ -1,4 +1,4 @@
-"""Calls of libraries that launch kernels of their own: for doubles of graphs one launch, as those of Triton are."""
+"""Library calls that launch kernels, one launch each for graph doubles."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ Returned = tuple[Tensor, ...]
 
 
 class LibraryCall:
-    """A stub of such a call; what it returns it allocates."""
-
     def __init__(self, stub: Callable[..., Returned]) -> None:
         self.stub, self.name = stub, stub.__name__
 

@@ -1,4 +1,4 @@
-"""The same tokens, to the bit: engines, batches and resumes against plain decoding."""
+"""Engines, batches and resumes have plain decoding's tokens."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ NUM_FREE = 14  # last tokens among which a stop token may end a text
 OTHER_ENGINES = [name for name in BENCH_ENGINES if name != "autoregressive"]
 HARDEST = "sampled, filtered"
 LOOPING = "greedy, up to a loop"
-DIFFERING = ("greedy", "adjusted", "thinking, structured", HARDEST)  # rules of the others are among theirs
+DIFFERING = ("greedy", "adjusted", "thinking, structured", HARDEST)  # these include the others' rules
 MANIFOLD = "auto"  # it drafts in several ways
 RESUMED = ("thinking, structured", HARDEST)
-ALSO_RESUMED = ("greedy", "adjusted", "structured", LOOPING)  # their rules are among those, or end a text alone
+ALSO_RESUMED = ("greedy", "adjusted", "structured", LOOPING)  # their rules are included, or only end a text
 MARKERS = ("<think>", " So this is what I say: ")  # of several tokens each
 ALL = [(name, setting) for name in BENCH_ENGINES for setting in SETTINGS if name not in VARIANTS or setting == HARDEST]
 
 
 def marks_of(engine_name: str, setting: str) -> list[pytest.MarkDecorator]:
-    """Every engine draws in the hardest setting; others repeat parts of it: those that differ have one engine each."""
+    """Easier settings only run distinct engines."""
     if setting == HARDEST:
         return []
     return [pytest.mark.long if setting in DIFFERING and engine_name == MANIFOLD else pytest.mark.slow]
@@ -95,7 +95,7 @@ def marks_of(engine_name: str, setting: str) -> list[pytest.MarkDecorator]:
 def decode(
     target: TargetModel, engine_name: str, sequences: list[Sequence], drafter_state: dict[str, np.ndarray] | None = None
 ) -> list[list[int]]:
-    """Run sequences to their end in one batch; returns their output ids."""
+    """Return the output ids of one batch."""
     engine = Engine(target, create_bench_drafter(engine_name, target, free_rows))
     for sequence in sequences:
         engine.start(sequence)
@@ -114,8 +114,6 @@ def codec(embedded_files: object) -> TextCodec:
 
 
 class Plain:
-    """Plain decoding, one sequence at a time, kept for all tests of the module."""
-
     def __init__(self, target: TargetModel, codec: TextCodec, num_tokens: int) -> None:
         self.target, self._codec, self._num_tokens = target, codec, num_tokens
         self._outputs: dict[str, list[list[int]]] = {}
@@ -134,7 +132,7 @@ class Plain:
         ]
 
     def _thinking(self, params: SamplingParams) -> Thinking | None:
-        """Leave a thought open in the prompts of settings that have a budget."""
+        """Open a thought in prompts with a budget."""
         assert self._codec.markers is not None
         return None if params.thinking_token_budget is None else Thinking(self._codec.markers, True, "never")
 
@@ -164,7 +162,7 @@ def test_every_engine_gives_plain_decoding_s_tokens_alone(plain: Plain, engine_n
 
 
 def interrupted(plain: Plain, setting: str, nums_tokens: tuple[int, ...]) -> list[Sequence]:
-    """Fresh sequences that recovered so many tokens each of the undisturbed run."""
+    """Make sequences that recovered so many undisturbed tokens."""
     sequences = plain.sequences(setting)
     for sequence, output, num_tokens in zip(sequences, plain.outputs(setting), nums_tokens, strict=True):
         sequence.extend(output[:num_tokens])
@@ -224,7 +222,7 @@ def test_a_thought_s_marker_comes_where_its_budget_ends_and_a_resume_may_fall_in
         [rule] = plain.sequences(setting)[0].rules
         assert isinstance(rule, ThinkingRule)
         end = rule.thinking.markers.end
-        assert len(end) > 4  # of the latter, a resume is in the midst of it
+        assert len(end) > 4  # a resume is in the middle of the latter
         for output in plain.outputs(setting):
             assert tuple(output[budget : budget + len(end)]) == end
 

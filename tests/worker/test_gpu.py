@@ -1,6 +1,6 @@
-"""Tests that wait for a CUDA device: the engine runs there, and the probe says what its rows are worth.
+"""The engine, and the probe of its rows, on a GPU.
 
-`TRITON_INTERPRET=0 python -m pytest -m gpu` runs it: other tests have Triton's interpreter, which a process has or not.
+Run `TRITON_INTERPRET=0 python -m pytest -m gpu`; a process has Triton's interpreter or not.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PARAMS = SamplingParams(max_tokens=200, seed=5, min_p=0.1, ignore_eos=True)
 
 
 def wanted(engine_name: str, files: ModelFiles, dtype: str, longest_job: int) -> SlotsWanted:
-    """Ask for slots as a worker does, and for variants as a benchmark does."""
+    """Ask for slots as workers and benchmarks do."""
     if engine_name in ENGINES:
         return slots_wanted(engine_name, files, dtype, longest_job, None)
     return bench_slots([engine_name], longest_job)
@@ -81,7 +81,7 @@ def test_every_engine_decodes_on_cuda_as_plain_decoding_does(
 def test_layers_that_forget_what_is_behind_their_windows_give_the_tokens_of_those_that_hold_all(
     tmp_path: Path, dtype: str
 ) -> None:
-    """Pages are 256 positions, so those of the prompt's beginning are others' before it ends."""
+    """Pages are 256 positions, so the prompt's first ones are reused before it ends."""
     layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 100}
     files = locate_model(str(save_recurrent_model(tmp_path, "gemma3_text", **layers)))
     prompt_ids, holding = list(range(3, 250)) * 3, SlotsWanted(950, num_slots=2)
@@ -112,7 +112,7 @@ def test_a_stage_of_everything_passes_on_cuda_in_small_sizes(stage: GPUStage, tm
 def test_draws_write_into_no_memory_but_their_own() -> None:
     drawing = CudaBatchSampler(4096, torch.device("cuda"))
     gc.collect()
-    torch.cuda.empty_cache()  # as every capture does: what only addresses know of goes to others
+    torch.cuda.empty_cache()  # as every capture does: memory known only by address goes to others
     others = [torch.full((1 << 14,), 7.0, device="cuda") for _ in range(2000)]
     logits = torch.randn(8, 4096, device="cuda")
     found = drawing.top_candidates(logits)[0][:, 0]

@@ -1,6 +1,6 @@
-"""Bits that no check of `doctor` looks at: of pages, keys in 8 bits, experts, caches on the host and forced rounds.
+"""Bits that `doctor` does not check.
 
-On a GPU with weights in published shapes, as in `python -m bench gpu --everything`; else small, in the interpreter.
+On a GPU in published shapes, as in `python -m bench gpu --everything`; otherwise small, in the interpreter.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ pytestmark = [
 
 
 class Sizes(NamedTuple):
-    """The amount compared."""
-
     lengths: Sequence[int] = (70, 1500, 5000)
     num_experts: int = 64
     expert_width: int = 768
@@ -91,21 +89,19 @@ def _numbers_as_a_gpu_has_them() -> None:
 
 
 def target_over(parts: Parts, arena: KVArena) -> ArenaTarget:
-    """The model over an arena, where nothing lies yet."""
+    """Make the model over an empty arena."""
     arena.buffer.zero_()
     forwards = CudaForwards(parts.weights, arena, frozenset(), parts.num_splits, parts.kernels, parts.capture)
     return ArenaTarget(forwards, parts.files)
 
 
 def paged(parts: Parts, num_slots: int, longest: int, pool: PoolSize) -> KVArena:
-    """An arena whose pages are taken in any order."""
     arena = KVArena(parts.cache_shape(), num_slots, longest, pool)
     random.Random(arena.num_pages).shuffle(arena.pool._free)
     return arena
 
 
 def probe(target: TargetModel, parts: Parts) -> None:
-    """Compare trees with plain decoding."""
     found = probe_rows(target, parts.extent.num_rows // 4 or 1, most_nodes=parts.extent.most_nodes)
     assert found.num_differing == 0, found
 
@@ -125,7 +121,7 @@ def test_slots_and_pages_in_any_order_give_one_digest_of_all_bits(trial: Trial) 
 
 
 def test_logits_behind_pages_that_two_jobs_share_are_the_same(trial: Trial) -> None:
-    """The second cache begins with the pages of the first one, beside a graph that was captured before."""
+    """The second cache begins with the first one's pages, beside an older graph."""
     parts, length = trial.parts(), max(SIZES.lengths)
     target = target_over(parts, paged(parts, 2, length + ROOM, PoolSize(4 * most_of_a_job(length))))
     first, second = (target.new_cache(length + ROOM) for _ in range(2))
@@ -146,7 +142,7 @@ def test_trees_over_keys_and_values_in_8_bits_have_the_bits_of_plain_decoding(tr
 
 
 def parts_with_experts(trial: Trial, parts: Parts, gate_up: Weight, down: Weight) -> Parts:
-    """The model with the same experts in every layer, in place of what all rows met."""
+    """Replace every layer's feed-forward part by the same experts."""
     number, weights = SIZES.num_experts, trial.parts(parts.kernels, dtype="bfloat16").weights
     router = torch.randn(number, weights.sizes.hidden, generator=parts.generator(9), device=parts.device)
     routing = Routing(number, min(4, number // 2), Score.SOFTMAX)
@@ -157,7 +153,7 @@ def parts_with_experts(trial: Trial, parts: Parts, gate_up: Weight, down: Weight
 
 
 def expert_shapes(trial: Trial) -> list[tuple[int, int]]:
-    """The shapes of gates and ups of all experts, and of their downs."""
+    """Return the shapes of all experts' gates and ups, and downs."""
     number, width, hidden = SIZES.num_experts, SIZES.expert_width, trial.sizes.model.config["hidden_size"]
     return [(number * 2 * width, hidden), (number * hidden, width)]
 
@@ -194,7 +190,7 @@ def test_caches_on_the_host_give_the_bits_of_those_on_the_device(trial: Trial) -
 
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_chains_behind_scanned_texts_give_the_tokens_of_plain_decoding(trial: Trial, place: str) -> None:
-    """Chains are drawn whether that pays or not, behind a long text and a short one, which has nothing to scan."""
+    """One text is long, another too short to scan."""
     parts, longest = trial.parts(files=trial.decoded_files), SIZES.forced_length + SIZES.forced_tokens
     target = parts.target(3, longest) if place == "device" else offloaded_target(parts, 3, longest)
     costs = step_costs_of(target)

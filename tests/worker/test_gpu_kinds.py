@@ -1,6 +1,6 @@
-"""Tests that wait for a CUDA device: every kind of model that the kernels run, small, against transformers.
+"""Every small kind of model against transformers, on a GPU.
 
-Triton's interpreter has the same in `tests/worker/forward/cuda/` and `tests/worker/kernels/cuda/`.
+Triton's interpreter runs the same in `tests/worker/forward/cuda/` and `tests/worker/kernels/cuda/`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ pytestmark = [
     pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton interprets; run with TRITON_INTERPRET=0"),
 ]
 
-OTHERS = {"granitemoehybrid", "kimi_linear"}  # the tiny form of one is no published one; the other has no kernels there
+OTHERS = {"granitemoehybrid", "kimi_linear"}  # one's tiny form is not published, the other lacks kernels there
 WITH_STATES = [kind for kind in RECURRENT_ARCHITECTURES if kind not in OTHERS]
 OF_KERNELS = [kind for kind in DECODER_ARCHITECTURES if kind not in RECURRENT_ARCHITECTURES]
 NUM_COMPARED, NUM_PROBED = 200, 60  # rows; windows have 100 positions
-SINCE = {"bamba": "5.23", "cohere2_moe": "5.23"}  # of transformers: 5.17 has another forward, or another config
+SINCE = {"bamba": "5.23", "cohere2_moe": "5.23"}  # transformers 5.17 has another forward or config
 
 
 @pytest.mark.parametrize("kind", [*OF_KERNELS, *WITH_STATES])

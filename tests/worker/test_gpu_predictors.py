@@ -1,6 +1,6 @@
-"""Tests that wait for a CUDA device: an MTP layer drafts there as on a CPU, and drafts change no token.
+"""An MTP layer drafts as on a CPU.
 
-Triton's interpreter has the same in `tests/worker/drafters/mtp/test_mtp_cuda.py`.
+Triton's interpreter runs the same in `tests/worker/drafters/mtp/test_mtp_cuda.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Tests that wait for a CUDA device: rows of trees across boundaries against plain decoding, for kinds that are not
-Llama's. 2,000 rows each, on pages as workers have them: layers with a window forget."""
+"""2,000 rows of trees per kind, across boundaries and on pages."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ pytestmark = [
 
 WITH_WINDOWS = ("gemma3_text", "gpt_oss")
 KINDS = ("qwen3_5_text", "nemotron_h", "lfm2", "qwen3_moe", "deepseek_v3", *WITH_WINDOWS, "bamba")
-CHANGES: dict[str, dict[str, Any]] = {"gemma3_text": WINDOWS}  # without it no layer of so few sees all
+CHANGES: dict[str, dict[str, Any]] = {"gemma3_text": WINDOWS}  # otherwise no layer of so few sees all
 NUM_PROBED = 2000
 
 

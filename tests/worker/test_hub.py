@@ -1,4 +1,4 @@
-"""A model on the hub is looked at, or refused, for a few KB."""
+"""A hub model is inspected or refused for a few KB."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ LINE = {"custom_id": "a", "prompt": "The lighthouse", "max_tokens": 3}
 
 @pytest.fixture
 def refused(tiny_model: Path, tmp_path: Path) -> Path:
-    """A model of bitsandbytes."""
     folder = shutil.copytree(tiny_model, tmp_path / "refused")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "bitsandbytes"}}))
@@ -30,7 +29,7 @@ def refused(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def snapshots(hub: Hub, folder: Path, *models: str, **variables: str) -> list[str]:
-    """The answer for each model that is asked for: its snapshot's name, or why there is none."""
+    """Return each model's snapshot name, or why there is none."""
     code = (
         "import sys\nfrom swiftbatch.jobs.errors import ModelError\n"
         "from swiftbatch.worker.model.hub import hub_snapshot\n"
@@ -48,7 +47,7 @@ def test_a_run_goes_on_with_its_own_commit_though_the_hub_has_another(tiny_model
     changed = shutil.copytree(tiny_model, tmp_path / "changed")
     with (changed / "tokenizer_config.json").open("a") as file:
         file.write("\n")
-    stop = ("--deadline", "0s")  # when all is looked at, and nothing runs
+    stop = ("--deadline", "0s")  # when everything is checked, and nothing runs
     with hub_of({"some/model": tiny_model}) as hub:
         ran = run(hub, tmp_path, "submit", "jobs.jsonl", "--run", "run", "--model", "some/model", *stop)
         assert ran.returncode == 3, ran.stderr
@@ -67,7 +66,7 @@ def test_a_run_goes_on_with_its_own_commit_though_the_hub_has_another(tiny_model
     commits = [json.loads((tmp_path / name / "run.json").read_text())["model_commit"] for name in ("newer", "older")]
     assert commits == ["f" * 40, COMMIT]
     assert run(hub, tmp_path, "resume", "run", *stop).returncode == 3  # though there is no hub at all
-    path = tmp_path / "run" / "run.json"  # as if its commit were not known
+    path = tmp_path / "run" / "run.json"  # as if its commit were unknown
     path.write_text(json.dumps(manifest | {"model_commit": None}))
     ran = run(hub, tmp_path, "resume", "run", *stop)
     assert ran.returncode == 2

@@ -1,4 +1,4 @@
-"""A model is shown as it is and as it would run, from its small files alone."""
+"""A model is shown as it would run, from its small files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_nested_model_is_counted_without_its_tower(tmp_path: Path) -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", EACH_KIND)
 def test_the_path_that_is_told_is_the_one_that_is_taken(kind: str) -> None:
-    """The CPU is one whose kernels run here: those of all of a forward, of its attention, or of none."""
+    """Kernels run the whole forward, only attention, or nothing."""
     variant = chosen_variant()
     if variant is None:
         pytest.skip("no kernels run here")

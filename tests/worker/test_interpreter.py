@@ -1,4 +1,4 @@
-"""The short ways through Triton's interpreter give the bits of Triton's own, for numbers of all types."""
+"""The shortcuts of Triton's interpreter give its bits."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ pytestmark = pytest.mark.long
 
 SIZE = 16
 DTYPES = [torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.uint32]
-FEW = [torch.float16, torch.float64, torch.int8, torch.int16, torch.uint16, torch.uint64]  # that no short way computes
+FEW = [torch.float16, torch.float64, torch.int8, torch.int16, torch.uint16, torch.uint64]  # no shortcut computes them
 NUMBERS = (0, -0.0, 1, -1, 3, 0.5, -2.5, True, 2**31 - 1, 2**31, -(2**31), 2**32 - 1, 2**63 - 1, math.inf, 1e-40)
 SYMBOLS: list[Callable[..., Any]] = [
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod),
     *(operator.and_, operator.or_, operator.xor, operator.rshift, operator.lshift),
     *(operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne),
 ]
-Step = Callable[..., Any]  # of the language, two blocks and a mask
+Step = Callable[..., Any]  # of the language, on two blocks and a mask
 OF_TYPES = ("float32", "bfloat16", "float16", "float64", "int1", "int8", "int16", "int32", "int64", "uint8", "uint32")
 
 
 def steps() -> dict[str, Step]:
-    """Return the compared steps by their names."""
     found = {
         **{f"{each} of two": lambda tl, a, b, m, f=each: getattr(tl, f)(a, b) for each in ("maximum", "minimum")},
         "where": lambda tl, a, b, m: tl.where(m, a, b),
@@ -58,7 +57,7 @@ def of_symbol(symbol: Step) -> dict[str, Step]:
         f"{name} of a row and a column": lambda tl, a, b, m: symbol(a[:, None], b[None, :]),
         f"{name} and a sum": lambda tl, a, b, m: symbol(a, tl.max(b, 0)),
     }
-    if symbol is not operator.truediv:  # which Triton's own interpreter does not know of masks
+    if symbol is not operator.truediv:  # Triton's own interpreter can't divide masks
         found[f"{name} of masks"] = lambda tl, a, b, m: symbol(m, a == b)
     for number in NUMBERS:
         found[f"{name} {number}"] = lambda tl, a, b, m, number=number: symbol(a, number)
@@ -72,7 +71,7 @@ def of_type(name: str) -> dict[str, Step]:
         f"bits to {name}": lambda tl, a, b, m: a.to(getattr(tl, name), bitcast=True),
     }
     for symbol in (operator.add, operator.mul, operator.mod, operator.lt):
-        if name != "bfloat16":  # whole numbers become such as are not normal
+        if name != "bfloat16":  # integers become denormal numbers
             found[f"{symbol.__name__} {name}"] = lambda tl, a, b, m, symbol=symbol: symbol(a, b.to(getattr(tl, name)))
     return found
 
@@ -92,7 +91,7 @@ STEPS = steps()
 
 @pytest.fixture(scope="module")
 def kernels() -> tuple[ModuleType, ModuleType]:
-    """The kernels with the short ways, and with a Triton of their own, which is imported anew and left as it is."""
+    """The same kernels with shortcuts, and in a separately imported, unchanged Triton."""
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "triton"}
     path = Path(__file__).with_name("interpreted_kernels.py")
 
@@ -117,10 +116,7 @@ def kernels() -> tuple[ModuleType, ModuleType]:
 
 
 def random_numbers(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random bits, and the numbers that are easily lost.
-
-    Triton's own interpreter gives other numbers for bfloat16 that are not normal: none is among them.
-    """
+    """Omit denormal bfloat16, where Triton's interpreter differs."""
     random = np.random.default_rng(seed)
     bits = torch.from_numpy(random.integers(0, 256, SIZE * dtype.itemsize, dtype=np.uint8))
     numbers = bits.view(dtype)
@@ -137,7 +133,7 @@ def random_numbers(dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def found(kernels: ModuleType, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the type and the bits that each step makes, or that the step is refused."""
+    """Return each step's type and bits, or its refusal."""
     results: dict[str, Any] = {}
 
     def keep(step: tuple[str, Step], *given: Any) -> None:
@@ -167,7 +163,7 @@ def test_short_ways_give_the_bits_of_triton_s_own(kernels: tuple[ModuleType, Mod
 def test_loads_and_stores_by_masks_do(kernels: tuple[ModuleType, ModuleType], dtype: torch.dtype) -> None:
     mask = torch.tensor([1, 0, 0, 1] * (SIZE // 4), dtype=torch.int8)
     source = random_numbers(dtype, 3)
-    of_floats = (-2.5, math.nan, math.inf, 2**31) if dtype.is_floating_point else ()  # no whole numbers are these
+    of_floats = (-2.5, math.nan, math.inf, 2**31) if dtype.is_floating_point else ()  # integers have none of these
     for other in (0.0, -0.0, 1, 77, *of_floats):
         targets = []
         for each in kernels:

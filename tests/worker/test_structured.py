@@ -1,4 +1,4 @@
-"""Structured output: what comes out fits, ends by itself, and says why where nothing can come."""
+"""Structured output fits, ends by itself, and reports a dead end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def codec(embedded_files: ModelFiles) -> TextCodec:
 def generated(
     target: TargetModel, codec: TextCodec, engine_name: str, jobs: Iterable[dict[str, Any]]
 ) -> list[tuple[Sequence, str]]:
-    """Sequences of one batch at their end, and their texts."""
+    """Return sequences and texts of one batch."""
     engine = Engine(target, create_bench_drafter(engine_name, target, free_rows), codec.output_text)
     sequences = []
     for number, fields in enumerate(jobs):
@@ -100,7 +100,6 @@ def test_a_limit_cuts_a_structure_off_as_any_text(target: TargetModel, codec: Te
 def test_a_job_that_nothing_is_left_for_says_so_and_its_neighbour_goes_on(
     target: TargetModel, codec: TextCodec
 ) -> None:
-    """The same with every engine."""
     stuck = {"structured_outputs": {"regex": "the (old|new) 7"}, "bad_words": ["7"]}
     errors = set()
     for engine_name in ("autoregressive", "suffix", "token-recycling"):
@@ -116,7 +115,7 @@ def test_a_job_that_nothing_is_left_for_says_so_and_its_neighbour_goes_on(
 
 
 def test_no_row_is_spent_on_what_can_t_come(target: TargetModel, codec: TextCodec) -> None:
-    """The drafter's own words are all it can say; those that fit are checked, and accepted where they are drawn."""
+    """The drafter only proposes its own words; fitting ones are checked and accepted."""
 
     class Stubborn(type(create_bench_drafter("autoregressive", target, free_rows))):  # type: ignore[misc]
         def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:

@@ -1,4 +1,4 @@
-"""Our target is the model that transformers runs: the same text, up to ties of rounding."""
+"""Our target gives transformers' text, up to rounding ties."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.worker.drafters.drafter_parts import free_rows
 pytestmark = pytest.mark.long
 
 NUM_TOKENS = 200
-TIE = 1e-4  # logits closer than this may be ordered either way by rounding
+TIE = 1e-4  # rounding may order closer logits either way
 PROMPT = "On the last day of the fair, the tailor's apprentice found a letter sewn into the lining of a coat"
 
 

@@ -1,4 +1,4 @@
-"""Draft trees under constraints: nodes that can't come are left out, and each row has the tokens that may come next."""
+"""Draft trees under constraints, without impossible nodes, and with the allowed tokens after each row."""
 
 from __future__ import annotations
 
@@ -13,32 +13,30 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, allows, mask_of, tokens_of
 from swiftbatch.worker.sampling.verification import GUESSED, Walk
 
-FEW = 4  # tokens; where no more may come, one of them is drafted, whatever the drafter says
-MAX_GUESSED = 12  # nodes of a tree that are drafted so
-NOTHING_LEFT = "no_token_left"  # the error code of a job that no token may go on with
+FEW = 4  # if no more tokens are allowed, one of them is drafted without the drafter
+MAX_GUESSED = 12  # a tree has at most so many such nodes
+NOTHING_LEFT = "no_token_left"  # error code of a job without allowed tokens
 
 
 @dataclass(frozen=True)
 class RowMasks:
-    """The tokens that may come behind the rows of a tree: row 0 is the root, row i + 1 is node i."""
+    """Allowed tokens after a tree's rows (root first)."""
 
     words: np.ndarray  # [num_rows, num_mask_words] uint32
-    dead: dict[int, str] = field(default_factory=dict)  # rows that nothing can come behind, and why
+    dead: dict[int, str] = field(default_factory=dict)  # rows after which nothing is allowed, and why
 
 
 class ConstrainedTree(NamedTuple):
-    """The nodes of a proposed tree that may come, and those that were guessed."""
+    """Allowed nodes of a proposed tree, and guessed ones."""
 
     tree: DraftTree
-    numbers: list[int] | None = None  # of its nodes in the proposed tree, GUESSED where not there; None: all are
-    masks: RowMasks | None = None  # None: anything may come everywhere
+    # numbers of nodes in the proposed tree, or GUESSED; None: the tree is the proposed one
+    numbers: list[int] | None = None
+    masks: RowMasks | None = None  # None: all tokens are allowed everywhere
     num_left_out: int = 0
 
     def in_front_of_the_dead(self, walk: Walk) -> Walk:
-        """A walk as far as there are tokens that may come; it fails where there are none behind the root.
-
-        What was drawn in front of another such row is committed first, as plain decoding does.
-        """
+        """Return the walk up to the first row without allowed tokens; it fails only at the root."""
         if self.masks is None:
             return walk
         for i, row in enumerate([0, *(node + 1 for node in walk.path)]):
@@ -47,24 +45,23 @@ class ConstrainedTree(NamedTuple):
         return walk
 
     def check_alive(self, row: int, position: int) -> None:
-        """Raise ConstraintError where nothing can come behind a row, at this position."""
         if self.masks and row in self.masks.dead:
             raise ConstraintError(f"position {position}: {self.masks.dead[row]}")
 
 
 @dataclass(frozen=True)
 class Looked:
-    """A tree while it is looked through: its own nodes, then those that are guessed, and the masks behind them."""
+    """Tree under inspection: its own nodes, guessed ones, and the masks after them."""
 
     tree: DraftTree
     children: dict[int, dict[int, int]]
     num_proposed: int
     max_nodes: int
     max_depth: int
-    masks: dict[int, np.ndarray | None] = field(default_factory=dict)  # of the nodes that may come, and of the root
+    masks: dict[int, np.ndarray | None] = field(default_factory=dict)  # has the root and allowed nodes
 
     def guess(self, parent: int, depth: int, constraint: Constraint) -> None:
-        """Draft below a node where few tokens may come."""
+        """Draft below a node where few tokens are allowed."""
         mask = self.masks[parent]
         if mask is None or depth >= self.max_depth or len(self.tree) >= self.max_nodes:
             return
@@ -79,22 +76,18 @@ class Looked:
 
 
 class Constraints:
-    """All that restricts one sequence, kept behind its committed tokens."""
+    """Constraints of one sequence, up to date with its committed tokens."""
 
     def __init__(self, sequence: Sequence) -> None:
-        """Start a sequence's rules. Raises ConstraintError for tokens that could not have come."""
         self._sequence = sequence
         self._constraints: list[Constraint] = [rule.start(sequence) for rule in sequence.rules]
-        self._num_seen = 0  # output tokens
+        self._num_seen = 0
         self._never = tuple(token_id for token_id, bias in bias_pairs(sequence) if bias == float("-inf"))
         self._may_ban = bool(sequence.bad_word_ids) or sequence.sampling.min_tokens > 0
         self._follow()
 
     def of_tree(self, proposed: DraftTree, max_nodes: int = 0, max_depth: int = 0) -> ConstrainedTree:
-        """A tree behind the committed tokens without what can't come, and with what can hardly be avoided.
-
-        No more is drafted than these nodes in all, and none deeper.
-        """
+        """Return a tree without impossible nodes and with guessed ones, up to `max_nodes` and `max_depth`."""
         if not self._constraints:
             return ConstrainedTree(proposed)
         try:
@@ -112,7 +105,7 @@ class Constraints:
         return _kept(looked, self._sequence)
 
     def _visit(self, parent: int, path: list[int], looked: Looked) -> None:
-        """Find the masks of all nodes below one; what may not come has none."""
+        """Find the masks of all nodes below one; impossible ones get none."""
         looked.guess(parent, len(path), self._constraints[0])
         mask = looked.masks[parent]
         for token_id, node in looked.children.get(parent, {}).items():
@@ -126,21 +119,20 @@ class Constraints:
                     num_pushed += 1
                 looked.masks[node] = self._mask(below)
                 self._visit(node, below, looked)
-            except ConstraintError:  # a draft less; where it comes nevertheless, the root will say so
+            except ConstraintError:  # loses only a draft; the root reports the error if the token comes
                 looked.masks.pop(node, None)
             finally:
                 for constraint in self._constraints[:num_pushed]:
                     constraint.pop(1)
 
     def _follow(self) -> None:
-        """Go on behind what has come to the sequence."""
         for token_id in self._sequence.output_ids[self._num_seen :].tolist():
             for constraint in self._constraints:
                 constraint.push(token_id)
             self._num_seen += 1
 
     def _mask(self, path: list[int]) -> np.ndarray | None:
-        """The tokens that all constraints allow, without those that a bias, bad words or `min_tokens` forbid there."""
+        """Return the tokens that constraints, bias, bad words and `min_tokens` all allow."""
         found = [mask for constraint in self._constraints if (mask := constraint.mask()) is not None]
         if not found:
             return None
@@ -150,7 +142,6 @@ class Constraints:
 
 
 def _kept(looked: Looked, sequence: Sequence) -> ConstrainedTree:
-    """The nodes that have a mask, in their order."""
     whole, nodes = looked.tree, [node for node in range(len(looked.tree)) if node in looked.masks]
     new = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
     tree = DraftTree([whole.token_ids[node] for node in nodes], [new[whole.parents[node]] for node in nodes])

@@ -1,4 +1,4 @@
-"""Structured output: which tokens a grammar, a schema or a regular expression allows next."""
+"""Structured output: the tokens that a grammar, schema or regular expression allows next."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from swiftbatch.worker.sampling.token_masks import ConstraintError, allows, num_
 if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Sequence
 
-# between the parts of JSON: a blank, or a line end and an indent; a model that drifts into blanks would never come back
+# limited, because a model that drifts into blanks never returns
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
-# no \u: with it the library takes "\u0061" for another key than "a"; but a schema may name what has no other escape
+# without \u, since the library takes "\u0061" and "a" for different keys; a schema may still require it
 ESCAPES = 'nrbtf\\"'
-ESCAPED = re.compile(r"\\u00[01]|\x7f")  # in a schema as JSON
-SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")  # in a regular expression
-ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.?))", re.DOTALL)  # of GBNF
-# in Lark: what may hold the signs of a token without being one, and a token
+ESCAPED = re.compile(r"\\u00[01]|\x7f")
+SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
+ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.?))", re.DOTALL)
+# in Lark: strings, comments and patterns, which may contain a token's signs; and a token
 QUOTED_OR_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/|(<[^<>\s]+>)')
 PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 RANGE = re.compile(r"Failed to generate regex for \w+ range: min=(?:Some\((.*?)\)|None), max=(?:Some\((.*?)\)|None)")
-PLAIN_WORDS = (  # in place of what the library says of its own ways
+PLAIN_WORDS = (  # replaces the library's own terms
     (re.compile(r"NoExtensionBias"), "it allows no text"),
     (re.compile(r"lexer error: too many expressions constructed"), "a token may take too many steps"),
     (re.compile(r"Value for 'multipleOf' has too many digits: .*"), "found multipleOf with more than 9 digits in all"),
@@ -45,13 +45,14 @@ PLAIN_WORDS = (  # in place of what the library says of its own ways
 UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
 CONVERTING = "Failed to convert the grammar from GBNF to Lark: "
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-LEAST = -(2**63) + 1  # below it the library knows no range of whole numbers; of others it knows none so long
-NO_SIGNS_ALONE = "^(?!^[-+.]*$)"  # begins the pattern that pydantic writes for a decimal number
-POINTER_CHARACTERS = "/~!$&'()*+,;=:@"  # beside letters and digits, those of a JSON pointer that a URI may have
+LEAST = -(2**63) + 1  # lower bound of the library's ranges of whole numbers; its other numbers have no such bound
+NO_SIGNS_ALONE = "^(?!^[-+.]*$)"  # start of pydantic's pattern for decimal numbers
+# besides letters and digits, the characters of a JSON pointer that are legal in a URI
+POINTER_CHARACTERS = "/~!$&'()*+,;=:@"
 
 
 class StructureError(ConstraintError):
-    """A structure that can't be followed; `reason` says why, without a field."""
+    """Structure that cannot be followed; `reason` names no field."""
 
     def __init__(self, structure: Structure, reason: str) -> None:
         super().__init__(f"field 'structured_outputs.{structure.kind}': {reason}")
@@ -59,7 +60,7 @@ class StructureError(ConstraintError):
 
 
 def definition_of(structure: Structure) -> str:
-    """A structure in the library's own form. Raises ValueError for one that can't be taken over."""
+    """Return a structure in the library's form. Raises ValueError if that is impossible."""
     from llguidance import LLMatcher
 
     if structure.kind == "regex":
@@ -78,9 +79,9 @@ def definition_of(structure: Structure) -> str:
 
 
 def unforced(definition: str) -> str:
-    """The definition where nothing is cut into tokens ahead: what has to come comes in any tokens that spell it."""
+    """Return the definition without forced tokens, so that any tokens may spell its texts."""
     lark = definition
-    if definition.startswith("{"):  # which Lark does not
+    if definition.startswith("{"):  # never a start of Lark
         [only] = json.loads(definition)["grammars"]
         schema = only.get("json_schema")
         lark = only["lark_grammar"] if schema is None else f"start: %json {json.dumps(schema)}"
@@ -88,19 +89,18 @@ def unforced(definition: str) -> str:
 
 
 def is_lark(structure: Structure) -> bool:
-    """Return whether the library takes the structure as it is written: then it knows the user's own lines."""
+    """Return whether the library takes the structure unchanged, with the user's line numbers."""
     from llguidance.gbnf_to_lark import is_lark_syntax
 
     return structure.kind == "grammar" and is_lark_syntax(structure.text)
 
 
 def named_tokens(lark: str) -> list[str]:
-    """The tokens that a Lark grammar names, as it writes them: `<|end|>`, `<[7]>`."""
     return list(dict.fromkeys(found[1] for found in QUOTED_OR_TOKEN.finditer(lark) if found[1]))
 
 
 def reason_of(text: str, has_lines: bool = False) -> str:
-    """The library's words in one line; with `has_lines` its numbers of lines are the user's, and are told."""
+    """Return the library's message in one line, with line numbers if `has_lines`."""
     place = PLACE.match(text)
     lines = [PLACE.sub("", line).strip() for line in text.split("<state>")[0].splitlines()]
     lines = [line for line in lines if line and not line.startswith("<")]
@@ -127,10 +127,7 @@ def _grammar(text: str) -> str:
 
 
 def _unescaped(found: re.Match[str]) -> str:
-    """A GBNF escape by its number as the character itself: the library loses zeros of those numbers.
-
-    ASCII ones may steer what they stand in, and keep a form that it knows.
-    """
+    """Return a numbered GBNF escape as its character, because the library drops zeros of its number."""
     digits = found[1] or found[2]
     if digits is None:
         if not found[3]:
@@ -143,9 +140,9 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def kept_schema(text: str) -> str:
-    """A schema that lets come what this one does, or less where a bound lies between two float64.
+    """Return a schema that allows the same, or less for bounds between two float64.
 
-    Raises ValueError, with the reason, where the library would let come what does not fit.
+    Raises ValueError, with the reason, if the library would allow more.
     """
     try:
         whole = json.loads(text)
@@ -163,13 +160,13 @@ def _schema(value: Any, whole: Any) -> Any:
     kept = {name: _keyword(name, each, whole) for name, each in value.items() if not _is_idle(name, each)}
     pattern, others = kept.get("pattern"), kept.get("allOf", [])
     if isinstance(pattern, str) and pattern.startswith(NO_SIGNS_ALONE) and isinstance(others, list):
-        rest = f"^{pattern.removeprefix(NO_SIGNS_ALONE)}"  # without the look-ahead, which the library does not have
+        rest = f"^{pattern.removeprefix(NO_SIGNS_ALONE)}"  # the library has no look-ahead
         kept |= {"pattern": rest, "allOf": [*others, {"pattern": "[^-+.]"}]}
     return kept
 
 
 def _is_idle(name: str, value: Any) -> bool:
-    """Tell whether a keyword is an annotation alone: the library refuses formats that it does not know."""
+    """Return whether a keyword is only an annotation, since the library refuses unknown formats."""
     return name == "format" and isinstance(value, str) and value not in FOLLOWED_FORMATS
 
 
@@ -190,7 +187,7 @@ def _keyword(name: str, value: Any, whole: Any) -> Any:
 
 
 def _reference(pointer: str, whole: Any) -> str:
-    """A reference within a schema, as a URI writes it: programs write names such as `List[int]` as they are."""
+    """Return a reference as a URI, since programs write names such as `List[int]` unescaped."""
     plain = unquote(pointer)
     if plain != pointer and _has(whole, pointer) and not _has(whole, plain):
         plain = pointer
@@ -207,7 +204,7 @@ def _has(value: Any, pointer: str) -> bool:
 
 
 def _bound(value: int, inward: float) -> float | int:
-    """The number itself, or the next float64 that is further within."""
+    """Return the number, or the next float64 within the bound."""
     try:
         near = int(float(value))
     except OverflowError:
@@ -218,7 +215,7 @@ def _bound(value: int, inward: float) -> float | int:
 
 
 def _check_value(value: Any) -> None:
-    """Raise ValueError for a value with a whole number that would be written as another."""
+    """Raise ValueError for a whole number that would be written as another."""
     if isinstance(value, list | Mapping):
         for each in value.values() if isinstance(value, Mapping) else value:
             _check_value(each)
@@ -227,7 +224,7 @@ def _check_value(value: Any) -> None:
 
 
 def _check_names(schema: Mapping[str, Any]) -> None:
-    """Raise ValueError for a `minProperties` that needs two names the schema does not say: the same may come twice."""
+    """Raise ValueError if `minProperties` needs two names outside `properties`, since a name may be repeated."""
     least, said = schema.get("minProperties"), schema.get("properties")
     is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
     num_said = len(said) if isinstance(said, Mapping) else 0
@@ -237,18 +234,18 @@ def _check_names(schema: Mapping[str, Any]) -> None:
         )
 
 
-# Structured output: the tokens with which a text can still become one of a grammar's, as llguidance tells them.
+# Structured output by llguidance: tokens with which a text can still fit the grammar.
 
 
-CACHED = 256  # grammars
+CACHED = 256
 
-# beyond the library's own: a choice among thousands is one row of items, and time is bounded by fuel all the same
+# above the library's defaults, because a choice among thousands is one row of items; fuel still bounds time
 MAX_ROW_ITEMS, MAX_STEP_ITEMS, STEP_FUEL = 20_000, 500_000, 2_000_000
-TRIED_FUEL, NUM_TRIED = 100_000, 16  # fuel for a token when a grammar is taken in, and the tokens to try it on
+TRIED_FUEL, NUM_TRIED = 100_000, 16  # fuel per token when a grammar is checked, and the tokens to check
 
 
 class Grammar:
-    """A structure that was understood, over one model's tokens. As a `Rule`: the output is a text of the grammar."""
+    """`Rule` of a parsed structure over one model's tokens."""
 
     def __init__(
         self,
@@ -258,9 +255,9 @@ class Grammar:
         token_lengths: np.ndarray,
         has_lines: bool = False,
     ) -> None:
-        """`tokenizer`: llguidance's; `token_lengths [vocab]` in bytes, 0 for an end; `has_lines`: see `reason_of`.
+        """`token_lengths [vocab]` are in bytes, 0 for an end.
 
-        Raises ConstraintError, with its reason, for a grammar that can't be.
+        Raises ConstraintError, with its reason, for an impossible grammar.
         """
         self.eos_token_ids, self.token_lengths = eos_token_ids, token_lengths
         self.num_words = num_mask_words(len(token_lengths))
@@ -274,20 +271,19 @@ class Grammar:
         self._check_ahead()
 
     def matcher(self) -> Any:
-        """An `LLMatcher` in front of the first token."""
         return self._first.deep_copy()
 
     def rebuilt(self, token_ids: list[int]) -> Any:
-        """An `LLMatcher` behind some tokens that shares nothing with others. It may be in an error."""
+        """Return an independent `LLMatcher` after some tokens."""
         matcher = self._built(self._definition)
         matcher.consume_tokens(token_ids)
         return matcher
 
     def mask(self, matcher: Any, token_ids: list[int]) -> np.ndarray:
-        """The tokens that may come behind some others, where a matcher stands. The matcher may be in an error then.
+        """Return the tokens allowed after `token_ids`, at the matcher's state.
 
-        The tokenizer cuts what has to come into tokens. It takes the name of a special token for that token, though it
-        stands for no text: there, and there alone, any tokens may come that spell the name.
+        If a special token's name is the only allowed text, the library forces that token, which has no text; then
+        tokens that spell the name are allowed instead.
         """
         mask = self._words(matcher)
         if np.count_nonzero(mask) != 1 or matcher.is_error() or matcher.is_accepting() or matcher.is_stopped():
@@ -306,10 +302,7 @@ class Grammar:
         return GrammarConstraint(self)
 
     def _check_ahead(self) -> None:
-        """Raise ConstraintError for a grammar that takes longer to follow than a model to run: tried on long tokens.
-
-        What counts is the library's fuel, which is the same on all machines, and not the time.
-        """
+        """Raise ConstraintError for a slow grammar, by the library's fuel, which is equal on all machines."""
         ahead, token_ids = self._built(self._definition, TRIED_FUEL), list[int]()
         for _ in range(NUM_TRIED):
             mask = self.mask(ahead, token_ids)
@@ -323,7 +316,6 @@ class Grammar:
             token_ids.append(longest)
 
     def _words(self, matcher: Any) -> np.ndarray:
-        """A matcher's mask, `[num_words]`; the library's are rounded up."""
         return np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32)[: self.num_words]
 
     def _built(self, definition: str, fuel: int = STEP_FUEL) -> Any:
@@ -339,7 +331,7 @@ class Grammar:
 
 
 class GrammarConstraint:
-    """A grammar behind some tokens. What follows an end-of-text token matters to nobody, and is not restricted."""
+    """Grammar after some tokens; nothing is restricted after an end-of-text token."""
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
@@ -361,7 +353,7 @@ class GrammarConstraint:
         return self._num_past_end > 0
 
     def guess(self, token_ids: np.ndarray) -> int:
-        """The longest: what has to come is mostly written with as few tokens as can be."""
+        """Return the longest token, since forced text usually has few tokens."""
         return int(token_ids[np.argmax(self._grammar.token_lengths[token_ids])])
 
     def push(self, token_id: int) -> None:
@@ -386,7 +378,7 @@ class GrammarConstraint:
                 self._rebuild()
 
     def _rebuild(self) -> None:
-        """Forget what the library has kept of all it looked at, which counts towards its limits."""
+        """Reset the library's caches, which count towards its limits."""
         self._matcher = self._grammar.rebuilt(self._token_ids)
         self._check()
 
@@ -396,10 +388,10 @@ class GrammarConstraint:
 
 
 class GrammarTokenizer:
-    """A model's tokens as llguidance knows them, and the grammars that were asked for over them."""
+    """Model's tokens in llguidance, with a cache of grammars."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        """`tokenizer`: a fast one of `transformers`. Raises ConstraintError for one that has no bytes to speak of."""
+        """Take a fast `transformers` tokenizer. Raises ConstraintError if its tokens have no known bytes."""
         from llguidance import LLTokenizer
 
         self._eos_token_ids = frozenset(token_id for token_id in eos_token_ids if token_id < vocab_size)
@@ -410,13 +402,13 @@ class GrammarTokenizer:
             if backend is None:
                 raise ValueError("it is none of the tokenizers library")
             self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=sorted(self._eos_token_ids))
-        except Exception as error:  # of any kind: the library raises bare ones
+        except Exception as error:  # the library raises bare exceptions
             raise ConstraintError(f"the model's tokenizer is not supported: {reason_of(str(error))}") from error
         self._token_lengths = token_lengths(self._tokenizer, vocab_size, self._eos_token_ids)
         self.grammar = functools.lru_cache(CACHED)(self._grammar)
 
     def _grammar(self, structure: Structure) -> Grammar:
-        """Make the grammar of a structure. Raises StructureError with the library's reason."""
+        """Raises StructureError with the library's reason."""
         has_lines = is_lark(structure)
         try:
             if has_lines:
@@ -427,7 +419,7 @@ class GrammarTokenizer:
             raise StructureError(structure, str(error)) from None
 
     def _refuse_ends(self, lark: str) -> None:
-        """Raise ConstraintError for a grammar that names a token which ends the text, wherever it stands."""
+        """Raise ConstraintError for a grammar that names a token that ends the text."""
         from llguidance import LLMatcher
 
         for token in named_tokens(lark):
@@ -438,7 +430,7 @@ class GrammarTokenizer:
 
 
 def token_lengths(tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> np.ndarray:
-    """The number of bytes of each token, `[vocab]`; 0 for an end, which comes where nothing else does."""
+    """Return each token's bytes, `[vocab]`; 0 for an end, which is always the last choice."""
     sizes = [len(tokenizer.decode_bytes([token_id])) for token_id in range(vocab_size)]
     sizes = [0 if token_id in eos_token_ids else size for token_id, size in enumerate(sizes)]
     return np.array(sizes, dtype=np.int32)

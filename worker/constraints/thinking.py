@@ -1,4 +1,4 @@
-"""Thinking: the markers of a model's thoughts, where a text thinks, and the budget of its thought."""
+"""Thinking: a model's markers, the thought within a text, and its budget."""
 
 from __future__ import annotations
 
@@ -16,47 +16,42 @@ if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Rule, Sequence
 
 Opening = Literal["anywhere", "first", "never"]
-"""The places where an output may open a thought that its prompt has not: any token, its first words alone, or none."""
+"""Places where an output may open a thought."""
 
-MISSED = -1  # in place of matched tokens: what could have been opened with the first words was not
+MISSED = -1  # number of matched tokens once the start can no longer open a thought
 
 
 @dataclass(frozen=True)
 class Markers:
-    """The tokens that open a thought, and those that close it; in a prompt their texts count, without space around."""
+    """Tokens that open and close a thought, and their texts without outer space."""
 
     start: tuple[int, ...]
     end: tuple[int, ...]
     texts: tuple[str, str] = ("", "")
 
     def last_in(self, text: str, num_before: int = 0) -> Literal["start", "end"] | None:
-        """Tell which marker comes last in a text, of those that do not end within its first `num_before` characters."""
+        """Return the last marker in a text that ends after its first `num_before` characters."""
         ends = []
         for marker in self.texts:
             place = text.rfind(marker, max(0, num_before - len(marker) + 1))
             ends.append((place + len(marker), len(marker)) if place >= 0 else (0, 0))
-        start, end = ends  # where both end together, one is a part of the other
+        start, end = ends  # if both end together, one contains the other
         return None if start == end else "start" if start > end else "end"
 
     @cached_property
     def fallbacks(self) -> tuple[list[int], list[int]]:
-        """Return for both markers, by how many tokens match, how many still do where the next one is another."""
         return _fallbacks(self.start), _fallbacks(self.end)
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """The way one job's output thinks: whether its prompt leaves a thought open, and where it may open one itself.
-
-    There is one thought in an output; what comes behind it is text, markers or not.
-    """
+    """Thinking of a job's output, which has at most one thought."""
 
     markers: Markers
     is_open: bool
     opening: Opening = "anywhere"
 
     def in_output(self, output_ids: Iterable[int]) -> Thought:
-        """Find the thought of an output."""
         thought = Thought(self)
         for token_id in output_ids:
             thought.push(token_id)
@@ -64,20 +59,20 @@ class Thinking:
 
 
 class Thought:
-    """The thought of an output so far. Whatever was pushed and popped, it is a function of the tokens alone."""
+    """Thought of an output so far, which depends on its tokens alone."""
 
     def __init__(self, thinking: Thinking) -> None:
         self._thinking = thinking
-        self._matched: list[int] = []  # behind each token, how many of the marker that is looked for are there
-        self.opened_at: int | None = 0 if thinking.is_open else None  # output tokens up to the thought's first token
-        self.closed_at: int | None = None  # output tokens up to the first one behind the closing marker
+        self._matched: list[int] = []  # after each token, how many tokens of the next marker match
+        self.opened_at: int | None = 0 if thinking.is_open else None  # output tokens before the thought
+        self.closed_at: int | None = None  # output tokens up to the end of the closing marker
 
     def __len__(self) -> int:
         return len(self._matched)
 
     @property
     def num_matched(self) -> int:
-        """Tokens of the marker that is looked for, at the output's end."""
+        """Return how many tokens of the next marker match at the output's end."""
         if self._matched:
             return self._matched[-1]
         return MISSED if self._thinking.opening == "never" and self.opened_at is None else 0
@@ -88,7 +83,7 @@ class Thought:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the thought, without its markers; those of one that is not closed yet are all counted."""
+        """Return the thought's tokens without markers; all of them if it is open."""
         if self.opened_at is None:
             return 0
         if self.closed_at is None:
@@ -97,13 +92,11 @@ class Thought:
 
     @property
     def num_before_answer(self) -> int:
-        """Tokens in front of the answer: all where a thought is open, none where there is none."""
         if self.opened_at is None:
             return 0
         return len(self) if self.closed_at is None else self.closed_at
 
     def push(self, token_id: int) -> None:
-        """Go on behind one more token."""
         if self.closed_at is not None:
             self._matched.append(0)
         elif self.opened_at is None:
@@ -112,7 +105,6 @@ class Thought:
             self._look_for_end(token_id)
 
     def pop(self, num_tokens: int) -> None:
-        """Go back to before the last tokens."""
         if num_tokens:
             del self._matched[-num_tokens:]
         if self.closed_at is not None and self.closed_at > len(self):
@@ -139,7 +131,7 @@ class Thought:
 
 
 def _fallbacks(marker: tuple[int, ...]) -> list[int]:
-    """Knuth, Morris and Pratt's table."""
+    """Return Knuth, Morris and Pratt's table."""
     table = [0]
     for token_id in marker[1:]:
         table.append(_matched_behind(marker, table, table[-1], token_id))
@@ -147,7 +139,7 @@ def _fallbacks(marker: tuple[int, ...]) -> list[int]:
 
 
 def _matched_behind(marker: tuple[int, ...], table: list[int], matched: int, token_id: int) -> int:
-    """Count the tokens of a marker that match behind one more token, where `matched` did before it."""
+    """Return how many tokens of a marker match after one more token."""
     while matched and marker[matched] != token_id:
         matched = table[matched - 1]
     return matched + (marker[matched] == token_id)
@@ -156,10 +148,9 @@ def _matched_behind(marker: tuple[int, ...], table: list[int], matched: int, tok
 def reasoning_of(
     sequence: Sequence, text: str, thinking: Thinking | None, offsets: Callable[[list[int]], list[int]]
 ) -> Reasoning | None:
-    """Return what a sequence thought, and what else its text says; markers are in neither. None where nobody thinks.
+    """Return a sequence's thought and its other text, both without markers; None if it does not think.
 
-    `text` is the output's text without what ended it (see `stopping.text_of`), which its last part lacks, too. The
-    parts are cut from `text`, each at the first character of its first token: `offsets` gives those of all tokens.
+    `text` is the output's text without its stop string, see `stopping.text_of`.
     """
     if thinking is None:
         return None
@@ -168,7 +159,7 @@ def reasoning_of(
     if thought.opened_at is None:
         return Reasoning("", text, 0)
     num_start = len(thinking.markers.start) if thought.opened_at else 0
-    num_tokens = thought.num_tokens - (thought.num_matched if thought.is_open else 0)  # a marker may be cut off, too
+    num_tokens = thought.num_tokens - (thought.num_matched if thought.is_open else 0)  # the end may be half a marker
     end = thought.opened_at + num_tokens
     closed = len(output_ids) if thought.closed_at is None else thought.closed_at
     places = offsets(output_ids)
@@ -178,21 +169,18 @@ def reasoning_of(
 
 @dataclass(frozen=True)
 class ThinkingRule:
-    """The `Rule` that no more tokens are thought than the budget, and that what is no thought is a text of `text`.
-
-    A thought that has used up its budget goes on with the rest of the closing marker, as far as it is not there yet.
-    """
+    """`Rule` that limits a thought to a budget, then forces the closing marker; `text` rules all else."""
 
     thinking: Thinking
-    budget: int | None  # tokens; None: as many as may come
-    text: Rule | None = None  # the rule of what is no thought; None: any text may come
+    budget: int | None  # tokens; None: no limit
+    text: Rule | None = None  # rule of text outside the thought; None: any
 
     def start(self, sequence: Sequence) -> ThinkingConstraint:
         return ThinkingConstraint(self, sequence)
 
 
 class ThinkingConstraint:
-    """A budget, and a rule of the text, behind some output tokens."""
+    """Budget, and a rule of the text, after some output tokens."""
 
     def __init__(self, rule: ThinkingRule, sequence: Sequence) -> None:
         self._markers, self._budget = rule.thinking.markers, rule.budget
@@ -240,12 +228,12 @@ class ThinkingConstraint:
             self._text.pop(num_gone)
 
     def _forced(self) -> int | None:
-        """The one token that may come: of a marker that has to be gone on with."""
+        """Return the only allowed token, if a marker is forced."""
         thought = self._thought
         if thought.is_open:
             is_used_up = self._budget is not None and thought.num_tokens >= self._budget
             return self._markers.end[thought.num_matched] if is_used_up else None
-        # text under a rule could not go on behind half a marker
+        # ruled text cannot continue a half marker
         is_half_open = self._text is not None and thought.opened_at is None and thought.num_matched > 0
         return self._markers.start[thought.num_matched] if is_half_open else None
 
@@ -253,14 +241,13 @@ class ThinkingConstraint:
         return self._thought.opened_at is None and len(self._thought) == 0
 
     def _num_of_text(self) -> int:
-        """Count the output tokens that are no thought and none of its markers."""
         thought = self._thought
         if thought.closed_at is not None:
             return len(thought) - thought.closed_at
         return len(thought) if thought.opened_at is None and thought.num_matched == MISSED else 0
 
 
-# The markers between which a model thinks: those that are named, or those of its tokenizer or its chat template.
+# Thinking markers, named or known for the tokenizer or chat template.
 
 
 KNOWN = (
@@ -279,9 +266,9 @@ KNOWN = (
 def markers_of(
     tokenizer: Any, encode: Callable[[str], list[int]], vocab_size: int, named: tuple[str, str] | None
 ) -> Markers | None:
-    """The named markers, else the first known pair that the tokenizer has as tokens or the chat template writes.
+    """Return the named markers, or the first known pair in the tokenizer or chat template.
 
-    None where there is none. Raises ValueError, for the user, for named ones that can't be.
+    Raises ValueError, for the user, for impossible named ones.
     """
     pair = named or _own(tokenizer)
     if pair is None:

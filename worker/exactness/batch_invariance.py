@@ -1,4 +1,4 @@
-"""Measures row-exactness on this machine: rows of random draft trees against plain decoding, bit by bit."""
+"""Measurement of row-exactness: rows of random draft trees against plain decoding, bit by bit."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, TILE_ROWS
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
-NUM_SEQUENCES = 3  # contexts that share the forwards, up to the fewest rows that these have on a GPU
-CONTEXT_GROWTH = 40  # tokens by which each context grows between two trees, at most
-CONTEXT_LIMIT = 1500  # tokens after which a context starts anew
-MOST_NODES = 23  # of a tree
+NUM_SEQUENCES = 3  # contexts per forward with the fewest rows
+CONTEXT_GROWTH = 40  # a context grows by at most so many tokens between two trees
+CONTEXT_LIMIT = 1500  # a context starts again after so many tokens
+MOST_NODES = 23
 NUM_CACHES = 2 * NUM_SEQUENCES
-MAX_LENGTH = CONTEXT_LIMIT + 2 * TILE_ROWS  # of each cache
+MAX_LENGTH = CONTEXT_LIMIT + 2 * TILE_ROWS
 
 
 def num_caches(num_rows: int) -> int:
-    """The caches that a probe of forwards of so many rows takes: two for each context, whose trees fill a forward."""
+    """Return the caches of a probe with `num_rows` per forward: two per context."""
     return NUM_CACHES * max(1, num_rows // NUM_ROWS)
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Rows compared, and those with any differing bit in logits, keys or values."""
+    """Compared rows, and those with any differing bit in logits, keys or values."""
 
     num_rows: int
     num_differing: int
 
 
 def random_tree(rng: random.Random, num_nodes: int, max_depth: int, vocab_size: int) -> DraftTree:
-    """A tree with random shape and distinct siblings; empty where `max_depth` leaves no room."""
+    """Return a random tree with distinct siblings; empty if `max_depth` is 0."""
     token_ids: list[int] = []
     parents: list[int] = []
     depths = {ROOT: 0}
@@ -53,7 +53,7 @@ def random_tree(rng: random.Random, num_nodes: int, max_depth: int, vocab_size: 
 
 
 class _Context:
-    """A growing random text in two caches: one that verifies trees, one that decodes plainly."""
+    """Growing random text in two caches, one for trees and one for plain decoding."""
 
     def __init__(self, target: TargetModel, rng: random.Random) -> None:
         self._target, self._rng = target, rng
@@ -61,7 +61,7 @@ class _Context:
         self.root_id = 0
 
     def grow(self) -> None:
-        """Read random tokens into both caches, through the same code as a prompt."""
+        """Read random tokens into both caches as a prompt."""
         if self.plain_cache.length > CONTEXT_LIMIT - CONTEXT_GROWTH:
             self.tree_cache.roll_back(0)
             self.plain_cache.roll_back(0)
@@ -69,7 +69,6 @@ class _Context:
         self.read(self._rng.randrange(1, CONTEXT_GROWTH - 1))
 
     def read(self, num_tokens: int) -> None:
-        """Read so many random tokens into both caches."""
         new_ids = self._random_ids(num_tokens)
         for cache in (self.tree_cache, self.plain_cache):
             end = cache.length + len(new_ids)
@@ -87,10 +86,7 @@ class _Context:
 def probe_rows(
     target: TargetModel, num_rows: int, seed: int = 0, first_length: int = 0, most_nodes: int = MOST_NODES
 ) -> ProbeResult:
-    """Verify random trees of several sequences at once and compare `num_rows` rows with plain decoding.
-
-    Contexts begin with `first_length` tokens and grow.
-    """
+    """Verify random trees of several sequences and compare `num_rows` rows with plain decoding."""
     rng = random.Random(seed)
     num_sequences = num_caches(target.forwards.rows_per_forward) // 2
     contexts = [_Context(target, rng) for _ in range(num_sequences)]
@@ -102,7 +98,7 @@ def probe_rows(
             context.grow()
         trees = [context.tree(most_nodes) for context in contexts]
         groups = [tree_rows(c.tree_cache, c.root_id, tree) for c, tree in zip(contexts, trees, strict=True)]
-        verified = [outputs.logits.clone() for outputs in target.verify(groups)]  # plain decoding may take their place
+        verified = [outputs.logits.clone() for outputs in target.verify(groups)]  # plain decoding may overwrite them
         for context, tree, logits in zip(contexts, trees, verified, strict=True):
             differing += _num_differing(target, context, tree, logits)
             compared += len(tree) + 1
@@ -110,11 +106,10 @@ def probe_rows(
 
 
 def _num_differing(target: TargetModel, context: _Context, tree: DraftTree, logits: torch.Tensor) -> int:
-    """Decode every node of a tree plainly, one row a forward, and count the rows of other bits."""
     root = context.plain_cache.length
     children = tree.children()
     differing = 0
-    stack = [(ROOT, root)]  # nodes to visit, each with the cache length in front of it
+    stack = [(ROOT, root)]  # nodes to visit, each with the cache length before it
     while stack:
         node, length = stack.pop()
         context.plain_cache.roll_back(length)
@@ -132,7 +127,6 @@ def _num_differing(target: TargetModel, context: _Context, tree: DraftTree, logi
 def _same_keys_and_values(
     target: TargetModel, tree_cache: FullKVCache, plain_cache: FullKVCache, entries: tuple[int, int]
 ) -> bool:
-    """Tell whether two caches hold the same bits in one entry each, in every layer."""
     return all(
         torch.equal(ours, theirs)
         for layer in range(target.cache_shape.num_layers)

@@ -1,4 +1,4 @@
-"""`swiftbatch doctor`: says whether this machine and model keep the exactness contract."""
+"""`swiftbatch doctor`: whether this machine and model keep the exactness contract."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_PROBED_ROWS = 2000
 
 
 class Diagnosis(Frozen):
-    """The probe and its outcome. `exact`: no probed row differed in any bit from plain decoding."""
+    """Result of a probe; `exact` means that no row differed in any bit from plain decoding."""
 
     verdict: Exactness
     num_rows: int
@@ -39,8 +39,8 @@ class Diagnosis(Frozen):
     cpu_capability: str
     num_threads: int
     hardware: str
-    numerics: str  # of the model's forwards
-    instruction_set: str | None  # of the compiled kernels that are in use here; None where there are none
+    numerics: str
+    instruction_set: str | None  # names the compiled kernels in use; None without any
     versions: dict[str, str]
 
     def key(self) -> str:
@@ -85,10 +85,7 @@ class Diagnosis(Frozen):
 
 
 def diagnose(config: Computation, num_rows: int = NUM_PROBED_ROWS) -> Diagnosis:
-    """Compare `num_rows` random tree rows with plain decoding, bit by bit, and keep the verdict.
-
-    Some hundred rows are compared with transformers' own forward, too.
-    """
+    """Compare `num_rows` tree rows with plain decoding, and some with transformers; store the verdict."""
     torch.set_num_threads(config.num_threads)
     files = locate_model(config.model)
     slots = SlotsWanted(MAX_LENGTH, num_slots=num_caches(config.num_rows))

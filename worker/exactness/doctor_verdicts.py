@@ -1,4 +1,4 @@
-"""The verdicts that `doctor` found on this machine, kept so that a run's manifest can give them. Needs no torch."""
+"""Stored verdicts of `doctor` for a run's manifest, without torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ from swiftbatch.jobs.run.run_records import Exactness
 def verdict_key(
     fingerprint: str, dtype: str, device: str, num_threads: int, hardware: str, torch: str, kernels: str
 ) -> str:
-    """Names everything that a verdict depends on; `hardware` as `hardware_of` says it, `kernels` `chosen_numerics`.
-
-    Which of both a model needs is known where it is loaded alone, so both are named.
-    """
+    """Return a hash of all that a verdict depends on."""
     named = json.dumps([fingerprint, dtype, device, num_threads, hardware, torch, kernels])
     return hashlib.sha256(named.encode()).hexdigest()
 
 
 def keep_verdict(key: str, verdict: Exactness) -> None:
-    """Remember a verdict; a cache folder that cannot be written is no reason to fail."""
+    """Store a verdict, unless the cache folder cannot be written."""
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +30,7 @@ def keep_verdict(key: str, verdict: Exactness) -> None:
 
 
 def known_verdict(key: str) -> Exactness:
-    """The verdict that `doctor` gave under this key; `not probed` where it never ran."""
+    """Return the stored verdict, or `not probed`."""
     try:
         text = _path(key).read_text(encoding="utf-8")
     except OSError:
@@ -49,5 +46,5 @@ def _path(key: str) -> Path:
 
 
 def exactness_of(verdict: Exactness, numerics: Iterable[str]) -> Exactness:
-    """The run's verdict for a job whose attempts all had the same numerics, else that it holds up to ties."""
+    """Return the run's verdict if all attempts had the same numerics, otherwise `exact up to ties`."""
     return verdict if len(set(numerics)) <= 1 else "exact up to ties"

@@ -1,4 +1,4 @@
-"""The check that our forward says what transformers' own says: the same rows through both, logits compared."""
+"""Check that our forward agrees with that of transformers: the same rows, logits compared."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.kv.full_cache import FullKVCache, new_cache_of
 
 NUM_COMPARED_ROWS = 300
-MOST_SHIFTED = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # of the logits' own spread; a wrong mask shifts by about 1
-MOST_SHIFTED_BY_EXPERTS = 0.25  # where two experts weigh nearly the same, the last bit decides between them
+# relative to the logits' spread; a wrong mask shifts by about 1
+MOST_SHIFTED = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+MOST_SHIFTED_BY_EXPERTS = 0.25  # if two experts weigh nearly the same, the last bit chooses
 MEDIAN_SHIFTED = {
     torch.float32: 1e-2,
     torch.bfloat16: 0.25,
-}  # with experts: such rows are few, and others see a little of them
+}  # limits of models with experts, where such rows are few
 
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The distance between logits with caches of 8 bits and those with caches of the run's dtype, both our own."""
+    """Effect of 8-bit caches on our logits."""
 
-    shift: float  # as `Agreement.shift`
+    shift: float
     num_same_choices: int
 
     def summary(self, num_rows: int) -> str:
@@ -38,14 +39,14 @@ class KeptRows:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The distance between the logits of some rows and those of transformers."""
+    """Distance between our logits and those of transformers."""
 
     num_rows: int
-    greatest_difference: float  # between two logits
-    shift: float  # root mean square of the differences, as a share of the spread of the logits
-    num_same_choices: int  # rows whose best token is the same
+    greatest_difference: float
+    shift: float  # root mean square of the differences, relative to the logits' spread
+    num_same_choices: int  # rows with the same best token
     agrees: bool
-    kept: KeptRows | None = None  # what keys and values in 8 bits change; None without them
+    kept: KeptRows | None = None  # effect of 8-bit keys and values; None without them
 
     def summary(self) -> str:
         found = (
@@ -60,10 +61,7 @@ class Agreement:
 
 @torch.inference_mode()
 def compare(target: TargetModel, num_rows: int = NUM_COMPARED_ROWS, seed: int = 0) -> Agreement:
-    """Run a text of `num_rows` random tokens through the target's tiles and through transformers' eager forward.
-
-    The caches have the run's dtype here: the loss by 8 bits is not the forward's, and is told beside it.
-    """
+    """Run `num_rows` random tokens through the target's tiles and through transformers' eager forward."""
     num_rows = min(num_rows, target.files.max_positions)
     generator = torch.Generator().manual_seed(seed)
     token_ids = torch.randint(target.vocab_size, (num_rows,), generator=generator)
@@ -71,7 +69,7 @@ def compare(target: TargetModel, num_rows: int = NUM_COMPARED_ROWS, seed: int = 
     with _eager(target.model):
         theirs = target.model(input_ids=token_ids[None].to(target.device), use_cache=False).logits[0].float()
     difference = ours - theirs
-    spread = max(float(theirs.std()), torch.finfo(torch.float32).tiny)  # none where there is one token
+    spread = max(float(theirs.std()), torch.finfo(torch.float32).tiny)  # one token has no spread
     shift = float(difference.square().mean().sqrt()) / spread
     kept = _kept_rows(target, token_ids.tolist(), ours) if target.cache_shape.kv_dtype is not None else None
     median = float(difference.square().mean(-1).sqrt().median()) / spread
@@ -93,14 +91,13 @@ def _kept_rows(target: TargetModel, token_ids: list[int], plain: torch.Tensor) -
 
 
 def _plain_cache(target: TargetModel, num_rows: int) -> FullKVCache:
-    """A cache of the run's dtype, where caches are made one by one; else one of the target's."""
     if target.cache_shape.kv_dtype is None or target.forwards.arena is not None:
         return target.new_cache(num_rows + TILE_ROWS)
     return new_cache_of(replace(target.cache_shape, kv_dtype=None), num_rows + TILE_ROWS)
 
 
 def _is_near(target: TargetModel, shift: float, median: float) -> bool:
-    """Tell whether the shift of all rows, and the median of those of single rows, are what rounding makes."""
+    """Return whether the shifts of all rows and of single ones are within rounding."""
     if any("Experts" in type(module).__name__ for module in target.model.modules()):
         return shift <= MOST_SHIFTED_BY_EXPERTS and median <= MEDIAN_SHIFTED[target.dtype]
     return shift <= MOST_SHIFTED[target.dtype]
@@ -116,7 +113,6 @@ def _our_logits(target: TargetModel, token_ids: list[int], cache: FullKVCache | 
 
 @contextlib.contextmanager
 def _eager(model: Any) -> Iterator[None]:
-    """The model as transformers runs it by definition."""
     attention, experts = model.config._attn_implementation, model.config._experts_implementation
     try:
         model.set_attn_implementation("eager")

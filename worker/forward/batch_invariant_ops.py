@@ -14,10 +14,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from swiftbatch.worker.kernels.kernel_sizes import FEWEST_COLUMNS, TILE_ROWS
 
-VECTORS = 64  # numbers that a loop takes at a time, at most: two vectors of bf16
-ON_ONE_THREAD = 16384  # numbers that torch does not share out among threads, in any of these functions
+VECTORS = 64  # a loop step takes at most two vectors of bf16
+ON_ONE_THREAD = 16384  # torch leaves so many numbers to one thread in any of these functions
 
-CURVED: frozenset[Callable[..., Any]] = frozenset(  # functions of layers whose numbers were seen to differ
+CURVED: frozenset[Callable[..., Any]] = frozenset(  # functions of layers whose bits were seen to depend on the batch
     [
         *(functional.silu, functional.gelu, functional.softplus, functional.mish, functional.elu, functional.selu),
         *(functional.sigmoid, torch.sigmoid, Tensor.sigmoid, torch.exp2),
@@ -26,7 +26,7 @@ CURVED: frozenset[Callable[..., Any]] = frozenset(  # functions of layers whose 
 
 
 def has_rests(decoder: torch.nn.Module, least_rows: int) -> bool:
-    """Tell whether a loop over rows of some layer, a multiple of `least_rows`, has a rest on this many threads."""
+    """Return whether an elementwise loop over a layer's rows may have a scalar rest."""
     weights = ((name, each) for name, each in decoder.named_parameters() if each.ndim >= 2 and "embed" not in name)
     widths = {width for name, each in weights for width in each.shape[-2:] if width >= FEWEST_COLUMNS}
     is_shared_out = torch.get_num_threads() > 1 and TILE_ROWS * max(widths, default=0) > ON_ONE_THREAD
@@ -34,7 +34,7 @@ def has_rests(decoder: torch.nn.Module, least_rows: int) -> bool:
 
 
 class WholeVectors(TorchFunctionMode):
-    """Lets functions with exponentials, of whatever code runs under it, take whole vectors on one thread."""
+    """Makes torch's exponential functions take whole vectors on one thread."""
 
     def __torch_function__(
         self,
@@ -50,7 +50,7 @@ class WholeVectors(TorchFunctionMode):
 
 
 def in_whole_vectors(function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute an elementwise function of numbers, `[...]` in and out, in calls that have no rest and one thread."""
+    """Apply an elementwise function in calls without a scalar rest, each on one thread."""
     flat = numbers.reshape(-1)
     padded = pad(flat, (0, -len(flat) % VECTORS))
     parts = [function(part, *args, **kwargs) for part in padded.split(ON_ONE_THREAD)]
@@ -58,7 +58,7 @@ def in_whole_vectors(function: Callable[..., Tensor], numbers: Tensor, *args: An
     return whole[: len(flat)].view(numbers.shape)
 
 
-# Mixture of experts, row-exactly: each expert runs whole tiles, so a row's bits do not depend on who shares it.
+# Mixture of experts, row-exactly: each expert runs whole tiles, so a row's bits do not depend on other rows.
 
 
 EXPERTS_NAME = "swiftbatch_whole_tiles"
@@ -70,7 +70,7 @@ def run_experts(
     top_k_index: torch.Tensor,  # [num_rows, top_k]
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute what `transformers`' own experts do, `[num_rows, hidden]`; sum a row's experts in the row's own order."""
+    """Run `transformers`' experts, `[num_rows, hidden]`; sum a row's experts in the row's own order."""
     outputs = hidden_states.new_zeros(*top_k_index.shape, hidden_states.shape[1])
     for expert in top_k_index.unique().tolist():
         rows, choices = (top_k_index == expert).nonzero(as_tuple=True)
@@ -80,7 +80,6 @@ def run_experts(
 
 
 def _run_expert(module: Any, expert: int, states: torch.Tensor) -> torch.Tensor:
-    """Run one expert's feed-forward layers over padded rows, `[num_padded_rows, hidden]` in and out."""
     if module.has_gate:
         states = module._apply_gate(_project(module, "gate_up_proj", expert, states))
     else:

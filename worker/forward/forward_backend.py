@@ -1,4 +1,4 @@
-"""The choice of a model's forwards: our kernels where they know it and run here, else those of `transformers`."""
+"""Choice of a model's forwards: our kernels if they support it here, otherwise `transformers`."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ def load_forwards(
     kernels: CudaKernels = DEFAULT_KERNELS,
     kv_dtype: KVDtype | None = None,
 ) -> Forwards:
-    """The fastest exact forwards of a model here. Raises ModelError as `load_transformers` does, and KernelError.
+    """Return the fastest exact forwards of a model.
 
-    A GPU is shared out for `slots`, where these are said, and runs `kernels`. Caches keep rows of `kv_dtype`. Raises
-    KVRoomError, and ModelError where others were chosen than would run.
+    Raises KernelError, KVRoomError, and ModelError as `load_transformers` does or if other kernels were requested.
     """
     refuse_kv_dtype(kv_dtype, kernels.attention)
     if slots is not None:
@@ -75,23 +74,23 @@ def load_transformers(
     variant: str | None = None,
     kv_dtype: KVDtype | None = None,
 ) -> TransformersForwards:
-    """A model as `transformers` loads it; its plain layers attend in the kernels of `variant`.
+    """Load a model with `transformers`; its plain layers attend in the kernels of `variant`.
 
-    Raises ModelError for one that is not whole or needs what we can't give.
+    Raises ModelError for an incomplete or unsupported model.
     """
-    from transformers.utils.logging import disable_progress_bar  # seconds, that most models do without
+    from transformers.utils.logging import disable_progress_bar  # imported here because it takes seconds
 
     from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
     from swiftbatch.worker.model.causal_lm import load_causal_lm
 
     if not sys.stderr.isatty():
-        disable_progress_bar()  # a log holds no bars
+        disable_progress_bar()  # logs show no progress bars
     model = load_causal_lm(files, dtype)
     return TransformersForwards(model.to(device).eval().requires_grad_(False), files, variant, kv_dtype)
 
 
 def _refuse_long_angles(files: ModelFiles) -> None:
-    """Raise ModelError for a model whose angles a job's length has to choose, where our kernels do not run it."""
+    """Raise ModelError for rotary angles that depend on a job's length."""
     if short_length(read_config(files.name, files.path)) is not None:
         raise ModelError(
             f"model {files.name}: its rotary positions (longrope) change with the length of the text, which only our "
@@ -102,7 +101,7 @@ def _refuse_long_angles(files: ModelFiles) -> None:
 def _native(
     weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str, kv_dtype: KVDtype | None
 ) -> NativeForwards | None:
-    """Make forwards; None for weights that do not fit together, of which `transformers` tells more."""
+    """Return forwards; None for unfit weights, which `transformers` reports better."""
     try:
         return NativeForwards(weights, eos_token_ids, variant, kv_dtype)
     except (ValueError, IndexError):

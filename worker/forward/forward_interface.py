@@ -1,4 +1,4 @@
-"""The interface of all forwards, and rows that attend to a sparse cache while drafting."""
+"""Interface of all forwards, and rows that attend to a sparse cache in drafts."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """The newest token of a chain, row 0, and a tree below it, behind everything that a partial cache holds."""
+    """Newest token of a chain (row 0) and a tree below it, after a partial cache."""
 
     cache: SparseCache
     token_ids: list[int]  # [num_rows]
-    positions: list[int]  # [num_rows] absolute ones, from the sequence's `first_angle` on
+    positions: list[int]  # [num_rows] absolute positions plus the sequence's `first_angle`
     first_entry: int  # cache entry of the first row; the others follow, and all entries before it are seen
-    boundary: int  # that entry, rounded up to whole blocks
+    boundary: int  # `first_entry`, rounded up to whole blocks
     tail_entries: np.ndarray  # [num_rows, BLOCK] cache entries of the root, the ancestors and the row itself
     tail_lengths: list[int]  # [num_rows] how many of them are real
-    biases: np.ndarray | None  # [boundary] float32, added to the scores of entries; None where all would be 0
-    scanned: Scanned | None  # what is seen beside them
+    biases: np.ndarray | None  # [boundary] float32, added to the scores of entries; None: all are 0
+    scanned: Scanned | None  # rows see these keys beside the entries
     is_partial: ClassVar[bool] = True
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def part(self, start: int, end: int) -> SparseRows:
-        """Rows `start` to `end`, for a forward that has no room for all."""
+        """Return rows `start` to `end`."""
         return replace(
             self,
             token_ids=self.token_ids[start:end],
@@ -55,7 +55,7 @@ class SparseRows:
 
 
 def partial_rows(cache: SparseCache, token_id: int, position: int, tree: DraftTree) -> SparseRows:
-    """Rows of a token at an absolute position and of the tree below it, whose depth is at most `BLOCK - 1`."""
+    """Return rows of a token and of a tree below it, at most `BLOCK - 1` deep."""
     first_entry = cache.num_entries
     boundary = -(-first_entry // BLOCK) * BLOCK
     entries, lengths = tails([first_entry], [first_entry], [tree])
@@ -66,7 +66,7 @@ def partial_rows(cache: SparseCache, token_id: int, position: int, tree: DraftTr
 
 
 def row_ahead(cache: SparseCache, token_id: int, position: int) -> SparseRows:
-    """The row of a token alone; in its tail, not seen yet, the entries of those that are to be drawn behind it."""
+    """Return a token's row, with the entries of later rows in its tail."""
     row = partial_rows(cache, token_id, position, DraftTree())
     return replace(row, tail_entries=row.first_entry + np.arange(BLOCK)[None])
 
@@ -81,14 +81,14 @@ def _biases(cache: SparseCache, boundary: int) -> np.ndarray | None:
     return biases
 
 
-# The interface of a target's forwards, whether `transformers` or our own kernels run them.
+# Interface of a target's forwards.
 
 
-MOST_READ = 256  # known tokens in one call: a matrix is read once for all of them
+MOST_READ = 256  # a call with so many known tokens reads each matrix once
 
 
 class DrawChains(Protocol):
-    """`chains.draw_chains` of a target, whose drawing has made the samplers."""
+    """Form of `multi_step_decode.draw_chains` for a target."""
 
     def __call__(
         self,
@@ -100,7 +100,7 @@ class DrawChains(Protocol):
 
 
 class Forwards(Protocol):
-    """Weights on one device, and row-exact forwards: a row's bits do not depend on what shares its forward."""
+    """Weights on one device, and row-exact forwards: a row's bits do not depend on other rows."""
 
     device: torch.device
     dtype: torch.dtype
@@ -109,69 +109,63 @@ class Forwards(Protocol):
     eos_token_ids: frozenset[int]
     cache_shape: CacheShape
     never_sampled_ids: torch.Tensor | None
-    """Tokens without a text, which are never drawn: the target makes their logits minus infinity."""
+    """Ids of tokens without text, whose logits the target sets to -inf."""
 
     rows_per_forward: int
-    """Forwards have multiples of so many rows, padding included; 1: every row takes time of its own."""
+    """Forwards are padded to multiples of this; 1: each row takes its own time."""
 
     has_windows: bool
-    """Some layers do not see all positions as they are, so that drafts that scan all keys would be of another model.
-
-    So it is with soft caps of scores and with latent attention, too.
-    """
+    """Rows see not all positions as they are, so drafts cannot scan keys."""
 
     has_experts: bool
-    """Rows meet experts of their own: no row is free, however many a forward has."""
+    """Rows use their own experts, so no row is free."""
 
     @property
     def expert_counts(self) -> ExpertCounts | None:
-        """The counter of experts that the rows of `run` meet; None where nothing counts them."""
+        """Return the counter of experts in `run`; None without one."""
 
     @property
     def team(self) -> Team | None:
-        """CPU threads of the compiled kernels that run all of it; None where something else does."""
+        """Return the kernels' CPU threads; None if others run the forwards."""
 
     @property
     def draw_chains(self) -> DrawChains | None:
-        """Draws several rounds of one row each in one call; None where each round is a forward and draws."""
+        """Return the call that draws several rounds of one row each; None without one."""
 
     @property
     def arena(self) -> KVArena | None:
-        """The buffer that all caches lie in; None where each has its own."""
+        """Return the buffer of all caches; None if each has its own."""
 
     def new_batch_sampler(self) -> BatchSampler:
-        """Make a drawing, which draws from the logits on the same device."""
+        """Return a sampler of logits on this device."""
 
     @property
     def numerics(self) -> str:
-        """All that decides bits beside the weights, in a line."""
+        """Return everything but the weights that decides bits, in one line."""
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Final hidden states `[num_rows, hidden]` and logits `[num_rows, vocab] float32` of all groups' rows.
+        """Return final hidden states `[num_rows, hidden]` and logits `[num_rows, vocab] float32` of all rows.
 
-        Keys and values go to the rows' entries of their caches.
+        It writes keys and values to the rows' cache entries.
         """
 
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
-        """Keep keys and values of some first of these known tokens behind a cache; returns their final hidden states.
-
-        How many are read at once, `[num_read, hidden]`, is what pays best; the caller goes on behind them.
-        """
+        """Commit some first of these known tokens to a cache; return final hidden states `[num_read, hidden]`."""
 
     def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run rows behind partial caches, as `run` does: the results are good guesses of `run`'s, in no way exact."""
+        """Run rows after partial caches as `run` does; results approximate those of `run`."""
 
     def room_for(self, new_cache: SparseCacheFactory, budget: int) -> NewEntries:
-        """Return the room for the partial caches that a drafter makes with a budget of entries."""
+        """Return the allocator of a drafter's partial caches."""
 
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
-        """Queries of one token behind a cache, as they meet the keys: `[num_layers, num_kv_heads, group, head_dim]`.
+        """Return rotated queries of a token after a cache, `[num_layers, num_kv_heads, group, head_dim]`.
 
-        The entry behind the committed ones is overwritten. The queries may hold only until the next call.
+        It overwrites the next entry. The queries may be valid only until the next call.
         """
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embed tokens `[num_rows]` as input of the first layer, `[num_rows, hidden]`."""
+        """Return the embeddings of tokens `[num_rows]`, `[num_rows, hidden]`."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The language model head: `[..., num_rows, hidden]` to `[..., num_rows, vocab] float32`."""
+        """Apply the language model head: `[..., num_rows, hidden]` to `[..., num_rows, vocab] float32`."""

@@ -1,4 +1,4 @@
-"""The device that an option asks for, and its hardware as far as bits depend on it. Light: the driver asks, too."""
+"""Requested device, and the hardware on which bits depend; the driver imports it without torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 DRIVER = Path("/proc/driver/nvidia/version")
-AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma"}  # what torch asks for
+AVX512 = {"avx512f", "avx512vl", "avx512bw", "avx512dq", "fma"}  # torch requires these
 AVX2 = {"avx2", "fma"}
-LIBRARY_SETTINGS = (  # variables that change the bits of torch's products on a CPU; its own is `cpu_capability`'s
+LIBRARY_SETTINGS = (  # variables that change bits of torch's products on a CPU; `cpu_capability` has torch's own
     *(f"{library}_{name}" for library in ("ONEDNN", "DNNL") for name in ("MAX_CPU_ISA", "CPU_ISA_HINTS")),
     *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
     *("MKL_CBWR", "MKL_DISABLE_FAST_MM", "MKL_DYNAMIC", "MKL_ENABLE_INSTRUCTIONS"),
@@ -29,10 +29,10 @@ PROBED_SHAPES = ((1, 512, 1024), (16, 512, 1024), (16, 2048, 512), (16, 576, 153
 
 
 def has_cuda() -> bool:
-    """Tell whether torch can use a GPU here."""
+    """Return whether torch can use a GPU."""
     try:
         ctypes.CDLL("libcuda.so.1")
-    except OSError:  # without a driver there is none, and no need for torch, whose import takes seconds
+    except OSError:  # no driver, so no need for torch, whose import takes seconds
         return False
     import torch
 
@@ -40,7 +40,7 @@ def has_cuda() -> bool:
 
 
 def resolve_device(device: str) -> torch.device:
-    """Turn `auto`, `cpu` or `cuda` into a device; ModelError where CUDA is asked for and absent."""
+    """Return the device of `auto`, `cpu` or `cuda`. Raises ModelError if CUDA is requested but absent."""
     import torch
 
     available = torch.cuda.is_available()
@@ -53,7 +53,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def cpu_capability() -> str:
-    """Torch's name for the instructions that its kernels choose on this CPU, as `AVX512`."""
+    """Return torch's name for this CPU's instructions, as `AVX512`."""
     flags = cpu_flags()
     if "ATEN_CPU_CAPABILITY" in os.environ or not flags:
         import torch
@@ -64,11 +64,7 @@ def cpu_capability() -> str:
 
 @functools.cache
 def hardware_of(device_type: str) -> str:
-    """A line that differs wherever bits may: a CPU's instructions; a GPU's name, multiprocessors, driver and cuBLAS.
-
-    `device_type` as in `torch.device`; a GPU that this machine does not have is `no GPU`. On a CPU variables may take
-    instructions from torch's libraries.
-    """
+    """Return a line that differs wherever bits may: CPU instructions and library settings, or GPU and drivers."""
     if device_type != "cuda":
         settings = (f"{name}={os.environ[name]}" for name in LIBRARY_SETTINGS if name in os.environ)
         return " ".join([cpu_capability(), *_cpu_features(), *settings])
@@ -84,11 +80,7 @@ def hardware_of(device_type: str) -> str:
 
 
 def torch_gemms() -> str:
-    """A short name for the bits that torch's products have here, with as many threads as it has now.
-
-    oneDNN and MKL choose their kernels by the processor, the system and the environment, and do not say which. So their
-    results are compared: equal names mean that fixed products, and what MKL computes of single numbers, are equal.
-    """
+    """Return a short hash of torch's products, since oneDNN and MKL do not name the kernels that they choose."""
     import torch
 
     return _torch_products(torch.get_num_threads())
@@ -110,7 +102,7 @@ def _torch_products(_num_threads: int) -> str:
 
 
 def _scattered(num_rows: int, num_columns: int) -> torch.Tensor:
-    """Numbers of both signs and several sizes, the same ones everywhere: sums in another order have other bits."""
+    """Return fixed numbers of both signs and several magnitudes, whose sums depend on the order."""
     import torch
 
     mixed = (torch.arange(num_rows * num_columns) + num_columns) * 6364136223846793005 + 1442695040888963407
@@ -121,14 +113,14 @@ def _scattered(num_rows: int, num_columns: int) -> torch.Tensor:
 
 
 def gpu_here() -> tuple[int, int]:
-    """The major version of this machine's GPU's compute capability, and the bytes of its memory that are free."""
+    """Return the GPU's major compute capability and its free bytes."""
     import torch
 
     return torch.cuda.get_device_capability(0)[0], torch.cuda.mem_get_info(0)[0]
 
 
 def driver_version(path: Path = DRIVER) -> str:
-    """The NVIDIA driver's version, as in `570.86.15`; `unknown` where the kernel does not tell."""
+    """Return the NVIDIA driver's version, as `570.86.15`, or `unknown`."""
     try:
         words = path.read_text(encoding="utf-8").split("\n")[0].split()
     except OSError:
@@ -137,7 +129,7 @@ def driver_version(path: Path = DRIVER) -> str:
 
 
 def cublas_version() -> str:
-    """The version of the installed cuBLAS package; where it came otherwise, that of CUDA."""
+    """Return the version of the cuBLAS package, or that of CUDA."""
     for package in importlib.metadata.distributions():
         if str(package.metadata["Name"]).startswith("nvidia-cublas"):
             return package.version
@@ -147,6 +139,6 @@ def cublas_version() -> str:
 
 
 def _cpu_features() -> list[str]:
-    """List features that change the instructions of bf16 products, beside the capability torch was built for."""
+    """Return CPU features beyond torch's capability that change bf16 products."""
     found = {"avx512_bf16": "avx512_bf16", "amx": "amx_tile"}
     return [name for name, flag in found.items() if flag in cpu_flags()]

@@ -1,7 +1,4 @@
-"""Chains drawn in one native call (source/chain.c): what rounds without trees give, one by one, in less time.
-
-Behind a whole cache they are plain decoding, to the bit; behind a partial one they are drafts.
-"""
+"""Chains drawn in one native call (source/chain.c), faster than single rounds with the same results."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from swiftbatch.worker.kernels.row_tables import Rows, RowTable, address_of
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.native_sampler import CTreeWalk, NativeSampler, scratch
 
-MOST_ROUNDS = BLOCK - 1  # behind a partial cache the first row and those drawn behind it are each other's tail
+MOST_ROUNDS = BLOCK - 1  # all drawn rows must fit in one tail of a partial cache
 
 
 class CTokenSet(ctypes.Structure):
@@ -43,10 +40,10 @@ class CChainCall(ctypes.Structure):
 
 @dataclass(frozen=True)
 class DecodedChain:
-    """The tokens drawn in one sequence's chain."""
+    """Tokens of one sequence's chain."""
 
     token_ids: list[int]
-    has_failed: bool  # nothing can be drawn behind these
+    has_failed: bool  # True: nothing can be drawn after the tokens
 
 
 def draw_chains(
@@ -57,13 +54,11 @@ def draw_chains(
     ends: Many[frozenset[int]] | None = None,
     never_sampled_ids: torch.Tensor | None = None,
 ) -> list[DecodedChain]:
-    """Draw `num_rounds` tokens for each sequence, from 1 to `MOST_ROUNDS`, by forwards of one row behind its entries.
+    """Draw 1 to `MOST_ROUNDS` tokens per sequence, one forward per round.
 
-    `groups` are of one row, each sequence's newest token, with tail entries for those to come up to the block's end,
-    behind which a partial cache has no more; samplers have the sequences that it ends. The tokens stand behind the
-    sequences' own in their buffers, which the caller extends by them, and in as many entries. Where nothing can be
-    drawn for one sequence, all end; so they do behind one of the tokens that `ends` names for it. No logit counts of
-    `never_sampled_ids [num] int64`. Raises ValueError.
+    `groups` have one row each, with tail entries for drawn ones up to the block's end. Tokens are written after the
+    sequences' own, which the caller extends. All chains end when one cannot draw, or draws one of its `ends`. Raises
+    ValueError.
     """
     room = min(sampler.sequence.num_remaining_tokens for sampler in samplers)
     if not 1 <= num_rounds <= min(MOST_ROUNDS, room):
@@ -85,7 +80,6 @@ def _run(
     ends: Many[frozenset[int]] | None,
     never_sampled_ids: torch.Tensor | None,
 ) -> Many[CTreeWalk]:
-    """Make the call; return each sequence's newest walk, whose length says how many tokens it has then."""
     sizes = decoder.sizes
     state = torch.empty(table.num_rows, sizes.hidden)
     hidden = torch.empty(table.num_rows, sizes.hidden, dtype=sizes.dtype)
@@ -120,8 +114,9 @@ def _run(
 
 def _check_room(table: RowTable, groups: Many[Rows], num_rounds: int) -> None:
     for entry, group in zip(table.groups, groups, strict=True):
-        own = group.tail_lengths[0] - 1  # place of the first row in its tail
-        num_named = num_rounds if group.is_partial else min(num_rounds, BLOCK - own)  # a new block follows by itself
+        own = group.tail_lengths[0] - 1
+        # full caches start a new block by themselves
+        num_named = num_rounds if group.is_partial else min(num_rounds, BLOCK - own)
         expected = np.arange(group.first_entry, group.first_entry + num_named)
         found = group.tail_entries[0, own : own + num_named]
         if entry.capacity < group.first_entry + num_rounds or not np.array_equal(found, expected):

@@ -1,4 +1,4 @@
-"""Forwards of a dense decoder through the compiled kernels: one call over all rows, on a CPU."""
+"""Forwards of a dense decoder through the compiled kernels on a CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from swiftbatch.worker.sampling.native_sampler import NativeSampler
 
 
 class NativeForwards:
-    """`Forwards` whose rows are exact by construction, however many share a call."""
+    """`Forwards` whose rows are exact by construction."""
 
     arena = None
     rows_per_forward = 1
@@ -79,7 +79,7 @@ class NativeForwards:
 
     @property
     def draw_chains(self) -> DrawChains | None:
-        """A call that does nearly what as many calls of `check` and draws do; None where draws are not in C."""
+        """Return a call that replaces several `check` calls and draws; None unless sampling is in C."""
         return self._draw_chains if isinstance(self.new_batch_sampler(), NativeBatchSampler) else None
 
     def _draw_chains(
@@ -110,7 +110,7 @@ class NativeForwards:
     def _forward(
         self, groups: list[SequenceRows], with_logits: bool, queries: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Call once, or once a layer where a cache brings them one by one. `queries` of all layers are filled."""
+        """Call once, or once per layer if a cache comes by layer."""
         by_layer = any(group.cache.comes_by_layer for group in groups)
         num_layers, state = self.cache_shape.num_layers, None
         if by_layer:
@@ -126,5 +126,4 @@ class NativeForwards:
 
 
 def _sees_otherwise(sizes: DecoderSizes) -> bool:
-    """Tell whether keys count otherwise than those do that drafts scan: with soft caps, or as latent vectors."""
     return bool(sizes.score_softcap) or sizes.latent is not None

@@ -1,4 +1,4 @@
-"""The target model: its weights, its caches, and the forwards over rows of any number of sequences."""
+"""Target model: weights, caches, and forwards over rows of any sequences."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ NUM_PROBED_TOKENS = 16
 
 @dataclass(frozen=True)
 class RowOutputs:
-    """The results of a forward for one sequence's rows."""
+    """Results of one sequence's rows."""
 
     hidden: torch.Tensor  # [num_rows, hidden] final hidden states
     logits: torch.Tensor  # [num_rows, vocab] float32
 
 
 class StepOutputs(Many[RowOutputs]):
-    """The results of a forward for each of several sequences."""
+    """Results of several sequences' rows."""
 
     def __init__(self, hidden: SplitRows, logits: SplitRows) -> None:
         self.hidden, self.logits = hidden, logits
@@ -59,7 +59,6 @@ class StepOutputs(Many[RowOutputs]):
     def __getitem__(self, index: slice) -> StepOutputs: ...
 
     def __getitem__(self, index: int | slice) -> RowOutputs | StepOutputs:
-        """The results of one sequence, or of consecutive ones."""
         if isinstance(index, int):
             return RowOutputs(self.hidden[index], self.logits[index])
         return StepOutputs(self.hidden[index], self.logits[index])
@@ -69,7 +68,6 @@ class TargetModel:
     """Weights on one device, and what runs over them."""
 
     def __init__(self, forwards: Forwards, files: ModelFiles, kv_offload: str | None = None) -> None:
-        """Take a model's forwards; with `kv_offload`, a folder, caches live outside the device."""
         self.files = files
         self.device, self.dtype = forwards.device, forwards.dtype
         self.vocab_size, self.hidden_size = forwards.vocab_size, forwards.hidden_size
@@ -89,11 +87,9 @@ class TargetModel:
         kv_dtype: KVDtype | None = None,
         never_sampled_ids: Many[int] = (),
     ) -> TargetModel:
-        """Load a model from its folder; on a GPU shared out for `slots`, where these are said, with `kernels`.
+        """Load a model from its folder.
 
-        Caches keep keys and values of `kv_dtype`, None for those of `dtype`. `never_sampled_ids` never come.
-        Raises ModelError for a model that is not whole or needs what we can't give, and for no finite logits;
-        KVRoomError where a GPU has no room.
+        Raises ModelError for an unsupported model or non-finite logits, KVRoomError if a GPU lacks memory.
         """
         place = resolve_device(device)
         wanted = slots if place.type == "cuda" else None
@@ -110,9 +106,9 @@ class TargetModel:
         return target
 
     def load_beside(self, files: ModelFiles, longest_job: int) -> TargetModel:
-        """A small model for drafts on the same device in the same dtype, for texts of `longest_job` tokens.
+        """Load a draft model on the same device in the same dtype. Raises ModelError.
 
-        Where this one's caches lie in slots, it has as many, and one more to be measured in. Raises ModelError.
+        It gets the target's slots, and one more to be measured in.
         """
         if self.forwards.arena is not None:
             from swiftbatch.worker.forward.cuda.cuda_loading import forwards_beside
@@ -125,7 +121,7 @@ class TargetModel:
 
     @functools.cached_property
     def transformers(self) -> TransformersForwards:
-        """The model of `transformers` and its forwards: GRIFFIN and trainings use what the kernels do not have."""
+        """Return the `transformers` forwards, which GRIFFIN and trainings need."""
         from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
 
         if isinstance(self.forwards, TransformersForwards):
@@ -134,29 +130,24 @@ class TargetModel:
 
     @property
     def model(self) -> Any:
-        """The `transformers` model."""
         return self.transformers.model
 
     @property
     def numerics(self) -> str:
-        """All that decides a job's tokens beside the weights, in a line."""
         return f"{self.forwards.numerics}, {NOISE_LAW}"
 
     @property
     def is_offloaded(self) -> bool:
-        """True if caches live outside the device."""
         return self._kv_offload is not None
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was given, as whoever takes the time must."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> FullKVCache:
-        """An empty cache for a sequence of at most `max_length` tokens. Raises KVRoomError where it has no room.
+        """Return an empty cache for up to `max_length` tokens. Raises KVRoomError without memory.
 
-        `num_held` are the positions that other sequences hold, who make room where the memory runs out. One that
-        `forgets` what no row sees any more is for those who never read that, nor go far back.
+        `num_held` positions of other sequences can be freed.
         """
         if arena := self.forwards.arena:
             return arena.new_cache(max_length)
@@ -169,57 +160,46 @@ class TargetModel:
         return offloaded_cache(shape, max_length, self._kv_offload)
 
     def held_positions(self, num_unwritten: int | None) -> HeldPositions | None:
-        """The part of a text that a cache holds, if checkpoints lag by so much; None where it holds all of it.
-
-        So it does without `num_unwritten`: then caches may forget nothing.
-
-        Where a GPU's caches forget, one pool's hold all, and the other's what `pool_size` says.
-        """
+        """Return the positions that a cache keeps for checkpoints that lag by `num_unwritten`; None: all."""
         if num_unwritten is None or self.is_offloaded or self.forwards.arena is not None:
             return None
         return self.cache_shape.held_positions(num_unwritten)
 
     @property
     def num_slots(self) -> int | None:
-        """Sequences that have room at a time; None where that depends on their lengths."""
+        """Return how many sequences fit; None if their lengths decide."""
         return self.forwards.arena.num_slots if self.forwards.arena else None
 
     @property
     def pool_size(self) -> PoolSize | None:
-        """The pages that all caches lie in; None where caches have memory of their own."""
+        """Return the pool of pages; None if caches have memory of their own."""
         return self.forwards.arena.pool_size if self.forwards.arena else None
 
     def num_state_positions(self) -> int:
-        """The positions that would take as much as the states of one sequence do; 0 where layers have none."""
+        """Return the number of positions of equal memory to recurrent states."""
         return -(-self.cache_shape.state_bytes() // self.cache_shape.bytes_per_position())
 
     def num_free_positions(self) -> int:
-        """Positions that new caches have room for, those of all sequences together."""
+        """Return the positions that all new caches together have room for."""
         place, num_bytes = place_of_caches(self.device.type, self._kv_offload), self.cache_shape.bytes_per_position()
         free = KVRoom(place, num_bytes).free_bytes() if place else torch.cuda.mem_get_info(self.device)[0]
         return int(free // num_bytes)
 
     def moving_together(self) -> contextlib.AbstractContextManager[None]:
-        """Within it rows of accepted nodes may wait, and move at its end, those of all sequences at once.
-
-        Nobody looks at caches meanwhile.
-        """
+        """Collect moves of accepted rows, and make them on exit."""
         arena = self.forwards.arena
         return contextlib.nullcontext() if arena is None else arena.moving_together()
 
     @torch.inference_mode()
     def verify(self, groups: list[SequenceRows]) -> StepOutputs:
-        """Run the rows of several sequences, row-exactly; returns each one's outputs."""
         return self._of_each(groups, *self.forwards.run(groups))
 
     @torch.inference_mode()
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
-        """Read some first of these known tokens into a cache; returns their hidden states, `[num_read, hidden]`."""
         return self.forwards.read(cache, token_ids)
 
     @torch.inference_mode()
     def check(self, groups: list[SparseRows]) -> StepOutputs:
-        """Run rows behind partial caches: good guesses of what `verify` would say, in no way exact."""
         return self._of_each(groups, *self.forwards.check(groups))
 
     def _of_each(self, groups: list[Any], hidden: torch.Tensor, logits: torch.Tensor) -> StepOutputs:
@@ -230,28 +210,23 @@ class TargetModel:
 
     @torch.inference_mode()
     def queries(self, cache: FullKVCache, token_id: int) -> torch.Tensor:
-        """Queries of one token behind a cache, as they meet the keys: `[num_layers, num_kv_heads, group, head_dim]`.
-
-        The entry behind the committed ones is overwritten.
-        """
+        """Return rotated queries, `[num_layers, num_kv_heads, group, head_dim]`; overwrites the next entry."""
         return self.forwards.queries(cache, token_id)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The language model head: `[num_rows, hidden]` to `[num_rows, vocab] float32`."""
         return self.forwards.logits(hidden)
 
 
 def _what_runs(device: torch.device) -> str:
-    """Say why kernels for GPUs do not run."""
     return "the device is a CPU" if device.type == "cpu" else "transformers' layers run here"
 
 
 def check_model(target: TargetModel) -> None:
-    """Raise ModelError where logits are not finite, or all equal, behind any of some single tokens: no job can run."""
+    """Raise ModelError if logits after some single tokens are not finite, or all equal."""
     step = max(1, target.vocab_size // NUM_PROBED_TOKENS)
     token_ids = range(0, target.vocab_size, step)
-    cache = target.new_cache(1)  # made as jobs' caches are: a GPU's rows lie in the slots of its arena
+    cache = target.new_cache(1)  # like jobs' caches, since a GPU's rows lie in its arena's slots
     for token_id in token_ids:
         [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
         logits = outputs.logits[0]

@@ -1,8 +1,7 @@
-"""Rows of a forward: the root and draft nodes of each sequence, packed into tiles of fixed maximal size.
+"""Rows of a forward: roots and draft nodes of sequences, packed into tiles.
 
-Row-exactness (the same bits for a row, whatever shares its forward) rests on three rules: a tile has at most
-`TILE_ROWS` rows; attention is split at the last `BLOCK` boundary at or below the query's own position; the keys
-from that boundary on are gathered for each row in position order, in a window of fixed width.
+Rows are exact by three rules: tiles have at most `TILE_ROWS` rows; attention is split at the last `BLOCK` boundary at
+or below the query's position; later keys are gathered per row into a window of fixed width.
 """
 
 from __future__ import annotations
@@ -23,34 +22,33 @@ from swiftbatch.worker.kernels.row_tables import address_of
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
-PLACES = np.arange(BLOCK)  # in a tail
-TAILS = np.tril(np.broadcast_to(PLACES, (BLOCK + 1, BLOCK)), -1)  # by their lengths: places behind one repeat the first
+PLACES = np.arange(BLOCK)
+TAILS = np.tril(np.broadcast_to(PLACES, (BLOCK + 1, BLOCK)), -1)  # by length; unused places repeat the first
 
 
 @dataclass(slots=True)
 class SequenceRows:
-    """Consecutive rows of one sequence, all within one block of positions. Nobody changes them.
+    """Consecutive rows of one sequence within one block of positions.
 
-    They are made by the hundred in front of a forward that waits for them, so nothing guards that: it would take as
-    long as to make them.
+    The class is not frozen because that doubles its creation time, for which forwards wait.
     """
 
     cache: FullKVCache
     token_ids: list[int]  # [num_rows]
-    positions: list[int]  # [num_rows] in the table of angles, whose rows begin at the cache's `first_angle`
+    positions: list[int]  # [num_rows] in the table of angles, from the cache's `first_angle` on
     first_entry: int  # cache entry of the first row; the others follow
-    boundary: int  # positions below it are the prefix that all rows share
+    boundary: int  # positions below it are the prefix of all rows
     tail_entries: np.ndarray  # [num_rows, BLOCK] cache entries of the keys from the boundary on, in position order
     tail_lengths: list[int]  # [num_rows] how many of them are real
-    biases: ClassVar[None] = None  # of the prefix's scores: a full cache has none
-    scanned: ClassVar[None] = None  # its rows see all of it exactly
+    biases: ClassVar[None] = None  # a full cache adds nothing to scores
+    scanned: ClassVar[None] = None  # a full cache is read exactly
     is_partial: ClassVar[bool] = False
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def part(self, start: int, end: int) -> SequenceRows:
-        """Rows `start` to `end`, for a tile that has no room for all."""
+        """Return rows `start` to `end`."""
         return SequenceRows(
             self.cache,
             self.token_ids[start:end],
@@ -63,17 +61,17 @@ class SequenceRows:
 
 
 def max_tree_depth(root_position: int) -> int:
-    """Depth at which a draft tree meets the next boundary: deeper nodes would see another prefix than their root."""
+    """Return the depth of the next boundary; deeper nodes would have another prefix than their root."""
     return BLOCK - 1 - root_position % BLOCK
 
 
 def tree_rows(cache: FullKVCache, root_id: int, tree: DraftTree) -> SequenceRows:
-    """Rows that verify `tree` below the last committed token, which itself is not in the cache yet."""
+    """Return rows that verify `tree` below the last committed token."""
     return rows_of_trees([cache], [root_id], [tree])[0]
 
 
 def rows_of_trees(caches: Many[FullKVCache], root_ids: Many[int], trees: Many[DraftTree]) -> list[SequenceRows]:
-    """Rows as `tree_rows` makes them, for several sequences at once."""
+    """Return rows as `tree_rows` does, for several sequences."""
     roots = [cache.length for cache in caches]
     starts = [root // BLOCK * BLOCK for root in roots]
     entries, lengths = tails(starts, roots, trees)
@@ -88,10 +86,10 @@ def rows_of_trees(caches: Many[FullKVCache], root_ids: Many[int], trees: Many[Dr
 
 
 def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[np.ndarray, list[int]]:
-    """Entries `[num_rows, BLOCK]` from each `start` up to each row of a tree; how many are real.
+    """Return entries `[num_rows, BLOCK]` from each `start` to each row of a tree, and how many are real.
 
-    A tree's root is at entry `root`, and nodes stand behind it, in their order. A row sees its ancestors alone; what is
-    not real repeats `start`. Raises ValueError where compiled kernels find a parent behind its node, or no room.
+    A tree's root is entry `root`, and its nodes follow. A row sees its ancestors; other places repeat `start`. Compiled
+    kernels raise ValueError for parents after their nodes, or too long paths.
     """
     if (library := chosen_library()) is None:
         return tails_in_python(starts, roots, trees)
@@ -106,11 +104,11 @@ def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[
 
 
 def tails_in_python(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[np.ndarray, list[int]]:
-    """Make what `tails` does where no kernels were compiled."""
+    """Return what `tails` does, without compiled kernels."""
     befores, lengths = list[int](), list[int]()
-    places, nodes = list[int](), list[int]()  # where nodes' entries go, and these
+    places, nodes = list[int](), list[int]()
     for start, root, tree in zip(starts, roots, trees, strict=True):
-        before, row = root - start + 1, len(lengths)  # tail of the root; its row
+        before, row = root - start + 1, len(lengths)
         befores.append(before)
         lengths.append(before)
         if not tree.parents:
@@ -130,27 +128,27 @@ def tails_in_python(starts: Many[int], roots: Many[int], trees: Many[DraftTree])
 
 
 def row_ahead(cache: FullKVCache, token_id: int) -> SequenceRows:
-    """The row of a token alone; in its tail, not seen yet, the entries of those that are to be drawn behind it."""
+    """Return a token's row, with later rows' entries in its tail."""
     root, start = cache.length, cache.length // BLOCK * BLOCK
     positions, tail = [cache.first_angle + root], start + PLACES[None]
     return SequenceRows(cache, [token_id], positions, root, start, tail, [root - start + 1])
 
 
 def chain_rows(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
-    """Rows that append known tokens (a prompt, or a replayed output) up to the end of the current tile at most."""
+    """Return rows of known tokens, at most to the tile's end."""
     num_rows = min(len(token_ids), TILE_ROWS - cache.length % TILE_ROWS)
     return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:num_rows]))
 
 
 def known_rows(cache: FullKVCache, token_ids: list[int]) -> list[SequenceRows]:
-    """Rows of known tokens behind a cache, a group for each block of positions that they touch."""
+    """Return rows of known tokens after a cache, one group per block of positions."""
     groups, start, end = [], cache.length, cache.length + len(token_ids)
     while start < end:
         boundary = start // BLOCK * BLOCK
         stop = min(end, boundary + BLOCK)
         positions = list(range(start, stop))
         lengths = [position - boundary + 1 for position in positions]
-        entries = boundary + np.where(np.array(lengths)[:, None] > PLACES, PLACES, 0)  # as `tails` has them
+        entries = boundary + np.where(np.array(lengths)[:, None] > PLACES, PLACES, 0)  # as in `tails`
         ids = token_ids[start - cache.length : stop - cache.length]
         angles = [cache.first_angle + position for position in positions]
         groups.append(SequenceRows(cache, ids, angles, start, boundary, entries, lengths))
@@ -160,11 +158,11 @@ def known_rows(cache: FullKVCache, token_ids: list[int]) -> list[SequenceRows]:
 
 @dataclass(frozen=True)
 class Tile:
-    """At most `TILE_ROWS` rows that share one forward."""
+    """Up to `TILE_ROWS` rows of one forward."""
 
     parts: list[SequenceRows]
-    num_rows: int  # real rows
-    num_padded_rows: int  # rows of the forward
+    num_rows: int
+    num_padded_rows: int
 
     def token_ids(self) -> list[int]:
         ids = [token_id for part in self.parts for token_id in part.token_ids]
@@ -176,16 +174,15 @@ class Tile:
 
 
 def needs_whole_tiles(device_type: str, dtype: torch.dtype, num_columns: int = FEWEST_COLUMNS) -> bool:
-    """Tell whether a row's bits in linear layers depend on the row count: in float32 (measured), and on GPUs.
+    """Return whether a row's bits in linear layers depend on the number of rows (measured).
 
-    On CPUs, bf16 layers of up to `TILE_ROWS` rows do not, if all have `FEWEST_COLUMNS` columns; `num_columns` are those
-    of the narrowest one.
+    On CPUs, bf16 layers of up to `TILE_ROWS` rows do not, if the narrowest has `FEWEST_COLUMNS` columns.
     """
     return dtype == torch.float32 or device_type != "cpu" or num_columns < FEWEST_COLUMNS
 
 
 def pack_tiles(groups: list[SequenceRows], pad_rows: bool, tile_rows: int = TILE_ROWS) -> Iterator[Tile]:
-    """Fill tiles with the rows of all sequences in order; `pad_rows` fills each up to `tile_rows`, not `MIN_ROWS`."""
+    """Fill tiles with all rows in order; `pad_rows` pads each to `tile_rows`, otherwise to `MIN_ROWS`."""
     parts: list[SequenceRows] = []
     num_rows = 0
     for group in groups:
@@ -203,7 +200,7 @@ def pack_tiles(groups: list[SequenceRows], pad_rows: bool, tile_rows: int = TILE
 
 
 def tail_mask(lengths: list[int], num_unseen: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Additive mask `[num_rows, 1, 1, BLOCK]`: a row's tail is used from `num_unseen` (0 where less) to its length."""
+    """Return an additive mask `[num_rows, 1, 1, BLOCK]` of tails from `num_unseen` to their lengths."""
     places = torch.arange(BLOCK, device=device)
     ends, starts = (torch.tensor(each, device=device)[:, None] for each in (lengths, num_unseen))
     is_used = (starts <= places) & (places < ends)

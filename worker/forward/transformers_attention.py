@@ -23,16 +23,16 @@ from swiftbatch.worker.model.attention_needs import LayerNeeds
 
 @dataclass(frozen=True)
 class Seen:
-    """The shared prefix is the positions from `start` to the group's boundary; the tail is gathered for each row."""
+    """Visible prefix, from `start` to the group's boundary, and tails gathered per row."""
 
     start: int
     tail_mask: torch.Tensor  # [num_rows, 1, 1, BLOCK]
-    prefix_mask: torch.Tensor | None = None  # [num_rows, boundary - start], where some row of the block sees less
-    is_blind: torch.Tensor | None = None  # [num_rows, 1, 1] with a mask: rows that see nothing of the prefix
+    prefix_mask: torch.Tensor | None = None  # [num_rows, boundary - start], if some row of the block sees less
+    is_blind: torch.Tensor | None = None  # [num_rows, 1, 1], rows that see nothing of the prefix
     _laid_out: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def prefix_rows(self, group: int, padding: int) -> torch.Tensor | None:
-        """The prefix mask for the query heads of a KV head as rows, `[1, 1, num_rows * group + padding, -]`."""
+        """Return the mask for query heads as rows, `[1, 1, num_rows * group + padding, -]`."""
         if self.prefix_mask is None:
             return None
         if (group, padding) not in self._laid_out:
@@ -41,11 +41,11 @@ class Seen:
         return self._laid_out[group, padding]
 
     def prefix_of_each(self) -> Iterable[torch.Tensor | None]:
-        """The prefix mask of every row, `[boundary - start]`."""
+        """Return `[boundary - start]` per row."""
         return [None] * len(self.tail_mask) if self.prefix_mask is None else self.prefix_mask
 
     def without_blind(self, output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prefix's attention `[num_rows, ...]`, in which rows that see nothing of it have no weight."""
+        """Return the prefix's attention without weight for blind rows."""
         if self.is_blind is None:
             return output, lse
         return output.masked_fill(self.is_blind[..., None], 0.0), lse.masked_fill(self.is_blind, float("-inf"))
@@ -73,10 +73,9 @@ PROBED_HEADS, PROBED_HEAD_DIM = 4, 64
 def flash_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Torch's kernel for CPUs, `[batch, heads, rows, head_dim]`: output as `query`, log-sum-exp without the last.
+    """Run torch's CPU kernel, `[batch, heads, rows, head_dim]`; return output and lse `[batch, heads, rows]`.
 
-    Torch shares out products of one head alone among threads, with other bits, and leaves each of several to one
-    thread: so one head comes twice.
+    Torch splits a single head among threads, which changes bits, so it is doubled.
     """
     batch, heads, *_ = query.shape
     if batch * heads == 1 and torch.get_num_threads() > 1:
@@ -89,7 +88,7 @@ def flash_attention(
 
 @functools.cache
 def attention_kernel(device_type: str, dtype: torch.dtype) -> KernelName:
-    """The kernel for tensors of this kind, found out by calling it once."""
+    """Return the kernel for such tensors, found by calling it once."""
     if device_type != "cpu":
         return "attention by definition"
     try:
@@ -97,28 +96,25 @@ def attention_kernel(device_type: str, dtype: torch.dtype) -> KernelName:
             query = torch.zeros(batch, PROBED_HEADS, num_rows, PROBED_HEAD_DIM, dtype=dtype)
             keys = torch.zeros(batch, PROBED_HEADS, num_keys, PROBED_HEAD_DIM, dtype=dtype)
             flash_attention(query, keys, keys, 1.0, None)
-    except RuntimeError:  # torch packs bf16 keys where there is AMX, and cannot where AVX-512 is switched off
-        torch.backends.cuda.enable_flash_sdp(False)  # on CPUs too: drafts leave the choice to torch
+    except RuntimeError:  # torch packs bf16 keys with AMX, which fails if AVX-512 is off
+        torch.backends.cuda.enable_flash_sdp(False)  # on CPUs too, because drafts leave the choice to torch
         return "attention by definition"
     return "flash attention"
 
 
 def query_row_quantum(device_type: str, dtype: torch.dtype, group: int) -> int:
-    """Multiple of query rows, `group` of them for each row of a tile, at which the kernel treats every one alike."""
+    """Return the multiple of query rows at which the kernel treats all rows alike."""
     has_amx = device_type == "cpu" and torch.cpu._is_amx_tile_supported()
-    packs_keys = (
-        has_amx and dtype == torch.bfloat16
-    )  # where rows are many beside keys: their logarithms have other bits
+    packs_keys = has_amx and dtype == torch.bfloat16  # bits of logarithms differ if rows are many
     if packs_keys or attention_kernel(device_type, dtype) == "attention by definition":
         return TILE_ROWS * group  # matrix products choose their order by the number of rows
     return 16 if has_amx else 4  # the AMX path needs more than AVX-512
 
 
 def tail_row_quantum(group: int) -> int:
-    """Multiple of query rows, `group` of them for each row of a tile, at which a batch's rows are alike on all threads.
+    """Return the multiple of query rows at which rows are equal on all threads (measured).
 
-    A product of few rows has other bits where its buffer begins elsewhere, as that of another thread may. The numbers
-    are measured, and so small that rows which were alike without them keep their bits.
+    Bits of a product of few rows depend on its buffer's alignment.
     """
     if torch.get_num_threads() == 1:
         return 1
@@ -133,36 +129,36 @@ ATTENTION_NAME = "swiftbatch_row_groups"
 
 @dataclass(frozen=True)
 class Asked:
-    """The demands of a layer on its attention, beside queries, keys and values."""
+    """A layer's parameters of attention."""
 
     scaling: float
     softcap: float | None = None  # scores become softcap * tanh(score / softcap) (Gemma 2)
-    sinks: torch.Tensor | None = None  # [num_kv_heads, group] scores that take their share and give nothing (GPT-OSS)
+    sinks: torch.Tensor | None = None  # [num_kv_heads, group] scores without values (GPT-OSS)
 
 
 class RowGroup(Protocol):
-    """Rows of one sequence in a forward: they know their own cache."""
+    """Rows of one sequence in a forward, with their cache."""
 
     def __len__(self) -> int: ...
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
-        """Keep `key` and `value` `[num_kv_heads, num_rows, head_dim]` and attend to what the rows may see.
+        """Store `key` and `value` `[num_kv_heads, num_rows, head_dim]` and attend to all visible positions.
 
-        `query` and result `[num_rows, num_kv_heads, group, head_dim]`.
+        `query` and result are `[num_rows, num_kv_heads, group, head_dim]`.
         """
 
 
 @dataclass(frozen=True)
 class BatchInvariantRows:
-    """Rows that attend to a full cache, with what every layer needs of them as tensors."""
+    """Rows that attend to a full cache, with tensors that all layers use."""
 
     rows: SequenceRows
     tail_entries: torch.Tensor  # [num_rows, BLOCK] int64
-    spans: Sequence[Span]  # of every layer
-    attends: Sequence[Attend]  # of every layer
-    seen: dict[Span, Seen]  # for layers that attend in torch
+    spans: Sequence[Span]
+    attends: Sequence[Attend]
+    seen: dict[Span, Seen]  # has the spans of layers that attend in torch
 
     @classmethod
     def prepare(
@@ -173,7 +169,6 @@ class BatchInvariantRows:
         spans: Sequence[Span] = (FULL,),
         attends: Sequence[Attend] | None = None,
     ) -> BatchInvariantRows:
-        """Prepare rows for layers of these spans, all of which attend in torch where nothing else is said."""
         attends = [attend_in_torch] * len(spans) if attends is None else attends
         needed = {span for span, attend in zip(spans, attends, strict=True) if attend is attend_in_torch}
         seen = {span: see(rows, span, dtype, device) for span in needed}
@@ -185,18 +180,17 @@ class BatchInvariantRows:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
-        """Write keys and values to their entries; attend to the shared prefix and to each row's own tail."""
         return self.attends[layer](self, layer, query, key, value, asked)
 
 
 Attend = Callable[[BatchInvariantRows, int, torch.Tensor, torch.Tensor, torch.Tensor, Asked], torch.Tensor]
-"""`BatchInvariantRows.attend` of one layer: whoever multiplies."""
+"""`BatchInvariantRows.attend` of one layer."""
 
 
 def attend_in_torch(
     rows: BatchInvariantRows, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
 ) -> torch.Tensor:
-    """An `Attend` for any layer: a kernel of torch over the prefix, and one over the gathered tails."""
+    """Attend with torch, once over the prefix and once over the tails."""
     cache = rows.rows.cache
     kept = cache.write(layer, rows.rows.first_entry, key, value)
     keys, values = (cache.shape.numbers(each) for each in kept)
@@ -204,7 +198,7 @@ def attend_in_torch(
 
 
 class QueryTap:
-    """A group of one row that keeps the queries of every layer on its way."""
+    """Group of one row that records the queries of every layer."""
 
     def __init__(self, rows: RowGroup) -> None:
         self._rows = rows
@@ -220,7 +214,7 @@ class QueryTap:
         return self._rows.attend(layer, query, key, value, asked)
 
     def queries(self) -> torch.Tensor:
-        """`[num_layers, num_kv_heads, group, head_dim]`."""
+        """Return `[num_layers, num_kv_heads, group, head_dim]`."""
         return torch.stack(self._queries)
 
 
@@ -235,13 +229,13 @@ def attend_in_groups(
     scaling: float,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,  # `layer_needs` has refused models that ask for what matters and is not known here
+    **_: Any,  # `layer_needs` refused models with other relevant arguments
 ) -> tuple[torch.Tensor, None]:
-    """Let every group of rows attend to its own cache; returns `[1, num_rows, num_heads, head_dim of values]`."""
+    """Let every group of rows attend to its own cache; return `[1, num_rows, num_heads, value_dim]`."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     num_kv_heads, value_dim = key.shape[1], value.shape[3]
     head_dim = max(key.shape[3], value_dim)
-    if key.shape[3] != value_dim:  # one cache holds both
+    if key.shape[3] != value_dim:  # the cache stores equal widths
         query, key, value = (pad(each, (0, head_dim - each.shape[3])) for each in (query, key, value))
     sinks = None if s_aux is None else s_aux.float().view(num_kv_heads, -1)
     asked = Asked(scaling, softcap, sinks)
@@ -275,7 +269,7 @@ def _attend(
 def _tail(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, entries: torch.Tensor, seen: Seen, asked: Asked
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each row to its own gathered keys: output as `query`, lse `[num_rows, kv_heads, group]`."""
+    """Attend each row to its gathered keys; return output like `query` and lse `[num_rows, kv_heads, group]`."""
     tail_keys = keys[:, entries].transpose(0, 1)  # [num_rows, kv_heads, BLOCK, head_dim]
     tail_values = values[:, entries].transpose(0, 1)
     if asked.softcap is None:
@@ -286,7 +280,7 @@ def _tail(
 def _prefix(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Seen, asked: Asked
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to the shared prefix, as `_tail`: one call, the query heads of a KV head laid out as rows."""
+    """Attend to the shared prefix, with query heads as rows; return as `_tail`."""
     num_rows, _, group, _ = query.shape
     if asked.softcap is not None:
         keys, values = (each.expand(num_rows, *each.shape) for each in (keys, values))
@@ -306,7 +300,7 @@ def _row_by_row(
     asked: Asked,
     masks: Iterable[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend where no kernel can: every row is a call of its own, the very one that plain decoding makes."""
+    """Attend row by row where no kernel can."""
     parts = [
         attention_by_definition(row, its_keys, its_values, asked.scaling, mask, asked.softcap)
         for row, its_keys, its_values, mask in zip(query, keys, values, masks, strict=True)
@@ -318,7 +312,7 @@ def _row_by_row(
 def _each_row(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every row to keys of its own, in a batch of one size where products may choose their order by it."""
+    """Attend every row to its own keys, in a batch of fixed size if needed."""
     if attention_kernel(query.device.type, query.dtype) == "flash attention":
         group = query.shape[2]
         query = pad(query, (0, 0, 0, -group % tail_row_quantum(group)))
@@ -333,7 +327,7 @@ def _each_row(
 def _flash(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with its log-sum-exp: output as `query`, lse `[batch, heads, rows] float32`."""
+    """Return attention's output like `query`, and lse `[batch, heads, rows] float32`."""
     if attention_kernel(query.device.type, query.dtype) == "flash attention":
         return flash_attention(query, keys, values, scaling, mask)
     return attention_by_definition(query, keys, values, scaling, mask)
@@ -347,7 +341,7 @@ def attention_by_definition(
     mask: torch.Tensor | None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as plain matrix products, for devices without a kernel that returns the log-sum-exp, and soft caps."""
+    """Compute attention as matrix products, for soft caps and devices without a kernel."""
     scores = (query @ keys.transpose(-1, -2)).float() * scaling
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     scores = scores if mask is None else scores + mask
@@ -356,15 +350,11 @@ def attention_by_definition(
 
 
 def _share(first_lse: torch.Tensor, second_lse: torch.Tensor) -> torch.Tensor:
-    """The first part's share of the sum of two softmax sums."""
     return torch.sigmoid(first_lse - second_lse)
 
 
 def _on_whole_tiles(function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
-    """An elementwise function of tensors `[num_rows, ...]`, taken over `TILE_ROWS` rows.
-
-    An elementwise exponential has other bits in the scalar rest of a loop than in its vectors.
-    """
+    """Apply a function to `TILE_ROWS` rows: exponentials have other bits in a loop's scalar rest."""
     num_rows = len(rows[0])
     padded = [pad(each, (0, 0) * (each.ndim - 1) + (0, TILE_ROWS - num_rows)).contiguous() for each in rows]
     return function(*padded)[:num_rows]
@@ -373,11 +363,11 @@ def _on_whole_tiles(function: Callable[..., torch.Tensor], *rows: torch.Tensor) 
 AttentionInterface.register(ATTENTION_NAME, attend_in_groups)
 
 
-# The layers of a `transformers` model that attend in the compiled kernels: all but those with chunks, on a CPU.
+# Layers of `transformers` models that attend in our kernels: on a CPU, all but those with chunks.
 
 
 def attends_of(layers: Sequence[LayerNeeds], dtype: torch.dtype, variant: str | None) -> list[Attend]:
-    """Choose the attention of each layer. `variant` is the instruction set of the kernels, None for none."""
+    """Return each layer's attention, in torch if `variant` is None."""
     if variant is None or not any(_is_known(needs, dtype) for needs in layers):
         return [attend_in_torch] * len(layers)
     in_kernels = attend_in_kernels(shared_team(load_library(variant), torch.get_num_threads()))
@@ -385,7 +375,6 @@ def attends_of(layers: Sequence[LayerNeeds], dtype: torch.dtype, variant: str | 
 
 
 def attention_numerics(attends: Sequence[Attend], device_type: str, dtype: torch.dtype, variant: str | None) -> str:
-    """Names all that attends in some layer."""
     names: list[str] = [attention_kernel(device_type, dtype)] if attend_in_torch in attends else []
     if variant is not None and set(attends) != {attend_in_torch}:
         names.append(f"{kernel_numerics(variant, str(dtype).removeprefix('torch.'))} attention")
@@ -393,13 +382,13 @@ def attention_numerics(attends: Sequence[Attend], device_type: str, dtype: torch
 
 
 def attend_in_kernels(team: Team) -> Attend:
-    """An `Attend` for layers that see all or a window, whose rows are exact by construction."""
+    """Return attention for layers that see all or a window, exact by construction."""
 
     def attend(
         rows: BatchInvariantRows, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
         group, new = rows.rows, (key.transpose(0, 1), value.transpose(0, 1))
-        group.cache.write(layer, group.first_entry, key, value)  # brings what earlier tiles wrote, wherever it lies
+        group.cache.write(layer, group.first_entry, key, value)  # loads rows of earlier tiles, wherever the cache lies
         view = _view(rows.spans[layer], asked)
         output = native_attention(team, [group], layer, query.flatten(1, 2), *new, asked.scaling, view)
         return output.view(query.shape)
@@ -413,7 +402,7 @@ def _view(span: Span, asked: Asked) -> AttentionView:
 
 
 def _is_known(needs: LayerNeeds, dtype: torch.dtype) -> bool:
-    """Tell whether the kernels have all that a layer asks for; the smaller of its keys and values are padded."""
+    """Return whether the kernels support a layer."""
     sees_no_chunks = needs.span.kind in ("full", "window")
     fits = dtype in ELEMENTS and max(needs.key_dim, needs.value_dim) in HEAD_DIMS
     return sees_no_chunks and needs.has_model_dtype and fits

@@ -1,6 +1,4 @@
-"""Forwards of any causal language model of `transformers`, row-exactly over tiles.
-
-Rows behind a partial cache attend to it in one call, with the draft tree as a mask."""
+"""Row-exact forwards of any causal language model of `transformers`, in tiles."""
 
 from __future__ import annotations
 
@@ -47,11 +45,11 @@ from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.batch_sampler import BatchSampler, create_batch_sampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
-LONGEST_TEXT = 2**21  # positions; masks are not looked at beyond, where no job comes
+LONGEST_TEXT = 2**21  # masks are checked up to here, beyond any job
 
 
 class TransformersForwards:
-    """`Forwards` whose layers are the model's own but for their attention."""
+    """`Forwards` with the model's own layers, except for attention."""
 
     arena = None
     team = None
@@ -62,10 +60,7 @@ class TransformersForwards:
     def __init__(
         self, model: Any, files: ModelFiles, variant: str | None = None, kv_dtype: KVDtype | None = None
     ) -> None:
-        """Let layers attend in the kernels of an instruction set; those with chunks, and all for None, attend in torch.
-
-        Raises ModelError for a model that asks for attention that is not known here.
-        """
+        """Raises ModelError for unknown kinds of attention."""
         layers = observe_layers(model, files.name, min(files.max_positions, LONGEST_TEXT))
         model.set_attn_implementation(ATTENTION_NAME)
         recurrent = take_over_recurrent_layers(model, variant)
@@ -87,14 +82,15 @@ class TransformersForwards:
         self._pads_rows = needs_whole_tiles(self.device.type, self.dtype, _narrowest(self._decoder))
         self.rows_per_forward = 1 if self.device.type == "cpu" else TILE_ROWS
         needs_vectors = self.device.type == "cpu" and has_rests(self._decoder, TILE_ROWS if self._pads_rows else 1)
-        self._vectors = WholeVectors() if needs_vectors else contextlib.nullcontext()  # it slows every call down
+        # only used if needed, since it slows every call
+        self._vectors = WholeVectors() if needs_vectors else contextlib.nullcontext()
 
     def new_batch_sampler(self) -> BatchSampler:
         return create_batch_sampler(self.vocab_size, self.device)
 
     @property
     def numerics(self) -> str:
-        """Hardware, dtype, threads, torch's version and the bits of its products on a CPU, and attention kernels."""
+        """Return hardware, dtype, threads, torch's version and products, and attention kernels."""
         device, dtype = self.device.type, str(self.dtype).removeprefix("torch.")
         library = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
         library += f", products {torch_gemms()}" if device == "cpu" else ""
@@ -103,7 +99,7 @@ class TransformersForwards:
         return with_kv(computed, self.cache_shape.kv_dtype)
 
     def _states_numerics(self) -> str:
-        """Names what runs states, if there are any; the kernels of all instruction sets give the same bits."""
+        """Return what computes recurrent states; all our instruction sets have the same bits."""
         if (shape := self.cache_shape.recurrent) is None:
             return ""
         if self._variant is None or not runs_in_kernels(shape):
@@ -134,7 +130,7 @@ class TransformersForwards:
         return embeddings
 
     def states(self, token_ids: list[int], positions: list[int], groups: Sequence[RowGroup]) -> torch.Tensor:
-        """Final hidden states of all rows of one forward, whatever they attend to: `[num_rows, hidden]`."""
+        """Return final hidden states of a forward's rows, `[num_rows, hidden]`."""
         ids, places = (torch.tensor([each], device=self.device) for each in (token_ids, positions))
         with self._vectors:
             output = self._decoder(input_ids=ids, position_ids=places, use_cache=False, row_groups=list(groups))
@@ -157,7 +153,6 @@ class TransformersForwards:
         return tap.queries()
 
     def _tile(self, tile: Tile) -> torch.Tensor:
-        """Final hidden states of a tile's rows, padding included: `[num_padded_rows, hidden]`."""
         return self.states(tile.token_ids(), tile.positions(), [self._prepared(part) for part in tile.parts])
 
     def _prepared(self, rows: SequenceRows) -> BatchInvariantRows:
@@ -165,19 +160,19 @@ class TransformersForwards:
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:
-    """The tokens that end a text: a config without any would have those of its class."""
+    """Return the model's end tokens, not its class's defaults."""
     eos = model.generation_config.eos_token_id
     return frozenset([eos] if isinstance(eos, int) else eos or [])
 
 
 class SparseAttention:
-    """A `RowGroup` of rows behind a partial cache."""
+    """`RowGroup` after a partial cache."""
 
     def __init__(self, rows: SparseRows) -> None:
         self._rows = rows
         sees_everything = len(rows) == 1 and rows.cache.bias is None
         self._mask = None if sees_everything else _mask(rows)
-        self._group_mask: torch.Tensor | None = None  # the same for every query head of a group
+        self._group_mask: torch.Tensor | None = None  # repeats the mask for the query heads of a group
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -185,7 +180,7 @@ class SparseAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked
     ) -> torch.Tensor:
-        """Write keys and values behind the cache's entries and attend to all of them that the mask shows."""
+        """Write keys and values, then attend to all visible entries."""
         keys, values = self._rows.cache.write(layer, self._rows.first_entry, key, value)
         num_rows, _, group, _ = query.shape
         if self._mask is not None and self._group_mask is None:
@@ -199,7 +194,7 @@ class SparseAttention:
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, asked: Asked
 ) -> torch.Tensor:
-    """Attention of rows `[1, num_kv_heads, num_rows * group, head_dim]` to all entries, as it is asked for."""
+    """Attend rows `[1, num_kv_heads, num_rows * group, head_dim]` to all entries."""
     if asked.softcap is None and asked.sinks is None:
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=asked.scaling)
     output, lse = attention_by_definition(query, keys, values, asked.scaling, mask, asked.softcap)
@@ -211,7 +206,7 @@ def _attend(
 
 
 def _mask(rows: SparseRows) -> torch.Tensor:
-    """Additive mask `[num_rows, num_entries + num_rows]`: biases of entries, then 0 where a row's tail says so."""
+    """Return an additive mask `[num_rows, num_entries + num_rows]`: biases of entries, and 0 for visible tails."""
     shape, first = rows.cache.shape, rows.first_entry
     mask = np.full((len(rows), first + len(rows)), -np.inf, dtype=np.float32)
     mask[:, :first] = 0.0 if rows.biases is None else rows.biases[:first]
@@ -221,6 +216,6 @@ def _mask(rows: SparseRows) -> torch.Tensor:
 
 
 def _narrowest(decoder: torch.nn.Module) -> int:
-    """Return the fewest columns of any linear layer, found by its weights: routers may have a class of their own."""
+    """Return the fewest columns of any linear layer."""
     weights = (weight for name, weight in decoder.named_parameters() if weight.ndim == 2 and "norm" not in name)
     return min(weight.shape[0] for weight in weights)

@@ -25,44 +25,43 @@ from swiftbatch.worker.model.layer_types import RecurrentShape
 
 @dataclass(frozen=True)
 class Projected:
-    """The numbers that a layer computes of each row by itself."""
+    """Numbers that a layer computes per row."""
 
     inputs: Tensor  # [num_rows, num_channels] of the convolution
     gates: Tensor  # [num_rows, ...] of the output
     factors: tuple[Tensor, ...] = ()  # each [num_rows, num_heads] or [num_rows, num_heads, num_decays] float32
 
     def part(self, rows: slice) -> Projected:
-        """Return the numbers of some rows."""
         return Projected(self.inputs[rows], self.gates[rows], tuple(each[rows] for each in self.factors))
 
 
 class RecurrentParts(Protocol):
-    """A recurrent layer of `transformers`, taken apart."""
+    """Parts of a `transformers` recurrent layer."""
 
     def shape(self, num_layers: int) -> RecurrentShape:
-        """Sizes of a model with so many of these."""
+        """Return the sizes of a model with `num_layers` such layers."""
 
     def project(self, hidden: Tensor) -> Projected:
-        """The part in front of the state, `[num_rows, hidden]`."""
+        """Compute what comes before the state, from `[num_rows, hidden]`."""
 
     def mix(self, walk: StateWalk, projected: Projected) -> Tensor:
-        """Compute what rows of one sequence find along their paths, `[num_rows, ...]`."""
+        """Return what rows of one sequence read from states along their paths, `[num_rows, ...]`."""
 
     def output(self, mixed: Tensor, gates: Tensor) -> Tensor:
-        """The part behind the state, `[num_rows, hidden]`."""
+        """Compute what comes after the state, `[num_rows, hidden]`."""
 
 
 class StateWalk:
-    """Goes through the rows of a sequence in order; the states of those that others may follow are at hand."""
+    """Pass over a sequence's rows in order, with the states of their parents."""
 
     def __init__(
         self, layer: RecurrentLayer, paths: list[list[int]], root: int, first: int, team: Team | None = None
     ) -> None:
-        """`root` is the step behind the committed ones, `first` that of the first row; `team` runs the kernels."""
+        """`root` is the step after the committed ones, `first` the first row's."""
         self._layer, self._paths, self._root, self._first, self._team = layer, paths, root, first, team
 
     def take(self, steps: Steps) -> Tensor:
-        """Take the rows' steps, keep them, and read what queries find: `[num_rows, num_heads, value_dim]` float32."""
+        """Store the rows' steps and return what their queries read: `[num_rows, num_heads, value_dim]` float32."""
         states, parents = self._beginnings()
         run = self._in_torch if self._team is None else functools.partial(native_steps, self._team)
         updates, found = run(steps, states, parents)
@@ -70,7 +69,7 @@ class StateWalk:
         return found
 
     def _beginnings(self) -> tuple[list[Tensor], list[int]]:
-        """The states that rows go on from, and for each row one of them, `-1 - number`, or an earlier row."""
+        """Return start states, and each row's one (`-1 - number`) or earlier row."""
         states, parents = [self._layer.state], []
         for path in self._paths:
             open_steps = [step for step in path[:-1] if step >= self._root]
@@ -78,7 +77,7 @@ class StateWalk:
                 parents.append(-1)
             elif open_steps[-1] >= self._first:
                 parents.append(open_steps[-1] - self._first)
-            else:  # an earlier forward had the parent
+            else:  # the parent was in an earlier forward
                 states.append(self._layer.folded(self._layer.state, open_steps))
                 parents.append(-len(states))
         return states, parents
@@ -90,7 +89,7 @@ class StateWalk:
             before = own[parent] if parent >= 0 else states[-1 - parent]
             state = before * steps.decays[row][:, :, None]
             keys, update = self._layer.heads_of(steps.keys[row])[:, :, None], steps.values[row]
-            if steps.betas is not None:  # the delta rule: a share of what the state lacks of a value
+            if steps.betas is not None:  # the delta rule: a share of the value that the state lacks
                 update = (update - (state * keys).sum(dim=1)) * steps.betas[row][:, None]
             own.append(state + keys * update[:, None])
             updates.append(update)
@@ -100,7 +99,7 @@ class StateWalk:
     def convolved(
         self, convolution: Any, dtype: torch.dtype, activation: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """A convolution over the last inputs of each path: `[num_rows, num_channels]`."""
+        """Return a convolution over the last inputs of each path: `[num_rows, num_channels]`."""
         weight = convolution.weight[:, 0].float()
         width = weight.shape[1]
         before = list(range(-(width - 1), 0))
@@ -119,21 +118,21 @@ class StateWalk:
 
 
 def in_whole_tiles(function: Any, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Elementwise functions of `[num_rows, ...]` over `TILE_ROWS` rows: see `attention._on_whole_tiles`."""
+    """Apply elementwise functions to `TILE_ROWS` rows, see `transformers_attention._on_whole_tiles`."""
     num_rows = len(rows[0])
     padded = [pad(each, (0, 0) * (each.ndim - 1) + (0, TILE_ROWS - num_rows)).contiguous() for each in rows]
     return tuple(each[:num_rows] for each in function(*padded))
 
 
-# The recurrent layers of `transformers` models, taken apart: delta nets, Mamba-2, short convolutions.
+# Recurrent layers of `transformers` models: delta nets, Mamba-2, short convolutions.
 
 
-EPSILON = 1e-6  # of queries' and keys' lengths, in every kind
-STEEP = 20.0  # from here on the logarithm of 1 + e^x is x
+EPSILON = 1e-6  # stabilises queries' and keys' norms
+STEEP = 20.0  # above it, log(1 + e^x) is x
 
 
 class DeltaNet:
-    """A `RecurrentParts` of gated delta nets (Qwen3-Next, Qwen3.5)."""
+    """`RecurrentParts` of gated delta nets (Qwen3-Next, Qwen3.5)."""
 
     def __init__(self, net: Any) -> None:
         self._net = net
@@ -142,9 +141,9 @@ class DeltaNet:
         return _shape(self._net, num_layers, ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim"))
 
     def project(self, hidden: Tensor) -> Projected:
-        """Factors are betas and decays.
+        """Return betas and decays as factors.
 
-        A product with fewer than 16 columns has another order of sums for a few rows, so these have whole tiles.
+        Products with fewer than 16 columns sum few rows in another order.
         """
         net = self._net
         if hasattr(net, "in_proj_qkv"):
@@ -175,7 +174,7 @@ class DeltaNet:
 
 
 class DeltaAttention:
-    """A `RecurrentParts` of Kimi's delta attention (KDA): a delta net with a decay for each row of a state."""
+    """`RecurrentParts` of Kimi's delta attention (KDA), with a decay per row of a state."""
 
     def __init__(self, net: Any) -> None:
         self._net = net
@@ -186,7 +185,7 @@ class DeltaAttention:
         return RecurrentShape(num_layers, *heads, *dims, net.conv_dim, net.conv_kernel_size, num_decays=net.head_dim)
 
     def project(self, hidden: Tensor) -> Projected:
-        """Factors are betas and decays."""
+        """Return betas and decays as factors."""
         net, forget = self._net, self._net.forget_gate
         inputs = torch.cat([net.q_proj(hidden), net.k_proj(hidden), net.v_proj(hidden)], dim=-1)
         (b,) = in_whole_tiles(lambda rows: (net.b_proj(rows),), hidden)
@@ -213,7 +212,7 @@ class DeltaAttention:
 def _by_delta_rule(
     walk: StateWalk, projected: Projected, convolution: Any, widths: tuple[int, int], dims: tuple[int, int]
 ) -> Tensor:
-    """Compute what the rows of a delta net find; `widths` are of all keys and of all values, `dims` of a head's."""
+    """Return what the rows of a delta net read; `widths` are of all keys and values."""
     dtype, (betas, decays), (key_dim, value_dim) = projected.inputs.dtype, projected.factors, dims
     convolved = walk.convolved(convolution, dtype, silu)
     queries, keys, values = convolved.split([widths[0], *widths], dim=-1)
@@ -229,10 +228,7 @@ def _of_length_one(heads: Tensor) -> tuple[Tensor]:
 
 
 class MambaLayer:
-    """A `RecurrentParts` of Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H).
-
-    Its keys are the inputs' projections B, its queries C.
-    """
+    """`RecurrentParts` of Mamba-2 (Bamba, Falcon-H1, Granite 4 h, Nemotron-H), with keys B and queries C."""
 
     def __init__(self, net: Any) -> None:
         self._net = net
@@ -241,7 +237,7 @@ class MambaLayer:
         return _shape(self._net, num_layers, ("num_heads", "n_groups", "ssm_state_size", "head_dim"))
 
     def project(self, hidden: Tensor) -> Projected:
-        """Factors are time steps and decays."""
+        """Return time steps and decays as factors."""
         net = self._net
         if hasattr(net, "mup_vector"):  # Falcon-H1 scales all parts
             projected = net.in_proj(hidden * net.ssm_in_multiplier) * net.mup_vector[0]
@@ -274,7 +270,7 @@ class MambaLayer:
 
 
 class ShortConvolution:
-    """A `RecurrentParts` of short convolutions between gates (LFM2): their state is their last inputs alone."""
+    """`RecurrentParts` of short convolutions between gates (LFM2), whose state is their last inputs."""
 
     def __init__(self, net: Any) -> None:
         self._net = net
@@ -296,7 +292,6 @@ class ShortConvolution:
 
 
 def _shape(net: Any, num_layers: int, names: tuple[str, str, str, str]) -> RecurrentShape:
-    """Sizes of a model with so many of these nets; `names` are theirs of heads, key heads, key and value dimensions."""
     return RecurrentShape(num_layers, *(getattr(net, name) for name in (*names, "conv_dim", "conv_kernel_size")))
 
 
@@ -312,10 +307,7 @@ RECURRENT_LAYERS: dict[str, Callable[[Any], RecurrentParts]] = {
 
 
 def take_over_recurrent_layers(model: Any, variant: str | None = None) -> RecurrentShape | None:
-    """Let the recurrent layers of a model run rows of caches; None where it has none.
-
-    States that the kernels know run in those of an instruction set.
-    """
+    """Let a model's recurrent layers run rows of caches; None without any."""
     _number_caches(model)
     nets = list(recurrent_layers(model).values())
     if not nets:
@@ -329,7 +321,7 @@ def take_over_recurrent_layers(model: Any, variant: str | None = None) -> Recurr
 
 
 def _number_caches(model: Any) -> None:
-    """Let layers that attend use the caches of layers that do, in order: others may have a state, or products alone."""
+    """Number the caches of attending layers alone."""
     layers = getattr(decoder_of(model), "layers", ())
     attending = [part for layer in layers if (part := attention_of(layer)) is not None]
     for number, attention in enumerate(attending):
@@ -337,7 +329,6 @@ def _number_caches(model: Any) -> None:
 
 
 def runs_in_kernels(shape: RecurrentShape) -> bool:
-    """Tell whether the kernels take a model's states."""
     return are_known_states(shape.num_heads, shape.value_dim)
 
 
@@ -351,10 +342,7 @@ def _forward(
     row_groups: list[BatchInvariantRows] | None = None,
     **others: Any,
 ) -> Tensor:
-    """A layer's forward over the rows of several sequences, `[1, num_rows, hidden]`; padding rows give zeros.
-
-    Without groups of rows it is `otherwise`, that of `transformers`.
-    """
+    """Run a layer over rows of several sequences, `[1, num_rows, hidden]`, or `otherwise` without groups."""
     if row_groups is None:
         return otherwise(hidden_states, **others)
     projected = mixer.project(hidden_states[0])
@@ -372,7 +360,6 @@ def _forward(
 def _run_group(
     mixer: RecurrentParts, team: Team | None, number: int, rows: SequenceRows, projected: Projected
 ) -> Tensor:
-    """The rows of one sequence through its state."""
     cache = rows.cache
     states = cache.layer_states
     assert isinstance(states, RecurrentStates)
@@ -384,7 +371,7 @@ def _run_group(
 
 
 def paths_of(rows: SequenceRows, boundary: int) -> list[list[int]]:
-    """The steps of each row's own path behind a cache's boundary, its own last."""
+    """Return the steps of each row's path after a cache's boundary, its own last."""
     before = list(range(rows.boundary - boundary))
     return [
         before + (rows.tail_entries[row, :length] - boundary).tolist() for row, length in enumerate(rows.tail_lengths)

@@ -1,4 +1,4 @@
-"""Compiles the C source, once for each instruction set. Standard library alone: `setup.py` runs it at install."""
+"""Compiles the C source for each instruction set; `setup.py` runs it with the standard library alone."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ X86_FLAGS = {
     "avx512": AVX512,
     "avx2": AVX2,
 }
-# ziglang's compiler would spend a quarter of its time on what debuggers read
+# debug information would take a quarter of ziglang's time
 FLAGS = ("-O3", "-g0", "-std=gnu11", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall")
-SAME_BITS = ("-ffp-contract=off", "-fno-math-errno")  # a square root is an instruction, and nothing else is rearranged
+SAME_BITS = ("-ffp-contract=off", "-fno-math-errno")  # square roots are instructions, and nothing else is rearranged
 
 
 class BuildError(Exception):
-    """No library came out; the text says in one line what the compiler said."""
+    """No library was compiled. The text is the compiler's error in one line."""
 
 
 def variants() -> dict[str, tuple[str, ...]]:
-    """Flags of every library for this kind of machine, by the name of its instruction set, the fastest first."""
     return (X86_FLAGS if platform.machine() in X86_MACHINES else {}) | {"portable": ()}
 
 
 def find_compiler() -> list[str] | None:
-    """`$CC`, else the compiler that the package `ziglang` brings, else this machine's own; None where there is none."""
+    """Return `$CC`, the compiler of the package `ziglang`, or the machine's own; None without any."""
     if command := os.environ.get("CC"):
         return shlex.split(command)
     if (package := importlib.util.find_spec("ziglang")) and package.submodule_search_locations:
@@ -53,31 +52,27 @@ def find_compiler() -> list[str] | None:
 def compile_library(
     variant: str, path: Path, compiler: list[str], extra_flags: Sequence[str] = (), cache: str | None = None
 ) -> None:
-    """Compile one variant into the file `path`; `cache` is a folder for the compiler's own. Raises BuildError.
-
-    A process that has loaded the library before keeps that one, and one that loads it meanwhile finds a whole one.
-    """
+    """Compile one variant into the file `path`, which is replaced as a whole. Raises BuildError."""
     digest = source_digest()
     environment = os.environ | ({"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache} if cache else {})
     path.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        everything = Path(folder) / "kernels.c"  # one unit: reading the processor's headers takes longest
+        everything = Path(folder) / "kernels.c"  # one unit, because reading the processor's headers takes longest
         everything.write_text("".join(f'#include "{source}"\n' for source in sorted(SOURCE.glob("*.c"))))
         flags = (*FLAGS, *SAME_BITS, *variants()[variant], *extra_flags)
         try:
             _run([*compiler, *flags, "-c", everything.name, "-o", "kernels.o"], folder, environment)
-            # Without the variant's flags: ziglang would build its runtime anew for each of them. With -O3: else it
-            # would build a second one, for debugging
+            # ziglang would build its runtime again for each variant's flags, and a second one for debugging without -O3
             link = [*compiler, "-shared", "-O3", "-pthread", *extra_flags, "-o", path.name, "kernels.o", "-lm"]
             _run(link, folder, environment)
         except BuildError:
-            path.unlink(missing_ok=True)  # rather none than one of an older source
+            path.unlink(missing_ok=True)  # a library of an older source must not stay
             raise
         _put(Path(folder) / path.name, path, digest)
 
 
 def _put(made: Path, path: Path, digest_of_source: str) -> None:
-    """Rename a library to its place, never writing into the one there. The mark fits both while they change places."""
+    """Rename a library to its place; the mark fits the old and the new one meanwhile."""
     digest = _digest(made)
     if path.exists():
         _write_mark(made, path, f"{digest_of_source} {_digest(path)} {digest}")
@@ -86,7 +81,7 @@ def _put(made: Path, path: Path, digest_of_source: str) -> None:
 
 
 def _write_mark(made: Path, path: Path, text: str) -> None:
-    """Write the mark of the library `path` aside, beside the one that was `made`, and rename it."""
+    """Write the mark of the library `path` atomically."""
     aside = _mark(made)
     aside.write_text(text, encoding="ascii")
     aside.replace(_mark(path))
@@ -102,19 +97,18 @@ def _run(command: list[str], folder: str, environment: dict[str, str]) -> None:
 
 
 def library_path(variant: str) -> Path:
-    """Return the path of a variant after the install."""
     return LIBRARIES / f"kernels-{variant}.so"
 
 
 def source_digest() -> str:
-    """SHA-256 over all that decides the libraries beside the compiler: source, this file, the kind of machine."""
+    """Return the SHA-256 of all that decides the libraries except the compiler: source, this file, machine."""
     kind = f"{sys.platform} {platform.machine()}".encode()
     files = [path.name.encode() + path.read_bytes() for path in (*sorted(SOURCE.glob("*.[ch]")), Path(__file__))]
     return hashlib.sha256(b"\0".join([kind, *files])).hexdigest()
 
 
 def stale_variants() -> list[str]:
-    """Return the variants whose library is absent, or was made of another source."""
+    """Return the variants without a library of this source."""
     digest = source_digest()
     paths = {name: library_path(name) for name in variants()}
     return [
@@ -129,7 +123,7 @@ def stale_variants() -> list[str]:
 
 
 def compile_all(names: Iterable[str] | None = None) -> list[str]:
-    """Compile every variant, or these, several at a time; one line for each that failed."""
+    """Compile the variants in parallel; return one line per failure."""
     names = variants() if names is None else names
     if (compiler := find_compiler()) is None:
         return ["no C compiler was found (the package ziglang brings one; $CC names another)"]
@@ -141,12 +135,13 @@ def compile_all(names: Iterable[str] | None = None) -> list[str]:
 
 
 def is_whole(library: Path) -> bool:
-    """Tell whether a library's file is as it was compiled, whatever its source was."""
-    return any(_fits_mark(library) for _ in range(2))  # twice: another one may have come between mark and library
+    """Return whether a library's file is as compiled."""
+    # twice, because another library may replace it between the two reads
+    return any(_fits_mark(library) for _ in range(2))
 
 
 def is_of_this_source(library: Path) -> bool:
-    """Tell whether a library was made of the source that lies beside it: another one takes other arguments."""
+    """Return whether a library was compiled from this source; others may take other arguments."""
     try:
         return _mark(library).read_text(encoding="ascii").partition(" ")[0] == source_digest()
     except (OSError, UnicodeDecodeError):
@@ -161,7 +156,6 @@ def _fits_mark(library: Path) -> bool:
 
 
 def _mark(library: Path) -> Path:
-    """The file that says of which source a library was made, and what came of it."""
     return library.with_suffix(".sha256")
 
 
@@ -174,7 +168,7 @@ def _digest(file: Path) -> str:
 
 
 def _zig_target() -> list[str]:
-    """Flags for any processor of this kind, where this compiler would take the one that it runs on."""
+    """Return flags for any processor of this kind, not just the machine's own."""
     system = {"linux": "linux-gnu.2.28", "darwin": "macos"}.get(sys.platform)
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     return ["-target", f"{machine}-{system}"] if system else []
@@ -185,5 +179,5 @@ def _first_error(text: str) -> str:
     return lines[0].strip() if lines else "it failed and said nothing"
 
 
-if __name__ == "__main__":  # for who changes the source
+if __name__ == "__main__":
     sys.exit("\n".join(compile_all()) or 0)

@@ -1,4 +1,4 @@
-"""Causal attention with its gradients, for training: compiled where this processor multiplies bf16, else torch's."""
+"""Causal attention with gradients for training: compiled if this processor multiplies bf16, otherwise torch's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from swiftbatch.worker.kernels.compute_threads import Team
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_library
 
-FAST_VARIANTS = ("avx512-bf16",)  # torch multiplies tiles itself where there is AMX
-HEAD_DIM = SIDE = 64  # of source/causal_blocks.h
-MOST_THREADS = 16  # each has room for all gradients of queries; one sequence gives no more units of work
+FAST_VARIANTS = ("avx512-bf16",)  # with AMX, torch multiplies tiles itself
+HEAD_DIM = SIDE = 64  # as in source/causal_blocks.h
+MOST_THREADS = 16  # each has memory for all queries' gradients, and one sequence has no more units of work
 FUNCTIONS = ("causal_forward", "causal_backward")
 
 
@@ -45,11 +45,10 @@ class CCausalCall(ctypes.Structure):
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, before: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """Attend with `query [batch, num_heads, length, head_dim]` to the same positions and those in front of them.
+    """Attend with `query [batch, num_heads, length, head_dim]` to the same and earlier positions.
 
-    `key` and `value` are `[batch, num_kv_heads, length, head_dim]`, all of one dtype; result as `query`. `before` are
-    keys and values in front of those, whole blocks of 64 positions, which get no gradients. The kernels' bits, and
-    those of their gradients, do not depend on the number of threads. Raises ValueError for other shapes.
+    `key` and `value` are `[batch, num_kv_heads, length, head_dim]`. `before` has earlier ones in blocks of 64
+    positions, without gradients. Threads do not change bits. Raises ValueError for other shapes.
     """
     _check(query, key, value, before)
     if is_fast(query):
@@ -71,7 +70,7 @@ def _lower_right(num_queries: int, num_keys: int) -> Any:
 
 
 def is_fast(query: Tensor) -> bool:
-    """Tell whether compiled kernels attend with such queries here. Raises KernelError as `chosen_variant` does."""
+    """Raises KernelError as `chosen_variant` does."""
     is_known = query.dtype == torch.bfloat16 and query.shape[3] == HEAD_DIM and query.device.type == "cpu"
     return is_known and query.numel() > 0 and chosen_variant() in FAST_VARIANTS
 
@@ -103,7 +102,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _run(function: str, scaling: float, softmax: Tensor, **heads: Tensor) -> None:
-    """Call the kernels with all that `causal_call` names; what they may still look at later is kept."""
+    """Call the kernels with the fields of `causal_call`, and hold what late helper threads may read."""
     query, key = heads["query"], heads["key"]
     batch_size, num_heads, length, _ = query.shape
     call = CCausalCall(
@@ -132,7 +131,6 @@ def _team(variant: str, num_threads: int) -> Team:
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, before: tuple[Tensor, Tensor] | None) -> None:
-    """Raises ValueError for what does not fit together."""
     shapes = [list(each.shape) for each in (query, key, value)]
     if query.ndim != 4 or key.ndim != 4 or key.shape != value.shape:
         raise ValueError(f"found query, key and value {shapes}, expected four axes, and keys and values of one shape")
@@ -149,12 +147,11 @@ def _check(query: Tensor, key: Tensor, value: Tensor, before: tuple[Tensor, Tens
 
 
 def _side_by_side(heads: Tensor) -> Tensor:
-    """Return heads with the numbers of a head next to each other, as the kernels read them."""
     return heads.detach() if heads.stride(3) == 1 else heads.detach().contiguous()
 
 
 def _empty_like(heads: Tensor) -> Tensor:
-    """Room for `[batch, heads, length, head_dim]`, the heads of a position side by side, as models take them on."""
+    """Allocate `[batch, heads, length, head_dim]` with a position's heads contiguous."""
     batch_size, num_heads, length, head_dim = heads.shape
     return heads.new_empty(batch_size, length, num_heads, head_dim).transpose(1, 2)
 

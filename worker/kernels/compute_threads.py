@@ -1,4 +1,4 @@
-"""The threads that compute, and the weights that they may still look at."""
+"""Computing threads, and the memory that they may still read."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ Free = Callable[[int], None]
 
 
 class Team:
-    """The threads that compute: the caller, and helpers that start when there is work for them."""
+    """The calling thread, and helpers that start when there is work."""
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
         if num_threads < 1:
             raise ValueError(f"found {num_threads} threads, expected 1 or more")
         self.library = library
-        self.lock = threading.Lock()  # one call at a time
+        self.lock = threading.Lock()  # allows one call at a time
         self.handle: int = library.team_new(num_threads)
         self._held: list[Any] = []
         self._retired: list[tuple[Free, int]] = []
         weakref.finalize(self, _close, library, self.handle, self._retired)
 
     def hold(self, read: Any) -> None:
-        """Keep what a call read, caches and biases, while a helper that came too late may still read it."""
+        """Keep a call's inputs alive while a late helper may read them."""
         is_busy = self.library.team_is_busy(self.handle)
         self._held = [*self._held, read] if is_busy else []
         if not is_busy:
             _free(self._retired)
 
     def retire(self, free: Free, handle: int) -> None:
-        """Free weights that no call uses any more, once no helper may look at them."""
+        """Free weights once no helper may read them."""
         self._retired.append((free, handle))
 
 
@@ -45,7 +45,7 @@ _teams_lock = threading.Lock()
 
 
 def shared_team(library: ctypes.CDLL, num_threads: int) -> Team:
-    """The one team of so many threads of a library: the helpers of a second one would be in its way."""
+    """Return the library's only team of this size, since two would compete for cores."""
     with _teams_lock:
         team = _teams.get((library._name, num_threads))
         if team is None:

@@ -1,4 +1,4 @@
-"""A decoder's weights by their roles, experts among them, taken out of a loaded `transformers` model."""
+"""Decoder's weights by role, with experts, taken from a loaded `transformers` model."""
 
 from __future__ import annotations
 
@@ -22,30 +22,27 @@ from swiftbatch.worker.kernels.rope_scaling import Rotary, rotary_of
 
 
 class MayBeLatent:
-    """Experts that may read something smaller than a row, which a layer in front of them makes of it."""
+    """Experts that may read a narrower projection of a row."""
 
     latent: tuple[AnyLinear, AnyLinear] | None
 
     @property
     def latent_width(self) -> int:
-        """Numbers that experts read and give in place of a row's own; 0 for these."""
         return 0 if self.latent is None else self.latent[0].weight.shape[0]
 
 
 @dataclass(frozen=True)
 class ExpertWeights(MayBeLatent):
-    """Experts of which each row meets its own few.
+    """Experts of a layer, of which each row uses a few.
 
-    `router`, `choice_bias [num_experts]` and `shared_gate [1, hidden]` are float32, whatever the model's dtype: the
-    choice is then the same in all builds. The last is the gate of the part that all rows meet, which lies in the
-    layer's own products. With a `gate_limit` gates and ups stay within it, one is added to ups, and `gate_slope`
-    multiplies what a gate's share is the sigmoid of. Without gates, ups go through the activation alone. With `latent`,
-    experts read what its first layer makes of a row, and its second one makes a row of their sum.
+    `router`, `choice_bias [num_experts]` and `shared_gate [1, hidden]` are float32 in every dtype, so choices are equal
+    in all builds. `gate_limit` clamps gates and ups (which then get 1 added), `gate_slope` multiplies the gate's
+    sigmoid argument. `latent` are the products before and after all experts.
     """
 
     routing: Routing
     router: Linear
-    gates: Sequence[AnyLinear]  # by expert; none where they have none
+    gates: Sequence[AnyLinear]  # by expert; empty without gates
     ups: Sequence[AnyLinear]
     downs: Sequence[AnyLinear]
     choice_bias: Tensor | None = None
@@ -56,18 +53,16 @@ class ExpertWeights(MayBeLatent):
 
     @property
     def intermediate(self) -> int:
-        """Columns of an expert."""
         return self.ups[0].weight.shape[0]
 
     def linears(self) -> dict[str, Sequence[AnyLinear]]:
-        """The matrices of all experts by their roles."""
         return {"gate": self.gates, "up": self.ups, "down": self.downs}
 
 
 def expert_shapes(
     experts: ExpertWeights, hidden: int, has_gates: bool
 ) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
-    """Every tensor of the model's dtype with its name and the shape that it must have. Raises ValueError."""
+    """Yield every tensor in the model's dtype with its name and expected shape. Raises ValueError."""
     count, width = experts.routing.num_experts, experts.intermediate
     if width % LANES:
         raise ValueError(f"found experts of {width} columns, expected a multiple of {LANES}")
@@ -94,7 +89,7 @@ def _latent_shapes(
 
 
 def float_shapes(experts: ExpertWeights, hidden: int) -> Iterator[tuple[str, Tensor | None, tuple[int, ...]]]:
-    """Every float32 tensor likewise."""
+    """Yield every float32 tensor with its name and expected shape."""
     count = experts.routing.num_experts
     yield "router", experts.router.weight, (count, hidden)
     yield "bias of router", experts.router.bias, (count,)
@@ -102,25 +97,21 @@ def float_shapes(experts: ExpertWeights, hidden: int) -> Iterator[tuple[str, Ten
     yield "gate of what all rows meet", experts.shared_gate, (1, hidden)
 
 
-# A decoder's weights by their roles, and how a loaded `transformers` model is taken apart into them.
+# Decoder's weights by role, and their extraction from a loaded `transformers` model.
 
 
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-TYPED_CLASSES = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # whose layers are of the types that the config names
+TYPED_CLASSES = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # their configs have layer types
 STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
 
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """Sizes of a dense decoder; `scale` multiplies the scores of its attention.
+    """Sizes of a dense decoder; `scale` multiplies attention scores.
 
-    The other scales multiply embeddings, what a layer adds to a row, and logits. With `joins_heads` norms of queries
-    and keys go over all heads of a row together. With `norms_after_rope` they stand behind the rotation of each. Where
-    they differ, each head has weights of its own. Where a layer `is_parallel`, its MLP reads what its attention does.
-    The caps are soft ones, of scores and of logits; 0 for none. With `gates_heads` gates multiply what attention finds.
-    Where it is `latent`, all heads share one entry of a cache, which `num_kv_heads` and `head_dim` tell of.
-    The last five scales multiply what attention reads, its keys and what it gives, gates before their activation, and
-    what products give.
+    Norms of queries and keys span all heads (`joins_heads`), follow the rotation (`norms_after_rope`), or have weights
+    per head (`qk_norms_differ`). If `is_parallel`, the MLP reads attention's input. Soft caps limit scores and logits;
+    0 means none. With `latent`, all heads share one cache entry of `num_kv_heads` and `head_dim`.
     """
 
     num_layers: int
@@ -154,7 +145,6 @@ class DecoderSizes:
     down_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for sizes that the kernels do not take."""
         if self.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"found a decoder of {self.dtype}, expected bfloat16 or float32")
         fault = sizes_fault(
@@ -172,30 +162,25 @@ class DecoderSizes:
 
     @property
     def found_width(self) -> int:
-        """Numbers of a row that attention has found: the values of all heads."""
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
     @property
     def norm_width(self) -> int:
-        """Numbers of a norm of rows: its weights, and behind them its biases where it has some."""
         return self.hidden * (2 if self.norm_form == NormForm.SHIFTED else 1)
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. Norms are `[hidden]`, twice as wide with biases: in front of attention and products, behind, or both.
+    """One layer. Norms are `[hidden]`, twice as wide with biases, before or after attention and products.
 
-    Those of queries and keys, only in some models, are `[head_dim]`, or as wide as all heads together. The heads of a
-    layer that `is_nope` are not turned by their positions. In one with a `window` a row sees so many positions, the
-    last of them its own. The `curve` of XIELU, `[4] float32`, are its factors of squares and of exponentials, that of
-    the number itself, and the bound below 0 from which exponentials change. In one with `experts` its own products, if
-    there are any, are the part that all rows meet, of any width. `sinks [num_heads] float32` are scores that take a
-    share of attention and give nothing. One with a `mixer` has that in place of its attention, or beside it.
+    Norms of queries and keys are `[head_dim]` or as wide as all heads. `curve [4] float32` is XIELU's: factors of
+    squares, exponentials and the number itself, and the bound below 0 at which exponentials change. With `experts`, the
+    layer's own products are the shared part. `sinks [num_heads] float32` are scores without values. A `mixer` replaces
+    attention or is beside it.
 
-    In latent attention `key` gives a position's latent vector and the turned part of its keys, `query` is behind
-    `query_down` where queries have a latent vector of their own, and the norms of queries and keys are of these
-    vectors. `key_up [num_heads * rank, nope_dim]` leads from a head's query to the dimensions of the latent vector,
-    `value_up [num_heads * value_dim, rank]` from it to a head's values; there is no `value`.
+    In latent attention `key` makes the latent vector and the rotary part of keys, and `query` follows `query_down`, if
+    there is one. `key_up [num_heads * rank, nope_dim]` maps a head's query to the latent vector, `value_up [num_heads *
+    value_dim, rank]` the vector to a head's values.
     """
 
     query: AnyLinear | None
@@ -213,30 +198,28 @@ class LayerWeights:
     experts: ExpertWeights | None = None
     sinks: Tensor | None = None
     input_norm: Tensor | None = None
-    output_norm: Tensor | None = None  # behind attention, before its part is added to the row
+    output_norm: Tensor | None = None  # norms attention's output, before the residual addition
     mlp_norm: Tensor | None = None
-    down_norm: Tensor | None = None  # likewise behind the products
+    down_norm: Tensor | None = None  # norms the products' output
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     is_nope: bool = False
-    rotary: Rotary | None = None  # that it turns heads by; None: that of the model
+    rotary: Rotary | None = None  # None: the model's
     window: int | None = None
     curve: Tensor | None = None
 
     @property
     def attends(self) -> bool:
-        """Tell whether the layer has keys and values."""
         return self.query is not None
 
     @property
     def shared_intermediate(self) -> int:
-        """Columns of the products that all rows meet."""
         return 0 if self.up is None else self.up.weight.shape[0]
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """A dense decoder: `embedding [vocab, hidden]`, layers, norm, head."""
+    """Dense decoder: `embedding [vocab, hidden]`, layers, norm, head."""
 
     sizes: DecoderSizes
     embedding: Weight
@@ -247,7 +230,7 @@ class DecoderWeights:
 
 
 def other_rotary(layers: Iterable[Any]) -> Rotary | None:
-    """The rotation of layers that turn heads otherwise than the model; None without. Raises ValueError for several."""
+    """Return the rotation of layers that differ from the model's. Raises ValueError for several."""
     found = {id(layer.rotary): layer.rotary for layer in layers if layer.rotary is not None}
     if len(found) > 1:
         raise ValueError(f"found layers with {len(found)} rotations of their own, expected one at most")
@@ -255,7 +238,7 @@ def other_rotary(layers: Iterable[Any]) -> Rotary | None:
 
 
 def decoder_weights(model: Any) -> DecoderWeights | None:
-    """Return the weights of a loaded Llama, Mistral, Qwen2 or Qwen3; None for all but exactly such dense decoders."""
+    """Return the weights of a loaded Llama, Mistral, Qwen2 or Qwen3; None for any other model."""
     if type(model).__name__ not in DENSE_CLASSES or not type(model).__module__.startswith("transformers.models."):
         return None
     config, decoder = model.config, model.model
@@ -283,7 +266,8 @@ def decoder_weights(model: Any) -> DecoderWeights | None:
     except ValueError:
         return None
     frequencies = decoder.rotary_emb.inv_freq
-    if len(frequencies) * 2 != sizes.head_dim or not frequencies.isfinite().all():  # a part stands still, or spins
+    # some dimensions are not rotated, or are rotated by non-finite angles
+    if len(frequencies) * 2 != sizes.head_dim or not frequencies.isfinite().all():
         return None
     return DecoderWeights(
         sizes,
@@ -296,7 +280,7 @@ def decoder_weights(model: Any) -> DecoderWeights | None:
 
 
 def _windows(model: Any) -> list[int | None] | None:
-    """Return the window of each layer; None where the config says what this class of models does not look at."""
+    """Return each layer's window; None if this class ignores some of the config."""
     config, name = model.config, type(model).__name__
     size: int | None = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or []
@@ -308,17 +292,17 @@ def _windows(model: Any) -> list[int | None] | None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Tell whether a module is what its class says: no adapter, no quantised weight."""
+    """Return whether a module is unmodified, without adapters or quantized weights."""
     if isinstance(module, nn.Linear | nn.Embedding):
         return type(module) in (nn.Linear, nn.Embedding)
     return type(module).__module__.startswith(("transformers.", "torch.nn."))
 
 
 def _rotary(config: Any, module: Any, head_dim: int) -> Rotary:
-    """The angles of a module of `transformers`, without what this processor's powers round."""
+    """Return angles, recomputed if possible because powers depend on the processor."""
     try:
         return rotary_of(config.rope_parameters, head_dim)
-    except (KeyError, TypeError, ValueError):  # a rotary type, or numbers, that only `transformers` takes
+    except (KeyError, TypeError, ValueError):  # a rotary type, or numbers, that only `transformers` supports
         return Rotary(module.inv_freq.float().numpy(), module.attention_scaling)
 
 
@@ -343,15 +327,11 @@ def layer_weights(layer: Any) -> LayerWeights:
 
 
 def linear_of(module: Any) -> Linear:
-    """Weight and bias of a linear layer or a norm."""
     return Linear(module.weight, module.bias)
 
 
 def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
-    """Every tensor of the model's dtype in a layer, with its name and the shape that it must have.
-
-    Raises ValueError for gates or a curve amiss, and for no window at all.
-    """
+    """Yield every tensor in the model's dtype, with its name and expected shape. Raises ValueError."""
     _check_form(sizes, layer)
     width = sizes.intermediate if layer.experts is None else layer.shared_intermediate
     widths = {
@@ -376,7 +356,6 @@ def shapes(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weig
 
 
 def _attention_widths(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
-    """The shapes of the products in front of attention, and of those within latent attention."""
     query, key, hidden = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim, sizes.hidden
     if (latent := sizes.latent) is None:
         return dict.fromkeys(("query", "head_gate"), (query, hidden)) | dict.fromkeys(("key", "value"), (key, hidden))
@@ -390,7 +369,6 @@ def _attention_widths(sizes: DecoderSizes) -> dict[str, tuple[int, int]]:
 
 
 def _qk_norm_widths(sizes: DecoderSizes) -> dict[str, int]:
-    """The widths of the norms of queries and keys, or of the latent vectors that these are made of."""
     if sizes.latent is not None:
         return {"query_norm": sizes.latent.query_rank, "key_norm": sizes.latent.rank}
     if sizes.joins_heads or sizes.qk_norms_differ:
@@ -399,7 +377,7 @@ def _qk_norm_widths(sizes: DecoderSizes) -> dict[str, int]:
 
 
 def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
-    """Raises ValueError for what a layer of this form has not, or lacks."""
+    """Raise ValueError for missing or unexpected parts of a layer."""
     if layer.window is not None and layer.window < 1:
         raise ValueError(f"found a window of {layer.window} positions, expected 1 or more")
     values = layer.value if sizes.latent is None else layer.value_up
@@ -424,7 +402,7 @@ def _check_form(sizes: DecoderSizes, layer: LayerWeights) -> None:
 
 
 def _check_latent(sizes: DecoderSizes, layer: LayerWeights) -> None:
-    """Raises ValueError where a layer has parts of latent attention that its decoder has not, or lacks some."""
+    """Raise ValueError for missing or unexpected parts of latent attention."""
     has_vectors, of_queries = sizes.latent is not None, sizes.latent is not None and sizes.latent.query_rank > 0
     has_parts = {each is not None for each in (layer.key_up, layer.value_up)}
     has_down = {layer.query_down is not None}

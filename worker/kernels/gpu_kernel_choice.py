@@ -1,4 +1,4 @@
-"""The kernels of a GPU and the bits of caches that a run can choose, and where they are refused. Light to import."""
+"""Choice of a run's GPU kernels and cache dtypes, and its refusals, without heavy imports."""
 
 from __future__ import annotations
 
@@ -10,51 +10,49 @@ from swiftbatch.jobs.run.compute_options import AttentionName, KVDtype, LinearNa
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 FLASH_PACKAGE = "flash-attn"
-CUBLAS_WORKSPACES = ":4096:8"  # their sizes; what cuBLAS chooses follows from them, so they never change
-MOST_FLASH_DIM = 256  # of a head
+CUBLAS_WORKSPACES = ":4096:8"  # cuBLAS's choices depend on them, so they never change
+MOST_FLASH_DIM = 256
 
 
 @dataclass(frozen=True)
 class CudaKernels:
-    """A run's choice. Catalogues with these names: `ATTENTION_KERNELS` and `LINEAR_KERNELS`."""
+    """A run's choice of kernels; catalogues are `ATTENTION_KERNELS` and `LINEAR_KERNELS`."""
 
-    attention: AttentionName = "triton"  # to what lies before a draft tree
-    linear: LinearName = "cublas"  # for weights that are not packed
-    num_rows: int = NUM_ROWS  # of a forward, one of `ROW_CHOICES`
+    attention: AttentionName = "triton"  # attends to prefixes
+    linear: LinearName = "cublas"  # multiplies weights that are not packed
+    num_rows: int = NUM_ROWS  # one of `ROW_CHOICES`
 
     @property
     def words(self) -> str:
-        """The name that verdicts are kept under. It has libraries' versions, since other ones may round otherwise."""
+        """Return the name of verdicts, with versions of libraries."""
         attention = f"flash {flash_version() or 'absent'}" if self.attention == "flash" else self.attention
         return f"{attention} prefixes, {self.linear} products, triton {triton_version()}{self.rows_suffix}"
 
     @property
     def rows_suffix(self) -> str:
-        """The end of a name of numerics: none for the fewest rows, which all runs had before there was a choice."""
+        """Return the end of a numerics name, empty for the fewest rows."""
         return "" if self.num_rows == NUM_ROWS else f", {self.num_rows} rows"
 
     @property
     def options(self) -> str:
-        """The options of a command that are not at their defaults; rows are no choice of a user's."""
         named = {name: getattr(self, name) for name in ("attention", "linear")}
         return " ".join(f"--{name} {value}" for name, value in named.items() if value != getattr(CudaKernels, name))
 
     def for_weights(self, is_packed: bool) -> CudaKernels:
-        """The kernels that run: packed weights take `triton` for all products, since cuBLAS reads no codes."""
+        """Return the kernels that run; cuBLAS reads no packed weights."""
         return replace(self, linear="triton") if is_packed else self
 
     def refuse_unused(self, why: str) -> None:
-        """Raise ModelError where kernels were chosen that nothing here runs; `why` says what does."""
+        """Raise ModelError for chosen kernels that nothing here runs; `why` says what does."""
         if self.options:
             raise ModelError(f"{self.options}: a choice of kernels on a GPU, but {why}; leave it away")
 
     def refuse_rows(self, why: str) -> None:
-        """Raise ModelError where more rows were asked for, which nothing here has."""
         if self.num_rows != NUM_ROWS:
             raise ModelError(f"--rows {self.num_rows}: a choice of kernels on a GPU, but {why}; leave it away")
 
     def refuse_unfit(self, dtype: str, head_dim: int | None = None) -> None:
-        """Raise ModelError where flash-attn was chosen and cannot attend: `dtype` as in `bfloat16`."""
+        """Raise ModelError if flash-attn was chosen but does not support `dtype` (as `bfloat16`) or heads."""
         if self.attention != "flash":
             return
         if dtype != "bfloat16":
@@ -66,7 +64,7 @@ class CudaKernels:
             )
 
     def refuse_absent(self) -> None:
-        """Raise ModelError where flash-attn was chosen and is not installed here."""
+        """Raise ModelError if flash-attn was chosen but is not installed."""
         if self.attention == "flash" and flash_version() is None:
             raise ModelError(
                 f"--attention flash: {FLASH_PACKAGE} is not installed here; docs/gpu.md says how, or use "
@@ -78,12 +76,12 @@ DEFAULT_KERNELS = CudaKernels()
 
 
 def flash_version() -> str | None:
-    """Return the version of the installed flash-attn, as in `2.8.3`; None where there is none."""
+    """Return the installed flash-attn's version, as `2.8.3`; None without it."""
     return _version(FLASH_PACKAGE)
 
 
 def triton_version() -> str:
-    """The version of Triton, which compiles the kernels: another one may sum in another order."""
+    """Return Triton's version; others may sum in another order."""
     return _version("triton") or "absent"
 
 
@@ -95,12 +93,11 @@ def _version(package: str) -> str | None:
 
 
 def with_kv(numerics: str, kv_dtype: KVDtype | None) -> str:
-    """The name of numerics with that of the rows that caches keep, where these are not of the run's dtype."""
     return numerics if kv_dtype is None else f"{numerics}, {kv_dtype} keys and values"
 
 
 def refuse_kv_dtype(kv_dtype: KVDtype | None, attention: AttentionName) -> None:
-    """Raise ModelError for keys and values in 8 bits where an attention was chosen that does not read them."""
+    """Raise ModelError for 8-bit keys and values with flash-attn."""
     if kv_dtype is not None and attention == "flash":
         raise ModelError(
             f"--kv-dtype {kv_dtype}: flash-attn reads keys and values of the run's dtype alone; "
@@ -109,7 +106,7 @@ def refuse_kv_dtype(kv_dtype: KVDtype | None, attention: AttentionName) -> None:
 
 
 def refuse_latent(kv_dtype: KVDtype | None, model: str) -> None:
-    """Raise ModelError for keys and values in 8 bits of a model whose caches hold latent vectors in their place."""
+    """Raise ModelError for 8-bit keys and values of a model with latent vectors."""
     if kv_dtype is not None:
         raise ModelError(
             f"--kv-dtype {kv_dtype}: caches of {model} hold a latent vector per position in place of keys and values, "
@@ -118,7 +115,7 @@ def refuse_latent(kv_dtype: KVDtype | None, model: str) -> None:
 
 
 def refuse_without_kernels(kv_dtype: KVDtype | None, model: str) -> None:
-    """Raise ModelError for keys and values in 8 bits of a model that the kernels for GPUs do not know."""
+    """Raise ModelError for 8-bit keys and values of a model without GPU kernels."""
     if kv_dtype is not None:
         raise ModelError(
             f"--kv-dtype {kv_dtype}: on a GPU our kernels alone read keys and values in 8 bits, and they do not know "

@@ -1,4 +1,4 @@
-"""The compiled kernels: which of them this processor can run, and the one that is in use."""
+"""Compiled kernels: those that this processor can run, and the one in use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import with_kv
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 
-CPU_FLAGS = {  # what the processor must have, in the words of /proc/cpuinfo
+CPU_FLAGS = {  # required flags of /proc/cpuinfo
     "amx-bf16": {"amx_tile", "amx_bf16", "avx512_bf16"},
     "avx512-bf16": {"avx512_bf16"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
@@ -26,12 +26,12 @@ CPU_FLAGS = {  # what the processor must have, in the words of /proc/cpuinfo
     "portable": set(),
 }
 NEEDED_BY = {"amx-bf16": "avx512", "avx512-bf16": "avx512", "avx512": "avx2"}
-ASKING = ("amx-bf16",)  # sets that the system has to permit
+ASKING = ("amx-bf16",)  # the system must permit these
 OVERRIDE = "SWIFTBATCH_ISA"
-NO_KERNELS = "torch"  # as a name for what serves without them
-NUMERICS_VERSION = 1  # to be raised with every change that gives other bits
+NO_KERNELS = "torch"  # means running without kernels
+NUMERICS_VERSION = 1  # must rise with every change of bits
 POINTER, INT, LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # the type of the result, the types of the arguments
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # the result's and the arguments' types
     "kernels_variant": (ctypes.c_char_p, []),
     "kernels_usable": (INT, []),
     "team_new": (POINTER, [INT]),
@@ -70,12 +70,12 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {  # the type of the result, the 
 
 
 class KernelError(UserError):
-    """The kernels cannot be used as was asked."""
+    """The kernels cannot be used as requested."""
 
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """Return the flags of this processor; none where the system does not say."""
+    """Return this processor's flags; empty if unknown."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -90,7 +90,7 @@ def _flags_of(variant: str) -> set[str]:
 
 
 def runnable_variants() -> list[str]:
-    """Instruction sets that this processor and system can run and that were compiled, the fastest first."""
+    """Return the compiled instruction sets that this processor and system can run, fastest first."""
     compiled = _compiled_variants(build.LIBRARIES)
     found = [name for name in compiled if _flags_of(name) <= cpu_flags()]
     return [name for name in found if name not in ASKING or _is_allowed(name)]
@@ -98,14 +98,14 @@ def runnable_variants() -> list[str]:
 
 @functools.cache
 def _compiled_variants(folder: Path) -> tuple[str, ...]:
-    """List the variants that had a library when this process first looked: a later compile changes nothing for it."""
+    """Return the variants with a library at the process's first call."""
     return tuple(name for name in variants() if (folder / library_path(name).name).exists())
 
 
 def chosen_variant() -> str | None:
-    """The instruction set in use: `$SWIFTBATCH_ISA`, else the fastest; None for none, or where nothing was compiled.
+    """Return the instruction set in use: `$SWIFTBATCH_ISA` or the fastest; None without kernels.
 
-    Raises KernelError for a name that is unknown or that cannot run here.
+    Raises KernelError for a name that cannot run here.
     """
     runnable = runnable_variants()
     if not (name := os.environ.get(OVERRIDE)):
@@ -121,31 +121,24 @@ def chosen_variant() -> str | None:
 
 
 def why_none() -> str:
-    """Say why `chosen_variant` found none."""
     if os.environ.get(OVERRIDE) == NO_KERNELS:
         return f"{OVERRIDE}={NO_KERNELS} leaves them out"
     return "none were compiled; install swiftbatch anew, with a network for the package ziglang, or with $CC"
 
 
 def numerics_of(variant: str, dtype: str) -> str:
-    """Name all that decides the bits of a variant's forwards.
-
-    The processor, the threads and the number of rows do not decide them. `dtype` as in `bfloat16`.
-    """
+    """Return all that decides the bits of a variant's forwards; processor, threads and rows do not."""
     return f"{kernel_numerics(variant, dtype)}, {dtype}"
 
 
 def kernel_numerics(variant: str, dtype: str) -> str:
-    """The name of a variant's products and sums; those that multiply float32 give the same bits."""
+    """Return the name of a variant's bits, equal for all variants in float32."""
     is_bf16 = dtype == "bfloat16" and variant.endswith("bf16")
     return f"native {variant if is_bf16 else 'f32'} {NUMERICS_VERSION}"
 
 
 def chosen_numerics(device_type: str, dtype: str, kernels: CudaKernels, kv_dtype: KVDtype | None = None) -> str:
-    """Numerics of those models that the kernels know; empty where torch serves every model.
-
-    `kernels` are a GPU's. Raises KernelError as `chosen_variant` does.
-    """
+    """Return the numerics of models that the kernels support, or "". Raises KernelError as `chosen_variant` does."""
     if device_type == "cuda":
         return with_kv(kernels.words, kv_dtype)
     variant = chosen_variant() if device_type == "cpu" else None
@@ -159,7 +152,7 @@ def _is_allowed(variant: str) -> bool:
 
 @functools.cache
 def load_library(variant: str) -> ctypes.CDLL:
-    """The library of a variant. Raises KernelError where it does not load, or the system does not let it run."""
+    """Raises KernelError if the library does not load, or the system refuses it."""
     library = open_library(library_path(variant))
     if not library.kernels_usable():
         raise KernelError(f"kernels for {variant}: this system does not let a process use them")
@@ -168,16 +161,16 @@ def load_library(variant: str) -> ctypes.CDLL:
 
 @functools.cache
 def chosen_library() -> ctypes.CDLL | None:
-    """The library of the instruction set in use when this process first asked; None for none. Each step asks."""
+    """Return the library in use; None without kernels."""
     variant = chosen_variant()
     return None if variant is None else load_library(variant)
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """A library with its functions as they are called. Raises KernelError."""
-    if not is_whole(path):  # the loader of a damaged one would end the process
+    """Open a library with the types of its functions. Raises KernelError."""
+    if not is_whole(path):  # loading a damaged one would crash the process
         raise KernelError(f"kernels do not load: {path} is not as it was compiled; install swiftbatch anew")
-    if not is_of_this_source(path):  # it takes other arguments, and would end the process as well
+    if not is_of_this_source(path):  # other arguments would crash the process
         raise KernelError(f"kernels do not load: {path} was compiled of another source; install swiftbatch anew")
     try:
         library = ctypes.CDLL(str(path))

@@ -1,69 +1,58 @@
-"""Sizes that kernels, caches, draws and memory plans agree on. Light: the command line knows them too."""
+"""Sizes that kernels, caches, samplers and memory plans share, without heavy imports."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-BLOCK = 64  # positions between two boundaries of attention
-TILE_ROWS = 32  # rows of a forward by `transformers`' layers, and of the C kernels' panels
-MIN_ROWS = 2  # a single row would take another kernel (matrix times vector) in some shapes, with other bits
-FEWEST_COLUMNS = 64  # of torch's bf16 products whose rows have their own bits however few they are: measured
-NUM_ROWS = 64  # rows of every forward on a GPU, padding included, where a run does not have more
+BLOCK = 64  # attention has a boundary every so many positions
+TILE_ROWS = 32  # forwards in `transformers`' layers and the C kernels' panels have so many rows
+MIN_ROWS = 2  # a single row may take another kernel (matrix times vector), with other bits
+FEWEST_COLUMNS = 64  # with fewer columns, bits of torch's bf16 products depend on the batch (measured)
+NUM_ROWS = 64  # forwards on a GPU are padded to it by default
 ROW_CHOICES = (NUM_ROWS, 128, 256)  # whole tiles of every kernel
-LEAST_BLOCK_ROWS = 32  # of a forward, for each block that a split has at least
-MOST_SLOTS = 32  # twice as many bring a fifth more tokens up to here (docs/speed.md), and each job takes longer
-RING_LAYERS = 2  # layers of offloaded caches that are on a GPU at a time: one is used while the next comes
-LANES = 16  # numbers that the kernels multiply at once: widths are multiples of it
-BLOCK_DEPTH = 128  # numbers that a GPU's products take along the depth at a time
-KV_SCALE_BYTES = 4  # behind the codes of a key or a value in 8 bits
-CUDA_SCALE_BYTES = 16  # the same on a GPU, with what fills up: rows begin where loads of 16 bytes may
+LEAST_BLOCK_ROWS = 32  # rows of a forward per least block of a split
+MOST_SLOTS = 32  # up to here twice the jobs give a fifth more tokens (docs/speed.md), but each job takes longer
+RING_LAYERS = 2  # the GPU uses one layer and copies the other
+LANES = 16  # the kernels multiply so many numbers at once, so it divides all widths
+BLOCK_DEPTH = 128  # a GPU's products take so many numbers along the depth per step
+KV_SCALE_BYTES = 4  # a scale follows the codes of an 8-bit key or value
+CUDA_SCALE_BYTES = 16  # padding aligns a GPU's rows to 16 bytes
 HEAD_DIMS = range(64, 257, LANES)
 MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # numbers of a latent vector; heads that share one
 
 
 @dataclass(frozen=True)
 class MLASizes:
-    """Sizes of attention whose cache holds a latent vector per position, of which all heads make keys and values.
+    """Sizes of attention whose cache has a latent vector per position, followed by the rotary part of the keys."""
 
-    Behind the vector lies the turned part of the keys, which all heads share.
-    """
-
-    rank: int  # numbers of the vector
-    query_rank: int  # of one that queries are made of; 0 where they are made of rows
-    nope_dim: int  # numbers of a head's query and keys that are not turned
+    rank: int
+    query_rank: int  # 0: queries have no vector of their own
+    nope_dim: int  # numbers of a head's query and keys that are not rotated
     rope_dim: int
     value_dim: int
 
     @property
     def entry_dim(self) -> int:
-        """Numbers that a cache holds of a position in a layer."""
+        """Return the numbers per cached position and layer."""
         return self.rank + self.rope_dim
 
     @property
     def query_dim(self) -> int:
-        """Numbers of a head's query."""
         return self.nope_dim + self.rope_dim
 
 
 def most_slots(num_rows: int) -> int:
-    """The most jobs at a time on a GPU whose forwards have so many rows, one for each job at least where they are many.
-
-    With the fewest rows, as many as on a CPU.
-    """
+    """Return the most jobs at a time on a GPU."""
     return MOST_SLOTS if num_rows == NUM_ROWS else num_rows
 
 
 def least_blocks(num_rows: int) -> int:
-    """Blocks that a split of a prefix has at least, where forwards have so many rows.
-
-    Among many jobs, splits of one block would write and read more than they save. With the fewest rows it is one, as in
-    all runs before there was a choice.
-    """
+    """Return the least blocks per split: with many jobs, splits of one block cost more than they save."""
     return 1 if num_rows == NUM_ROWS else num_rows // LEAST_BLOCK_ROWS
 
 
 def fills_blocks(group: int, depth: int) -> bool:
-    """Tell whether groups of packed weights fill the blocks of the depth that a GPU's products take at a time."""
+    """Return whether groups of packed weights fit the blocks of the depth in a GPU's products."""
     return group == depth or BLOCK_DEPTH % group == 0 or group % BLOCK_DEPTH == 0
 
 
@@ -78,7 +67,7 @@ def sizes_fault(
     vocab: int,
     latent: MLASizes | None = None,
 ) -> str | None:
-    """Say which size of a dense decoder the kernels do not take; None where they take all."""
+    """Return which size of a dense decoder the kernels do not support; None if all fit."""
     if latent is not None and (fault := _latent_fault(latent, num_heads, num_kv_heads, head_dim)):
         return fault
     if latent is None and head_dim not in HEAD_DIMS:
@@ -93,7 +82,7 @@ def sizes_fault(
 
 
 def _latent_fault(latent: MLASizes, num_heads: int, num_kv_heads: int, head_dim: int) -> str | None:
-    """Say which size of latent attention the kernels do not take. To a cache it is one head."""
+    """Return which size of latent attention the kernels do not support."""
     widths = (latent.rank, latent.nope_dim, latent.rope_dim, latent.value_dim)
     if min(widths) < LANES or max(*widths, latent.query_rank) > MOST_LATENT or num_heads > MOST_LATENT_HEADS:
         return f"found latent attention of {num_heads} heads and widths {widths}, expected others"

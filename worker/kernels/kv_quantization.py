@@ -1,8 +1,7 @@
-"""Keys and values in 8 bits: how a row lies in a cache, and the numbers that it stands for, as kv_codes.h has it.
+"""Keys and values in 8 bits, as in kv_codes.h.
 
-A row has a code for each dimension, then its scale as a float32: the largest magnitude over the largest number that a
-code has. So a key has the same bits whatever stands beside it. Who reads it takes code times scale, rounded once to the
-run's dtype. The dtype of a cache's tensor says what its codes are.
+A row has a code per dimension, then a float32 scale: its largest magnitude over the largest code's number. Numbers are
+code times scale, rounded once to the run's dtype.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ from torch import Tensor
 from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, KV_SCALE_BYTES
 
-CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.uint8}  # numpy and copies know no dtype of e4m3
+# uint8, because numpy and copies lack e4m3
+CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.uint8}
 LARGEST = {torch.int8: 127.0, torch.uint8: 448.0}
-KV_CODES = {torch.int8: 1, torch.uint8: 2}  # `kv_code` of source/api.h, of what is no code 0
+KV_CODES = {torch.int8: 1, torch.uint8: 2}  # `kv_code` of source/api.h; 0 means no codes
 
 
 def cuda_row_width(kept: torch.dtype, numbers: torch.dtype, head_dim: int) -> int | None:
-    """The elements of a row on a GPU that stands for so many numbers; None for a dtype that stands for no such."""
+    """Return the width of a GPU's row for `head_dim` numbers; None for an unsupported dtype."""
     if kept == numbers:
         return head_dim
     is_aligned = head_dim % CUDA_SCALE_BYTES == 0
@@ -27,7 +27,7 @@ def cuda_row_width(kept: torch.dtype, numbers: torch.dtype, head_dim: int) -> in
 
 
 def coded(rows: Tensor, codes: torch.dtype, scale_bytes: int = KV_SCALE_BYTES) -> Tensor:
-    """Rows `[..., head_dim]` of numbers as `[..., head_dim + scale_bytes]` of codes and their scales, zeros behind."""
+    """Encode rows `[..., head_dim]` as `[..., head_dim + scale_bytes]`: codes, scales, zeros."""
     numbers = rows.float()
     scales = numbers.abs().amax(dim=-1, keepdim=True) / LARGEST[codes]
     is_usable = (scales > 0) & scales.isfinite()
@@ -38,7 +38,7 @@ def coded(rows: Tensor, codes: torch.dtype, scale_bytes: int = KV_SCALE_BYTES) -
 
 
 def numbers_of(rows: Tensor, dtype: torch.dtype, head_dim: int) -> Tensor:
-    """The numbers `[..., head_dim]` that rows of codes stand for; rows of numbers as they are."""
+    """Decode rows to numbers `[..., head_dim]`; return rows of numbers unchanged."""
     if rows.dtype not in KV_CODES:
         return rows
     codes = rows[..., :head_dim]

@@ -1,4 +1,4 @@
-"""The specs that layers differ in: norm, activation, routing, window, sizes of recurrent layers. Light to import."""
+"""Specs in which layers differ: norm, activation, routing, window, recurrent sizes; without heavy imports."""
 
 from __future__ import annotations
 
@@ -16,57 +16,56 @@ if TYPE_CHECKING:
 
 
 class NormForm(IntEnum):
-    """A norm's weights and roundings: `norm_form` of source/api.h. In float32 the first two are one."""
+    """Weights and roundings of a norm, `norm_form` of source/api.h; in float32 the first two are equal."""
 
-    TWICE = 0  # rounded before the weight and after it, as Llama's
-    ONCE = 1  # rounded after the weight alone
-    ONE_MORE = 2  # the same with one added to the weight, as Gemma's
-    CENTRED = 3  # as `ONCE`, of the distances from the mean: a LayerNorm without bias
-    SHIFTED = 4  # the same with a bias: weights `[2 * width]`, biases behind; of rows, not of heads
+    TWICE = 0  # rounded before and after the weight, as in Llama
+    ONCE = 1  # rounded only after the weight
+    ONE_MORE = 2  # as `ONCE`, with 1 added to the weight, as in Gemma
+    CENTRED = 3  # as `ONCE` after subtracting the mean: a LayerNorm without bias
+    SHIFTED = 4  # as `CENTRED` with a bias: weights `[2 * width]`, biases last; for rows, not heads
 
 
 class Activation(IntEnum):
-    """The function between the products of a feed-forward layer: `activation` of source/api.h."""
+    """Activation of a feed-forward layer, `activation` of source/api.h."""
 
     SILU = 0
-    GELU_TANH = 1  # GELU in its approximation by a hyperbolic tangent
-    RELU2 = 2  # the square of what is positive
-    XIELU = 3  # with four numbers of each layer, its curve
+    GELU_TANH = 1  # GELU approximated by tanh
+    RELU2 = 2  # the square of positive numbers
+    XIELU = 3  # has four numbers per layer, its curve
 
 
-MOST_EXPERTS = 1024  # of a layer: source/api.h
-MOST_CHOSEN = 64  # of a row
+MOST_EXPERTS = 1024  # as in source/api.h
+MOST_CHOSEN = 64
 
 
 class Score(IntEnum):
-    """The scores that logits of experts become: `router_score` of source/api.h."""
+    """Scores of experts from logits, `router_score` of source/api.h."""
 
-    SOFTMAX = 0  # of the logits of all experts
+    SOFTMAX = 0  # takes the logits of all experts
     SIGMOID = 1
-    SOFTMAX_OF_CHOSEN = 2  # experts are chosen by their logits
-    SIGMOID_OF_CHOSEN = 3  # likewise
-    SPARSE_MIXER = 4  # likewise; each weight is a softmax over the experts that are left and near enough, by `jitter`
+    SOFTMAX_OF_CHOSEN = 2  # experts are chosen by logits
+    SIGMOID_OF_CHOSEN = 3  # experts are chosen by logits
+    SPARSE_MIXER = 4  # experts are chosen by logits; each weight is a softmax over remaining ones within `jitter`
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of a layer and a row's choice of them: the best scores, ties to the lower number.
+    """Experts of a layer, and each row's choice: the best scores, ties to the lower number.
 
-    With several groups, they are chosen from those groups alone whose best, `num_best_of_group` together, are the best.
-    Raises ValueError for numbers that do not fit together.
+    With several groups, only those with the best sum of `num_best_of_group` scores count. Raises ValueError.
     """
 
     num_experts: int
     num_chosen: int
     score: Score
-    is_normalised: bool = True  # weights are divided by their sum, or by `least_sum` where that is more
+    is_normalised: bool = True  # weights are divided by their sum, or by `least_sum` if larger
     least_sum: float = 0.0
-    scale: float = 1.0  # of the weights
+    scale: float = 1.0
     num_groups: int = 1
     num_chosen_groups: int = 1
-    rounds_logits: bool = True  # to the model's dtype
+    rounds_logits: bool = True
     rounds_weights: bool = True
-    jitter: float = 0.0  # of the sparse mixer
+    jitter: float = 0.0  # for the sparse mixer
     num_best_of_group: int = 2
 
     def __post_init__(self) -> None:
@@ -82,14 +81,13 @@ class Routing:
 
 @dataclass(frozen=True)
 class AttentionView:
-    """The keys that the rows of a layer see, up to their own, and the changes to their scores."""
+    """Keys that a layer's rows see, and changes of their scores."""
 
-    window: int | None = None  # positions that a row sees, the last of them its own
+    window: int | None = None  # a row sees so many positions, with its own
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
-    sinks: Tensor | None = None  # [num_heads] scores that take a share and give nothing
+    sinks: Tensor | None = None  # [num_heads] scores without values
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a window or a soft cap of nothing."""
         if (self.window is not None and self.window < 1) or (self.softcap is not None and not self.softcap > 0):
             raise ValueError(f"found a window of {self.window} and a soft cap of {self.softcap}, expected more than 0")
 
@@ -97,11 +95,11 @@ class AttentionView:
 SEES_ALL = AttentionView()
 
 
-# Layers with a state or a convolution in place of attention: their sizes and weights. Light to import, as sizes.
+# Sizes and weights of layers with a state or a convolution in place of attention.
 
 
-MOST_ROWS = 128  # of a sequence in a call, as source/api.h has it
-MOST_HEADS = 1024  # units of a stage
+MOST_ROWS = 128  # as in source/api.h
+MOST_HEADS = 1024
 
 
 class RecurrentForm(IntEnum):
@@ -114,11 +112,10 @@ class RecurrentForm(IntEnum):
 
 @dataclass(frozen=True)
 class RecurrentSizes:
-    """Sizes of a layer's heads, all 0 in a convolution alone, and of the convolution; the rest is of the output.
+    """Sizes of a layer's heads (0 in a pure convolution), its convolution, and its output.
 
-    What heads find is normed together in groups of `norm_width`; 0 for no norm. Time steps of a state space stay within
-    two limits. Two scales multiply what the mixer reads and what it gives. Raises ValueError for sizes that the kernels
-    do not take.
+    Results are normed in groups of `norm_width`; 0 means no norm. Raises ValueError for sizes that the kernels do not
+    support.
     """
 
     form: RecurrentForm
@@ -152,24 +149,23 @@ class RecurrentSizes:
 
     @property
     def width(self) -> int:
-        """Numbers of a row in front of the last product."""
+        """Return the numbers of a row before the last product."""
         return self.num_heads * self.value_dim if self.num_heads else self.num_channels
 
     def columns(self) -> dict[str, int]:
-        """The columns of the products in front, by their roles."""
         if self.form == RecurrentForm.CONVOLUTION:
             return {"inputs": self.num_channels, "gates": self.num_channels, "betas": self.num_channels}
         betas = {"betas": self.num_heads} if self.form == RecurrentForm.DELTA_NET else {}
         return {"inputs": self.num_channels, "gates": self.width, **betas, "steps": self.num_heads}
 
     def float_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of numbers that are float32 in any model, by their roles; some of them may be absent."""
+        """Return the shapes of numbers that are float32 in every dtype, by role."""
         heads = dict.fromkeys(("rates", "step_bias", "skip"), (self.num_heads,))
         taps = {"taps": (self.conv_width, self.num_channels), "tap_bias": (self.num_channels,)}
         return taps | heads | {"norm": (self.width,), "scales": (sum(self.columns().values()),)}
 
     def needed(self) -> set[str]:
-        """The roles of float32 numbers that must be there."""
+        """Return the roles of required float32 numbers."""
         states = {
             RecurrentForm.DELTA_NET: {"rates", "step_bias"},
             RecurrentForm.STATE_SPACE: {"rates", "step_bias", "skip"},
@@ -179,7 +175,7 @@ class RecurrentSizes:
 
 @dataclass(frozen=True)
 class RecurrentWeights:
-    """One layer's weights by their roles: products in front of the state, `output` behind it, and float32 numbers."""
+    """One layer's weights by role: products before the state, `output` after it, and float32 numbers."""
 
     sizes: RecurrentSizes
     linears: Mapping[str, AnyLinear]
@@ -189,7 +185,7 @@ class RecurrentWeights:
 def recurrent_weight_shapes(
     mixer: RecurrentWeights, hidden: int
 ) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
-    """Every tensor of the model's dtype with its name and the shape that it must have. Raises ValueError."""
+    """Yield every tensor in the model's dtype with its name and expected shape. Raises ValueError."""
     widths = {role: (columns, hidden) for role, columns in mixer.sizes.columns().items()}
     widths["output"] = (hidden, mixer.sizes.width)
     if set(mixer.linears) != set(widths):
@@ -200,7 +196,7 @@ def recurrent_weight_shapes(
 
 
 def recurrent_float_shapes(mixer: RecurrentWeights) -> Iterator[tuple[str, Tensor | None, tuple[int, ...]]]:
-    """Every float32 tensor likewise. Raises ValueError where one is missing or unknown."""
+    """Yield every float32 tensor with its name and expected shape. Raises ValueError."""
     shapes = mixer.sizes.float_shapes()
     if set(mixer.floats) - set(shapes) or mixer.sizes.needed() - set(mixer.floats):
         raise ValueError(f"found the numbers {sorted(mixer.floats)} of a mixer, expected {sorted(shapes)}")
@@ -208,14 +204,14 @@ def recurrent_float_shapes(mixer: RecurrentWeights) -> Iterator[tuple[str, Tenso
         yield f"{role} of a mixer", numbers, shapes[role]
 
 
-# The steps that positions leave in layers with a state, and the bytes of a slot's states. Without torch: for plans.
+# Steps of positions in recurrent layers, and the bytes of a slot's states, without torch because plans use them.
 
 
-NUM_STATES = 2  # of a slot in a layer: at the newest boundary, and at the one before, so that a block can be taken back
+NUM_STATES = 2  # the newest boundary and the one before it, to roll back a block
 
 
 class HeadSizes(Protocol):
-    """The sizes of a layer's heads and of its convolution; without heads it is a convolution alone."""
+    """Sizes of a layer's heads and convolution; without heads it is a pure convolution."""
 
     @property
     def num_heads(self) -> int: ...
@@ -233,40 +229,36 @@ class HeadSizes(Protocol):
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The step of a position in a layer, in float32 words: keys, updates, logarithms of decays, the inputs' bits."""
+    """Step of a position in float32 words: keys, updates, logarithms of decays, the inputs' bits."""
 
     num_keys: int
     num_updates: int
     num_heads: int
     num_inputs: int
-    item_size: int  # bytes of an input
-    ring: int  # positions
+    item_size: int
+    ring: int
 
     @classmethod
     def of(cls, sizes: HeadSizes, item_size: int, num_rows: int) -> StepLayout:
-        """Make room for two blocks behind a boundary, `num_rows` rows behind these, and inputs in front of all."""
+        """Return a layout for two blocks after a boundary, `num_rows` rows, and inputs before all."""
         num_keys, num_updates = sizes.num_key_heads * sizes.key_dim, sizes.num_heads * sizes.value_dim
         ring = 2 * BLOCK + num_rows + sizes.conv_width - 1
         return cls(num_keys, num_updates, sizes.num_heads, sizes.num_channels, item_size, ring)
 
     @property
     def decays(self) -> int:
-        """The first word of logarithms of decays."""
         return self.num_keys + self.num_updates
 
     @property
     def inputs(self) -> int:
-        """The first word of inputs."""
         return self.decays + -(-self.num_heads // LANES) * LANES
 
     @property
     def words(self) -> int:
-        """Words of a step."""
         return self.inputs + self.num_inputs * self.item_size // 4
 
 
 def slot_bytes(sizes: HeadSizes, num_layers: int, item_size: int, num_rows: int) -> int:
-    """The bytes of a slot's states and steps in so many layers."""
     layout = StepLayout.of(sizes, item_size, num_rows)
     state = sizes.num_heads * sizes.key_dim * sizes.value_dim
     return 4 * num_layers * (NUM_STATES * state + layout.ring * layout.words)

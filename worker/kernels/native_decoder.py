@@ -1,4 +1,4 @@
-"""A dense decoder in the compiled C kernels: its layers are checked and packed once, then run on a CPU."""
+"""Dense decoder in the compiled C kernels, on a CPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ class CForwardCall(ctypes.Structure):
 
 
 def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
-    """Raise ValueError for other layers than those of a decoder of these sizes."""
     if len(layers) != sizes.num_layers:
         raise ValueError(f"found {len(layers)} layers, expected {sizes.num_layers}")
     check_weights((each for layer in layers for each in shapes(sizes, layer)), sizes.dtype)
@@ -83,13 +82,10 @@ def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
 
 
 class NativeLayers:
-    """Layers packed for the kernels, and forwards through them over the rows of any number of sequences."""
+    """Layers packed for the kernels, and forwards through them over rows of any sequences."""
 
     def __init__(self, sizes: DecoderSizes, layers: list[LayerWeights], rotary: Rotary, team: Team) -> None:
-        """Take each layer out of `layers` as it is packed: none of them is there twice for long.
-
-        Raises ValueError for weights that do not fit together, and takes none then.
-        """
+        """Pack each layer and remove it from `layers`. Raises ValueError, and removes none, for unfit weights."""
         check_layers(sizes, layers)
         self.sizes = sizes
         self._conv_width = conv_width_of(layers)
@@ -123,11 +119,10 @@ class NativeLayers:
         logits: Tensor | None = None,
         queries: Tensor | None = None,
     ) -> None:
-        """Take rows through some of the layers: `state [num_rows, hidden] float32` goes in and comes out.
+        """Run rows through some layers, which update `state [num_rows, hidden] float32` and caches.
 
-        Keys and values of the rows go to their slots. With `embeds` the state comes from the tokens. What a decoder has
-        behind its layers is written to `hidden` and, with it, `logits`; `queries [num_layers_of_call, num_rows,
-        num_heads, head_dim]` of the model's dtype are filled as they meet the keys. Raises ValueError.
+        With `embeds` the state comes from the tokens. The last layer fills `hidden` and `logits`; rotated `queries
+        [num_layers_of_call, num_rows, num_heads, head_dim]` have the model's dtype. Raises ValueError.
         """
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.sizes.num_layers:
             raise ValueError(f"found layers {layers}, expected some of {self.sizes.num_layers}")
@@ -145,11 +140,10 @@ class NativeLayers:
             self.team.hold([*groups, sequences])
 
     def _attending_among(self, layers: range) -> range:
-        """The layers among these that attend, by their numbers in a cache."""
         return range(*(bisect.bisect_left(self._attending, end) for end in (layers.start, layers.stop)))
 
     def _sequences(self, groups: Sequence[Rows], layers: range) -> SequenceTable | None:
-        """The rows as layers with a mixer see them; None where there are none. Raises ValueError."""
+        """Return the rows for layers with a mixer; None without any."""
         if self._conv_width is None:
             return None
         if len(layers) != self.sizes.num_layers:
@@ -158,11 +152,11 @@ class NativeLayers:
 
     @property
     def num_experts_met(self) -> int:
-        """The experts that rows of all calls so far met, each once in a layer of a call."""
+        """Return the distinct experts per layer and call, summed over all calls."""
         return int(self._library.decoder_experts_met(self.handle))
 
     def table(self, groups: Sequence[Rows], layers: range) -> RowTable:
-        """The rows of a call over some layers of their caches. Raises ValueError for what would reach beyond one."""
+        """Return the table of a call over some layers. Raises ValueError for entries beyond a cache."""
         if self.sizes.latent is not None and any(group.scanned is not None for group in groups):
             raise ValueError("found scanned keys of a decoder with latent vectors, expected none")
         attending = self._attending_among(layers)
@@ -180,7 +174,7 @@ class NativeLayers:
         logits: Tensor | None,
         queries: Tensor | None = None,
     ) -> CForwardCall:
-        """Describe the call to C, for positions up to the last one. Hold the team's lock until the call is over."""
+        """Return the struct of a C call; hold the team's lock until the call is over."""
         return CForwardCall(
             token_ids=table.token_ids.ctypes.data if embeds else None,
             positions=table.positions.ctypes.data,
@@ -235,7 +229,7 @@ class NativeLayers:
         self._mark(number, layer)
 
     def _mark(self, number: int, layer: LayerWeights) -> None:
-        """Say what a layer has not, or does otherwise."""
+        """Tell the kernels what a layer lacks, or does differently."""
         marks = {OTHER_ANGLES: layer.rotary is not None, NOPE: layer.is_nope}
         marks |= {NO_ATTENTION: not layer.attends, NO_PRODUCTS: layer.up is None}
         for role in (role for role, is_so in marks.items() if is_so):
@@ -261,7 +255,6 @@ class NativeLayers:
 
 
 def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Weight | None, tuple[int, ...]]]:
-    """Every tensor of a layer that is float32 in any model, as `shapes` has the others."""
     yield "sinks", layer.sinks, (sizes.num_heads,)
     if layer.experts is not None:
         yield from float_shapes(layer.experts, sizes.hidden)
@@ -270,7 +263,7 @@ def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Wei
 
 
 def conv_width_of(layers: Iterable[LayerWeights]) -> int | None:
-    """The taps of all mixers' convolutions; None without mixers. Raises ValueError where their sizes differ."""
+    """Return the common taps of all mixers. Raises ValueError if their sizes differ."""
     sizes = {layer.mixer.sizes for layer in layers if layer.mixer is not None}
     if len(sizes) > 1:
         raise ValueError(f"found mixers of {len(sizes)} sizes, expected one")
@@ -278,13 +271,13 @@ def conv_width_of(layers: Iterable[LayerWeights]) -> int | None:
 
 
 def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor as the kernels read it. Raises ValueError for one of another dtype, shape or device."""
+    """Raises ValueError for another dtype, shape or device."""
     _check(name, tensor, shape, dtype)
     return tensor.detach().contiguous()
 
 
 def check_weights(weights: Iterable[tuple[str, Weight | None, tuple[int, ...]]], dtype: torch.dtype) -> None:
-    """Raises ValueError for one with a name that is not of this dtype and its shape."""
+    """Raise ValueError for a weight of another dtype, shape or device."""
     for name, weight, shape in weights:
         if weight is not None:
             _check(name, weight, shape, dtype)
@@ -296,10 +289,10 @@ def _check(name: str, weight: Weight, shape: tuple[int, ...], dtype: torch.dtype
         raise ValueError(f"found {name} of {found}, expected {dtype} {list(shape)} on cpu")
 
 
-# The compiled kernels' Python face: a dense decoder, and attention alone. What would crash them is a ValueError.
+# Python interface of the compiled kernels, a decoder and attention; invalid arguments raise ValueError.
 
 
-EMBEDDING, FINAL_NORM, HEAD = range(3)  # of `weight_role` in source/api.h
+EMBEDDING, FINAL_NORM, HEAD = range(3)  # `weight_role` of source/api.h
 
 
 class CAttentionSizes(ctypes.Structure):
@@ -318,7 +311,7 @@ class CAttentionView(ctypes.Structure):
 
 
 def _c_view(view: AttentionView, num_heads: int) -> tuple[CAttentionView, Tensor | None]:
-    """A view as the kernels take it, and what keeps its memory alive. Raises ValueError for other sinks."""
+    """Return a view's struct, and the sinks that it points to. Raises ValueError for other sinks."""
     sinks = view.sinks
     if sinks is not None:
         sinks = checked("sinks", sinks.float(), (num_heads,), torch.float32)
@@ -327,17 +320,14 @@ def _c_view(view: AttentionView, num_heads: int) -> tuple[CAttentionView, Tensor
 
 
 class NativeDecoder(NativeLayers):
-    """A whole decoder: embedding, layers, norm, head."""
+    """Whole decoder: embedding, layers, norm, head."""
 
     def __init__(self, weights: DecoderWeights, num_threads: int, variant: str) -> None:
-        """Take the layers out of `weights`, as `NativeLayers` does.
-
-        Raises ValueError for weights that do not fit together, KernelError where the library does not load.
-        """
+        """Raises ValueError for unfit weights, KernelError if the library does not load."""
         _check_ends(weights)
         super().__init__(weights.sizes, weights.layers, weights.rotary, shared_team(load_library(variant), num_threads))
         self.embedding, self._packed = weights.embedding, packed_rows(weights.embedding)
-        if self._packed is None:  # the kernels read it where it is, as they do the parts of a packed one
+        if self._packed is None:  # the kernels read it in place, as the parts of a packed one
             self.embedding = plain(weights.embedding).contiguous()
             self._load(0, EMBEDDING, self.embedding)
         else:
@@ -353,11 +343,10 @@ class NativeDecoder(NativeLayers):
         state: Tensor | None = None,
         queries: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Final hidden states `[num_rows, hidden]` of the model's dtype and logits `[num_rows, vocab] float32`.
+        """Return final hidden states `[num_rows, hidden]` in the model's dtype and logits `[num_rows, vocab] float32`.
 
-        Keys and values of the rows go to their slots. A call over some of the `layers` carries on in `state`
-        `[num_rows, hidden] float32`; hidden states and logits come with the last layer. `queries [num_layers_of_call,
-        num_rows, num_heads, head_dim]` of the model's dtype are filled as they meet the keys. Raises ValueError.
+        A call over some `layers` updates `state [num_rows, hidden] float32`; results come with the last layer. Rotated
+        `queries [num_layers_of_call, num_rows, num_heads, head_dim]` have the model's dtype. Raises ValueError.
         """
         layers = range(self.sizes.num_layers) if layers is None else layers
         num_rows = sum(len(group) for group in groups)
@@ -372,13 +361,12 @@ class NativeDecoder(NativeLayers):
         return hidden, logits
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The embeddings `[..., hidden]` of the model's dtype of tokens."""
         if isinstance(self.embedding, Tensor):
             return self.embedding[token_ids]
         return self.embedding.rows(token_ids.flatten()).dequantized().view(*token_ids.shape, self.sizes.hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The head alone: hidden states `[num_rows, hidden]` to `[num_rows, vocab] float32`. Raises ValueError."""
+        """Apply the head to hidden states `[num_rows, hidden]`: `[num_rows, vocab] float32`. Raises ValueError."""
         hidden = checked("hidden states", hidden, (len(hidden), self.sizes.hidden), self.sizes.dtype)
         logits = torch.empty(len(hidden), self.sizes.vocab)
         with self.team.lock:
@@ -402,9 +390,9 @@ def native_attention(
     scale: float,
     view: AttentionView = SEES_ALL,
 ) -> Tensor:
-    """Keep keys and values `[num_rows, num_kv_heads, head_dim]` in the layer's cache and attend to what rows may see.
+    """Store keys and values `[num_rows, num_kv_heads, head_dim]` in the layer's cache, and attend.
 
-    `query` and result `[num_rows, num_heads, head_dim]`, all of the caches' dtype. Raises ValueError.
+    `query` and result are `[num_rows, num_heads, head_dim]`, all in the caches' dtype. Raises ValueError.
     """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
@@ -439,7 +427,6 @@ def native_attention(
 
 
 def _check_ends(weights: DecoderWeights) -> None:
-    """Raises ValueError for an embedding, a norm or a head that does not fit."""
     sizes = weights.sizes
     table = (sizes.vocab, sizes.hidden)
     ends: list[tuple[str, Weight | None, tuple[int, ...]]] = [

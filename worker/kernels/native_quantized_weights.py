@@ -1,4 +1,4 @@
-"""Packed matrices, and experts one by one, as the compiled kernels take them in: parts by address."""
+"""Packed matrices and experts as structs for the compiled kernels."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from swiftbatch.worker.kernels.quantized_weights import (
     plain_linear,
 )
 
-CODE_TYPES: dict[Code, int] = {"uint4": 0, "e2m1": 0, "iq4_nl": 0, "int8": 1, "uint8": 2, "e4m3": 3}  # in source/api.h
-SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # in the order of `scale_type`, the first that holds all
-CODES_PER_WORD = 8  # of 4 bits: they lie so in the kernels, and a group begins with a word
-LEAST_NORMAL = 2.0**-126  # products of bf16 take smaller numbers for zero
-LEAST_SCALE = 2.0**-90  # no code times such a scale, with or without such an offset, is smaller but for zero
-MOST_SCALE = 2.0**100  # kernels widen an e4m3 by way of a scale 256 times as large
+# as in source/api.h
+CODE_TYPES: dict[Code, int] = {"uint4": 0, "e2m1": 0, "iq4_nl": 0, "int8": 1, "uint8": 2, "e4m3": 3}
+# in the order of `scale_type`; the first exact one is used
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CODES_PER_WORD = 8  # with 4 bits, a group must start at a word
+LEAST_NORMAL = 2.0**-126  # bf16 products treat smaller numbers as zero
+LEAST_SCALE = 2.0**-90  # products of codes with such scales are never subnormal, even with such offsets
+MOST_SCALE = 2.0**100  # the kernels widen e4m3 with a scale 256 times as large
 
 
 class CQuantizedRows(ctypes.Structure):
@@ -41,11 +43,11 @@ class CQuantizedRows(ctypes.Structure):
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """The call that C reads, and the tensors that must live as long as it does."""
+    """Struct for C, and the tensors that must outlive it."""
 
     call: CQuantizedRows
     held: tuple[Tensor | None, ...]
-    num_bytes: int  # of codes, scales and offsets
+    num_bytes: int
 
     @property
     def address(self) -> int:
@@ -53,7 +55,7 @@ class QuantizedRows:
 
 
 def quantized_rows(matrix: PackedMatrix) -> QuantizedRows | None:
-    """A matrix for the kernels; None for one whose numbers these would not give to the bit."""
+    """Return a matrix for the kernels; None if they would not give its exact numbers."""
     if not _is_exact_in_kernels(matrix):
         return None
     parts = [matrix.scales] if matrix.offsets is None else [matrix.scales, matrix.offsets]
@@ -71,15 +73,15 @@ def quantized_rows(matrix: PackedMatrix) -> QuantizedRows | None:
 
 
 def packed_rows(weight: Weight) -> QuantizedRows | None:
-    """A weight for the kernels if it is packed; None for numbers, and as `quantized_rows` has it."""
+    """Return a packed weight as `quantized_rows` does; None for plain ones."""
     return quantized_rows(weight) if isinstance(weight, PackedMatrix) else None
 
 
 def _is_exact_in_kernels(matrix: PackedMatrix) -> bool:
-    """Tell whether all is in the range of what kernels compute: of a checkpoint of sense, everything is."""
+    """Return whether all numbers are in the kernels' exact range."""
     if CODE_BITS[matrix.code] == 4 and matrix.group_size % CODES_PER_WORD:
         return False
-    if matrix.code == "e4m3" and bool(((matrix.codes & 127) == 127).any()):  # no numbers
+    if matrix.code == "e4m3" and bool(((matrix.codes & 127) == 127).any()):  # NaN
         return False
     sizes = matrix.scales.abs()
     if bool((sizes > MOST_SCALE).any()):
@@ -94,7 +96,7 @@ def _is_exact_in_kernels(matrix: PackedMatrix) -> bool:
     return not bool(((numbers < LEAST_NORMAL) & (numbers > 0)).any())
 
 
-ROUTER, CHOICE_BIAS, SHARED_GATE = range(3)  # of `expert_role` in source/api.h
+ROUTER, CHOICE_BIAS, SHARED_GATE = range(3)  # `expert_role` of source/api.h
 EXPERT_ROLES = {"gate": 3, "up": 4, "down": 5}
 LATENT_IN, LATENT_OUT = 6, 7
 
@@ -115,7 +117,7 @@ class CExpertSizes(ctypes.Structure):
 def load_experts(
     library: ctypes.CDLL, handle: int, layer: int, experts: ExpertWeights, shared_intermediate: int
 ) -> None:
-    """Give a decoder the experts of a layer, before the part that all rows meet: it has so many columns, 0 for none."""
+    """Load a layer's experts, before its shared part of `shared_intermediate` columns (0: none)."""
     sizes = CExpertSizes(
         intermediate=experts.intermediate,
         shared_intermediate=shared_intermediate,

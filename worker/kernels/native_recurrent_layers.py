@@ -1,4 +1,4 @@
-"""Layers with a state or a convolution in the compiled kernels: how they are loaded, and the rows that go through."""
+"""Layers with a state or a convolution in the compiled kernels: loading, and their rows."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ class CSequenceSteps(ctypes.Structure):
 
 
 class StateCache(Protocol):
-    """A cache that has states beside keys and values."""
+    """Cache with states beside keys and values."""
 
     length: int
-    boundary: int  # from which on steps are counted
+    boundary: int  # steps are counted from it on
 
     def reserve(self, num_steps: int) -> None:
-        """Have room for so many steps. Raises ValueError for too many."""
+        """Have room for `num_steps` steps. Raises ValueError for too many."""
 
     def layer_steps(self) -> NDArray[np.int64]:
-        """`layer_steps` of source/api.h of each layer with a state, `[num_layers, 5]` addresses."""
+        """Return addresses `[num_layers, 5]`, `layer_steps` of source/api.h for each recurrent layer."""
 
     def held(self) -> list[Tensor]:
-        """The buffers at these addresses, which have to live as long as a call reads them."""
+        """Return the buffers at these addresses; keep them as long as a call reads them."""
 
 
 def load_recurrent_layer(library: ctypes.CDLL, handle: int, layer: int, mixer: RecurrentWeights) -> None:
-    """Give a decoder the mixer of a layer."""
+    """Load the mixer of a layer."""
     sizes = CRecurrentSizes(**dataclasses.asdict(mixer.sizes))
     library.decoder_mixer(handle, layer, ctypes.byref(sizes))
     for role, linear in mixer.linears.items():
@@ -87,17 +87,14 @@ def _load_linear(library: ctypes.CDLL, place: tuple[int, int, int], linear: AnyL
 
 @dataclass(frozen=True)
 class SequenceTable:
-    """The rows of a call, sequence by sequence, and what keeps their memory alive."""
+    """Rows of a call by sequence, and their memory."""
 
     sequences: Any  # array of CSequenceSteps
-    held: list[Any]  # that `sequences` points into
+    held: list[Any]  # `sequences` points into these
 
     @classmethod
     def of(cls, groups: Sequence[Rows], conv_width: int) -> SequenceTable:
-        """Lay out rows behind their caches; groups of one cache follow each other.
-
-        Raises ValueError for rows that do not fit in one, or whose path goes through rows that are not of this call.
-        """
+        """Lay out rows after their caches; groups of one cache must be consecutive. Raises ValueError."""
         parts = [(cache, list(some)) for cache, some in itertools.groupby(groups, lambda group: group.cache)]
         table, held = (CSequenceSteps * len(parts))(), []
         for entry, (cache, some) in zip(table, parts, strict=True):
@@ -110,7 +107,7 @@ class SequenceTable:
 
 
 def _paths(cache: Any, groups: list[Rows], conv_width: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The row in front of each row, -1 for the committed state, and the steps whose inputs its convolution reads."""
+    """Return each row's parent (-1: the committed state), and the steps that its convolution reads."""
     if getattr(cache, "layer_states", None) is None:
         raise ValueError("found rows behind a cache without states")
     first, num_rows = groups[0].first_entry, sum(len(group) for group in groups)
@@ -130,7 +127,7 @@ def _paths(cache: Any, groups: list[Rows], conv_width: int) -> tuple[NDArray[np.
 
 
 def _in_front(group: Rows, conv_width: int) -> NDArray[np.int64]:
-    """The entries in front of each row's own on its path, the last of them last: one at least."""
+    """Return the entries before each row on its path, the last one last; at least one."""
     places = np.array(group.tail_lengths)[:, None] - 1 - np.arange(max(1, conv_width - 1), 0, -1)
     in_tail = np.take_along_axis(np.asarray(group.tail_entries), np.maximum(places, 0), axis=1)
     found: NDArray[np.int64] = np.where(places >= 0, in_tail, group.boundary + places)

@@ -1,7 +1,6 @@
-"""Matrices of weights in 8 or 4 bits: codes, and the numbers that their formats define.
+"""Weight matrices in 8 or 4 bits: codes, and the numbers that their formats define.
 
-A packed matrix stands for `table[code] * scale + offset`, computed in float32 and rounded once to its dtype. What the
-kernels multiply are these rounded numbers, so a packed matrix and its dequantized twin give the same bits.
+A packed matrix stands for `table[code] * scale + offset`, computed in float32 and rounded once to its dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 Code = Literal["uint4", "e2m1", "iq4_nl", "int8", "uint8", "e4m3"]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # llama.cpp's `kvalues_iq4nl`
-TABLES: dict[Code, Tensor] = {  # the number that each code stands for
+TABLES: dict[Code, Tensor] = {
     "uint4": torch.arange(16.0),
     "e2m1": torch.tensor([*E2M1, *(-each for each in E2M1)]),
     "iq4_nl": torch.tensor(IQ4_NL, dtype=torch.float32),
@@ -24,19 +23,18 @@ TABLES: dict[Code, Tensor] = {  # the number that each code stands for
     "uint8": torch.arange(256.0),
     "e4m3": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
 }
-# Bits of the whole number that, times a power of two, is a code's number.
+# Bits of the integer that, times a power of two, is a code's number.
 SIGNIFICANT_BITS: dict[Code, int] = {"uint4": 4, "e2m1": 2, "iq4_nl": 7, "int8": 7, "uint8": 8, "e4m3": 4}
 CODE_BITS: dict[Code, int] = {code: len(table).bit_length() - 1 for code, table in TABLES.items()}
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix `[num_columns, depth]` of `dtype`, as a linear layer stores it.
+    """Matrix `[num_columns, depth]` of `dtype`, as a linear layer stores it.
 
-    `codes [num_columns, depth] uint8`, of 4 bits `[num_columns, depth / 2]` with the first of two in the low half.
-    `scales [num_columns, num_groups] float32`: groups of one size lie side by side along the depth. `offsets` as
-    `scales`, added where they are there: the product in front of them must then be exact in float32, so that one
-    rounding is left, whether the sum is fused or not. Raises ValueError for parts that do not fit together.
+    `codes [num_columns, depth] uint8`, or `[num_columns, depth / 2]` with 4 bits, low halves first. `scales
+    [num_columns, num_groups] float32`, and `offsets` like them; the product before offsets must be exact in float32, so
+    that fused and unfused sums agree. Raises ValueError.
     """
 
     code: Code
@@ -63,13 +61,12 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Columns and depth."""
+        """Return columns and depth."""
         num_columns, width = self.codes.shape
         return num_columns, width * 8 // CODE_BITS[self.code]
 
     @property
     def group_size(self) -> int:
-        """Neighbours along the depth that share a scale."""
         return self.shape[1] // self.scales.shape[1]
 
     @property
@@ -78,17 +75,16 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and offsets."""
         offsets = 0 if self.offsets is None else self.offsets.nbytes
         return self.codes.nbytes + self.scales.nbytes + offsets
 
     def rows(self, chosen: Tensor | slice) -> PackedMatrix:
-        """Some of the columns, as rows of the stored matrix, in the order in which they are chosen."""
+        """Return chosen rows of the stored matrix, in this order."""
         offsets = None if self.offsets is None else self.offsets[chosen]
         return PackedMatrix(self.code, self.codes[chosen], self.scales[chosen], self.dtype, offsets)
 
     def split(self, widths: Sequence[int]) -> list[PackedMatrix]:
-        """Split the rows into matrices of `widths` rows. Raises ValueError where these are not all rows."""
+        """Split the rows into matrices of `widths` rows. Raises ValueError unless these are all rows."""
         if sum(widths) != self.shape[0]:
             raise ValueError(f"found {self.shape[0]} rows, expected {sum(widths)}")
         ends = torch.tensor(widths).cumsum(0).tolist()
@@ -96,16 +92,15 @@ class PackedMatrix:
 
     @property
     def form(self) -> tuple[Code, int, bool, torch.dtype]:
-        """The properties that matrices of one depth share where they can lie one below the other."""
+        """Return the properties that stackable matrices of one depth share."""
         return self.code, self.group_size, self.offsets is not None, self.dtype
 
     def to(self, device: torch.device) -> PackedMatrix:
-        """The same on a device."""
         offsets = None if self.offsets is None else self.offsets.to(device)
         return PackedMatrix(self.code, self.codes.to(device), self.scales.to(device), self.dtype, offsets)
 
     def dequantized(self) -> Tensor:
-        """The matrix `[num_columns, depth]` that this one stands for."""
+        """Return the matrix `[num_columns, depth]` as numbers."""
         codes = self.codes
         if CODE_BITS[self.code] == 4:
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
@@ -117,7 +112,7 @@ class PackedMatrix:
         return whole
 
     def _has_exact_products(self) -> bool:
-        """Tell whether no scale has more significant bits than a product with a code that is there leaves room for."""
+        """Return whether scales times codes are exact in float32."""
         widest = int(self.codes.max()).bit_length() if self.code == "uint8" else SIGNIFICANT_BITS[self.code]
         spare = (1 << widest) - 1
         return not bool((self.scales.contiguous().view(torch.int32) & spare).any())
@@ -125,16 +120,12 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class PackedExperts(PackedMatrix):
-    """Matrices of so many experts, one below the other, which stand for one tensor with a dimension in front.
-
-    Where they are turned, the rows of that tensor's matrices are the columns of these.
-    """
+    """Stacked matrices of experts, which stand for one tensor with a leading dimension, perhaps transposed."""
 
     num_experts: int = 1
     is_transposed: bool = False
 
     def experts(self) -> list[PackedMatrix]:
-        """The matrix of each."""
         return self.split([self.shape[0] // self.num_experts] * self.num_experts)
 
     def to(self, device: torch.device) -> PackedExperts:
@@ -143,14 +134,14 @@ class PackedExperts(PackedMatrix):
         return PackedExperts(*parts, self.num_experts, self.is_transposed)
 
     def dequantized(self) -> Tensor:
-        """The tensor `[num_experts, rows, columns]` that this one stands for; one expert at a time is unpacked."""
+        """Return the tensor `[num_experts, rows, columns]`, unpacking one expert at a time."""
         return torch.stack(
             [each.dequantized().T if self.is_transposed else each.dequantized() for each in self.experts()]
         )
 
 
 def stacked(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
-    """Matrices of one form, one below the other, without gaps in memory."""
+    """Stack matrices of one form."""
     first = matrices[0]
     codes, scales = _below([each.codes for each in matrices]), _below([each.scales for each in matrices])
     offsets = [each.offsets for each in matrices if each.offsets is not None]
@@ -158,7 +149,6 @@ def stacked(matrices: Sequence[PackedMatrix]) -> PackedMatrix:
 
 
 def _below(parts: list[Tensor]) -> Tensor:
-    """One of them is copied only where it has gaps."""
     return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
@@ -166,13 +156,12 @@ Weight = Tensor | PackedMatrix
 
 
 def plain(weight: Weight) -> Tensor:
-    """A weight as numbers, whatever it is stored as."""
     return weight.dequantized() if isinstance(weight, PackedMatrix) else weight
 
 
 @dataclass(frozen=True)
 class Linear:
-    """`weight [columns, depth]` as torch has it, and `bias [columns]`."""
+    """`weight [columns, depth]` as in torch, and `bias [columns]`."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -180,13 +169,12 @@ class Linear:
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A linear layer whose weight lies in 8 or 4 bits."""
+    """Linear layer with a weight in 8 or 4 bits."""
 
     weight: PackedMatrix
     bias: Tensor | None = None
 
     def plain(self) -> Linear:
-        """The layer that this one stands for."""
         return Linear(self.weight.dequantized(), self.bias)
 
 
@@ -194,10 +182,8 @@ AnyLinear = Linear | PackedLinear
 
 
 def linear_from(weight: Weight, bias: Tensor | None = None) -> AnyLinear:
-    """A linear layer of a weight in either form."""
     return PackedLinear(weight, bias) if isinstance(weight, PackedMatrix) else Linear(weight, bias)
 
 
 def plain_linear(linear: AnyLinear) -> Linear:
-    """A linear layer without packed weights."""
     return linear.plain() if isinstance(linear, PackedLinear) else linear

@@ -1,4 +1,4 @@
-"""Layers with a state per head in the compiled kernels: the steps of rows, and steps folded into a state."""
+"""Recurrent layers' states in the compiled kernels: steps of rows, and steps folded into a state."""
 
 from __future__ import annotations
 
@@ -30,32 +30,30 @@ class CRecurrence(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of some rows in order, float32. `betas` None: values are the updates."""
+    """Steps of rows in order, float32; with `betas` None, values are the updates."""
 
     queries: Tensor  # [num_rows, num_key_heads, key_dim]
     keys: Tensor
     values: Tensor  # [num_rows, num_heads, value_dim]
-    decays: Tensor  # [num_rows, num_heads, num_decays]: one, or one of each row of a state
+    decays: Tensor  # [num_rows, num_heads, num_decays]: one, or one per row of a state
     betas: Tensor | None = None
 
 
 def are_known_states(num_heads: int, value_dim: int) -> bool:
-    """Tell whether the kernels take heads of this size."""
     return 0 < num_heads <= MOST_HEADS and value_dim % LANES == 0
 
 
 @functools.cache
 def folding_team() -> Team | None:
-    """The threads that fold; None where no kernels run. It has the bits of torch's own products and sums."""
+    """Return the folding threads; None without kernels."""
     variant = chosen_variant()
     return None if variant is None else shared_team(load_library(variant), torch.get_num_threads())
 
 
 def native_steps(team: Team, steps: Steps, states: Sequence[Tensor], parents: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Updates and what the queries find, each `[num_rows, num_heads, value_dim]`.
+    """Return updates and what the queries read, each `[num_rows, num_heads, value_dim]`. Raises ValueError.
 
-    A row goes on from an earlier row, or with `-1 - i` from `states[i] [num_heads, key_dim, value_dim]`. Raises
-    ValueError for what does not fit.
+    A row's parent is an earlier row or, as `-1 - i`, `states[i] [num_heads, key_dim, value_dim]`.
     """
     num_rows, num_key_heads, key_dim = steps.keys.shape
     num_heads, value_dim = steps.values.shape[1:]
@@ -85,7 +83,7 @@ def native_steps(team: Team, steps: Steps, states: Sequence[Tensor], parents: Se
 
 
 def native_fold(team: Team, state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor) -> Tensor:
-    """A state `[num_heads, key_dim, value_dim]` behind steps, in memory of its own. Raises ValueError."""
+    """Return a state `[num_heads, key_dim, value_dim]` after steps, in new memory. Raises ValueError."""
     num_rows, num_key_heads, key_dim = keys.shape
     num_heads, value_dim = updates.shape[1:]
     if not are_known_states(num_heads, value_dim) or num_heads % num_key_heads:
@@ -109,22 +107,22 @@ def native_fold(team: Team, state: Tensor, keys: Tensor, updates: Tensor, decays
 
 
 class StepBuffers:
-    """The steps of all layers of a sequence, which are moved and folded in one call each."""
+    """Steps of all layers of a sequence, which are moved and folded in one call each."""
 
     def __init__(self, team: Team, layers: Sequence[Sequence[Tensor]]) -> None:
-        """Each layer has inputs, whose first step is the first row, keys, updates and decays, `[num_steps, ...]`."""
+        """Take each layer's inputs, keys, updates and decays, `[num_steps, ...]`."""
         self._team, self._layers = team, layers
         buffers = [each for layer in layers for each in layer if each.numel()]
         places = [(each.data_ptr(), each.stride(0) * each.element_size()) for each in buffers]
         self._places = np.array(places, dtype=np.int64)
 
     def keep(self, first: int, chosen: Sequence[int]) -> None:
-        """Move the steps `first + chosen[i]`, which are in order, to `first + i`."""
+        """Move the steps `first + chosen[i]`, in rising order, to `first + i`."""
         c_chosen = (ctypes.c_int32 * len(chosen))(*chosen)
         self._team.library.rows_keep(self._places.ctypes.data, len(self._places), first, c_chosen, len(chosen))
 
     def fold(self, states: Sequence[Tensor], targets: Sequence[Tensor], start: int, end: int) -> None:
-        """Write each layer's state behind some consecutive steps to its target, which may be the state itself."""
+        """Write each layer's state after consecutive steps to its target, which may be the state itself."""
         count = len(states)
         calls, c_states, c_targets = (CRecurrence * count)(), (POINTER * count)(), (POINTER * count)()
         for number, (call, (_, keys, updates, decays)) in enumerate(zip(calls, self._layers, strict=True)):
@@ -141,7 +139,6 @@ class StepBuffers:
 
 
 def _decays_shape(num_rows: int, num_heads: int, num_decays: int, key_dim: int) -> tuple[int, int, int]:
-    """The shape that decays must have, of which there are so many for each head."""
     return num_rows, num_heads, num_decays if num_decays in (1, key_dim) else 1
 
 

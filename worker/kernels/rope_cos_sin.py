@@ -1,4 +1,4 @@
-"""Rotary angles by position: cosines and sines of float64, so that no processor rounds them otherwise."""
+"""Rotary angles by position: cosines and sines in float64, so that all processors round them alike."""
 
 from __future__ import annotations
 
@@ -9,27 +9,22 @@ from numpy.typing import NDArray
 from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary
 
 ROWS_AT_ONCE = 4096
-SLACK = 16  # floats that the kernels read beyond the last row
+SLACK = 16  # the kernels read so many floats beyond the last row
 
 
 def angles(rotary: Rotary, rows: NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
-    """Cosines of the first half of a head's dimensions, then sines: `[num_rows, head_dim] float32`.
-
-    A row is a position, and for jobs that turn otherwise one behind the rows of all others: see `Rotary`. The numbers
-    are rounded to the dtype of the model, where its rotation is.
-    """
+    """Return cosines of the first half of a head's dimensions, then sines: `[num_rows, head_dim] float32`."""
     turned = rotary.turns(rows).astype(np.float64)
     both = np.concatenate((np.cos(turned), np.sin(turned)), axis=1).astype(np.float32)
     return torch.from_numpy(both * np.tile(rotary.scales(), 2)).to(kept_as(rotary, dtype)).float()
 
 
 def kept_as(rotary: Rotary, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that holds the angles of a model of this dtype."""
     return dtype if rotary.is_rounded else torch.float32
 
 
 def query_scales(growth: QueryGrowth, positions: NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
-    """Factors of queries by their positions, `[num_positions] float32`, rounded to the dtype of the model."""
+    """Return factors of queries, `[num_positions] float32`."""
     return torch.from_numpy(growth.scales(positions)).to(dtype).float()
 
 
@@ -41,7 +36,7 @@ class QueryScaleTable:
         self._table = torch.zeros(0)
 
     def address(self, last_position: int) -> int:
-        """Return the address of a table up to this position, as `AngleTable.address` does."""
+        """Return the address, valid until a call for a later position."""
         if last_position >= len(self._table):
             num_positions = ROWS_AT_ONCE + max(last_position, 2 * len(self._table))
             self._table = query_scales(self._growth, np.arange(num_positions), self._dtype)
@@ -49,17 +44,16 @@ class QueryScaleTable:
 
 
 class AngleTable:
-    """`[num_rows, head_dim]` float32: cosines of the first half of a head's dimensions, then sines."""
+    """Table `[num_rows, head_dim]` float32: cosines of the first half of a head's dimensions, then sines."""
 
     def __init__(self, rotary: Rotary, dtype: torch.dtype) -> None:
-        """Angles of a model of this dtype, to which they are rounded."""
         self._rotary = rotary
         self._dtype = dtype
         self._head_dim = 2 * len(rotary.frequencies)
         self._table = torch.zeros(0, self._head_dim)
 
     def address(self, last_row: int) -> int:
-        """Return the address of a table that reaches up to this row; it holds until a call that asks for more."""
+        """Return the address of a table up to this row, valid until a call for more."""
         if last_row >= len(self._table):
             num_blocks = -(-max(last_row + 1, 2 * len(self._table)) // ROWS_AT_ONCE)
             grown = torch.zeros(num_blocks * ROWS_AT_ONCE * self._head_dim + SLACK)

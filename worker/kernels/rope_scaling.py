@@ -1,4 +1,4 @@
-"""Frequencies of rotary positions: which dimension turns how far from one position to the next. Without torch."""
+"""Frequencies of rotary positions, without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST = float(np.finfo(np.float32).max)
-ROPE_NUMBERS = {  # numbers in `rope_parameters` beside `rope_type`, for the types whose angles are computed here
+ROPE_NUMBERS = {  # supported types, and their numbers in `rope_parameters`
     "default": ("rope_theta",),
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -26,7 +26,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Queries are longer at later positions: 1 + `beta` log(1 + position // `length`) times as long."""
+    """Growth of queries with their positions: factors 1 + `beta` log(1 + position // `length`)."""
 
     beta: float
     length: int
@@ -37,24 +37,23 @@ class QueryGrowth:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotation of pairs of dimensions: `frequencies [head_dim / 2]` in radians, `scaling` of both tables.
+    """Rotation of pairs of dimensions: `frequencies [head_dim / 2]` in radians, `scaling` of cosines and sines.
 
-    `numerics` names frequencies that differ from those of earlier versions in their last bit. Jobs of more than
-    `short_length` positions turn by `long_frequencies`; None for both where all jobs turn alike. Cosines and sines are
-    rounded to the model's dtype, or stay float32.
+    `numerics` names frequencies whose last bit differs from earlier versions. Jobs of more than `short_length`
+    positions use `long_frequencies`. If `is_rounded`, cosines and sines have the model's dtype.
     """
 
     frequencies: NDArray[np.float32]
     scaling: float = 1.0
     numerics: str = ""
-    num_nope_pairs: int = 0  # last pairs that do not turn, nor are scaled
+    num_nope_pairs: int = 0  # the last pairs are neither rotated nor scaled
     long_frequencies: NDArray[np.float32] | None = None
     short_length: int | None = None
     is_rounded: bool = True
-    growth: QueryGrowth | None = None  # of queries that are turned
+    growth: QueryGrowth | None = None  # multiplies rotated queries
 
     def beside_still(self, num_pairs: int) -> Rotary:
-        """The same turns in front of pairs that stand still, `num_pairs` together."""
+        """Return the same rotation, padded to `num_pairs` with pairs that are not rotated."""
         num_nope_pairs = num_pairs - len(self.frequencies)
         short, long = (
             None if own is None else np.pad(own, (0, num_nope_pairs))
@@ -64,13 +63,13 @@ class Rotary:
         return replace(self, frequencies=short, long_frequencies=long, num_nope_pairs=num_nope_pairs)
 
     def num_rows(self, num_positions: int) -> int:
-        """Rows of the table of angles of a job of so many positions: behind those of short jobs come the long ones'."""
+        """Return the table's rows for a job; rows of long jobs follow those of short ones."""
         if self.short_length is None or num_positions <= self.short_length:
             return num_positions
         return self.short_length + num_positions
 
     def turns(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The angles of pairs in some rows of the table, `[num_rows, head_dim / 2]`, multiplied in float32."""
+        """Return the angles of pairs in table rows, `[num_rows, head_dim / 2]`, multiplied in float32."""
         if self.short_length is None or self.long_frequencies is None:
             return rows.astype(np.float32)[:, None] * self.frequencies
         is_long = rows >= self.short_length
@@ -78,19 +77,19 @@ class Rotary:
         return positions[:, None] * np.where(is_long[:, None], self.long_frequencies, self.frequencies)
 
     def scales(self) -> NDArray[np.float32]:
-        """The factors of cosines and sines, `[head_dim / 2]`."""
+        """Return factors `[head_dim / 2]`."""
         scales = np.full(len(self.frequencies), self.scaling, dtype=np.float32)
         scales[len(scales) - self.num_nope_pairs :] = 1.0
         return scales
 
 
 def default_frequencies(theta: float, head_dim: int) -> NDArray[np.float32]:
-    """Frequencies of plain rotary positions (Su et al. 2021), rounded to float32 where `transformers` rounds."""
+    """Return plain rotary frequencies (Su et al. 2021), rounded to float32 where `transformers` rounds."""
     return np.float32(1.0) / _wavelengths(theta, head_dim)
 
 
 def stretched_frequencies(theta: float, head_dim: int, factors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Frequencies of LongRoPE (Ding et al. 2024), of which each has its factor."""
+    """Return LongRoPE's frequencies (Ding et al. 2024), each with its own factor."""
     if factors.shape != (head_dim // 2,):
         raise ValueError(f"found {len(factors)} factors of its frequencies, expected {head_dim // 2}")
     return np.float32(1.0) / (factors * _wavelengths(theta, head_dim))
@@ -104,17 +103,16 @@ def _wavelengths(theta: float, head_dim: int) -> NDArray[np.float32]:
 def llama3_frequencies(
     theta: float, head_dim: int, factor: float, low: float, high: float, original: float
 ) -> NDArray[np.float32]:
-    """Frequencies of Llama 3.1 and later, rounded to float32 where `transformers` rounds.
+    """Return Llama 3.1's frequencies, rounded to float32 where `transformers` rounds.
 
-    Frequencies that turn less than `low` times within `original` positions are divided by `factor`. Those that turn
-    more than `high` times stay, and between these they are blended. Each operation is one that IEEE 754 rounds in one
-    way.
+    Frequencies with fewer than `low` turns in `original` positions are divided by `factor`, those with more than `high`
+    stay, and others are blended.
     """
     plain = default_frequencies(theta, head_dim)
     wavelengths = np.float32(2 * math.pi) * (np.float32(1.0) / plain)
     stretched = plain / np.float32(factor)
     turns = np.float32(original) * (np.float32(1.0) / wavelengths)
-    share = (turns - np.float32(low)) / np.float32(high - low)  # the share of the plain frequency
+    share = (turns - np.float32(low)) / np.float32(high - low)
     blended = (np.float32(1.0) - share) * plain / np.float32(factor) + share * plain
     is_long, is_short = wavelengths > np.float32(original / low), wavelengths < np.float32(original / high)
     return np.where(is_long, stretched, np.where(is_short, plain, blended))
@@ -123,11 +121,10 @@ def llama3_frequencies(
 def yarn_frequencies(
     theta: float, head_dim: int, factor: float, original: float, fast: float, slow: float, is_whole: bool = True
 ) -> NDArray[np.float32]:
-    """Frequencies of YaRN (Peng et al. 2023), rounded to float32 where `transformers` rounds.
+    """Return YaRN's frequencies (Peng et al. 2023), rounded to float32 where `transformers` rounds.
 
-    Dimensions that turn more than `fast` times within `original` positions keep their frequency, those that turn less
-    than `slow` times have it divided by `factor`, and between these there is a ramp over the dimensions. It begins and
-    ends at a dimension where it `is_whole`, else between two.
+    Dimensions with more than `fast` turns in `original` positions stay, those with fewer than `slow` are divided by
+    `factor`, with a ramp between, whose ends are dimensions if `is_whole`.
     """
 
     def dimension(num_turns: float) -> float:
@@ -149,8 +146,7 @@ def yarn_frequencies(
 def rotary_of(parameters: Mapping[str, Any], head_dim: int, is_strict: bool = False) -> Rotary:
     """Return the rotation that a config's `rope_parameters` describe.
 
-    Only the types in `ROPE_NUMBERS` are known, and all of a type's numbers must be there and make sense; no others,
-    if it `is_strict`. Raises KeyError, TypeError or ValueError for any others.
+    Raises KeyError, TypeError or ValueError for other types and numbers, and if `is_strict` for additional ones.
     """
     said = dict(parameters)
     kind = said.pop("rope_type", None) or said["type"]
@@ -174,7 +170,6 @@ def rotary_of(parameters: Mapping[str, Any], head_dim: int, is_strict: bool = Fa
 
 
 def _yarn(theta: float, head_dim: int, factor: float, original: float, options: Mapping[str, Any]) -> Rotary:
-    """Raises ValueError for numbers that make no angles."""
     if options["truncate"] not in (None, True, False):
         raise ValueError(f"found truncate {options['truncate']!r}, expected true or false")
     fast, slow = (_positive(options[name] or default) for name, default in (("beta_fast", 32), ("beta_slow", 1)))
@@ -184,7 +179,6 @@ def _yarn(theta: float, head_dim: int, factor: float, original: float, options: 
 
 
 def _longrope(theta: float, head_dim: int, factor: float, original: float, options: Mapping[str, Any]) -> Rotary:
-    """Raises ValueError for numbers that make no angles."""
     if not original.is_integer() or original < 2:
         raise ValueError(f"found original_max_position_embeddings {original:g}, expected a whole number above 1")
     short, long = (
@@ -198,7 +192,7 @@ def _longrope(theta: float, head_dim: int, factor: float, original: float, optio
 
 
 def _attention_factor(factor: float, options: Mapping[str, Any]) -> float:
-    """Return the factor of YaRN's cosines and sines: as given, or as `factor` and both mscales have it."""
+    """Return the factor of YaRN's cosines and sines."""
     if (said := options["attention_factor"]) is not None:
         return _positive(said)
 

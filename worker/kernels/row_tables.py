@@ -1,4 +1,4 @@
-"""Tables of the rows of a forward, checked, and the addresses of arrays, as C takes them."""
+"""Checked tables of a forward's rows, and addresses of arrays, for C."""
 
 from __future__ import annotations
 
@@ -19,62 +19,62 @@ MOST_POSITIONS = 2**21
 
 
 class CodedKeys(Protocol):
-    """Keys of a cache that a call finds by their codes, as the kernels take them."""
+    """Keys of a cache that a call finds by their codes."""
 
     @property
     def address(self) -> int:
-        """The address of their description in memory."""
+        """Return the address of their struct."""
 
 
 class RowCache(Protocol):
-    """Keys and values of rows, layer by layer."""
+    """Keys and values of rows, by layer."""
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[num_kv_heads, capacity, row_width]` of a layer: numbers, or codes as in `kv_codes`."""
+        """Return keys and values `[num_kv_heads, capacity, row_width]` of a layer, as numbers or codes."""
 
 
 class Rows(Protocol):
-    """Consecutive rows of one sequence, behind a cache: what kernels know of them."""
+    """Consecutive rows of one sequence after a cache."""
 
     @property
     def cache(self) -> RowCache:
-        """The cache that the rows are behind."""
+        """Return the cache before the rows."""
 
     @property
     def token_ids(self) -> list[int]:
-        """`[num_rows]`"""
+        """Return token ids, `[num_rows]`."""
 
     @property
     def positions(self) -> list[int]:
-        """`[num_rows]`, as the table of angles counts them."""
+        """Return rows of the table of angles, `[num_rows]`."""
 
     @property
     def first_entry(self) -> int:
-        """The cache entry of the first row; the others follow."""
+        """Return the cache entry of the first row; the others follow."""
 
     @property
     def boundary(self) -> int:
-        """Entries below it are the prefix that all rows see."""
+        """Return the end of the prefix that all rows see."""
 
     @property
     def tail_entries(self) -> np.ndarray:
-        """`[num_rows, BLOCK]` cache entries of the keys from the boundary on that a row sees."""
+        """Return the cache entries from the boundary on that each row sees, `[num_rows, BLOCK]`."""
 
     @property
     def tail_lengths(self) -> list[int]:
-        """`[num_rows]`, how many of them are real."""
+        """Return how many of these are real, `[num_rows]`."""
 
     @property
     def biases(self) -> np.ndarray | None:
-        """`[boundary] float32`, added to the prefix's scores; None where all would be 0."""
+        """Return `[boundary] float32`, added to the prefix's scores; None: all are 0."""
 
     @property
     def scanned(self) -> CodedKeys | None:
-        """The keys that rows see beside the entries."""
+        """Return the keys that rows see beside the entries."""
 
     @property
     def is_partial(self) -> bool:
-        """Tell whether entries are no positions: then no window tells what of them is seen."""
+        """Return whether entries are not positions, so that windows do not apply."""
 
     def __len__(self) -> int: ...
 
@@ -102,7 +102,7 @@ class CRowGroup(ctypes.Structure):
 
 @dataclass(frozen=True)
 class LayerCacheShape:
-    """The sizes that all caches of a call share."""
+    """Sizes that all caches of a call share."""
 
     num_kv_heads: int
     head_dim: int
@@ -111,18 +111,18 @@ class LayerCacheShape:
 
 @dataclass(frozen=True)
 class CachePlace:
-    """The address of a cache's keys, from a first layer on, and the cache's strides in elements."""
+    """Address of a cache's keys from a first layer on, and strides in elements."""
 
     address: int
     layer_stride: int
     value_stride: int
     head_stride: int
-    capacity: int  # slots
-    kv_code: int  # of source/api.h
+    capacity: int
+    kv_code: int  # as in source/api.h
 
     @classmethod
     def of(cls, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: LayerCacheShape) -> CachePlace:
-        """Find the keys and values `[num_kv_heads, capacity, row_width]` of consecutive layers. Raises ValueError."""
+        """Find keys and values `[num_kv_heads, capacity, row_width]` of consecutive layers. Raises ValueError."""
         (keys, values), last = layers[0], layers[-1]
         is_coded = keys.dtype in KV_CODES
         dtype, width = (keys.dtype, shape.head_dim + KV_SCALE_BYTES) if is_coded else (shape.dtype, shape.head_dim)
@@ -147,18 +147,18 @@ class CachePlace:
 
 @dataclass(frozen=True)
 class RowTable:
-    """The rows of a call, group by group, and what keeps their memory alive."""
+    """Rows of a call by group, and their memory."""
 
     groups: Any  # array of CRowGroup
     num_groups: int
     num_rows: int
     token_ids: NDArray[np.int32]  # [num_rows]
     positions: NDArray[np.int32]  # [num_rows]
-    arrays: tuple[NDArray[Any] | None, ...]  # that `groups` points into: tail slots, tail lengths, then biases
+    arrays: tuple[NDArray[Any] | None, ...]  # `groups` points into these: tail slots, tail lengths, then biases
 
     @classmethod
     def of(cls, library: ctypes.CDLL, groups: Sequence[Rows], places: Sequence[CachePlace], vocab: int) -> RowTable:
-        """Lay out rows whose caches lie at `places`. Raises ValueError for what would reach beyond a cache."""
+        """Lay out rows whose caches are at `places`. Raises ValueError for entries beyond a cache."""
         if not groups:
             raise ValueError("found no rows")
         sizes = [_num_rows(group) for group in groups]
@@ -187,7 +187,6 @@ class RowTable:
 
 
 def _int32(lists: Iterable[Sequence[int]]) -> NDArray[np.int32]:
-    """All numbers of some lists, one after the other."""
     return _narrowed(np.array(list(itertools.chain.from_iterable(lists))))
 
 
@@ -215,7 +214,6 @@ def _refuse(
     positions: NDArray[np.int32],
     vocab: int,
 ) -> NoReturn:
-    """Say what is wrong with a table that does not fit."""
     sizes = [len(group.token_ids) for group in groups]
     _check_tails(slots, lengths, np.repeat([place.capacity for place in places], sizes))
     _check_range("token", token_ids, vocab)
@@ -266,18 +264,18 @@ def _check_range(name: str, values: NDArray[np.int32], end: int) -> None:
         raise ValueError(f"found {name}s from {values.min()} to {values.max()}, expected them from 0 to {end - 1}")
 
 
-# The addresses of arrays, for calls of C.
+# Addresses of arrays, for C.
 
 
 def address_of(array: np.ndarray | None) -> int | None:
-    """The address of an array's first number; None without one.
+    """Return the address of an array's first number.
 
-    numpy tells it together with all else of an array, which takes four times as long as what is tried first.
+    numpy's own interface takes four times as long.
     """
     if array is None:
         return None
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # of what may only be read, has gaps, or has no numbers
+    except (TypeError, ValueError):  # read-only, with gaps, or empty
         address: int = array.__array_interface__["data"][0]
         return address

@@ -1,4 +1,4 @@
-"""The coding of a chunk of keys: moments, which are joined with those of its cloud, and codes as kernels read them."""
+"""Coding of a chunk of keys: moments, joined with those of its cluster, and codes."""
 
 from __future__ import annotations
 
@@ -7,38 +7,37 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-SCAN_CHUNK = 1024  # keys that are coded at once; this and the next as in source/api.h
-CLUSTER_CHUNKS = 16  # chunks whose moments are taken together
-CODE_BLOCK = 64  # keys whose codes lie side by side, as in source/scan.h
-FAR_FROM_MEAN = 1.22  # in mean distances, as in source/scan_intake.c
-MOMENT_STRIDE = 2  # stride of the keys whose changes are taken: every other one tells as much
-WORTH_READING = 0.1  # share of a query's weight that its best keys must have
+SCAN_CHUNK = 1024  # the kernels in source/api.h have the same, also the next
+CLUSTER_CHUNKS = 16  # these chunks share their moments
+CODE_BLOCK = 64  # source/scan.h has the same
+FAR_FROM_MEAN = 1.22  # mean distances; source/scan_intake.c has the same
+MOMENT_STRIDE = 2  # every other key is enough for covariances
+WORTH_READING = 0.1  # best keys must have this share of a query's weight
 
 
 def centred(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys or values `[..., SCAN_CHUNK, head_dim]` in float32 without their mean, and the mean."""
+    """Return keys or values `[..., SCAN_CHUNK, head_dim]` in float32 minus their mean, and the mean."""
     numbers = numbers.float()
     mean = numbers.mean(dim=-2)
     return numbers - mean[..., None, :], mean
 
 
 def add_to_cluster(cloud: Tensor, chunk: int, keys: Tensor, values: Tensor, means: Tensor) -> None:
-    """Join a chunk of some heads with their clouds `[..., 2 * head_dim * (head_dim + 1)]` of those before it.
-
-    `keys` and `values` are centred, `means [..., 2 * head_dim]` those of both.
-    """
+    """Join a chunk of centred heads with the moments `[..., 2 * head_dim * (head_dim + 1)]` of their cluster."""
     head_dim, share = keys.shape[-1], 1 / (chunk % CLUSTER_CHUNKS + 1)
     joined = torch.cat([keys, values], dim=-1)[..., ::MOMENT_STRIDE, :]
     changes = joined[..., :head_dim].mT @ joined / joined.shape[-2]  # [..., head_dim, 2 * head_dim]
     own_means, own_changes = cloud[..., : 2 * head_dim], cloud[..., 2 * head_dim :].unflatten(-1, (2, head_dim, -1))
     away = means - own_means
-    changes += (1 - share) * away[..., :head_dim, None] @ away[..., None, :]  # of the chunks' means
+    changes += (1 - share) * away[..., :head_dim, None] @ away[..., None, :]
     own_changes.lerp_(changes.unflatten(-1, (2, head_dim)).transpose(-2, -3), share)
     own_means.lerp_(means, share)
 
 
 def codes_of(keys: Tensor, spread: Tensor) -> Tensor:
-    """Codes `[num_kv_heads, SCAN_CHUNK * head_dim / 4] uint8` of centred keys; `spread [num_kv_heads, head_dim]`."""
+    """Return codes `[num_kv_heads, SCAN_CHUNK * head_dim / 4] uint8` of centred keys; `spread [num_kv_heads,
+    head_dim]`.
+    """
     is_far = keys.abs() > FAR_FROM_MEAN * spread[:, None]
     levels = torch.where(keys > 0, 2 + is_far.int(), 1 - is_far.int())
     quarters = levels.unflatten(-1, (-1, 4)).unbind(-1)  # each [num_kv_heads, SCAN_CHUNK, head_dim / 4]
@@ -48,14 +47,13 @@ def codes_of(keys: Tensor, spread: Tensor) -> Tensor:
 
 
 def most_chunks(num_keys: int) -> int:
-    """Chunks that there is room for where so many keys may be scanned."""
     return max(1, num_keys // SCAN_CHUNK)
 
 
 def flat_deviation(num_best: int, num_keys: int) -> float:
-    """Deviation of normal scores below which the `num_best` best of `num_keys` keys weigh too little to be read.
+    """Return the deviation of normal scores below which the `num_best` best of `num_keys` keys weigh too little.
 
-    Above the score z that so many reach there is, of the weights e^score with deviation t, the share Phi(t - z).
+    Above the score z that so many reach lies a share Phi(t - z) of weights with deviation t.
     """
     normal, share = NormalDist(), min(num_best / num_keys, 0.5)
     return max(0.0, normal.inv_cdf(1 - share) + normal.inv_cdf(WORTH_READING))

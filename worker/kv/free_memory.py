@@ -1,4 +1,4 @@
-"""Free memory: of this machine within its container's limit, in a folder, and on a GPU (without torch)."""
+"""Free memory of the machine, of a folder and of a GPU, without torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import torch
 
 MEMORY = "the memory of this machine"
-OWN_GROUP = Path("/sys/fs/cgroup")  # a container's own, as it sees it
-EMPTY_SHARE = 0.97  # of a GPU's memory, free: nobody else has any
-STILL_SECONDS, MOST_SETTLING_SECONDS = 2.0, 30.0  # without a rise of free memory; of waiting for that
+OWN_GROUP = Path("/sys/fs/cgroup")  # control group of this container
+EMPTY_SHARE = 0.97  # a GPU is unused if this share of its memory is free
+STILL_SECONDS, MOST_SETTLING_SECONDS = 2.0, 30.0  # wait until free memory has not risen for 2 s, 30 s at most
 POLL_SECONDS = 0.1
 
 
 def check_folder(kv_offload: str | None) -> None:
-    """Raise KVRoomError where that is no folder, or one in which no file can be made."""
+    """Raise KVRoomError if `kv_offload` is no writable folder."""
     if kv_offload is None:
         return
     try:
@@ -35,7 +35,7 @@ def check_folder(kv_offload: str | None) -> None:
 
 
 def place_of_caches(device: str, kv_offload: str | None) -> str | None:
-    """The folder that caches lie in, or `MEMORY`; None for a GPU's own memory, which nobody here knows."""
+    """Return a folder, or `MEMORY`; None for a GPU's own memory."""
     if device == "cpu":
         return kv_offload or MEMORY
     return MEMORY if kv_offload else None
@@ -43,15 +43,15 @@ def place_of_caches(device: str, kv_offload: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class KVRoom:
-    """A place of caches, and what they take there."""
+    """Place of caches, and the bytes that they take there."""
 
-    place: str  # a folder, or `MEMORY`
+    place: str
     bytes_per_position: int
-    state_bytes: int = 0  # of a cache, whatever its length
-    held: HeldPositions | None = None  # None where caches forget nothing
+    state_bytes: int = 0  # does not depend on its length
+    held: HeldPositions | None = None  # None: caches forget nothing
 
     def refuse_too_long(self, num_positions: int, num_held: int = 0) -> None:
-        """Raise KVRoomError where a cache of so many positions takes more than is left, and more than others hold."""
+        """Raise KVRoomError if a cache needs more than the free bytes and those of `num_held` positions."""
         num_kept = num_positions if self.held is None else self.held.of(num_positions)
         needed = num_kept * self.bytes_per_position + self.state_bytes
         free = self.free_bytes() + num_held * self.bytes_per_position
@@ -63,7 +63,7 @@ class KVRoom:
             )
 
     def free_bytes(self) -> float:
-        """Bytes that are left in the folder's file system, or those that programs may still take of the memory."""
+        """Return the free bytes of the folder's file system or of the memory."""
         if self.place != MEMORY:
             return shutil.disk_usage(self.place).free
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
@@ -72,18 +72,18 @@ class KVRoom:
 
 
 def _left_in_group(folder: Path) -> float:
-    """Bytes that a container may still take, whose limit is its control group's (version 2); infinity without one."""
+    """Return the bytes left in a control group (version 2); infinity without a limit."""
     try:
-        limit = int((folder / "memory.max").read_text(encoding="ascii"))  # or the word max
+        limit = int((folder / "memory.max").read_text(encoding="ascii"))  # the word "max" raises ValueError
         used = int((folder / "memory.current").read_text(encoding="ascii"))
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
     except (OSError, ValueError):
         return math.inf
-    return max(0, limit - used + int(statistics.get("inactive_file", 0)))  # the page cache gives way
+    return max(0, limit - used + int(statistics.get("inactive_file", 0)))  # the kernel frees the page cache on demand
 
 
 def settled_free_bytes(device: torch.device) -> int:
-    """Return the free bytes of a GPU once no more come free: a worker that was killed gives its memory back late."""
+    """Return the free bytes of a GPU once they stop rising: a killed worker frees its memory late."""
     import torch
 
     free, total = torch.cuda.mem_get_info(device)

@@ -1,9 +1,4 @@
-"""Key-value cache of one sequence: every committed position, and room behind them for one draft tree.
-
-Its layers are kept in stores, each a place of rows and perhaps a window behind which they forget, and layers with a
-state in place of keys and values beside them. Where that lies, on a CPU, in slots or pages of a GPU or outside the
-device, decides the place alone.
-"""
+"""Key-value cache of one sequence: all committed positions, and room after them for one draft tree."""
 
 from __future__ import annotations
 
@@ -28,25 +23,25 @@ from swiftbatch.worker.kv.sliding_window_cache import Window, WindowedRows
 
 
 class CacheSource(Protocol):
-    """The owner of keys and values of a text's first positions."""
+    """Cache, or checkpoint, that has keys and values of a text's first positions."""
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
-        """Return the keys and values of positions `[start, end)`, as `FullKVCache.kv` does."""
+        """Return keys and values of positions `[start, end)`, as `FullKVCache.kv` does."""
 
     def states_at(self, end: int) -> LayerStates | None:
-        """Return the states of layers behind the first `end` positions, as `FullKVCache.states_at` does."""
+        """Return the recurrent states after the first `end` positions."""
 
 
 @dataclass(frozen=True)
 class LayerStore:
-    """Rows of some layers; where they have a `window`, what no row of theirs sees any more is forgotten."""
+    """Rows of some layers; those with a `window` forget positions that no row sees any more."""
 
     rows: CacheRows
     layers: Sequence[int]
     window: Window | None = None
 
     def reserve(self, end: int, length: int) -> None:
-        """Have room for the entries below `end`: where pages run out, what is held for others gives way."""
+        """Have room for entries below `end`; if the pool is full, free positions held for other sequences."""
         try:
             self.rows.reserve(end)
         except PagesError:
@@ -56,7 +51,7 @@ class LayerStore:
             self.rows.reserve(end)
 
     def cut(self, length: int) -> int:
-        """Forget all positions from `length` on; returns how many are left, since rows there may see forgotten ones."""
+        """Forget positions from `length` on; return how many are left."""
         if self.window is None:
             return self.rows.cut(length)
         end = self.rows.cut(self.window.end_of_cut(length))
@@ -66,8 +61,8 @@ class LayerStore:
 class FullKVCache:
     """Keys, values and states of a sequence; entry = absolute position.
 
-    The first `length` entries are committed. A step writes the root's row to entry `length` and the draft tree's nodes
-    behind it, in node order; `commit` moves the accepted path next to the root and forgets the rest.
+    The first `length` entries are committed. A step writes the root and the draft tree's nodes after them; `commit`
+    moves the accepted path next to the root.
     """
 
     def __init__(
@@ -79,11 +74,11 @@ class FullKVCache:
         stores: Sequence[LayerStore] = (),
         states: StateStore[Any] | None = None,
     ) -> None:
-        """Make room for `max_length` positions and a tree: on the device, in a `buffer`, or in `stores`."""
+        """Use `buffer`, `stores` or new memory."""
         self.shape = shape
         self.length = 0
-        self.first_angle = shape.first_angle(max_length)  # the same for all of its positions, however many there are
-        self.num_copied = 0  # first positions that another sequence with the same tokens had
+        self.first_angle = shape.first_angle(max_length)  # never changes
+        self.num_copied = 0  # another sequence had these first positions
         self.layer_states = states
         self._is_view = False
         if not stores:
@@ -91,74 +86,67 @@ class FullKVCache:
             buffer = shape.new_buffer(max_length) if buffer is None else buffer
             stores = (LayerStore(CacheRows(shape, buffer, is_own), range(shape.num_layers)),)
         self._stores = stores
-        self.rows = stores[0].rows  # of the layers that see all, if not of all layers
+        self.rows = stores[0].rows  # those of layers without a window, if there are any
 
     @property
     def is_by_position(self) -> bool:
-        """Whether `kv` tells all that the positions leave behind: else there are states, too."""
+        """Return whether keys and values are the whole cache, without recurrent states."""
         return self.layer_states is None
 
     @property
     def comes_by_layer(self) -> bool:
-        """Whether `layer` gives memory that holds other layers later."""
         return self.rows.comes_by_layer
 
     @property
     def boundary(self) -> int:
-        """The boundary behind which `states` are, of layers that have some."""
         return 0 if self.layer_states is None else self.layer_states.boundary
 
     @property
     def slot(self) -> int:
-        """The number of the slot that it has in buffers on a GPU."""
         return self.rows.slot
 
     @property
     def pages(self) -> Sequence[int]:
-        """The pages that its entries lie in, where these are a pool's."""
         return self.rows.pages
 
     @property
     def window_pages(self) -> Sequence[int]:
-        """The same of layers with a window, where these have a pool of their own."""
         return self._stores[1].rows.pages if len(self._stores) > 1 else ()
 
     def reserve(self, end: int) -> None:
-        """Have room for the entries below `end`. Raises KVRoomError where there is none."""
+        """Have room for entries below `end`. Raises KVRoomError if memory is short."""
         for store in self._stores:
             store.reserve(end, self.length)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer on the device, each `[num_kv_heads, capacity, row_width]`."""
+        """Return keys and values of one layer on the device, each `[num_kv_heads, capacity, row_width]`."""
         rows, number = self._of_layer(index)
         return rows.layer(number, self.length)
 
     def stored(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer where it is kept, for those who copy few and new positions."""
         rows, number = self._of_layer(index)
         return rows.stored(number, self.length)
 
     def stored_between(self, layer: int, positions: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stored keys and values of some consecutive positions."""
         rows, number = self._of_layer(layer)
         return rows.stored_between(number, positions, self.length)
 
     def write(
         self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep rows `[num_kv_heads, num_rows, head_dim]`; returns the layer's keys and values, to attend to."""
+        """Store rows `[num_kv_heads, num_rows, head_dim]`; return the layer's keys and values for attention."""
         self.reserve(first_entry + key.shape[1])
         rows, number = self._of_layer(layer)
         return rows.write(number, first_entry, key, value, self.length)
 
     def keep(self, layer: int, first_entry: int, end: int) -> None:
-        """Keep the rows that were written to these entries of what `layer` gave, wherever the cache lies."""
+        """Store the rows that were written to entries `[first_entry, end)` of the result of `layer`."""
         rows, number = self._of_layer(layer)
         rows.keep(number, first_entry, end, self.length)
 
     def commit(self, path: list[int]) -> None:
-        """Commit the root's row and the accepted nodes `path`; roll back all other nodes."""
-        if path:  # the root's row lies where it stays
+        """Commit the root and the accepted nodes `path`; drop all other nodes."""
+        if path:  # the root already lies in its place
             self.reserve(self.length + 2 + max(path))
             for store in self._stores:
                 store.rows.move(self.length, path)
@@ -167,17 +155,18 @@ class FullKVCache:
         self.advance(1 + len(path))
 
     def advance(self, num_positions: int) -> None:
-        """Commit rows of known tokens, which were written in place."""
+        """Commit the next rows, written in place."""
         start, end = self.length, self.length + num_positions
         self._grow(end)
         if self.layer_states is not None:
             self.layer_states.advance(start, end)
 
     def kv(self, start: int, end: int) -> NDArray[Any]:
-        """Keys and values of committed positions, `[num_rows, end - start, row_width]`; 16-bit floats as their bits.
+        """Return keys and values of committed positions, `[num_rows, end - start, row_width]`; 16-bit floats as their
+        bits.
 
-        On a CPU a view: committed positions keep their bits, so another thread may read it while decoding goes on.
-        Raises ValueError for positions that layers have forgotten.
+        On a CPU this is a view, which other threads may read: committed rows never change. Raises ValueError for
+        forgotten positions.
         """
         for window in self._windows():
             window.refuse_lost(start, end)
@@ -190,10 +179,7 @@ class FullKVCache:
         return kv.reshape(len(kv) * kv.shape[1], *kv.shape[2:])
 
     def load(self, kv: NDArray[Any]) -> None:
-        """Commit the positions behind `length` from what `kv` returned. Raises ValueError where it does not fit.
-
-        With pages for windows a part at a time: positions behind windows are forgotten on the way.
-        """
+        """Commit positions after `length` from a result of `kv`. Raises ValueError for another shape or dtype."""
         shape, bits, most = self.shape, bits_of(self.rows.buffer), self.rows.capacity - MAX_TREE_NODES
         num_rows, expected = shape.num_layers * self._rows_per_layer, np.dtype(NUMPY_DTYPES[bits.dtype])
         end = self.length + kv.shape[1]
@@ -214,39 +200,35 @@ class FullKVCache:
             self._grow(end)
 
     def num_readable(self, most: int) -> int:
-        """The number of known tokens, `most` at most, that are best read in one call."""
+        """Return how many of the next `most` known tokens to read in one call."""
         return most if self.layer_states is None else self.layer_states.num_readable(self.length, most)
 
     def states(self) -> LayerStates | None:
-        """The newest states that a checkpoint can hold, of layers that have some; None where none has, or is due."""
+        """Return the newest states for a checkpoint; None without any."""
         return self.states_at(self.boundary) if self.boundary else None
 
     def states_at(self, end: int) -> LayerStates | None:
-        """The states of layers behind the first `end` positions, which `copyable_end` has said; None without any."""
+        """Return the recurrent states after `end`, a result of `copyable_end`; None without any."""
         return None if self.layer_states is None else self.layer_states.at(end)
 
     def set_states(self, states: LayerStates) -> None:
-        """Go on from the states of layers at their position, up to which keys and values are loaded.
-
-        Raises ValueError where they do not fit.
-        """
+        """Continue from states, with keys and values loaded. Raises ValueError for unfit states."""
         if self.layer_states is None:
             raise ValueError("found states of layers, expected none: all layers of the model attend")
         self.layer_states.load(states, self.length)
         self.roll_back(states.num_positions)
 
     def copyable_end(self, limit: int) -> int:
-        """The last position, `limit` at most, up to which another sequence can copy what this one has."""
+        """Return the last position, up to `limit`, to which others can copy this cache."""
         end, states = min(limit, self.length), self.layer_states
         end = end if states is None else states.copyable_end(limit, self.length)
         return min([end, *(window.lost.start for window in self._windows() if window.lost)])
 
     def retain(self, from_: int, until: int | None = None) -> None:
-        """Hold positions as a slice counts them, which else may be forgotten.
+        """Keep positions, counted as in a slice, that layers would otherwise forget.
 
-        The first ones, `until` some end, are for others that copy them; the newest, from `-n` on, for a way back; and
-        those from a position on are for `kv`, up to `release`. Where some of these are forgotten, roll back to what is
-        there.
+        The first `until` are for copies, the newest (`from_` = -n) for a rollback, those from `from_` on for `kv`,
+        until `release`.
         """
         if self.layer_states is not None:
             self.layer_states.retain(from_, until)
@@ -256,54 +238,50 @@ class FullKVCache:
                 self.roll_back(window.lost.start)
 
     def release(self, until: int | None = None) -> None:
-        """Hold positions before `until` no more for `kv`; None, when memory has run out: hold none for others either.
-
-        Nor for a way back.
-        """
+        """Stop keeping positions before `until` for `kv`; None: keep none, also for copies and rollbacks."""
         for store in self._stores:
             if store.window is not None:
                 store.window.release(until, self.length, store.rows)
 
     @property
     def num_held(self) -> int:
-        """The positions that would take as much memory in a cache that forgets nothing."""
+        """Return the number of positions of equal memory in a cache that forgets nothing."""
         num_lost = (int(each.num_layers / self.shape.num_layers * len(each.lost)) for each in self._windows())
         return self.length - sum(num_lost)
 
     @property
     def num_window_pages(self) -> int:
-        """The pages that it has of layers with a window."""
         return len(self.window_pages) - self.window_pages.count(NO_PAGE)
 
     def num_window_pages_for(self, end: int) -> int:
-        """The pages of layers with a window that it has, and those that entries below `end` take beside them."""
+        """Return the window pages that the cache will have once it holds entries below `end`."""
         if len(self._stores) == 1:
             return 0
         store = self._stores[1]
         if store.window is not None and not store.window.holds_unwritten:
-            end = min(end, self.length + ROW_CHOICES[-1])  # those of one forward: behind each, others are forgotten
+            end = min(end, self.length + ROW_CHOICES[-1])  # after each forward, older positions are forgotten
         return self.num_window_pages + max(0, -(-end // store.rows.page) - len(store.rows.pages))
 
     def copy_from(self, source: CacheSource, end: int) -> None:
-        """Commit the positions behind `length` up to `end`, or a part, from who has the same tokens up to there."""
+        """Commit positions from `length` to `end`, or a part, from a source with the same tokens."""
         theirs = source if isinstance(source, FullKVCache) else None
         if theirs is not None and self.rows.holds_all and theirs.rows.holds_all:
             self._copy_rows(theirs, end)
         else:
-            # what has no pages to share takes some, and jobs with windows are counted with so many
+            # Unshared positions need new pages, and a job with windows is planned with those of one forward.
             end = end if len(self._stores) == 1 else min(end, self.length + ROW_CHOICES[-1])
             self.load(source.kv(self.length, end))
         known = None if theirs is None else theirs.layer_states
         if self.layer_states is not None and not self.layer_states.copy(known, end):
             states = source.states_at(end)
-            assert states is not None  # `copyable_end` has promised it
+            assert states is not None  # `copyable_end` guarantees it
             self.set_states(states)
         self.num_copied = end
 
     def prefix(self, length: int) -> FullKVCache:
-        """View the same rows as a cache of its first `length` committed positions, to run rows behind them again.
+        """Return a view of the first `length` committed positions, to run rows after them again.
 
-        The view forgets nothing. Raises ValueError for an end whose rows see what is forgotten.
+        Raises ValueError if these rows see forgotten positions.
         """
         if self.layer_states is not None:
             raise NotImplementedError("a state has no view at an earlier length")
@@ -319,23 +297,22 @@ class FullKVCache:
 
     @contextlib.contextmanager
     def replayed(self, length: int, num_positions: int = 1) -> Iterator[FullKVCache]:
-        """Yield the cache as it was at `length`, to run its next tokens again; committed rows get their bits back."""
+        """Yield the cache as it was at `length`; restore the committed rows on exit."""
         with contextlib.ExitStack() as stack:
             for store in self._stores:
                 stack.enter_context(store.rows.restored(length, length + num_positions))
             yield self.prefix(length)
 
     def clear(self) -> None:
-        """Make all of it zero (and so touch its memory)."""
         for store in self._stores:
             store.rows.clear()
         if self.layer_states is not None:
             self.layer_states.clear()
 
     def roll_back(self, length: int) -> None:
-        """Forget all positions from `length` on; where rows there see forgotten ones, from the first of these on.
+        """Forget positions from `length` on, and earlier ones if later rows see forgotten ones.
 
-        So it is where no state is near in front of them, or where a page has to be copied and none is free for that.
+        It also goes further back if no state is near, or no page is free for a copy.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot roll back to {length}: {self.length} positions are committed")
@@ -351,13 +328,12 @@ class FullKVCache:
     def _grow(self, length: int) -> None:
         for store in self._stores:
             if store.window is not None and not self._is_view:
-                store.window.forget(length, store.rows)  # first: what it gives back is there for what comes
+                store.window.forget(length, store.rows)  # frees pages for the call below
             store.reserve(length, length)
             store.rows.fill(length)
         self.length = length
 
     def _copy_rows(self, theirs: FullKVCache, end: int) -> None:
-        """Copy what lies on the same device: whole pages are shared."""
         start = self.length
         pairs = [(own.rows, other.rows) for own, other in zip(self._stores, theirs._stores, strict=True)]
         try:
@@ -378,13 +354,12 @@ class FullKVCache:
         return (store.window for store in self._stores if store.window is not None)
 
     def _of_layer(self, layer: int) -> tuple[CacheRows, int]:
-        """The rows among which a layer is, and its number there."""
         store = self._stores[0] if layer in self._stores[0].layers else self._stores[1]
         return store.rows, store.layers.index(layer)
 
 
 def new_cache_of(shape: CacheShape, max_length: int, buffer: torch.Tensor | None = None) -> FullKVCache:
-    """An empty cache on the device for a model of this shape; with a `buffer` for its keys and values."""
+    """Return an empty cache on the device, in `buffer` if given."""
     states = None if shape.recurrent is None else RecurrentStates(shape, shape.recurrent)
     if states is None and any(shape.windows) and buffer is None:
         rows = WindowedRows(shape, shape.new_buffer(max_length))

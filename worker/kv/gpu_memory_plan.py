@@ -1,4 +1,4 @@
-"""Plans a GPU's memory at start-up: slots, pages, offload, and what drafting takes (without torch)."""
+"""Plan of a GPU's memory at start-up, without torch: slots, pages, offload, drafts."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from swiftbatch.worker.kv.model_sizes import ModelSizes
 if TYPE_CHECKING:
     from swiftbatch.worker.model.layer_types import RecurrentShape
 
-CAPACITY_BLOCK = 64  # a slot is whole blocks of the attention kernels
-LOGIT_BYTES = 60  # decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), what sorting takes (28)
+CAPACITY_BLOCK = 64  # attention kernels read whole blocks of a slot
+# bytes per logit: decoded (4), drawn from (4), scores (8), tempered, sorted (8), order (8), sorting (28)
+LOGIT_BYTES = 60
 FLOAT_BYTES = 4
-DECODED_BYTES = 4  # bytes of a logit that is not drawn from in place
-SAMPLING_SLOT_BYTES = 12  # of a token for each job: counted twice, and its bias
-GRAPH_RESERVE = 400_000_000  # graphs, cuBLAS workspaces, what draws keep of slots, rounding: not measured yet
+DECODED_BYTES = 4  # for logits from which nothing is drawn in place
+SAMPLING_SLOT_BYTES = 12  # two counts and a bias per token and job
+GRAPH_RESERVE = 400_000_000  # an estimate of graphs, cuBLAS workspaces, sampling state and rounding
 
 
-PROGRAMS_PER_MULTIPROCESSOR = 4  # attention's programs: two waves of two, as their shared memory allows
-LATENT_TILE_HEADS = 64  # heads of a row that a program of latent attention has, whose memory is all of a multiprocessor
+PROGRAMS_PER_MULTIPROCESSOR = 4  # attention runs two waves of two, limited by shared memory
+LATENT_TILE_HEADS = 64  # a program with so many heads takes a whole multiprocessor
 
 
 def splits_of(num_multiprocessors: int, sizes: ModelSizes, num_rows: int = NUM_ROWS) -> int:
-    """Parts that prefixes are attended to in: a constant of device, model and rows, so bits depend on all of them.
+    """Return the parts into which attention splits a prefix; bits depend on it.
 
-    The more rows a forward has, the more jobs share the device, and the fewer parts each needs: partial sums of all
-    rows stay as large.
+    Forwards of more rows have fewer parts, so partial sums keep their size.
     """
     if sizes.latent is None:
         num_splits = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors // sizes.num_kv_heads
@@ -42,11 +42,10 @@ def splits_of(num_multiprocessors: int, sizes: ModelSizes, num_rows: int = NUM_R
 
 
 def slot_capacity(max_length: int) -> int:
-    """Entries of an arena's slot for jobs of up to `max_length` positions: these, a tree behind them, whole blocks."""
     return -(-(max_length + MAX_TREE_NODES) // CAPACITY_BLOCK) * CAPACITY_BLOCK
 
 
-# Rows of tiles that a slot's rows, in two blocks at most, may leave empty, by query heads a KV head.
+# Rows of tiles that a slot may leave empty (its rows are in up to two blocks), by query heads per KV head.
 PADDED_ROWS: dict[AttentionName, Callable[[int], int]] = {
     "triton": lambda heads_per_kv: 0,
     "flash": lambda heads_per_kv: 2 * (NUM_ROWS // heads_per_kv - 1),
@@ -55,24 +54,23 @@ PADDED_ROWS: dict[AttentionName, Callable[[int], int]] = {
 
 @dataclass(frozen=True)
 class GPUMemory:
-    """A GPU as a plan sees it."""
+    """GPU as a plan sees it."""
 
-    free_bytes: int  # free once the GPU's context is there
-    num_splits: int  # into which the attention kernels cut a prefix: a constant of the device
+    free_bytes: int  # measured after the GPU's context is created
+    num_splits: int  # see `splits_of`
     attention: AttentionName = "triton"
-    num_rows: int = NUM_ROWS  # of a forward
+    num_rows: int = NUM_ROWS
 
     def with_rows(self, num_rows: int) -> GPUMemory:
-        """The same GPU with forwards of so many rows, whose prefixes are cut into as many times fewer splits."""
         num_splits = max(1, self.num_splits * self.num_rows // num_rows)
         return replace(self, num_splits=num_splits, num_rows=num_rows)
 
     def scratch_bytes(self, sizes: ModelSizes) -> int:
-        """Partial sums of attention: outputs and their log-sum-exp of every split, row and head, in float32."""
+        """Return the bytes of float32 outputs and log-sum-exp per split, row and head."""
         return self.num_rows * self._bytes_per_row(sizes)
 
     def slot_scratch_bytes(self, sizes: ModelSizes) -> int:
-        """Count the bytes that each slot adds to the partial sums of attention."""
+        """Return the bytes that each slot adds to attention's partial sums."""
         return PADDED_ROWS[self.attention](sizes.num_heads // sizes.num_kv_heads) * self._bytes_per_row(sizes)
 
     def _bytes_per_row(self, sizes: ModelSizes) -> int:
@@ -81,59 +79,58 @@ class GPUMemory:
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """Bytes that an engine drafts with."""
+    """Bytes of an engine's drafts."""
 
-    part_bytes: int = 0  # its trained parts
-    slot_bytes: int = 0  # what it keeps for a slot
-    num_scanned: int | None = None  # jobs whose texts have room to be scanned, among `part_bytes`; None: all
-    has_engine: bool = False  # what `SlotsWanted.engine` takes is among it
+    part_bytes: int = 0
+    slot_bytes: int = 0
+    num_scanned: int | None = None  # jobs whose texts `part_bytes` has room to scan; None: all
+    has_engine: bool = False  # True: the bytes include those of `SlotsWanted.engine`
 
 
 NO_DRAFTS = DraftMemory()
 DraftMemoryOf = Callable[["ModelSizes"], DraftMemory]
-"""What an engine takes for a target of these sizes."""
+"""Bytes of an engine's drafts for a target of these sizes."""
 
 
 @dataclass(frozen=True)
 class SlotsWanted:
-    """The needs that a GPU's memory is planned for."""
+    """Requirements of a GPU's plan."""
 
-    longest_job: int  # positions
-    partial_budget: int = 0  # entries of the partial cache that drafts keep beside each slot; 0: they keep none
+    longest_job: int
+    partial_budget: int = 0  # entries of a draft's partial cache per slot; 0: no such cache
     num_slots: int | None = None  # None: as many as fit
-    scanned_best: int = 0  # keys that queries of drafts read exactly of texts that are scanned; 0: none is
-    part_bytes: int = 0  # bytes of what an engine drafts with, once
-    draft: ModelSizes | None = None  # sizes of a draft model, whose caches have `draft_length` positions a slot
+    scanned_best: int = 0  # 0: texts are not scanned
+    part_bytes: int = 0  # does not depend on slots
+    draft: ModelSizes | None = None  # its caches have `draft_length` positions per slot
     draft_length: int = 0
-    engine: DraftMemoryOf | None = None  # what the engine takes beside that
-    can_lack_engine: bool = False  # where that has no room, there are other drafts
-    host_bytes: int | None = None  # host memory that caches may lie in; None: they lie on the GPU
-    num_unwritten: int | None = None  # positions that checkpoints lag by, where caches forget; None: they forget none
+    engine: DraftMemoryOf | None = None  # adds the engine's bytes
+    can_lack_engine: bool = False  # False: without room for the engine, no plan fits
+    host_bytes: int | None = None  # None: caches are on the GPU
+    num_unwritten: int | None = None  # positions by which checkpoints lag; None: caches forget nothing
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of all that lies on the GPU while a run lasts."""
+    """Bytes that a run takes on the GPU."""
 
-    longest_job: int  # positions
-    capacity: int  # entries of a slot
+    longest_job: int
+    capacity: int
     num_slots: int
     free_bytes: int
     weight_bytes: int
-    slot_bytes: int  # of keys and values, and of states where layers have some
+    slot_bytes: int  # has keys, values and recurrent states
     drafts: DraftMemory
     scratch_bytes: int
-    row_bytes: int  # activations and logits
-    slot_scratch_bytes: int = 0  # of attention, for each slot
-    num_pages: int = 0  # that all slots share, beside what each has
+    row_bytes: int  # has activations and logits
+    slot_scratch_bytes: int = 0  # scratch of attention
+    num_pages: int = 0  # slots share them
     page_bytes: int = 0
-    windows: WindowPages | None = None  # of layers with a window, where caches forget: beside the other pages
+    windows: WindowPages | None = None  # None: no layer forgets
     window_page_bytes: int = 0
     reserve_bytes: int = GRAPH_RESERVE
 
     @property
     def work_bytes(self) -> int:
-        """The bytes that a forward needs, whatever the number of slots."""
         return self.scratch_bytes + self.row_bytes + self.reserve_bytes
 
     @property
@@ -142,26 +139,23 @@ class MemoryPlan:
 
     @property
     def num_drafted(self) -> int:
-        """Jobs that drafts have room for beside their caches."""
         return self.num_slots if self.drafts.num_scanned is None else min(self.num_slots, self.drafts.num_scanned)
 
     @property
     def num_fitting(self) -> int:
-        """Slots that there is room for; 0 also where the weights do not fit."""
         return max(0, self.left_bytes // self.bytes_per_slot)
 
     @property
     def left_bytes(self) -> int:
-        """The bytes for slots; fewer than none where all else does not fit."""
+        """Return the bytes for slots; negative if the rest does not fit."""
         return self.free_bytes - self._fixed_bytes
 
     @property
     def bytes_per_slot(self) -> int:
-        """The bytes that each slot has for itself."""
         return self.slot_bytes + self.drafts.slot_bytes + self.slot_scratch_bytes
 
     def rows(self) -> list[tuple[str, int]]:
-        """The plan as a table: what it is for, and bytes."""
+        """Return the plan as a table of purposes and bytes."""
         return [
             ("weights", self.weight_bytes),
             (self._kept, self.num_slots * self.slot_bytes + self.pool_bytes),
@@ -175,13 +169,11 @@ class MemoryPlan:
 
     @property
     def pool_bytes(self) -> int:
-        """The bytes of all pages."""
         num_windowed = 0 if self.windows is None else self.windows.num_pages
         return self.num_pages * self.page_bytes + num_windowed * self.window_page_bytes
 
     @property
     def _kept(self) -> str:
-        """The keys and values that there is room for, in words."""
         if self.num_pages:
             behind = "" if self.windows is None else f" and {self.windows.num_pages:,} of layers with a window"
             pages = f"{self.num_pages:,} pages of {GPU_PAGE:,} positions{behind}"
@@ -190,12 +182,11 @@ class MemoryPlan:
 
     @property
     def _fixed_bytes(self) -> int:
-        """The bytes that do not depend on the number of slots."""
         return self.weight_bytes + self.drafts.part_bytes + self.work_bytes + self.pool_bytes
 
 
 PlanMemory = Callable[["ModelSizes", GPUMemory, int, int | None, DraftMemory], MemoryPlan]
-"""As `plan_memory`: sizes, the GPU, the longest job, slots that were asked for, what drafts take."""
+"""Form of `plan_memory`: sizes, the GPU, the longest job, the requested slots, the drafts."""
 
 
 def plan_memory(
@@ -205,10 +196,9 @@ def plan_memory(
     num_slots: int | None = None,
     drafts: DraftMemory = NO_DRAFTS,
 ) -> MemoryPlan:
-    """Share a GPU out, before the weights are loaded, for jobs of up to `longest_job` positions.
+    """Divide a GPU's memory among slots for jobs of up to `longest_job` positions.
 
-    `num_slots` None means as many as fit, `most_slots` at most. Raises KVRoomError where one slot, or the number that
-    was asked for, does not fit.
+    `num_slots` None means as many as fit. Raises KVRoomError if one slot, or the requested number, does not fit.
     """
     plan = one_slot(sizes, gpu, longest_job, drafts)
     if plan.num_fitting < 1:
@@ -220,7 +210,7 @@ def plan_memory(
 
 
 def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftMemory = NO_DRAFTS) -> MemoryPlan:
-    """The plan of a worker with one slot, which may not fit."""
+    """Return the plan for one slot, which may not fit."""
     capacity = slot_capacity(longest_job)
     return MemoryPlan(
         longest_job=longest_job,
@@ -237,28 +227,24 @@ def one_slot(sizes: ModelSizes, gpu: GPUMemory, longest_job: int, drafts: DraftM
 
 
 def draft_model_memory(sizes: ModelSizes, length: int, num_rows: int = NUM_ROWS) -> DraftMemory:
-    """A small model beside the target, with one slot more than that; its tokens are drawn in the target's buffers."""
+    """Return the bytes of a draft model, which has one slot more than the target."""
     model = decoder_memory(sizes, GPUMemory(0, draft_splits(length), num_rows=num_rows), length)
     return DraftMemory(model.part_bytes + model.slot_bytes, model.slot_bytes)
 
 
 def decoder_memory(sizes: ModelSizes, gpu: GPUMemory, length: int) -> DraftMemory:
-    """A decoder beside the target, with as many slots of so many positions, whose logits are only decoded."""
+    """Return the bytes of a decoder with the target's slots."""
     plan = one_slot(sizes, gpu, length)
     once = plan.weight_bytes + plan.scratch_bytes + _row_bytes(sizes, gpu.num_rows, DECODED_BYTES)
     return DraftMemory(once, plan.slot_bytes)
 
 
 def draft_splits(length: int) -> int:
-    """Parts that a draft model's prefixes are attended to in: no more than they have blocks."""
     return slot_capacity(length) // CAPACITY_BLOCK
 
 
 def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES) -> int:
-    """Static buffers of a forward: state, delta, normed, hidden; stacked, turned and mixed heads; MLP; logits.
-
-    And of experts, what each that a row chose makes of it; of layers with a state, what goes in and comes out of it.
-    """
+    """Return the bytes of a forward's static buffers."""
     query, key = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     heads = (query + 2 * key) + 2 * query
     if (latent := sizes.latent) is not None:
@@ -273,18 +259,17 @@ def _row_bytes(sizes: ModelSizes, num_rows: int, logit_bytes: int = LOGIT_BYTES)
 
 
 def _mixed_numbers(shape: RecurrentShape) -> int:
-    """Numbers of a row in front of a state and behind it, with the weights of its path; none is wider than float32."""
+    """Return the numbers per row around a recurrent state, with its path weights."""
     values = shape.num_heads * shape.value_dim
     return 3 * shape.num_channels + 6 * values + 2 * shape.num_heads * (CAPACITY_BLOCK + 2)
 
 
 def _sampling_bytes(sizes: ModelSizes, num_rows: int) -> int:
-    """Count what draws keep of each job beyond those that the reserve is for."""
+    """Return the bytes of sampling for slots beyond those in `GRAPH_RESERVE`."""
     return (most_slots(num_rows) - MOST_SLOTS) * sizes.vocab * SAMPLING_SLOT_BYTES
 
 
 def too_many_slots(plan: MemoryPlan, what: str) -> KVRoomError:
-    """Say of a plan for a number of slots that was asked for what needs more than there is."""
     return KVRoomError(
         f"--slots {plan.num_slots}: {what} needs {plan.used_bytes / GB:,.1f} GB, the GPU has "
         f"{plan.free_bytes / GB:,.1f} GB free; use --slots {plan.num_fitting}, or fewer max_tokens"
@@ -292,7 +277,7 @@ def too_many_slots(plan: MemoryPlan, what: str) -> KVRoomError:
 
 
 def none_fits(plan: MemoryPlan) -> KVRoomError:
-    """Say of a plan for the longest job why it has no room."""
+    """Return the error for a longest job that does not fit."""
     drafts = plan.drafts.part_bytes + plan.drafts.slot_bytes
     work_bytes = plan.work_bytes + plan.slot_scratch_bytes
     parts = (plan.weight_bytes, plan.slot_bytes, drafts, work_bytes)
@@ -305,10 +290,10 @@ def none_fits(plan: MemoryPlan) -> KVRoomError:
     )
 
 
-# Plans of a GPU's memory: where caches take pages as they grow, or lie in the host's memory.
+# Plans with pages, or with caches in the host's memory.
 
 
-DRAFT_SHARE = 0.25  # of what is left beside the weights, for what drafts keep, where few jobs fit at their longest
+DRAFT_SHARE = 0.25  # slots may take this share of the memory beside the weights if few longest jobs fit
 
 
 def plan_pages(
@@ -318,9 +303,9 @@ def plan_pages(
     num_slots: int | None = None,
     drafts: DraftMemory = NO_DRAFTS,
 ) -> MemoryPlan:
-    """Share a GPU out as `plan_memory` does, for a pool of pages: as many as fit, and as slots can have at most.
+    """Divide a GPU's memory as `plan_memory` does, for a pool of pages.
 
-    Raises KVRoomError where the longest job, or what drafts keep for so many slots beside it, does not fit.
+    Raises KVRoomError if the longest job or the drafts of `num_slots` slots do not fit.
     """
     least = most_of_a_job(longest_job)
     alone = replace(one_slot(sizes, gpu, longest_job, drafts), slot_bytes=sizes.state_bytes)
@@ -342,15 +327,13 @@ def plan_pages(
 
 
 def most_of_a_job(longest_job: int) -> int:
-    """The pages of the longest job that a slot takes."""
     return pages_of(slot_capacity(longest_job) - MAX_TREE_NODES, GPU_PAGE)
 
 
 def _divided(plan: MemoryPlan, windows: WindowPages) -> MemoryPlan:
-    """Divide what is left between the pools of a plan, which have the pages of the longest job each.
+    """Divide the free bytes between the pools of a plan, which both have the longest job's pages.
 
-    So that both are full together where jobs are of a length between a window and the longest job: those of shorter
-    ones have pages of the first pool left, and those of longer ones pages of the second.
+    Both are full at once for jobs of the geometric mean of window and longest job.
     """
     whole_bytes, window_bytes, longest, most_held = (
         *(plan.page_bytes, plan.window_page_bytes),
@@ -366,10 +349,7 @@ def _divided(plan: MemoryPlan, windows: WindowPages) -> MemoryPlan:
 
 
 def _slots_that_pay(pool: MemoryPlan, most: int) -> int:
-    """Return how many slots gain, `most` of them if what drafts keep for each leaves most of the memory to pages.
-
-    Else as many as take `DRAFT_SHARE` of the memory, or as leave the pages of all jobs that would fit at their longest.
-    """
+    """Return the number of slots, `most` if their drafts leave most of the memory to pages."""
     if not pool.bytes_per_slot:
         return most
     longest = pool.pool_bytes
@@ -380,7 +360,7 @@ def _slots_that_pay(pool: MemoryPlan, most: int) -> int:
     return min(most, pool.num_fitting, max(by_share, beside_longest))
 
 
-HOST_SHARE = 0.8  # share of the free memory for caches; checkpoints on their way and other programs need some, too
+HOST_SHARE = 0.8  # checkpoints and other programs need the rest of the free memory
 
 
 def plan_offload(
@@ -391,9 +371,9 @@ def plan_offload(
     num_slots: int | None = None,
     drafts: DraftMemory = NO_DRAFTS,
 ) -> MemoryPlan:
-    """Plan as `plan_memory` does, for caches in `host_bytes` of free memory; `slot_bytes` are those on the GPU.
+    """Plan as `plan_memory` does, for caches in `host_bytes` of free host memory.
 
-    Raises KVRoomError where the longest job has no room here or there.
+    Raises KVRoomError if the longest job does not fit on the host or the GPU.
     """
     num_in_host = int(HOST_SHARE * host_bytes) // (slot_capacity(longest_job) * sizes.kept_bytes_per_position)
     if num_in_host < 1:

@@ -1,6 +1,4 @@
-"""Copies between a GPU and its host beside the computation: a stream of their own, and two pinned buffers in turn.
-
-The stream that computes is here as well: whoever copies beside it asks, from any thread."""
+"""Copies between a GPU and its host during computation, through two pinned buffers."""
 
 from __future__ import annotations
 
@@ -14,45 +12,43 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-STAGING_BYTES = 1 << 24  # size of one buffer: a piece takes about a millisecond, so the wait for the first is short
+STAGING_BYTES = 1 << 24  # copying it takes about 1 ms
 
 
 class CopyEvent(Protocol):
-    """A point in a stream."""
+    """Event in a stream."""
 
     def synchronize(self) -> None:
-        """Return once all that was queued before it is done."""
+        """Return once all work queued before the event is done."""
 
 
 class CopyComputation(Protocol):
-    """The stream that computes, as `torch.cuda.Stream` has it. No graph may be captured on it meanwhile."""
+    """Computing stream, as `torch.cuda.Stream`. No graph may be captured on it meanwhile."""
 
     def record_event(self) -> Any:
-        """A point behind all that was queued until now."""
+        """Return an event after all work queued so far."""
 
     def wait_event(self, event: Any) -> None:
-        """Let all that is queued from now on wait for the event."""
+        """Let all later work wait for the event."""
 
 
 class CopyLane(Protocol):
-    """A lane of copies, one after the other; each may be done at any time until an event behind it is waited for."""
+    """Stream of copies; wait for an event after a copy before using its result."""
 
     def buffers(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two buffers `[num_bytes] uint8`: on the host, pinned, and on the device."""
+        """Return two buffers `[num_bytes] uint8`: pinned on the host, and on the device."""
 
     def follow(self, event: Any) -> None:
-        """Let all that is queued from now on wait for the event."""
+        """Let all later copies wait for the event."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy."""
 
     def mark(self) -> CopyEvent:
-        """A point behind all copies queued until now."""
+        """Return an event after all copies queued so far."""
 
 
 class CudaLane:
-    """A CUDA stream for copies alone."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
@@ -75,14 +71,14 @@ class CudaLane:
 
 @dataclass
 class _Side:
-    """One of the two pairs of buffers, and when it is free again."""
+    """Pair of buffers; `is_done` is the event after which it is free."""
 
     host: torch.Tensor  # [STAGING_BYTES] uint8
     device: torch.Tensor
     is_done: CopyEvent | None = None
 
     def views(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both buffers in the form of `rows`, contiguous: so one launch gathers them, and one copy crosses."""
+        """Return both buffers in the shape of `rows`, contiguous."""
         num_bytes = rows.numel() * rows.element_size()
         host, device = (each[:num_bytes].view(rows.dtype).view(rows.shape) for each in (self.host, self.device))
         return host, device
@@ -93,16 +89,15 @@ class _Side:
 
 
 class Staging:
-    """Brings positions of a cache on the device to the host and back, in pieces; any thread may ask."""
+    """Copies rows of a cache to the host and back, in pieces; thread-safe."""
 
     def __init__(self, lane: CopyLane, computation: CopyComputation, num_bytes: int = STAGING_BYTES) -> None:
-        """`computation` is the stream that writes and reads the cache, whichever thread asks for copies."""
         self._lane, self._computation, self._num_bytes = lane, computation, num_bytes
         self._sides = [_Side(*lane.buffers(num_bytes)) for _ in range(2)]
         self._lock = threading.Lock()
 
     def read(self, rows: torch.Tensor) -> NDArray[Any]:
-        """A copy of rows `[..., num_positions, head_dim]` as all that was queued to compute until now leaves them."""
+        """Return a copy of rows `[..., num_positions, head_dim]`, after all work queued so far."""
         copied = np.empty(rows.shape, dtype=_numpy_dtype(rows))
         coming: list[tuple[slice, NDArray[Any], _Side]] = []
         with self._lock:
@@ -114,16 +109,16 @@ class Staging:
                 self._lane.copy(host, device)
                 side.is_done = self._lane.mark()
                 coming.append((piece, host.numpy(), side))
-                if len(coming) == 2:  # the next piece takes the buffer of this one
+                if len(coming) == 2:  # the next piece reuses this buffer
                     _take(copied, *coming.pop(0))
             for arrived in coming:
                 _take(copied, *arrived)
         return copied
 
     def write(self, rows: torch.Tensor, kv: NDArray[Any]) -> None:
-        """Fill rows `[..., num_positions, head_dim]`; what is queued to compute from now on finds them there."""
+        """Fill rows `[..., num_positions, head_dim]` before all later work."""
         with self._lock:
-            self._lane.follow(self._computation.record_event())  # it may still use what lay there
+            self._lane.follow(self._computation.record_event())  # a forward may still read the old rows
             for number, piece in enumerate(self._pieces(rows)):
                 side = self._sides[number % 2]
                 side.wait()
@@ -135,7 +130,6 @@ class Staging:
             self._computation.wait_event(self._lane.mark())
 
     def _pieces(self, rows: torch.Tensor) -> Iterator[slice]:
-        """Ranges of positions that a buffer has room for."""
         num_positions = rows.shape[-2]
         position_bytes = rows.element_size() * rows.shape[:-2].numel() * rows.shape[-1]
         step = self._num_bytes // position_bytes
@@ -154,17 +148,13 @@ def _numpy_dtype(rows: torch.Tensor) -> np.dtype[Any]:
 
 
 class ComputingStream:
-    """A `Computation`: the stream on which the newest forward was queued.
-
-    A thread's current stream is its own affair: one that writes checkpoints cannot look for that of another thread.
-    """
+    """`CopyComputation` on the newest forward's stream, for all threads."""
 
     def __init__(self, current: Callable[[], Any]) -> None:
-        """`current` says which stream the calling thread computes on."""
         self._current, self._stream = current, current()
 
     def join(self) -> None:
-        """Let the calling thread compute on its current stream, behind all that was computed before."""
+        """Let the calling thread compute on its current stream, after all earlier work."""
         stream = self._current()
         if stream != self._stream:
             stream.wait_event(self._stream.record_event())
@@ -179,7 +169,7 @@ class ComputingStream:
 
 @dataclass(frozen=True)
 class HostStream:
-    """A computing stream elsewhere than on a GPU, its own event: what was queued is done."""
+    """Computing stream without a GPU, where all queued work is done."""
 
     def record_event(self) -> HostStream:
         return self
@@ -188,12 +178,11 @@ class HostStream:
         event.synchronize()
 
     def synchronize(self) -> None:
-        """Do nothing: all is done."""
+        """Do nothing."""
 
 
 @functools.cache
 def computing_stream(device: torch.device) -> ComputingStream:
-    """The one of this process on a device."""
     if device.type == "cuda":
         return ComputingStream(functools.partial(torch.cuda.current_stream, device))
     return ComputingStream(HostStream)

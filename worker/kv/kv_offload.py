@@ -1,4 +1,4 @@
-"""KV caches in the host's memory: two layers lie on the GPU, the next comes while one computes."""
+"""KV caches in the host's memory: the GPU loads one layer while it computes with another."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from swiftbatch.worker.kv.paged_arena import KVArena, SlotLease, SlotRows
 
 
 def offloaded_cache(shape: CacheShape, max_length: int, folder: str) -> FullKVCache:
-    """An empty cache in `folder`, or on a GPU in pinned memory. Raises KVRoomError where there is no room."""
+    """Return an empty cache in `folder`, or in a GPU's pinned memory. Raises KVRoomError."""
     rows = OffloadedRows(shape, max_length + MAX_TREE_NODES, folder)
     return FullKVCache(shape, max_length, stores=(LayerStore(rows, range(shape.num_layers)),))
 
 
 class OffloadedRows(CacheRows):
-    """Rows whose buffer is a host's; `layer` and `write` bring layers to the device, in any order."""
+    """Rows in a host's buffer; `layer` and `write` copy layers to the device, in any order."""
 
     comes_by_layer = True
 
@@ -41,18 +41,19 @@ class OffloadedRows(CacheRows):
         super().__init__(shape, self.host.rows[..., :num_entries, :])
 
     def layer(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self._layers.forget(length)  # it was rolled back, or another view of it was ahead
+        self._layers.forget(length)  # needed after a rollback, or another view's rows
         parts = self._layers.take(index, length, length, length)
         return parts[0], parts[-1]
 
     def stored(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.host.give_back((index - 1) % len(self.buffer), _whole_blocks(length))  # one may read layer by layer
+        # frees the layer before, since callers read layer by layer
+        self.host.give_back((index - 1) % len(self.buffer), _whole_blocks(length))
         return super().stored(index, length)
 
     def write(
         self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._layers.forget(first_entry)  # it was rolled back, or another view of it was ahead
+        self._layers.forget(first_entry)  # needed after a rollback, or another view's rows
         self._put(layer, first_entry, key, value)
         parts = self._layers.take(layer, length, first_entry, first_entry + key.shape[1])
         return parts[0], parts[-1]
@@ -74,7 +75,7 @@ class OffloadedRows(CacheRows):
 
 @dataclass
 class _DeviceLayer:
-    """One of the two layers on the device: it holds the positions below `end` of `layer` when `arrival` is done."""
+    """One of two layers on the device: positions below `end` of `layer`, once `arrival` is done."""
 
     rows: torch.Tensor  # [num_parts, num_kv_heads, capacity, head_dim]
     layer: int = -1
@@ -82,12 +83,12 @@ class _DeviceLayer:
     arrival: Future[None] | None = None
 
     def holds(self, layer: int, length: int) -> bool:
-        """Tell whether all but some newest of the first `length` positions of a layer are there, or coming."""
+        """Return whether nearly all of a layer's first `length` positions are there or on their way."""
         return self.layer == layer and length - self.end < 2 * BLOCK_POSITIONS
 
 
 class LayerStream:
-    """Brings layers of a host to the device, one ahead of what is used. Views of one cache share it."""
+    """Copies layers from a host to the device, one layer ahead."""
 
     def __init__(self, host: CacheHost) -> None:
         self._host = host
@@ -96,9 +97,9 @@ class LayerStream:
         self._thread = ThreadPoolExecutor(1, "kv-offload")
 
     def take(self, layer: int, length: int, first_entry: int, end: int) -> torch.Tensor:
-        """A layer on the device, `[num_parts, num_kv_heads, capacity, head_dim]`, with all rows below `end`.
+        """Return a layer on the device, `[num_parts, num_kv_heads, capacity, head_dim]`, with rows below `end`.
 
-        `length` positions are committed. Rows from `first_entry` on are always copied anew.
+        Rows from `first_entry` on are always copied again.
         """
         if not self._used.holds(layer, length):
             if not self._coming.holds(layer, length):
@@ -106,7 +107,7 @@ class LayerStream:
             self._used, self._coming = self._coming, self._used
         following = (layer + 1) % len(self._host.rows)
         if not self._coming.holds(following, length):
-            self._fetch(following, length)  # before the wait, so that the disk goes on at once
+            self._fetch(following, length)  # starts before the wait, to keep the disk busy
         used = self._used
         assert used.arrival is not None
         used.arrival.result()
@@ -116,18 +117,16 @@ class LayerStream:
 
     @property
     def used(self) -> torch.Tensor:
-        """The layer that was taken last, on the device."""
         return self._used.rows
 
     def forget(self, length: int) -> None:
-        """Forget positions from `length` on, which are going to change."""
+        """Forget positions from `length` on, which will change."""
         self._flushed = min(self._flushed, length)
         for side in (self._used, self._coming):
             if side.end > length:
                 side.layer = -1
 
     def _fetch(self, layer: int, length: int) -> None:
-        """Let the whole blocks of a layer come."""
         side, end = self._coming, _whole_blocks(length)
         side.layer, side.end = layer, end
         side.arrival = self._thread.submit(self._bring, self._host.loading(layer, side.rows, end), end, self._flushed)
@@ -143,7 +142,7 @@ def _whole_blocks(length: int) -> int:
     return length // BLOCK_POSITIONS * BLOCK_POSITIONS
 
 
-# Layers of caches outside a GPU, on it two at a time: one is computed with while the next comes.
+# Layers of caches outside a GPU; the GPU has two and loads one while it computes with the other.
 
 
 NO_LAYER = -1
@@ -151,32 +150,31 @@ NO_LAYER = -1
 
 @dataclass(frozen=True)
 class Streams:
-    """The stream that computes, and one copy lane for each direction: a GPU copies both ways at a time."""
+    """Computing stream, and a copy lane for each direction."""
 
     computation: CopyComputation
     coming: CopyLane
     going: CopyLane
 
     def wait_for_copies(self) -> None:
-        """Return once all copies that were queued are done."""
         for lane in (self.coming, self.going):
             lane.mark().synchronize()
 
 
 @dataclass(frozen=True)
 class Visit:
-    """The positions of one slot that a forward reads and writes."""
+    """Positions of one slot that a forward reads and writes."""
 
     slot: int
     rows: torch.Tensor  # [num_layers, capacity, num_parts, num_kv_heads, row_width], on the host
-    num_final: int  # first positions that no forward changes any more, `end` at most
-    end: int  # positions below it are read, but for those that are written
+    num_final: int  # first positions that never change again, at most `end`
+    end: int  # positions below it are read, except those that are written
     written: tuple[slice, ...] = ()
 
 
 @dataclass
 class _Held:
-    """A slot's positions below `end` on a side, once the side's newest arrival is there; they stay as they are."""
+    """Unchanging positions below `end` of a slot, there once the side's newest arrival is done."""
 
     layer: int = NO_LAYER
     end: int = 0
@@ -192,9 +190,9 @@ class _RingLayer:
 
 
 class LayerRing:
-    """Layer n has side `n % RING_LAYERS`. A forward calls `begin`, and for each layer `wait`, computes, `leave`.
+    """Ring of device layers; layer n uses side `n % RING_LAYERS`.
 
-    Positions of a slot that change in any other way are to be forgotten.
+    A forward calls `begin`, then `wait` and `leave` around each layer.
     """
 
     def __init__(self, shape: CacheShape, num_slots: int, capacity: int, streams: Streams) -> None:
@@ -207,21 +205,20 @@ class LayerRing:
         )  # [num_sides, num_parts, num_slots, num_kv_heads, capacity, row_width]
         self._sides = [_RingLayer(side, [_Held() for _ in range(num_slots)]) for side in rows]
         self._visits: Sequence[Visit] = ()
-        self._went: CopyEvent | None = None  # all that was written until now is on the host
+        self._went: CopyEvent | None = None  # done when all written rows are on the host
 
     def begin(self, visits: Sequence[Visit]) -> None:
-        """Prepare for rows of these slots, each slot once: let what is missing of the first layers come."""
+        """Start to copy the first layers for a forward's rows; each slot appears once."""
         self._visits = visits
-        self._streams.coming.follow(self._streams.computation.record_event())  # which may still read what lies here
+        self._streams.coming.follow(self._streams.computation.record_event())  # the forward may still read the old rows
         for layer in range(len(self._sides)):
             self._bring(layer, visits)
 
     def wait(self, layer: int) -> None:
-        """Let all that is computed from now on find the layer."""
         self._streams.computation.wait_event(self._side(layer).arrival)
 
     def leave(self, layer: int) -> None:
-        """Send a computed layer's new rows home, and let the next one for its side come, at the end a first one."""
+        """Copy a layer's new rows to the host, and start to copy the side's next layer."""
         self.keep(layer, self._visits)
         following = layer + len(self._sides)
         if following < self._num_layers:
@@ -230,7 +227,7 @@ class LayerRing:
             self._bring(layer % len(self._sides), self._visits)
 
     def keep(self, layer: int, visits: Sequence[Visit]) -> None:
-        """Send the rows that were written home."""
+        """Copy the written rows to the host."""
         side, going = self._side(layer), self._streams.going
         going.follow(self._streams.computation.record_event())
         for visit in visits:
@@ -239,22 +236,18 @@ class LayerRing:
         self._went = going.mark()
 
     def show(self, layer: int, visit: Visit) -> torch.Tensor:
-        """A slot's layer outside a forward, `[num_parts, num_kv_heads, capacity, row_width]`.
-
-        It holds until another takes its place.
-        """
+        """Return a slot's layer `[num_parts, num_kv_heads, capacity, row_width]`, valid until another uses its side."""
         self._streams.coming.follow(self._streams.computation.record_event())
         self._bring(layer, [visit])
         self.wait(layer)
         return self.buffer[layer % len(self._sides), :, visit.slot]
 
     def forget(self, slot: int, length: int) -> None:
-        """Forget a slot's positions from `length` on, which are going to change, or have."""
         for side in self._sides:
             side.held[slot].end = min(side.held[slot].end, length)
 
     def settle(self) -> None:
-        """Return once all rows that forwards wrote are on the host; any thread may ask."""
+        """Return once all rows that forwards wrote are on the host; thread-safe."""
         if self._went is not None:
             self._went.synchronize()
 
@@ -262,10 +255,9 @@ class LayerRing:
         return self._sides[layer % len(self._sides)]
 
     def _bring(self, layer: int, visits: Sequence[Visit]) -> None:
-        """Let come what is missing of a layer."""
         side, coming = self._side(layer), self._streams.coming
         if self._went is not None:
-            coming.follow(self._went)  # the side is free then, and on the host is what comes
+            coming.follow(self._went)  # by then the side is free and the host is up to date
         for visit in visits:
             held = side.held[visit.slot]
             missing = slice(min(held.end, visit.num_final) if held.layer == layer else 0, visit.end)
@@ -275,21 +267,20 @@ class LayerRing:
         side.arrival = coming.mark()
 
 
-# Slots of a GPU worker whose caches lie in pinned memory of the host, each as large as its own job.
+# Slots of a GPU worker in pinned memory of the host, each as large as its job.
 
 
 class OffloadedArena(KVArena):
-    """A `KVArena` whose buffer has two layers alone, those of a `LayerRing`."""
+    """`KVArena` whose buffer has only the layers of a `LayerRing`."""
 
     holds_all = False
 
     def __init__(self, shape: CacheShape, num_slots: int, max_length: int, streams: Streams) -> None:
-        """Slots for sequences of at most `max_length` positions. Memory for them is taken as they come."""
         self.streams = streams
         super().__init__(shape, num_slots, max_length)
 
     def new_cache(self, max_length: int) -> FullKVCache:
-        """Make a cache as `KVArena` does. Raises KVRoomError also where the host has no room."""
+        """Make a cache as `KVArena` does. Raises KVRoomError also if the host has no room."""
         KVRoom(MEMORY, self.shape.bytes_per_position()).refuse_too_long(max_length)
         return super().new_cache(max_length)
 
@@ -308,27 +299,24 @@ class OffloadedArena(KVArena):
 
 def _release(memory: PinnedMemory, streams: Streams) -> None:
     streams.wait_for_copies()
-    streams.computation.record_event().synchronize()  # rounds read it by themselves
+    streams.computation.record_event().synchronize()  # kernels of a round read the host's memory directly
     memory.release()
 
 
 class RingRows(SlotRows):
-    """Rows that are kept on the host; forwards bring their layers to their slot of the ring.
+    """Rows on the host; forwards copy their layers to their slot of the ring.
 
-    Whoever reads rows here waits until the newest have come home, and whoever changes those that may be on their way to
-    the device, until none is. Accepted rows are not: of what comes ahead of a step, only final positions are used.
+    Reads wait for new rows to reach the host, writes for all copies.
     """
 
     comes_by_layer = True
     holds_all = False
 
     def __init__(self, arena: OffloadedArena, lease: SlotLease, host: torch.Tensor) -> None:
-        """`host [num_layers, capacity, num_parts, num_kv_heads, row_width]`."""
         super().__init__(arena, lease, host.permute(0, 2, 3, 1, 4))
         self._ring, self._streams, self.host = arena.ring, arena.streams, host
 
     def visit(self, first_entry: int, end: int, length: int) -> Visit:
-        """A forward that writes these entries, behind all those before, of which `length` are committed."""
         num_final = min(length, first_entry)
         return Visit(self.slot, self.host, num_final, first_entry, (slice(first_entry, end),))
 

@@ -1,4 +1,4 @@
-"""Sizes of a model that decide its GPU memory, also of quantized weights (without torch)."""
+"""Sizes that decide a model's GPU memory, also of quantized weights, without torch."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ from swiftbatch.worker.model.model_files import ModelFiles, read_config, stored_
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, is_of_text
 
 PRODUCT = re.compile(r"^(model\.layers\.\d+\.(?:self_attn|mlp)\.)(\w+)_proj(?:_with_mqa)?\.weight$")
-STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}  # parts, and the product of them
-STACKED |= {"q_a": "qkv", "kv_a": "qkv"}  # to latent vectors
-OF_HEADS = "kv_b"  # from a latent vector to each head's keys and values: never packed
-FACTOR_BYTES = 4  # of a scale or an offset
+# maps parts to the name of their product
+STACKED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+STACKED |= {"q_a": "qkv", "kv_a": "qkv"}  # these lead into latent vectors
+OF_HEADS = "kv_b"  # is never packed
+FACTOR_BYTES = 4
 
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Weights that lie packed on a device: codes, and float32 scales of groups that share one, with their offsets."""
+    """Packed weights on a device: codes, with float32 scales and perhaps offsets of groups."""
 
     num_parameters: int
-    bits: int  # of a code
+    bits: int
     group_size: int
     has_offsets: bool = False
 
@@ -58,10 +59,9 @@ def packed_parts(
     experts: MoEConfig | None = None,
     mixer: RecurrentConfig | None = None,
 ) -> tuple[PackedPart, ...]:
-    """The products of a dense decoder whose parts all have one packed form, as `stacked_weights` keeps them.
+    """Return the products whose parts share one packed form, as `stacked_weights` stores them.
 
-    Those of `experts`, where the kernels multiply them, are one for all experts of a layer; those of a `mixer` stand
-    around its state. Matrices of whose form numbers alone tell count as if they were dequantized.
+    Matrices whose form only their numbers show count as dequantized.
     """
     last = EMBEDDING if config.get("tie_word_embeddings") else HEAD
     products = defaultdict[str, list[StoredTensor]](list)
@@ -79,7 +79,7 @@ def packed_parts(
 
 
 def _products_of(experts: MoEConfig) -> Iterator[tuple[re.Pattern[str], str]]:
-    """The names of experts' matrices, and of what all rows meet, each with the product that it is a part of."""
+    """Yield patterns of the names of experts' and shared matrices, each with its product."""
     names = experts.names
     found = {} if names.fused is None else {each: each for each in (names.fused.gate_up, names.fused.down)}
     found |= {name: f"experts.{STACKED.get(role, role)}" for role, name in (names.each or {}).items()}
@@ -89,19 +89,18 @@ def _products_of(experts: MoEConfig) -> Iterator[tuple[re.Pattern[str], str]]:
 
 
 def _products_of_mixer(mixer: RecurrentConfig) -> Iterator[tuple[re.Pattern[str], str]]:
-    """The same of matrices in front of states and behind them; those of heads are a product of their own."""
+    """Yield patterns of the names of matrices around states, each with its product."""
     for name, roles in mixer.names.linears.items():
         product = "output" if roles == ("output",) else "heads" if roles[0] in ("betas", "steps") else "channels"
         yield _in_a_layer(f"{mixer.names.part}.{name}.weight"), f"mixer.{product}"
 
 
 def _in_a_layer(name: str) -> re.Pattern[str]:
-    """The tensor of that name in any layer, of any expert."""
     return re.compile(r"^(model\.layers\.\d+\.)" + re.escape(name).replace(r"\{\}", r"\d+") + "$")
 
 
 def num_floats(heads: Mapping[str, StoredTensor], experts: MoEConfig) -> int:
-    """Count the numbers that are float32 whatever the dtype: those of routers, and sinks."""
+    """Return the numbers of routers and sinks, which are float32 in every dtype."""
     names = (
         experts.names.router,
         experts.names.router_bias,
@@ -114,7 +113,7 @@ def num_floats(heads: Mapping[str, StoredTensor], experts: MoEConfig) -> int:
 
 
 def num_beside(heads: Mapping[str, StoredTensor], config: dict[str, Any]) -> int:
-    """The numbers of a packed head that is tied: it lies beside the embedding, whose rows are plain."""
+    """Return the numbers of a packed tied head, which is stored beside the plain embedding."""
     embedding = heads.get(EMBEDDING)
     if embedding is None or _kind(embedding) is None or not config.get("tie_word_embeddings"):
         return 0
@@ -133,10 +132,10 @@ def _part(heads: list[StoredTensor]) -> PackedPart | None:
     return PackedPart(sum(head.num_numbers for head in heads), kind.bits, kind.group, kind.has_offsets)
 
 
-# The sizes that decide how much of a GPU a model takes. Without torch: they are known before anything is loaded.
+# Sizes that decide how much GPU memory a model takes, known before anything is loaded.
 
 
-PACKED_DTYPE = "bfloat16"  # the dtype whose kernels multiply packed weights
+PACKED_DTYPE = "bfloat16"  # the only dtype whose kernels multiply packed weights
 
 
 FLOAT_BYTES = 4
@@ -144,56 +143,52 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Experts of a layer, and what a row chooses of them."""
+    """Experts of a layer, and a row's choice among them."""
 
     num_experts: int
     num_chosen: int
-    width: int  # columns of an expert
-    num_floats: int  # numbers of all layers that are float32 whatever the dtype
+    width: int
+    num_floats: int  # counts numbers that are float32 in every dtype
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a decoder in the dtype that it runs in."""
+    """Sizes of a decoder in the dtype of the run."""
 
     num_parameters: int
-    bytes_per_position: int  # keys and values of one position in all layers, in the dtype
+    bytes_per_position: int  # has keys and values of all layers
     num_heads: int
     num_kv_heads: int
     head_dim: int
     hidden: int
     intermediate: int
     vocab: int
-    item_size: int  # bytes of a number
-    packed: tuple[PackedPart, ...] = ()  # of the parameters; the others lie there in the dtype
-    recurrent: RecurrentShape | None = None  # of layers that have a state
-    kv_dtype: KVDtype | None = None  # of the keys and values that full caches keep; None: as all others
-    experts: ExpertSizes | None = None  # that our kernels multiply
-    latent: MLASizes | None = None  # then a cache has one head, whose rows are keys and values at once
-    is_scannable: bool = True  # drafts may scan its keys: rows see all positions as they are
-    windows: Windows = ()  # of its layers; () where none has one, or caches hold more than positions
-    held: HeldPositions | None = None  # of layers with a window, where caches on a GPU forget; None: all
+    item_size: int
+    packed: tuple[PackedPart, ...] = ()  # the other parameters are in the dtype
+    recurrent: RecurrentShape | None = None  # None: no layer has a state
+    kv_dtype: KVDtype | None = None  # None: full caches use the dtype
+    experts: ExpertSizes | None = None  # None: our kernels multiply none
+    latent: MLASizes | None = None  # caches then have one head, whose rows are both keys and values
+    is_scannable: bool = True  # drafts may scan the keys, since rows see all positions unchanged
+    windows: Windows = ()  # () if none has one, or caches hold more than positions
+    held: HeldPositions | None = None  # None: a GPU's caches keep all positions
 
     @property
     def value_dim(self) -> int:
-        """Numbers of what a head finds in a cache."""
         return self.head_dim if self.latent is None else self.latent.rank
 
     @property
     def num_parts(self) -> int:
-        """Rows of a position and a head in a cache."""
         return 2 if self.latent is None else 1
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of a job whatever its length, as slots have them: of layers that have a state."""
         if self.recurrent is None:
             return 0
         return slot_bytes(self.recurrent, self.recurrent.num_layers, self.item_size, MAX_TREE_NODES + 1)
 
     @property
     def kept_bytes_per_position(self) -> int:
-        """The bytes of a position's keys and values in a full cache on a GPU."""
         if self.kv_dtype is None:
             return self.bytes_per_position
         num_rows = self.bytes_per_position // (self.head_dim * self.item_size)
@@ -201,14 +196,14 @@ class ModelSizes:
 
     @property
     def window_bytes_per_position(self) -> int:
-        """The part of `kept_bytes_per_position` that layers with a window take, where these forget."""
+        """Return the bytes of layers with a window, if these forget."""
         if self.held is None:
             return 0
         num_windowed = sum(size is not None for size in self.windows)
         return self.kept_bytes_per_position // len(self.windows) * num_windowed
 
     def kept_bytes(self, num_positions: int) -> int:
-        """The bytes of so many positions' keys and values in a full cache on a GPU, but for what is forgotten."""
+        """Return the bytes of `num_positions`, without forgotten ones."""
         num_bytes = num_positions * self.kept_bytes_per_position
         if self.held is None:
             return num_bytes
@@ -216,20 +211,19 @@ class ModelSizes:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of all weights on a device: packed ones as they lie there."""
         num_plain = self.num_parameters - sum(part.num_parameters for part in self.packed)
         num_wider = 0 if self.experts is None else self.experts.num_floats * (FLOAT_BYTES - self.item_size)
         return num_plain * self.item_size + num_wider + sum(part.num_bytes for part in self.packed)
 
 
 def read_sizes(files: ModelFiles, dtype: str) -> ModelSizes | None:
-    """The sizes of a model folder, from its config and the heads of its weights; None where its config hides some."""
+    """Return the sizes of a model folder; None if the config lacks some."""
     config = read_config(files.name, files.path)
     return sizes_of_stored(config, stored_layout(files.name, files.path).heads, dtype)
 
 
 def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], dtype: str) -> ModelSizes | None:
-    """The same of stored tensors. A tied head counts once, as on the device, if it is not packed."""
+    """Return the sizes from stored tensors; an unpacked tied head counts once, as on the device."""
     number = sum(each.num_numbers for name, each in heads.items() if is_of_text(name, config))
     dense = _run_by_kernels(config)
     experts = None if dense is None else dense.experts
@@ -243,7 +237,7 @@ def sizes_of_stored(config: dict[str, Any], heads: Mapping[str, StoredTensor], d
 
 
 def _run_by_kernels(config: dict[str, Any]) -> DecoderConfig | None:
-    """The config of a model that our kernels for GPUs take; None for another."""
+    """Return the config if our GPU kernels run the model."""
     try:
         return read_decoder_config(config)
     except OtherDecoderError:
@@ -251,15 +245,15 @@ def _run_by_kernels(config: dict[str, Any]) -> DecoderConfig | None:
 
 
 def _hides(dense: DecoderConfig) -> bool:
-    """Tell whether rows of a model do not see all positions as they are: by `Forwards.has_windows`, or by a state."""
+    """Return whether rows see less than all unchanged positions: by windows, sinks, capped scores or states."""
     hides = any(dense.windows) or dense.form.has_sinks or dense.latent is not None or dense.mixer is not None
     return hides or bool(dense.caps.get("scores"))
 
 
 def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[PackedPart, ...] = ()) -> ModelSizes | None:
-    """The sizes of a text model with so many parameters, some of them packed; None where its config hides some.
+    """Return the sizes of a text model; None if the config lacks some.
 
-    Those that are packed in the files are dequantized for another dtype than bfloat16.
+    `packed` parameters are dequantized in dtypes other than bfloat16.
     """
     num_bytes = bytes_per_position(config, dtype)
     num_heads, hidden, intermediate = (
@@ -289,5 +283,4 @@ def sizes_of(config: dict[str, Any], number: int, dtype: str, packed: tuple[Pack
 
 
 def num_parameters(files: list[Path]) -> int:
-    """Numbers in the tensors of these files."""
     return sum(head.num_numbers for file in files for head in heads_in(file).values())

@@ -1,8 +1,6 @@
-"""Places for a key-value cache outside the device: a file where that is a CPU's memory, pinned memory for a GPU.
+"""Places for a key-value cache outside the device: a file for a CPU, pinned memory for a GPU.
 
-A host keeps `rows [num_layers, 2, num_kv_heads, capacity, head_dim]` and loads the first blocks of a layer into the
-device. The file is written through a map, where new rows cost nothing, and read past the page cache, straight into the
-device's buffer: as fast as the disk, and with an eighth of the CPU time of a copy from the map (measured).
+The file is written through a map and read by direct I/O, with an eighth of the CPU time of copying (measured).
 """
 
 from __future__ import annotations
@@ -24,32 +22,32 @@ from swiftbatch.worker.kv.host_copies import CudaLane
 from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.kv.kv_capacity import GB, KVRoomError
 
-BLOCK_POSITIONS = 1024  # direct reads ask for whole pages; so many rows fill them, whatever the head's size
+BLOCK_POSITIONS = 1024  # so many rows fill whole memory pages for any head size, as direct reads need
 
 
 class CacheHost(Protocol):
-    """The place where a cache is kept. Positions below the end of a load must not change while it runs."""
+    """Memory of rows `[num_layers, 2, num_kv_heads, capacity, head_dim]`, which must not change while loaded."""
 
     rows: torch.Tensor
 
     def device_rows(self) -> torch.Tensor:
-        """Room for one layer on the device, `[num_parts, num_kv_heads, capacity, head_dim]`."""
+        """Allocate one layer on the device, `[num_parts, num_kv_heads, capacity, head_dim]`."""
 
     def loading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
-        """Return a call, for another thread, that brings the positions below `end`, whole blocks, to the device."""
+        """Return a call, for another thread, that loads a layer's whole blocks below `end` into `target`."""
 
     def flush(self, end: int) -> None:
-        """Make the positions below `end` ready to be read, and keep no second copy of them in memory."""
+        """Make positions below `end` readable, and drop them from the page cache."""
 
     def give_back(self, layer: int, end: int) -> None:
-        """Keep none of a layer's positions below `end` in memory, but for the newest."""
+        """Drop a layer's positions below `end` from memory, except the newest."""
 
 
 class FileHost:
-    """A file without a name: a killed process leaves nothing. Its space is taken at once, so it can't run out later."""
+    """Nameless file, so a killed process leaves nothing; its space is allocated at once."""
 
     def __init__(self, shape: CacheShape, capacity: int, folder: str) -> None:
-        """`capacity` is in whole blocks. Raises KVRoomError where the folder has no room for it."""
+        """`capacity` is in whole blocks. Raises KVRoomError if the folder lacks space."""
         size = (shape.num_layers, shape.num_parts, shape.num_kv_heads, capacity, shape.row_width)
         num_bytes = capacity * shape.bytes_per_position()
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -64,15 +62,15 @@ class FileHost:
         self._map = mmap.mmap(self._fd, num_bytes)
         self.rows = torch.frombuffer(self._map, dtype=shape.row_dtype).view(size)
         self._row_bytes = shape.row_width * shape.row_dtype.itemsize
-        self._run_bytes = capacity * self._row_bytes  # one head's keys, or values, in one layer
-        with contextlib.suppress(OSError):  # where there are no direct reads, as in tmpfs, they go through the cache
+        self._run_bytes = capacity * self._row_bytes  # keys or values of one head in one layer
+        with contextlib.suppress(OSError):  # without direct reads, as in tmpfs, the page cache is used
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)
 
     def device_rows(self) -> torch.Tensor:
         layer = self.rows[0]
         num_bytes = layer.numel() * layer.element_size()
         memory = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8)
-        aligned = memory[-memory.data_ptr() % mmap.PAGESIZE :][:num_bytes]  # as direct reads ask for
+        aligned = memory[-memory.data_ptr() % mmap.PAGESIZE :][:num_bytes]  # as direct reads need it
         return aligned.view(layer.dtype).view(layer.shape)
 
     def loading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
@@ -93,13 +91,12 @@ class FileHost:
         self.give_back(layer, end)
 
     def give_back(self, layer: int, end: int) -> None:
-        num_bytes = (end - BLOCK_POSITIONS) * self._row_bytes  # checkpoints and partial caches come for the newest rows
+        num_bytes = (end - BLOCK_POSITIONS) * self._row_bytes  # checkpoints and partial caches read the newest rows
         for offset in self._offsets(layer) if num_bytes > 0 else ():
             self._map.madvise(mmap.MADV_DONTNEED, offset, num_bytes)
             os.posix_fadvise(self._fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def _offsets(self, layer: int) -> range:
-        """Return the offsets in the file at which the layer's runs begin."""
         num_runs = self.rows.shape[1] * self.rows.shape[2]
         first = layer * num_runs * self._run_bytes
         return range(first, first + num_runs * self._run_bytes, self._run_bytes)
@@ -118,14 +115,15 @@ class PinnedHost:
         return torch.empty_like(self.rows[0], device=self._device)
 
     def loading(self, layer: int, target: torch.Tensor, end: int) -> Callable[[], None]:
-        is_free = torch.cuda.current_stream(self._device).record_event()  # the target's last layer was attended to
+        # by then the target's previous layer has been read
+        is_free = torch.cuda.current_stream(self._device).record_event()
         return functools.partial(self._load, layer, target, end, is_free)
 
     def flush(self, end: int) -> None:
-        """Nothing to do: it is the only copy."""
+        """Do nothing: there is no other copy."""
 
     def give_back(self, layer: int, end: int) -> None:
-        """Nothing to do either."""
+        """Do nothing."""
 
     def _load(self, layer: int, target: torch.Tensor, end: int, is_free: torch.cuda.Event) -> None:
         self._lane.follow(is_free)
@@ -135,13 +133,10 @@ class PinnedHost:
 
 
 class PinnedMemory:
-    """Memory of the host that a GPU reads and writes by itself, as large as asked for.
-
-    torch's own pinned tensors take the next power of two: up to twice as much of what is scarce here.
-    """
+    """Pinned memory of exact size; torch's own tensors round up to a power of two."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Pin memory for `device`; a CPU needs no such thing. Raises KVRoomError where the system does not give it."""
+        """Raises KVRoomError if the system refuses."""
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # [num_bytes]
         ask_for_huge_pages(self.bytes)
@@ -150,7 +145,7 @@ class PinnedMemory:
             self._pin(device)
 
     def release(self) -> None:
-        """Pin it no more; no copy may be under way. The memory goes with the last tensor that shows it."""
+        """Unpin the memory; no copy may be under way."""
         if self._is_pinned:
             self._is_pinned = False
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))
@@ -159,7 +154,7 @@ class PinnedMemory:
         error = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0)
         if int(error) != 0:
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=device)  # else the next launch would raise what CUDA remembers
+                torch.zeros(1, device=device)  # clears CUDA's stored error, which the next launch would raise
             raise KVRoomError(
                 f"no pinned memory for a cache of {self.bytes.nbytes / GB:,.2f} GB: CUDA error {int(error)}; "
                 "use fewer --slots or max_tokens, or a machine with more memory"

@@ -1,4 +1,4 @@
-"""The KV caches of all jobs on a GPU: slots in one buffer, in pages of a pool, or outside the device."""
+"""KV caches of all jobs on a GPU, in slots of one buffer or in pages of a pool."""
 
 from __future__ import annotations
 
@@ -34,31 +34,32 @@ if TYPE_CHECKING:
     from swiftbatch.worker.kv.recurrent_arena import StateSlots
 
 Place = Callable[[int], int]
-"""The place of a slot's entry in a pool."""
+"""Map from a slot's entry to its place in a pool."""
 
 
 class MoveRows(Protocol):
-    """Brings accepted rows next to their root, as `keep_path` has it."""
+    """Moves accepted rows next to their root, as `keep_path` does."""
 
     def __call__(self, slot: int, root: int, path: Sequence[int], place: Place | None = None) -> None:
-        """Move the nodes `path` of a tree whose root is entry `root` of a slot; with `place`, of a pool."""
+        """Move a tree's nodes `path` next to entry `root` of a slot; `place` maps entries to a pool."""
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Within it moves wait; they are made at its end, all at once."""
+        """Collect moves, and make them all at once on exit."""
 
 
 class PagePool:
-    """The pages that nobody has, and how many sequences have each of the others. Any thread may ask."""
+    """Free pages, and the number of holders of each other page; thread-safe."""
 
     def __init__(self, num_pages: int) -> None:
         self._free = list(reversed(range(num_pages)))
         self._num_holders = [0] * num_pages
-        self._lock = threading.RLock()  # a thread that takes pages may be the one that gives back those of a lost cache
+        # must be reentrant, since taking pages may collect a lost cache, which gives pages back
+        self._lock = threading.RLock()
 
     def take(self, count: int) -> list[int]:
-        """Pages for a sequence. Raises PagesError where so many are not free."""
+        """Return `count` pages for a sequence. Raises PagesError if fewer are free."""
         if count > len(self._free):
-            gc.collect()  # a cache may hang in a circle of references, as a traceback makes them
+            gc.collect()  # frees caches in reference cycles, for example of tracebacks
         with self._lock:
             if count > len(self._free):
                 raise PagesError(
@@ -72,21 +73,18 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody has."""
         return len(self._free)
 
     def is_shared(self, page: int) -> bool:
-        """Tell whether several sequences have a page."""
         return self._num_holders[page] > 1
 
     def share(self, pages: Sequence[int]) -> None:
-        """Count one more sequence that has these pages."""
         with self._lock:
             for page in pages:
                 self._num_holders[page] += 1
 
     def give_back(self, pages: list[int], num_kept: int = 0) -> None:
-        """Take pages from a sequence that has no use for them: from the end of its list, which then has `num_kept`."""
+        """Take all but the first `num_kept` pages from a sequence's list, which is shortened."""
         with self._lock:
             for page in pages[num_kept:]:
                 if page == NO_PAGE:
@@ -98,7 +96,7 @@ class PagePool:
 
 
 class SlotLease:
-    """The right to a slot: whoever holds it has the slot."""
+    """Right to a slot, which is free again once this object is gone."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -107,13 +105,13 @@ class SlotLease:
 class SlotBuffer:
     """Rows of some layers of all slots: `buffer [num_layers, num_parts, num_slots, num_kv_heads, capacity, row_width]`.
 
-    It never moves or grows: attention may cut splits by its capacity, and graphs keep addresses. Where slots take pages
-    of a `pool` as they grow, they share `[num_layers, num_parts, 1, num_kv_heads, num_pages * page, row_width]`.
+    It never moves or grows, because graphs keep its address. With a `pool`, slots share `[num_layers, num_parts, 1,
+    num_kv_heads, num_pages * page, row_width]`.
     """
 
     pool: PagePool
-    page = 0  # positions of a page
-    is_zero = False  # whether nobody has written it, and nobody clears it
+    page = 0
+    is_zero = False  # True: all zeros when a worker starts, so `clear` skips it
 
     def __init__(
         self,
@@ -124,11 +122,11 @@ class SlotBuffer:
         pool: PoolSize | None,
         staging: Staging | None,
     ) -> None:
-        """Slots of `capacity` entries. Checkpoints go through `staging`, None on a CPU."""
+        """Take `staging` for checkpoints, None on a CPU."""
         self.shape, self.layers, self.staging = shape, layers, staging
         self.num_slots, self.capacity = num_slots, capacity
-        self.pages: PageTable | None = None  # on the device, where entries of slots lie in pages of a pool
-        self.move_rows: MoveRows | None = None  # set where there is a better way than the tensors' own
+        self.pages: PageTable | None = None  # None without a pool
+        self.move_rows: MoveRows | None = None  # None: the tensors' own copies move rows
         if pool is not None:
             self.pool, self.num_pages, self.page = PagePool(pool.num_pages), pool.num_pages, pool.page
             size = (num_slots, pages_of(capacity - MAX_TREE_NODES, pool.page))
@@ -137,17 +135,14 @@ class SlotBuffer:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that nobody has."""
         return self.pool.num_free
 
     @property
     def place(self) -> tuple[torch.Tensor, PageTable]:
-        """The buffer of a pool, and where the pages of slots are in it."""
         assert self.pages is not None
         return self.buffer, self.pages
 
     def rows(self, lease: SlotLease, max_length: int) -> CacheRows:
-        """Rows of a slot."""
         num_entries = max_length + MAX_TREE_NODES
         if self.pages is None:
             return SlotRows(self, lease, self.buffer[:, :, lease.slot, :, :num_entries])
@@ -161,7 +156,7 @@ class SlotBuffer:
 
 
 class SlotRows(CacheRows):
-    """Rows of one slot of a buffer on the device, or of a slot whose rows lie elsewhere."""
+    """Rows of one slot on the device, or of a slot whose rows are elsewhere."""
 
     holds_all = True
 
@@ -186,10 +181,9 @@ class SlotRows(CacheRows):
 
 
 class PagedRows(SlotRows):
-    """Rows in pages of a pool, in the order of `pages`; the whole pool is their `buffer`.
+    """Rows in `pages` of a pool, whose whole memory is their `buffer`.
 
-    A page may be another sequence's as well where both are behind it: nobody writes there any more. In the list of
-    layers with a window there is `NO_PAGE` where all positions of one are forgotten.
+    Sequences share full pages. Forgotten pages are `NO_PAGE`.
     """
 
     def __init__(self, slots: SlotBuffer, lease: SlotLease, num_entries: int) -> None:
@@ -215,10 +209,9 @@ class PagedRows(SlotRows):
             self._append(self._slots.pool.take(num_missing))
 
     def cut(self, length: int) -> int:
-        """Give back the pages that none of the first entries is left in, and have the last one alone.
+        """Give back the pages after `length`, and copy the last page if it is shared.
 
-        A full page stays shared: nothing more is written to it. Where the last page has to be copied and none is free
-        for that, its positions are forgotten as well.
+        If no page is free for the copy, forget the last page's positions as well.
         """
         pool, num_last = self._slots.pool, length % self.page
         pool.give_back(self.pages, -(-length // self.page))
@@ -235,7 +228,7 @@ class PagedRows(SlotRows):
         return length
 
     def give_back(self, start: int, end: int, first: int) -> None:
-        """Give back the pages of which all is lost."""
+        """Give back the pages of which all positions are lost."""
         self.pages.extend([NO_PAGE] * (end // self.page - len(self.pages)))
         numbers = slice(-(-start // self.page), end // self.page)
         lost = self.pages[numbers]
@@ -243,7 +236,7 @@ class PagedRows(SlotRows):
         self._slots.pool.give_back(lost)
 
     def stored(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of the layer, in order, as far as there are pages."""
+        """Return a copy of the layer, in order."""
         return self.stored_between(index, slice(0, min(self.capacity, len(self.pages) * self.page)), length)
 
     def stored_between(self, index: int, positions: slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,7 +264,7 @@ class PagedRows(SlotRows):
         return start + len(shared) * self.page
 
     def clear(self) -> None:
-        """Make the whole room zero, with pages for it; those of windows are when a worker starts, and come later."""
+        """Fill the whole capacity with zeros; window pools already are."""
         if self._slots.is_zero:
             return
         self.reserve(self.capacity)
@@ -282,7 +275,7 @@ class PagedRows(SlotRows):
         known = len(self.pages)
         self.pages.extend(pages)
         if len(pages) == 1:
-            self._numbers[known].fill_(pages[0])  # a launch, nobody waits for a copy
+            self._numbers[known].fill_(pages[0])  # waits for no copy
         elif pages:
             numbers = torch.tensor(pages, dtype=torch.int32, device=self._numbers.device)
             self._numbers[known : len(self.pages)] = numbers
@@ -301,7 +294,7 @@ class PagedRows(SlotRows):
             yield slice(0, 0), slice(0, 0)
 
     def _joined(self, rows: torch.Tensor, positions: slice) -> torch.Tensor:
-        """Entries of a pool's `rows [..., num_entries, row_width]`, in order; those that are forgotten are zeros."""
+        """Return entries of `rows [..., num_entries, row_width]` in order, forgotten ones as zeros."""
         parts = [
             rows[..., own, :] if own.start >= 0 else torch.zeros_like(rows[..., : own.stop - own.start, :])
             for _, own in self._pieces(positions.start, positions.stop)
@@ -310,15 +303,14 @@ class PagedRows(SlotRows):
 
 
 class KVArena(SlotBuffer):
-    """The memory of all caches on a GPU. One capacity for the whole run.
+    """Memory of all caches on a GPU, with one capacity for the whole run.
 
-    Layers with a window have pages of their own where a pool has some: a position lies at the same entry of either, so
-    kernels read the same blocks in the same order as without. A page whose positions no row sees any more is another
-    sequence's. Layers with a state have as much memory for each slot.
+    Layers with a window have a pool of their own if these forget. Entries are the same in both, so kernels read the
+    same blocks in the same order.
     """
 
-    holds_all = True  # layers of all slots, so that rows may move from one to another
-    holds_engine = False  # whether an engine that is only tried has room beside it
+    holds_all = True  # rows can move between entries
+    holds_engine = False  # True: the plan has room for an engine that is only tried
 
     def __init__(
         self,
@@ -328,43 +320,40 @@ class KVArena(SlotBuffer):
         pool: PoolSize | None = None,
         staging: Staging | None = None,
     ) -> None:
-        """Slots for sequences of at most `max_length` positions, in memory of their own or in pages of a pool."""
         self.pool_size = pool
-        self.num_drafted = num_slots  # sequences that drafts have room for beside their caches
-        self.windowed: SlotBuffer | None = None  # of layers with a window, where these forget: `buffer` lacks them
+        self.num_drafted = num_slots  # drafts have room for so many sequences
+        self.windowed: SlotBuffer | None = None  # layers with a window, if these forget; `buffer` then lacks them
         layers, capacity = tuple(range(shape.num_layers)), slot_capacity(max_length)
         if pool is not None and pool.windows is not None:
             window_pool = PoolSize(pool.windows.num_pages, pool.page)
             windowed = tuple(each for each in layers if shape.windows[each])
             self.windowed = SlotBuffer(shape, windowed, num_slots, capacity, window_pool, staging)
-            self.windowed.buffer.zero_()  # forwards are measured over what nobody has written
+            self.windowed.buffer.zero_()  # forwards are timed over these rows before any is written
             self.windowed.is_zero = True
             layers = tuple(each for each in layers if shape.windows[each] is None)
         super().__init__(shape, layers, num_slots, capacity, pool, staging)
         self._states: StateSlots | None = None
         if pool is not None and shape.recurrent is not None:
-            from swiftbatch.worker.kv.recurrent_arena import StateSlots  # which needs Triton: a CPU has none
+            # imported here because it needs Triton, which a CPU lacks
+            from swiftbatch.worker.kv.recurrent_arena import StateSlots
 
             self._states = StateSlots(shape, shape.recurrent, num_slots)
         self._free = list(reversed(range(num_slots)))
 
     @property
     def longest_job(self) -> int:
-        """Positions that a slot has room for."""
         return self.capacity - MAX_TREE_NODES
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody has."""
         return len(self._free)
 
     @property
     def states(self) -> StateBuffers | None:
-        """The states of slots' layers that have some."""
         return None if self._states is None else self._states.states
 
     def num_pages_for(self, caches: Iterable[FullKVCache]) -> tuple[int | None, int | None]:
-        """The pages that these caches have or may take, and those of layers with a window; None without a pool."""
+        """Return the pages, and the window pages, that these caches may take; None without such a pool."""
         held = list(caches)
         whole = None if self.pages is None else self.num_free_pages + sum(len(cache.pages) for cache in held)
         if self.windowed is None:
@@ -373,7 +362,7 @@ class KVArena(SlotBuffer):
 
     @contextlib.contextmanager
     def moving_together(self) -> Iterator[None]:
-        """Within it rows may wait to be moved; they are at its end, all at once."""
+        """Collect moves of rows, and make them all at once on exit."""
         with contextlib.ExitStack() as stack:
             for slots in (self, self.windowed):
                 if slots is not None and slots.move_rows is not None:
@@ -381,16 +370,17 @@ class KVArena(SlotBuffer):
             yield
 
     def new_cache(self, max_length: int) -> FullKVCache:
-        """An empty cache in a slot, which comes back when the cache and all views of it are gone.
+        """Return an empty cache in a free slot, which is free again once the cache and its views are gone.
 
-        Raises TooLongError for a sequence that is longer than a slot, KVRoomError where all slots are taken.
+        Raises TooLongError, or KVRoomError if no slot is free.
         """
         lease = self._lease(max_length)
         rows = self.rows(lease, max_length)
         stores = [LayerStore(rows, self.layers)]
         if (slots := self.windowed) is not None:
             widest = max(size or 0 for size in self.shape.windows)
-            window = Window(widest + BLOCK, len(slots.layers), slots.page)  # all that a block's first row sees is read
+            # kernels read the window of a block's first row
+            window = Window(widest + BLOCK, len(slots.layers), slots.page)
             stores.append(LayerStore(slots.rows(lease, max_length), slots.layers, window))
         states = None if self._states is None else self._states.of(rows)
         return FullKVCache(self.shape, max_length, stores=stores, states=states)
@@ -404,7 +394,7 @@ class KVArena(SlotBuffer):
                 "longest job"
             )
         if not self._free:
-            gc.collect()  # a cache may hang in a circle of references, as a traceback makes them
+            gc.collect()  # frees caches in reference cycles, for example of tracebacks
         if not self._free:
             raise KVRoomError(
                 f"no slot for a job of {max_length:,} positions: all {self.num_slots} of this worker's GPU are taken, "

@@ -1,8 +1,6 @@
-"""States of layers in the slots of a GPU worker, beside the pages of keys and values.
+"""Recurrent states in the slots of a GPU worker: at the last two boundaries, with the steps after them.
 
-A sequence's states are those at its last two boundaries, with the steps of the positions behind: what a row reads, in
-the order of its path. So a draft that fails leaves nothing to undo, and the last block can be taken back. States of
-boundaries that others copy from, or that a sequence may go back to, are kept on the host.
+So a failed draft needs no undo, and the last block can be rolled back.
 """
 
 from __future__ import annotations
@@ -22,24 +20,23 @@ from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.kv.recurrent_cache import StateStore
 from swiftbatch.worker.model.layer_types import RecurrentShape
 
-MOST_READ = MAX_TREE_NODES + 1  # known tokens of one forward: as many steps as the largest tree has
+MOST_READ = MAX_TREE_NODES + 1  # a forward has room for as many steps as the largest tree
 
 
 class StateSlots:
-    """States and steps of all slots, as much of them for each; accepted steps move within them."""
+    """States and steps of all slots; accepted steps move within them."""
 
     def __init__(self, shape: CacheShape, sizes: RecurrentShape, num_slots: int) -> None:
         self.states = StateBuffers.empty(sizes, sizes.num_layers, num_slots, shape.dtype, MOST_READ, shape.device)
-        self.num_before = sizes.conv_width - 1  # inputs in front of a boundary that the convolutions behind it read
+        self.num_before = sizes.conv_width - 1  # convolutions after a boundary read so many earlier inputs
         self._moves = torch.tensor([PADDING] * MAX_TREE_NODES, dtype=torch.int32, device=shape.device)
         self._upload = Upload(self._moves.view(-1))
 
     def of(self, rows: CacheRows) -> SlotStates:
-        """The states of the slot of `rows`."""
         return SlotStates(self, rows)
 
     def move_steps(self, slot: int, root: int, path: Sequence[int]) -> None:
-        """Bring the steps of the nodes `path` of a tree whose root is entry `root` behind it, without a wait."""
+        """Move the steps of a tree's nodes `path` next to its root, entry `root`, without waiting."""
         moves = moves_of(slot, root, path)
         if not moves:
             return
@@ -51,20 +48,16 @@ class StateSlots:
 
 
 class SlotStates(StateStore[LayerStates]):
-    """States of a slot at its last two boundaries, and the steps behind them.
-
-    A forward folds steps into the state of the boundary that its rows are behind; `fold_to` takes note of it.
-    """
+    """States of a slot at its last two boundaries, and the steps after them."""
 
     def __init__(self, slots: StateSlots, rows: CacheRows) -> None:
-        """Take the states of the slot of `rows`, which know the way to the host."""
         super().__init__()
         self._slots, self._rows = slots, rows
-        self._oldest = 0  # boundary of the states that the slot has
-        self._due: list[int] = []  # boundaries whose states are to be kept, once a forward has them
+        self._oldest = 0  # the slot's oldest states are at this boundary
+        self._due: list[int] = []  # the next forward has the states of these boundaries
 
     def fold_to(self, boundary: int) -> None:
-        """Take note of a forward with rows behind a boundary: the slot has its state from then on."""
+        """Note a forward with rows after `boundary`, which stores the state at it."""
         if boundary > self.boundary:
             passed = range(self.boundary + BLOCK, boundary + 1, BLOCK)
             self._due += [each for each in passed if self._kept.wants(each)]
@@ -77,7 +70,7 @@ class SlotStates(StateStore[LayerStates]):
         self._slots.move_steps(self._rows.slot, root, path)
 
     def advance(self, start: int, end: int) -> None:
-        if end - self.boundary > BLOCK:  # positions that nobody has written: a length to measure forwards at
+        if end - self.boundary > BLOCK:  # true only in benchmarks of forwards, over unwritten positions
             self.boundary = self._oldest = end // BLOCK * BLOCK
         for boundary in self._due:
             if self._has(boundary):
@@ -130,11 +123,9 @@ class SlotStates(StateStore[LayerStates]):
         return True
 
     def _has(self, boundary: int) -> bool:
-        """Tell whether the slot has the state at a boundary."""
         return boundary > 0 and self._oldest <= boundary <= self.boundary <= boundary + BLOCK
 
     def _copied(self, end: int) -> LayerStates:
-        """The states of a boundary that the slot has, on the host."""
         arrays = self._empty_arrays()
         for name, part, rows in self._parts_at(end):
             if rows.numel():
@@ -142,7 +133,6 @@ class SlotStates(StateStore[LayerStates]):
         return LayerStates(end, arrays)
 
     def _empty_arrays(self) -> State:
-        """Arrays of the states of all layers at a boundary; 16-bit floats are as their bits."""
         states = self._slots.states
         numbers = np.dtype(np.int16 if states.inputs.element_size() == 2 else np.float32)
         arrays: State = {}
@@ -152,10 +142,7 @@ class SlotStates(StateStore[LayerStates]):
         return arrays
 
     def _parts_at(self, end: int) -> Iterator[tuple[str, slice, torch.Tensor]]:
-        """Yield the parts of a boundary's states: the names of arrays, which of their rows, and these on the device.
-
-        Inputs lie in a ring, and so in one part or in two.
-        """
+        """Yield the parts of a boundary's states: an array's name, rows of it, and these rows on the device."""
         states, slot, number = self._slots.states, self._rows.slot, number_of_state(end)
         inputs = states.inputs.view(torch.int16) if states.inputs.element_size() == 2 else states.inputs
         for layer in range(len(states.states)):
@@ -165,7 +152,7 @@ class SlotStates(StateStore[LayerStates]):
 
 
 def _in_ring(start: int, end: int, ring: int) -> Iterator[tuple[slice, slice]]:
-    """Yield entries `[start, end)` by parts that lie side by side in a ring: which of them, and where they lie."""
+    """Yield contiguous pieces of a ring's entries: their numbers, and their places."""
     place = start
     while place < end:
         stop = min(end, (place // ring + 1) * ring)

@@ -1,4 +1,4 @@
-"""States of a sequence's recurrent layers (Qwen3-Next, Qwen3.5): the newest, and those kept at boundaries."""
+"""States of a sequence's recurrent layers: the newest, and those stored at boundaries."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from swiftbatch.worker.model.layer_types import RecurrentShape
 
 @dataclass(frozen=True)
 class LayerState:
-    """A layer at a boundary: its state, and the inputs in front that its convolution still reads. Never changed."""
+    """Immutable state of a layer at a boundary, with the inputs that its convolution reads."""
 
     state: Tensor  # [num_heads, key_dim, value_dim] float32
     inputs: Tensor  # [conv_width - 1, num_channels]
 
 
 class RecurrentLayer:
-    """One layer's state, and its steps by their positions behind the boundary.
+    """One layer's state, and its steps after the boundary.
 
-    `state [num_heads, key_dim, value_dim] float32` is behind the committed positions, `base` at the boundary.
-    A step turns a state into `decay * state + key (x) update`, with one decay for a head, or one for each of its rows.
+    `state [num_heads, key_dim, value_dim] float32` is after the committed positions, `base` at the boundary. A step
+    makes it `decay * state + key (x) update`.
     """
 
     def __init__(self, shape: RecurrentShape, dtype: torch.dtype, device: torch.device, num_steps: int) -> None:
         is_known = device.type == "cpu" and are_known_states(shape.num_heads, shape.value_dim)
         self._team = folding_team() if is_known else None
         self._group = shape.num_heads // max(1, shape.num_key_heads)
-        self._num_before = shape.conv_width - 1  # inputs in front of the boundary
+        self._num_before = shape.conv_width - 1
         state = (shape.num_heads, shape.key_dim, shape.value_dim)
         self.state = self.base = torch.zeros(state, device=device)
         self.inputs = torch.zeros(self._num_before + num_steps, shape.num_channels, dtype=dtype, device=device)
@@ -47,44 +47,39 @@ class RecurrentLayer:
         self.decays = torch.zeros(num_steps, shape.num_heads, shape.num_decays, device=device)
 
     def grow(self, num_steps: int) -> None:
-        """Make room for so many steps behind the boundary."""
         more = num_steps - len(self.keys)
         names = ("inputs", "keys", "updates", "decays")
         for name, rows in zip(names, self.buffers()[:-1], strict=True):
             setattr(self, name, torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])]))
 
     def steps(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The steps behind the boundary, as `StepBuffers` takes them."""
+        """Return the steps after the boundary, as `StepBuffers` takes them."""
         return self.inputs[self._num_before :], self.keys, self.updates, self.decays
 
     def addresses(self) -> tuple[int, int, int, int, int]:
-        """The addresses of inputs (those in front of the boundary first), steps and state."""
+        """Return the addresses of inputs (first those before the boundary), steps and state."""
         inputs, keys, updates, decays, state = (each.data_ptr() for each in self.buffers())
         return inputs, keys, updates, decays, state
 
     def buffers(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """All that a forward reads or writes."""
         return self.inputs, self.keys, self.updates, self.decays, self.state
 
     def convolved(self, steps: Tensor) -> Tensor:
-        """The inputs that the convolution of some steps reads: `steps [num_rows, conv_width]`, from -3 on."""
+        """Return the convolution's inputs of `steps [num_rows, conv_width]`; those before the boundary are negative."""
         return self.inputs[steps + self._num_before]
 
     def write_inputs(self, first: int, inputs: Tensor) -> None:
-        """Keep the inputs of consecutive steps, `[num_rows, num_channels]`."""
         start = first + self._num_before
         self.inputs[start : start + len(inputs)] = inputs
 
     def write(self, steps: list[int], keys: Tensor, updates: Tensor, decays: Tensor) -> None:
-        """Keep steps: `[n, num_key_heads, key_dim]`, `[n, num_heads, value_dim]`, decays, all float32."""
         self.keys[steps], self.updates[steps], self.decays[steps] = keys, updates, decays
 
     def heads_of(self, keys: Tensor) -> Tensor:
-        """Keys of the value heads, `[num_heads, key_dim]`."""
         return keys.repeat_interleave(self._group, dim=0)
 
     def folded(self, state: Tensor, steps: list[int]) -> Tensor:
-        """A state behind some more steps, in memory of its own if there are any."""
+        """Return a state after `steps`, in new memory unless there are none."""
         if steps and self._team is not None:
             return native_fold(self._team, state, self.keys[steps], self.updates[steps], self.decays[steps])
         for step in steps:
@@ -93,41 +88,36 @@ class RecurrentLayer:
         return state
 
     def keep_path(self, root: int, path: list[int]) -> None:
-        """Move the steps of the nodes `path` next to their root's."""
         source, target = [root + 1 + node for node in path], list(range(root + 1, root + 1 + len(path)))
         for rows in self.steps():
             rows[target] = rows[source]
 
     def move_base(self, num_steps: int) -> None:
-        """Set the boundary so many steps on."""
         self.base = self.folded(self.base, list(range(num_steps)))
         for rows in (self.inputs, self.keys, self.updates, self.decays):
             rows[: len(rows) - num_steps] = rows[num_steps:].clone()
 
     def at(self, num_steps: int) -> LayerState:
-        """The layer so many steps behind the boundary."""
+        """Return the layer's state `num_steps` after the boundary."""
         inputs = self.inputs[num_steps : num_steps + self._num_before].clone()
         return LayerState(self.folded(self.base, list(range(num_steps))), inputs)
 
     def start_at(self, state: LayerState) -> None:
-        """Be at a boundary, where no step is behind it."""
         self.state = self.base = state.state
         self.inputs[: self._num_before] = state.inputs
 
     def taken(self, arrays: State, number: int) -> LayerState:
-        """The layer's part of what a checkpoint holds. Raises ValueError where it does not fit."""
+        """Return the layer's part of a checkpoint. Raises ValueError if it does not fit."""
         expected = {"state": self.base, "inputs": self.inputs[: self._num_before]}
         found = {name: _tensor(arrays.get(f"{name}.{number}"), like) for name, like in expected.items()}
         return LayerState(**found)
 
     def clear(self) -> None:
-        """Set the state in front of all positions."""
         self.state = self.base = torch.zeros_like(self.base)
         self.inputs.zero_()
 
 
 def _tensor(array: np.ndarray | None, like: Tensor) -> Tensor:
-    """An array as a tensor of this shape and dtype, on its device. Raises ValueError for another one."""
     numbers = np.dtype(np.int16 if like.element_size() == 2 else np.float32)
     if array is None or (array.dtype, array.shape) != (numbers, tuple(like.shape)):
         found = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
@@ -136,24 +126,24 @@ def _tensor(array: np.ndarray | None, like: Tensor) -> Tensor:
     return tensor.view(like.dtype).to(like.device)
 
 
-# The states that are kept at boundaries, wherever they lie, and what all states of a sequence have in common.
+# States stored at boundaries, and the common base of a sequence's states.
 
 
-Kept = TypeVar("Kept")  # the states of all layers
-MOST_WANTED = 4  # boundaries that are kept for others: a state may take 150 MB
-NUM_RETURNS = 2  # of the boundaries that a sequence may go back to: one of them lies a whole distance back
+Kept = TypeVar("Kept")
+MOST_WANTED = 4  # a state may take 150 MB
+NUM_RETURNS = 2  # one of them is a whole distance back
 
 
 class KeptStates(Generic[Kept]):
-    """The states at boundaries that others copy from, and at the last of those that the sequence may go back to."""
+    """States at boundaries that others copy from, and at the last ones for rollbacks."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Kept] = {}  # by position, in the order in which they were passed
-        self._wanted: list[int] = []  # the newest last
+        self._kept: dict[int, Kept] = {}  # ordered by passing
+        self._wanted: list[int] = []  # has the newest last
         self._distance: int | None = None
 
     def want(self, position: int) -> None:
-        """Keep the states at a boundary, when it is passed; the last few that are asked for."""
+        """Store the states at a boundary when it is passed; only the last `MOST_WANTED` requests count."""
         if position and position not in self._wanted:
             self._wanted.append(position)
         for dropped in self._wanted[:-MOST_WANTED]:
@@ -161,31 +151,27 @@ class KeptStates(Generic[Kept]):
             self._kept.pop(dropped, None)
 
     def want_every(self, distance: int) -> None:
-        """Keep the states at the last two multiples of `distance`."""
+        """Store the states at the last two multiples of `distance`."""
         self._distance = max(1, distance)
 
     def wants(self, position: int) -> bool:
-        """Tell whether states are to be kept there."""
         return position in self._wanted or self._is_return(position)
 
     def keep(self, position: int, states: Kept) -> None:
-        """Keep states, never changed."""
         self._kept[position] = states
         returns = [each for each in self._kept if each not in self._wanted]
         for each in returns[:-NUM_RETURNS]:
             del self._kept[each]
 
     def at(self, position: int) -> Kept | None:
-        """The states at a position; None where they are not kept."""
         return self._kept.get(position)
 
     def nearest(self, limit: int) -> tuple[int, Kept] | None:
-        """The last position, `limit` at most, whose states are kept, and these; None without any."""
+        """Return the last position up to `limit` with stored states, and these."""
         position = max((each for each in self._kept if each <= limit), default=None)
         return None if position is None else (position, self._kept[position])
 
     def roll_back(self, length: int) -> None:
-        """Forget states behind `length` positions: others will come there."""
         self._kept = {position: states for position, states in self._kept.items() if position <= length}
 
     def _is_return(self, position: int) -> bool:
@@ -193,15 +179,14 @@ class KeptStates(Generic[Kept]):
 
 
 class StateStore(ABC, Generic[Kept]):
-    """States of a sequence's layers that have some in place of keys and values."""
+    """Recurrent states of a sequence."""
 
-    boundary = 0  # behind which the newest of them is
+    boundary = 0  # position of the newest states
 
     def __init__(self) -> None:
         self._kept = KeptStates[Kept]()
 
     def retain(self, from_: int, until: int | None) -> None:
-        """Hold states as `FullKVCache.retain` says it of positions."""
         if until is not None:
             self._kept.want(until // BLOCK * BLOCK)
         elif from_ < 0:
@@ -209,43 +194,43 @@ class StateStore(ABC, Generic[Kept]):
 
     @abstractmethod
     def num_readable(self, length: int, most: int) -> int:
-        """The number of known tokens, `most` at most, that are best read in one call."""
+        """Return how many of the next `most` known tokens to read in one call."""
 
     @abstractmethod
     def move(self, root: int, path: list[int]) -> None:
-        """Bring the steps of the nodes `path` of a tree next to those of its root, which is an entry."""
+        """Move the steps of a tree's nodes `path` next to its root, which is an entry."""
 
     @abstractmethod
     def advance(self, start: int, end: int) -> None:
-        """Take in that positions `[start, end)` are committed."""
+        """Note that positions `[start, end)` are committed."""
 
     @abstractmethod
     def cut(self, length: int) -> int:
-        """Forget all behind some first positions; returns how many of these have a state near in front of them."""
+        """Forget all after `length` positions; return how many are left."""
 
     @abstractmethod
     def copyable_end(self, limit: int, length: int) -> int:
-        """The last of `length` positions, `limit` at most, whose states others can copy."""
+        """Return the last of `length` positions, up to `limit`, whose states others can copy."""
 
     @abstractmethod
     def at(self, end: int) -> LayerStates:
-        """The states behind the first `end` positions: kept ones, or those of a boundary that is here."""
+        """Return the stored states after the first `end` positions, or those of a boundary."""
 
     @abstractmethod
     def load(self, states: LayerStates, length: int) -> None:
-        """Go on from states behind a boundary, `length` at most. Raises ValueError where they do not fit."""
+        """Continue from states at a boundary up to `length`. Raises ValueError for unfit states."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Set the states in front of all positions."""
+        """Set the states before all positions."""
 
     def copy(self, theirs: StateStore[Kept] | None, end: int) -> bool:
-        """Copy the states at a boundary from who has them on the same device; returns whether it does."""
+        """Copy states from the same device; return False if that is impossible."""
         return False
 
     @staticmethod
     def _refuse_unfit(states: LayerStates, num_layers: int, length: int) -> None:
-        """Raise ValueError for states that are not behind a boundary of `length` positions, or not of all layers."""
+        """Raise ValueError unless the states are of all layers and at a boundary up to `length`."""
         end = states.num_positions
         if end % BLOCK or end > length or len(states.arrays) != 2 * num_layers:
             raise ValueError(
@@ -255,7 +240,7 @@ class StateStore(ABC, Generic[Kept]):
 
 
 class RecurrentStates(StateStore[list[LayerState]]):
-    """States on a CPU. The boundary stays at least one block behind the end, so the last block can be rolled back."""
+    """States on a CPU; the boundary is a block before the end, so the last block can be rolled back."""
 
     def __init__(self, shape: CacheShape, recurrent: RecurrentShape) -> None:
         super().__init__()
@@ -267,13 +252,13 @@ class RecurrentStates(StateStore[list[LayerState]]):
         self._steps = self._step_buffers()
 
     def _step_buffers(self) -> StepBuffers | None:
-        """The steps where the kernels move and fold them; None where they do not."""
+        """Return None if the kernels do not support the sizes."""
         team, recurrent = folding_team() if self._is_on_cpu else None, self._recurrent
         has_known = not recurrent.num_heads or are_known_states(recurrent.num_heads, recurrent.value_dim)
         return StepBuffers(team, [layer.steps() for layer in self.layers]) if team and has_known else None
 
     def reserve(self, num_steps: int) -> None:
-        """Have room for so many steps behind the boundary. Raises ValueError for more than any sequence has."""
+        """Have room for `num_steps` steps after the boundary. Raises ValueError for more than `NUM_STEPS`."""
         if num_steps > NUM_STEPS:
             raise ValueError(f"found {num_steps} steps behind a boundary, expected {NUM_STEPS} at most")
         if num_steps <= self.num_steps:
@@ -284,17 +269,16 @@ class RecurrentStates(StateStore[list[LayerState]]):
         self._steps = self._step_buffers()
 
     def num_readable(self, length: int, most: int) -> int:
-        """Return as many as there is room for, up to a boundary where that leaves out less than half of them."""
+        """Return the tokens that fit, or up to a boundary if these are at least half."""
         room = min(most, self.num_steps - (length - self.boundary))
         to_boundary = (length + room) // BLOCK * BLOCK - length
         return to_boundary if 2 * to_boundary >= room else room
 
     def layer_steps(self) -> np.ndarray:
-        """The addresses of the steps and the state of each layer, `[num_layers, 5]`."""
         return np.array([layer.addresses() for layer in self.layers], dtype=np.int64)
 
     def held(self) -> list[Tensor]:
-        """The buffers at these addresses, which have to live as long as a call reads them."""
+        """Return the buffers that `layer_steps` points to."""
         return [each for layer in self.layers for each in layer.buffers()]
 
     def move(self, root: int, path: list[int]) -> None:
@@ -308,8 +292,8 @@ class RecurrentStates(StateStore[list[LayerState]]):
             layer.keep_path(step, path)
 
     def advance(self, start: int, end: int) -> None:
-        """Bring the states to the end of what is committed, and the boundary near it."""
-        if end - self.boundary > self.num_steps:  # positions that nobody has written: a length to measure forwards at
+        """Move the states to the end of the committed positions, and the boundary near it."""
+        if end - self.boundary > self.num_steps:  # true only in benchmarks of forwards, over unwritten positions
             self.boundary = end // BLOCK * BLOCK
             return
         self._fold(start - self.boundary, end - self.boundary)
@@ -321,7 +305,7 @@ class RecurrentStates(StateStore[list[LayerState]]):
                 self._kept.keep(self.boundary, [layer.at(0) for layer in self.layers])
 
     def cut(self, length: int) -> int:
-        """Forget as `StateStore.cut` does; where `length` lies in front of the boundary, all behind a kept state."""
+        """Forget as `StateStore.cut` does; with `length` before the boundary, go back to a stored state."""
         self._kept.roll_back(length)
         if length and length >= self.boundary:
             for layer in self.layers:
@@ -360,7 +344,6 @@ class RecurrentStates(StateStore[list[LayerState]]):
             layer.start_at(state)
 
     def _fold(self, start: int, end: int) -> None:
-        """Bring the states behind some steps; those that others share stay as they are."""
         if self._steps is None or not self._recurrent.num_heads:
             for layer in self.layers:
                 layer.state = layer.folded(layer.state, list(range(start, end)))
@@ -372,6 +355,6 @@ class RecurrentStates(StateStore[list[LayerState]]):
 
 
 def _arrays(layer: LayerState) -> list[tuple[str, np.ndarray]]:
-    """A layer's part of `LayerStates`; 16-bit floats as their bits. On a CPU views."""
+    """Return float states, with 16-bit floats as their bits; on a CPU as views."""
     inputs = layer.inputs.view(torch.int16) if layer.inputs.element_size() == 2 else layer.inputs
     return [("state", layer.state.cpu().numpy()), ("inputs", inputs.cpu().numpy())]

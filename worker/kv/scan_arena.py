@@ -1,6 +1,4 @@
-"""Long texts whose keys drafts scan, in the slots of a GPU: coded keys, and the memory that they take.
-
-They are as `ScannedKeys`, in buffers that lie beside the partial caches."""
+"""Coded keys of long texts in a GPU's slots, as in `ScannedKeys`."""
 
 from __future__ import annotations
 
@@ -32,26 +30,24 @@ NOWHERE = torch.device("meta")
 
 
 class SlotKeys:
-    """Coded keys of one sequence's cache in an arena. Kernels read the slot and the cache itself, not this object."""
+    """Coded keys of one sequence's cache in an arena."""
 
     def __init__(self, full: FullKVCache, texts: ScannedTexts, slot: int) -> None:
-        """Take a slot of `texts`, whoever had it before."""
         self._full, self._texts, self._slot = full, texts, slot
         self._num_chunks = 0
-        texts.addresses[:, slot] = torch.tensor([layer[0].data_ptr() for layer in full.rows.buffer])  # of their keys
+        texts.addresses[:, slot] = torch.tensor([layer[0].data_ptr() for layer in full.rows.buffer])
         texts.full_slots[slot].fill_(full.slot)
         texts.num_chunks[slot].fill_(0)
 
     @property
     def end(self) -> int:
-        """Position behind those that are scanned."""
         return self._texts.sizes.first + self._num_chunks * SCAN_CHUNK
 
     def extend(self, length: int) -> None:
-        """Take in all whole chunks in front of position `length`, which are in the cache."""
+        """Code all whole chunks before position `length`, which are in the cache."""
         sizes = self._texts.sizes
         while self.end + SCAN_CHUNK <= length and self._num_chunks < sizes.most_chunks:
-            for layer in range(sizes.num_layers):  # one by one: what they take meanwhile is small
+            for layer in range(sizes.num_layers):  # keeps temporary memory small
                 self._add_chunk(layer)
             self._num_chunks += 1
             self._texts.num_chunks[self._slot].fill_(self._num_chunks)
@@ -70,7 +66,7 @@ class SlotKeys:
             texts.spreads[layer, slot] = keys.abs().mean(dim=1)
         cloud = texts.moments[layer, slot, :, chunk // CLUSTER_CHUNKS]
         if chunk % CLUSTER_CHUNKS == 0:
-            cloud.zero_()  # another sequence may have been here
+            cloud.zero_()  # the slot may hold another sequence's
         add_to_cluster(cloud, chunk, keys, values, torch.cat([mean_keys, mean_values], dim=1))
         codes = codes_of(keys, texts.spreads[layer, slot])
         texts.codes[layer, slot, :, chunk * codes.shape[1] : (chunk + 1) * codes.shape[1]] = codes
@@ -79,7 +75,7 @@ class SlotKeys:
 def scan_memory(
     sizes: ModelSizes, longest: int, num_best: int, num_splits: int, num_rows: int = NUM_ROWS
 ) -> DraftMemory:
-    """Count the memory of texts of up to `longest` positions, in each slot and once; none if no text is scanned."""
+    """Return the memory for scanned texts of up to `longest` positions."""
     if longest < SHORTEST_SCANNED:
         return NO_DRAFTS
     num_layers = sizes.bytes_per_position // (2 * sizes.num_kv_heads * sizes.head_dim * sizes.item_size)

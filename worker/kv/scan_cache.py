@@ -1,8 +1,6 @@
-"""Scanned key-value cache: every query sees the first and newest positions and its own best others, the rest in sum.
+"""Scanned key-value cache: each query reads the first, the newest and its own best positions, and a sum of the rest.
 
-Which positions matter changes with every token. Whatever is chosen once for many tokens misses them, and where
-attention is flat no choice of few is enough. Here all keys are scanned by short codes for each query, the best are read
-from the full cache, and what the others bring follows from their moments (`worker/kernels/source/scan.c`).
+The rest is estimated from the moments of keys and values (`worker/kernels/source/scan.c`).
 """
 
 from __future__ import annotations
@@ -25,24 +23,23 @@ from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, Entries, Keys, NewEntries, Queries, SparseCache
 from swiftbatch.worker.sampling.sequence import Sequence
 
-NUM_RECENT = 256  # newest positions that are never scanned
+NUM_RECENT = 256  # newest positions are never scanned
 MOST_ENTRIES = SHORTEST_SCANNED = NUM_PINNED + NUM_RECENT + SCAN_CHUNK
 Layers = Items[tuple[Tensor, Tensor]]
 """Keys and values of all layers, each `[num_kv_heads, capacity, row_width]`."""
 
 
 class ScanKVCache(SparseCache):
-    """Pinned positions and all behind the last whole chunk; the chunks between them are scanned."""
+    """Pinned positions and those after the last whole chunk; the chunks between them are scanned."""
 
     def __init__(
         self, shape: CacheShape, budget: int, sequence: Sequence, new_entries: NewEntries = Entries, /
     ) -> None:
-        """`budget` is the number of positions that each query reads of those that are scanned."""
         super().__init__(shape, min(MOST_ENTRIES, sequence.max_length), new_entries)
         self._budget, self._max_length = budget, sequence.max_length
         self.entries.expect_keys(NUM_PINNED, sequence.max_length - NUM_PINNED, budget)
         self._scannable: Keys | None = None
-        self._scanned_to = NUM_PINNED  # as the entries know it
+        self._scanned_to = NUM_PINNED  # scanned keys replaced entries up to here
         self._num_fed = 0
 
     def catch_up(self, full: FullKVCache, num_chunks: int) -> bool:
@@ -55,9 +52,9 @@ class ScanKVCache(SparseCache):
             self._copy(full, min(NUM_PINNED, full.length))
         keys = self._keys_of(full)
         keys.extend(full.length - NUM_RECENT)
-        if keys.end > self._scanned_to:  # what is scanned from now on leaves the entries
+        if keys.end > self._scanned_to:  # drops entries that are now scanned
             self._scanned_to = keys.end
-            self.scanned = keys if isinstance(keys, ScannedKeys) else None  # a GPU's kernels know their slots
+            self.scanned = keys if isinstance(keys, ScannedKeys) else None  # a GPU's kernels find scanned keys by slot
             self._num_sequence_entries, self._num_fed = NUM_PINNED, keys.end
         self._copy(full, full.length)
 
@@ -70,15 +67,12 @@ class ScanKVCache(SparseCache):
         return ScannedKeys(layers, NUM_PINNED, self._max_length, self._budget, self.shape.dtype)
 
     def _copy(self, full: FullKVCache, end: int) -> None:
-        """Append the positions that are not there yet, up to `end`."""
         self.entries.copy(full, slice(self._num_fed, end), self._num_sequence_entries)
         self._num_sequence_entries += end - self._num_fed
         self._num_fed = end
 
 
 class CScannedKeys(ctypes.Structure):
-    """`scanned_keys` of source/api.h."""
-
     _fields_ = (
         ("cache", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("layer_stride", "value_stride", "head_stride")),
@@ -90,19 +84,16 @@ class CScannedKeys(ctypes.Structure):
 
 
 class ScannedKeys:
-    """Coded keys of one sequence's cache, from one position on, chunk by chunk as its positions are committed.
+    """Coded keys of one sequence's cache.
 
-    Every query sees its `num_best` best keys exactly, by their codes of two bits a dimension. The others weigh
-    what they would in a cloud of jointly normal keys and values, of which the part of the best keys is cut off.
+    Each query reads its `num_best` best keys exactly, by codes of two bits per dimension. The others count as jointly
+    normal keys and values without their upper tail.
     """
 
     def __init__(
         self, layers: Layers, first: int, length: int, num_best: int, dtype: torch.dtype | None = None
     ) -> None:
-        """Make room for the keys of `layers` from position `first` up to `length`. Raises ValueError for others.
-
-        `dtype` is that of the numbers that codes stand for.
-        """
+        """Raises ValueError for layers that do not fit together."""
         (keys, _), num_layers = layers[0], len(layers)
         num_kv_heads, head_dim = len(keys), keys.shape[-1] - (KV_SCALE_BYTES if keys.dtype in KV_CODES else 0)
         self._team = shared_team(load_library(chosen_variant() or "portable"), torch.get_num_threads())
@@ -139,17 +130,15 @@ class ScannedKeys:
 
     @property
     def address(self) -> int:
-        """The address of the description that the kernels read."""
         return ctypes.addressof(self._struct)
 
     @property
     def end(self) -> int:
-        """Position behind those that are scanned."""
         num_chunks: int = self._struct.num_chunks
         return self._first + num_chunks * SCAN_CHUNK
 
     def extend(self, length: int) -> None:
-        """Take in all whole chunks in front of position `length`, which are in the cache."""
+        """Code all whole chunks before position `length`, which are in the cache."""
         while self.end + SCAN_CHUNK <= min(length, self._first + self._most_chunks * SCAN_CHUNK):
             self._add_chunk(self._struct.num_chunks)
             self._struct.num_chunks += 1
@@ -159,4 +148,4 @@ class ScannedKeys:
         with self._team.lock:
             sizes = ctypes.byref(self._sizes)
             self._team.library.scan_take_in(self._team.handle, sizes, self.address, len(self._layers), chunk)
-            self._team.hold([self._layers, self._spreads, self._moments])  # what late helpers may still read
+            self._team.hold([self._layers, self._spreads, self._moments])  # late helper threads may still read these

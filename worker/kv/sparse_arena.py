@@ -1,4 +1,4 @@
-"""All partial caches of a drafter on a GPU in one buffer, with their biases and means; accepted rows move within it."""
+"""Partial caches of a drafter on a GPU in one buffer, with their biases and means."""
 
 from __future__ import annotations
 
@@ -34,20 +34,17 @@ from swiftbatch.worker.sampling.sequence import Sequence
 
 
 class RowMover:
-    """Moves rows of an arena's buffer. Captured at once: copies of other threads would disturb it later."""
+    """Moves rows of an arena's buffer; its graph is captured at once, before other threads copy."""
 
     def __init__(self, buffer: torch.Tensor, capture: Capture = capture) -> None:
-        """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`."""
+        """Move rows of `buffer [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`."""
         moves = self._moves = torch.tensor([PADDING] * MAX_TREE_NODES, dtype=torch.int32, device=buffer.device)
         self._upload = Upload(moves.view(-1))
         self._graph = capture(lambda: move_rows(buffer, moves), buffer.device)
-        self._waiting: list[Move] | None = None  # moves that are made together; None: each one at once
+        self._waiting: list[Move] | None = None  # moves to make together; None: make each at once
 
     def __call__(self, slot: int, root: int, path: Many[int], place: Place | None = None) -> None:
-        """Bring the nodes `path` of a tree whose root is entry `root` of a slot behind it, in all layers.
-
-        With `place` entries lie in the one slot of a pool, where it says.
-        """
+        """Move a tree's nodes `path` next to entry `root` of a slot."""
         moves = moves_of(slot, root, path)
         if place is not None:
             moves = [(0, place(source), place(target)) for _, source, target in moves]
@@ -58,7 +55,7 @@ class RowMover:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Within it moves wait; they are made at its end, all at once."""
+        """Collect moves, and make them all at once on exit."""
         self._waiting = moves = list[Move]()
         try:
             yield
@@ -67,7 +64,6 @@ class RowMover:
             self._move(moves)
 
     def _move(self, moves: list[Move]) -> None:
-        """Launch moves, in order, as many at once as the table takes."""
         for start in range(0, len(moves), len(self._moves)):
             part = moves[start : start + len(self._moves)]
             table = self._upload.buffer().reshape(self._moves.shape)
@@ -78,10 +74,10 @@ class RowMover:
 
 
 class SparseArena:
-    """`buffer [num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]` and `bias [num_slots, capacity]`.
+    """Fixed buffers `[num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]` and `bias [num_slots,
+    capacity]`.
 
-    Neither ever moves, nor do `means` of keys and of values, which are as `buffer`, of `num_chunks` chunks in place of
-    entries, and `texts`, which are scanned beside the entries; None where nobody scans.
+    `means` are as `buffer`, with `num_chunks` in place of entries.
     """
 
     def __init__(
@@ -103,15 +99,14 @@ class SparseArena:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody has."""
         return len(self._free)
 
     def new_entries(self, shape: CacheShape, capacity: int) -> SlotEntries:
-        """A `NewEntries`: a slot, which comes back when the entries are gone."""
+        """Return entries in a slot, which is free again once they are gone."""
         if capacity > self.capacity:
             raise KVRoomError(f"a partial cache of {capacity:,} entries: a slot has {self.capacity:,}")
         if not self._free:
-            gc.collect()  # one may hang in a circle of references, as a traceback makes them
+            gc.collect()  # frees caches in reference cycles, for example of tracebacks
         if not self._free:
             raise KVRoomError(f"no slot for a partial cache: all {self.num_slots} are taken")
         lease = SlotLease(self._free.pop())
@@ -120,7 +115,7 @@ class SparseArena:
 
 
 class SlotEntries(Entries):
-    """One slot of a `SparseArena`; from a cache in an arena, too, all layers are copied at once."""
+    """One slot of a `SparseArena`; one kernel copies all layers."""
 
     def __init__(self, arena: SparseArena, lease: SlotLease) -> None:
         super().__init__(arena.shape, arena.capacity, arena.buffer[:, :, lease.slot])
@@ -128,7 +123,6 @@ class SlotEntries(Entries):
 
     @property
     def slot(self) -> int:
-        """The number of the slot in the arena's buffer."""
         return self._lease.slot
 
     def new_means(self, part: int, num_chunks: int) -> torch.Tensor:
@@ -156,7 +150,7 @@ class SlotEntries(Entries):
             gather_entries(full.rows.buffer, _numbers(positions), out, full.rows.page_table)
 
     def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
-        if self.arena.shape.num_parts == 2:  # else values are the beginning of their keys
+        if self.arena.shape.num_parts == 2:  # values may be the beginning of their keys
             gather_entries(means[:, None], _numbers(chunks), self._at(first_entry, chunks.shape[2])[:, 1:])
 
     def average(self, full: FullKVCache, part: int, positions: slice, means: torch.Tensor) -> None:
@@ -182,7 +176,7 @@ class SlotEntries(Entries):
         row.zero_()
         if bias is not None:
             host = torch.from_numpy(bias)
-            host = host.pin_memory() if row.device.type == "cuda" else host  # so that nobody waits for the copy
+            host = host.pin_memory() if row.device.type == "cuda" else host  # so that the copy does not block
             row[: len(bias)].copy_(host, non_blocking=True)
 
     def _at(self, first_entry: int, num_entries: int) -> torch.Tensor:
@@ -190,7 +184,7 @@ class SlotEntries(Entries):
 
 
 class _Asked(Entries):
-    """A note of what a partial cache asks for, which takes no memory."""
+    """Record of a partial cache's requests, which takes no memory."""
 
     num_chunks = 0
     scanned: tuple[int, int, int] | None = None  # first key, number of keys, number of best ones
@@ -210,7 +204,7 @@ class _Asked(Entries):
 def arena_for(
     new_cache: SparseCacheFactory, budget: int, shape: CacheShape, num_slots: int, longest_job: int
 ) -> SparseArena:
-    """Slots for the partial caches of jobs of up to `longest_job` positions."""
+    """Return slots for the partial caches of jobs of up to `longest_job` positions."""
     counts = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
     nowhere = CacheShape(*counts, shape.dtype, torch.device("meta"), num_parts=shape.num_parts)
     longest = Sequence("longest", [0], SamplingParams(max_tokens=max(1, longest_job - 1)), 1)
@@ -230,5 +224,4 @@ def _texts_for(asked: _Asked, shape: CacheShape, num_slots: int) -> ScannedTexts
 
 
 def _numbers(chosen: torch.Tensor) -> torch.Tensor:
-    """Return entries' numbers in the form that the kernels take."""
     return chosen.to(torch.int32).contiguous()

@@ -1,4 +1,4 @@
-"""Sparse KV caches for drafting: the interface of partial caches, and one that summarises chunks."""
+"""Sparse KV caches for drafts: the interface of partial caches, and one that summarises chunks."""
 
 from __future__ import annotations
 
@@ -16,45 +16,44 @@ from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.sampling.sequence import Sequence
 
-CHAIN_ROOM = 2 * MAX_TREE_NODES  # entries for a chain of drawn tokens and one tree below it
-NUM_PINNED = 16  # first positions that are always seen (TokenSwift's |S|)
+CHAIN_ROOM = 2 * MAX_TREE_NODES  # a chain of sampled tokens and one tree below it fit
+NUM_PINNED = 16  # queries always see the first positions (TokenSwift's |S|)
 Queries = Callable[[int], torch.Tensor]
 """Queries of the sequence's token at a position, `[num_layers, num_kv_heads, group, head_dim]`."""
 
 
 class Keys(Protocol):
-    """Keys of a sequence, to be scanned beside its entries."""
+    """Scanned keys of a sequence."""
 
     @property
     def end(self) -> int:
-        """Position behind those that are scanned."""
+        """Return the position after the scanned ones."""
 
     def extend(self, length: int) -> None:
-        """Take in all whole chunks in front of position `length`, which are in the cache."""
+        """Code all whole chunks before position `length`, which are in the cache."""
 
 
 class Entries:
-    """`buffer [num_layers, 2, num_kv_heads, capacity, head_dim]`; what is copied into it is copied layer by layer."""
+    """Entries of a partial cache, `buffer [num_layers, 2, num_kv_heads, capacity, head_dim]`."""
 
     def __init__(self, shape: CacheShape, capacity: int, buffer: torch.Tensor | None = None) -> None:
-        """Allocate `capacity` entries, or take a `buffer` for them."""
         self.shape = shape
         if buffer is None:
             size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.head_dim)
-            # whole blocks are read; entries never written weigh next to nothing, but must hold numbers
+            # kernels read whole blocks: unwritten entries weigh almost nothing, but must be numbers
             buffer = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self.buffer = buffer
 
     def new_means(self, part: int, num_chunks: int) -> torch.Tensor:
-        """Room for means of chunks of keys (part 0) or values, `[num_layers, num_kv_heads, num_chunks, head_dim]`."""
+        """Allocate means of keys (part 0) or values, `[num_layers, num_kv_heads, num_chunks, head_dim]`."""
         size = (self.shape.num_layers, self.shape.num_kv_heads, num_chunks, self.shape.head_dim)
         return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
 
     def expect_keys(self, first: int, num_keys: int, num_best: int) -> None:
-        """Expect so many keys from position `first` on to be scanned beside the entries, for `num_best` each time."""
+        """Expect a scan of `num_keys` keys from position `first` on, for `num_best` per query."""
 
     def new_keys(self, full: FullKVCache) -> Keys | None:
-        """Scanned keys of a sequence, none yet, where there is room beside the entries for all that were expected."""
+        """Return empty scanned keys; None if there is no room here."""
         return None
 
     def copy(self, full: FullKVCache, positions: slice, first_entry: int) -> None:
@@ -74,7 +73,7 @@ class Entries:
                 self.buffer[layer, part, :, entries] = self.shape.numbers(gathered)
 
     def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
-        """Make each head's own `chunks [num_layers, num_kv_heads, num_rows]` of means the values of entries."""
+        """Copy the means of each head's own `chunks [num_layers, num_kv_heads, num_rows]` to the values of entries."""
         for layer, own in enumerate(chunks):
             rows = own[..., None].expand(-1, -1, self.shape.head_dim)
             self.buffer[layer, 1, :, first_entry : first_entry + own.shape[1]] = means[layer].gather(1, rows)
@@ -93,48 +92,44 @@ class Entries:
                 self.buffer[layer, part, :, entries] = self.shape.numbers(rows).to(self.shape.device)
 
     def keep_path(self, root: int, path: list[int]) -> int:
-        """Keep a path as `worker.kv.cache_rows.keep_path` does."""
         return keep_path(self.buffer, root, path)
 
     def set_bias(self, bias: np.ndarray | None) -> None:
-        """Scores of some first entries have a bias from now on, float32; those behind them and None have 0."""
+        """Set the float32 bias of the first entries' scores; others have 0."""
 
 
 NewEntries = Callable[[CacheShape, int], Entries]
-"""Finds room for a number of entries. Raises KVRoomError."""
+"""Allocates a number of entries. Raises KVRoomError."""
 
 
 class Scanned(Protocol):
-    """Keys of a sequence that rows see beside the entries, as the kernels read them."""
+    """Scanned keys as the kernels read them."""
 
     @property
     def address(self) -> int:
-        """The address of a `scanned_keys` of `worker/kernels/source/api.h`."""
+        """Return the address of a `scanned_keys` struct of `worker/kernels/source/api.h`."""
 
 
 class SparseCache(ABC):
-    """One buffer of entries, the same number in every layer and head; a kind chooses what of the sequence is in them.
+    """Buffer of chosen entries, the same number in every layer and head.
 
-    Copies only: what is here steers drafts and can never change the output. What a kind holds follows from the tokens
-    alone, so a resumed job has the same.
+    They steer drafts and never change the output. The choice depends on tokens alone, so resumed jobs have the same.
     """
 
-    comes_by_layer = False  # as `FullKVCache` says it
+    comes_by_layer = False
 
     def __init__(self, shape: CacheShape, num_entries: int, new_entries: NewEntries = Entries) -> None:
-        """Make room for `num_entries` entries of the sequence and a chain. Raises KVRoomError as `new_entries` does."""
         self.shape = shape
         self.entries = new_entries(shape, capacity_for(num_entries))
-        self.first_angle = 0  # the sequence's, as its full cache has it
+        self.first_angle = 0  # as in the sequence's full cache
         self.bias = None
-        self.scanned: Scanned | None = None  # what rows see of the sequence beside the entries
+        self.scanned: Scanned | None = None  # rows see these keys beside the entries
         self._num_sequence_entries = 0
         self._num_drawn = 0
         self._buffer = self.entries.buffer
 
     @property
     def bias(self) -> np.ndarray | None:
-        """`[some first entries] float32`, added to their scores; None for no bias."""
         return self._bias
 
     @bias.setter
@@ -144,50 +139,46 @@ class SparseCache(ABC):
 
     @property
     def num_entries(self) -> int:
-        """The number of entries in use, the chain's included."""
         return self._num_sequence_entries + self._num_drawn
 
     def follow(self, full: FullKVCache, queries: Queries) -> None:
-        """Forget the chain and take in what was committed since."""
         self._num_drawn, self.first_angle = 0, full.first_angle
         self._take_in(full, queries)
 
     def catch_up(self, full: FullKVCache, num_chunks: int) -> bool:
-        """Take in some chunks of what was committed, so that `follow` need not do it at once; whether no more come."""
+        """Add some committed chunks, to shorten `follow`; return whether none is left."""
         return True
 
     @abstractmethod
     def _take_in(self, full: FullKVCache, queries: Queries) -> None:
-        """Bring the sequence's entries up to `full.length`."""
+        """Update the sequence's entries to `full.length`."""
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer, each `[num_kv_heads, capacity, head_dim]`."""
+        """Return keys and values of one layer, each `[num_kv_heads, capacity, head_dim]`."""
         return self._buffer[index, 0], self._buffer[index, 1]
 
     def write(
         self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write rows `[num_kv_heads, num_rows, head_dim]`; returns keys and values up to their end."""
+        """Write rows `[num_kv_heads, num_rows, head_dim]`; return keys and values up to their end."""
         end = first_entry + key.shape[1]
         self._buffer[layer, 0, :, first_entry:end] = key
         self._buffer[layer, 1, :, first_entry:end] = value
         return self._buffer[layer, 0, :, :end], self._buffer[layer, 1, :, :end]
 
     def keep(self, path: list[int]) -> None:
-        """Keep the chain's newest token and the nodes `path` below it, forget its other nodes."""
+        """Keep the chain's newest token and the nodes `path` below it."""
         self._num_drawn = self.entries.keep_path(self.num_entries, path) - self._num_sequence_entries
 
     def keep_sampled(self, num_rows: int) -> None:
-        """Keep rows that were written one behind the other: the chain's newest token and those drawn behind it."""
         self._num_drawn += num_rows
 
     def _keys(self, full: FullKVCache, layer: int, positions: slice) -> torch.Tensor:
-        """Keys of consecutive positions on the device, `[num_kv_heads, num_positions, head_dim]`."""
         return self.shape.numbers(full.stored_between(layer, positions)[0]).to(self.shape.device)
 
 
 def capacity_for(num_entries: int) -> int:
-    """Entries of the buffer behind which `num_entries` of the sequence and a chain have room, whole blocks."""
+    """Return entries for `num_entries` and a chain, in whole blocks."""
     return -(-(num_entries + CHAIN_ROOM) // BLOCK) * BLOCK
 
 
@@ -199,22 +190,22 @@ class SparseCacheFactory(Protocol):
     ) -> SparseCache: ...
 
 
-# Summarised key-value cache: the chunks that matter most whole, every other chunk as one entry, the newest positions.
+# Summarised cache: the most important chunks whole, every other chunk as one entry, the newest positions.
 
 
 CHUNK_SIZE = 32
-NUM_RECENT = 256  # newest positions, whole whatever their importance
-PERIOD = 256  # positions from one build to the next
+NUM_RECENT = 256  # newest positions are always whole
+PERIOD = 256  # a build follows so many positions later
 PARTS = {"keys": 0, "values": 1}
 
 
 class SummaryKVCache(SparseCache):
-    """Pinned positions, chosen chunks, summaries of the others, newest positions. It is built at fixed positions."""
+    """Pinned positions, chosen chunks, summaries of the others and newest positions, rebuilt at fixed positions."""
 
     def __init__(
         self, shape: CacheShape, budget: int, sequence: Sequence, new_entries: NewEntries = Entries, /
     ) -> None:
-        """`budget` counts the entries that hold whole positions; there is one more for every chunk left out."""
+        """`budget` counts entries of whole positions; each other chunk takes one more."""
         max_length = sequence.max_length
         self._num_chosen = _num_chosen(budget)
         self._first_build = NUM_PINNED + NUM_RECENT + 2 * self._num_chosen * CHUNK_SIZE
@@ -234,7 +225,6 @@ class SummaryKVCache(SparseCache):
         self._num_fed = full.length
 
     def _build(self, full: FullKVCache, length: int, queries: torch.Tensor) -> None:
-        """Choose among the chunks of the first `length` positions; the newest positions are copied afterwards."""
         num_chunks = (length - NUM_PINNED - NUM_RECENT) // CHUNK_SIZE
         scores = chunk_scores(self._mean_keys.extend(full, num_chunks), queries)
         mean_values = self._mean_values.extend(full, num_chunks)
@@ -248,7 +238,7 @@ class SummaryKVCache(SparseCache):
         self._built_at = length
 
     def _fill(self, full: FullKVCache, order: torch.Tensor, mean_values: torch.Tensor) -> None:
-        """Write all entries from chunks in falling order of importance, `[num_layers, num_kv_heads, num_chunks]`."""
+        """Write all entries from chunks by falling importance, `[num_layers, num_kv_heads, num_chunks]`."""
         chosen, others = order[..., : self._num_chosen], order[..., self._num_chosen :]
         first = torch.arange(NUM_PINNED, device=self.shape.device).expand(*order.shape[:2], -1)
         inside = torch.arange(CHUNK_SIZE, device=self.shape.device)
@@ -259,17 +249,15 @@ class SummaryKVCache(SparseCache):
 
 
 def summary_positions(budget: int, max_length: int) -> int:
-    """Count a cache's memory on its device, in positions of a full cache: its entries, and means of all chunks."""
+    """Return a cache's device memory in positions of a full cache."""
     return capacity_for(_num_entries(budget, max_length)) + max_length // CHUNK_SIZE
 
 
 def _num_chosen(budget: int) -> int:
-    """Chunks that are held whole."""
     return max(1, (budget - NUM_PINNED - NUM_RECENT) // CHUNK_SIZE)
 
 
 def _num_entries(budget: int, max_length: int) -> int:
-    """The most entries that a sequence ever has: all before the first build, or those chosen and one for each chunk."""
     chosen = _num_chosen(budget) * CHUNK_SIZE
     first_build = NUM_PINNED + NUM_RECENT + 2 * chosen
     num_whole = NUM_PINNED + chosen + NUM_RECENT + CHUNK_SIZE + PERIOD
@@ -277,7 +265,7 @@ def _num_entries(budget: int, max_length: int) -> int:
 
 
 class ChunkMeans:
-    """Means over the chunks behind the pinned positions; on the device, wherever the cache itself lives."""
+    """Means of the chunks after the pinned positions, always on the device."""
 
     def __init__(self, entries: Entries, max_length: int, chunk_size: int, part: Literal["keys", "values"]) -> None:
         self._entries, self._part = entries, PARTS[part]
@@ -286,7 +274,7 @@ class ChunkMeans:
         self._means = entries.new_means(self._part, max_length // chunk_size)
 
     def extend(self, full: FullKVCache, num_chunks: int) -> torch.Tensor:
-        """Take in what is new up to `num_chunks` chunks; returns `[num_layers, num_kv_heads, num_chunks, head_dim]`."""
+        """Add new chunks up to `num_chunks`; return means `[num_layers, num_kv_heads, num_chunks, head_dim]`."""
         if num_chunks > self._num_chunks:
             first = NUM_PINNED + self._num_chunks * self._chunk_size
             positions = slice(first, NUM_PINNED + num_chunks * self._chunk_size)
@@ -296,9 +284,9 @@ class ChunkMeans:
 
 
 def chunk_scores(mean_keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Share of a token's attention that each chunk gets by its mean key (TriForce 4.1), over the group's query heads.
+    """Return each chunk's share of a token's attention by its mean key (TriForce 4.1), summed over the group's heads.
 
-    `mean_keys [..., num_kv_heads, num_chunks, head_dim]`, `queries [..., num_kv_heads, group, head_dim]`; the result
+    `mean_keys [..., num_kv_heads, num_chunks, head_dim]`, `queries [..., num_kv_heads, group, head_dim]`; returns
     `[..., num_kv_heads, num_chunks] float32`.
     """
     scores = (mean_keys @ queries.transpose(-1, -2)).float() * queries.shape[-1] ** -0.5

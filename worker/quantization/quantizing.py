@@ -1,4 +1,4 @@
-"""Makes a quantized model folder of a plain one, tensor by tensor, and scores a text by either."""
+"""Quantizing of a model folder, tensor by tensor, and scoring of a text."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from swiftbatch.worker.model.model_files import ModelFiles, let_others_read, rea
 from swiftbatch.worker.model.text_config import text_name, text_view
 from swiftbatch.worker.text.tokenizer import TextCodec
 
-GROUP = 32  # columns that share a scale: divides the widths of nearly all models, and costs half a bit a weight
-BLOCKS = (128, 64, 32)  # rows and columns of fp8's blocks: the first that divides all matrices, as other programs want
+GROUP = 32  # divides nearly all models' widths, for half a bit per weight
+# the first that divides all matrices is used, as other programs need
+BLOCKS = (128, 64, 32)
 LARGEST_E4M3 = 448.0
-SMALLEST = 1e-12  # a scale of a group of zeros
+SMALLEST = 1e-12
 WORD = 32
 
 
 class Rounding(Protocol):
-    """One format: which matrices it takes, the parts of each, and what a config says of all."""
+    """Quantization format: supported matrices, their parts, and the config."""
 
     def takes(self, rows: int, columns: int) -> bool:
-        """Tell whether a matrix of this shape can be rounded."""
+        """Return whether a matrix of this shape can be rounded."""
 
     def heads(self, rows: int, columns: int) -> dict[str, StoredTensor]:
-        """The parts of a matrix, by how their names go on behind the module's."""
+        """Return the parts of a matrix by the suffixes of their names."""
 
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
-        """The parts of a matrix in float32."""
+        """Return the parts of a float32 matrix."""
 
     def config(self, left: list[str]) -> dict[str, Any]:
-        """The quantization config of a model with these linear layers left as they are."""
+        """Return the quantization config of a model, with these linear layers left plain."""
 
 
 @dataclass(frozen=True)
 class IntegerRounding:
-    """compressed-tensors' `pack-quantized`, groups of 32 columns, around 0.
+    """compressed-tensors' `pack-quantized`, symmetric groups of 32 columns.
 
-    With zeros of their own, groups of 4 bits are no nearer in nats, and not all programs that read the format read
-    those.
+    Zero points would gain no nats with 4 bits, and not all programs read them.
     """
 
     bits: int
@@ -74,8 +74,8 @@ class IntegerRounding:
 
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
         groups, most = weight.unflatten(1, (-1, GROUP)), (1 << self.bits) - 1
-        # Scales as they are stored: numbers are rounded with the scales that multiply them. The greatest number of a
-        # group keeps its place. Steps that are finer by the one code that is left clip it, which costs more.
+        # Rounding uses scales as stored, in bfloat16. A group's greatest number keeps its value: clipping it costs more
+        # than finer steps gain.
         scales = (groups.abs().amax(-1) / (most // 2)).clamp(min=SMALLEST).to(torch.bfloat16)
         codes = ((groups / scales.float()[..., None]).round() + (most + 1) // 2).clamp(0, most)
         return {
@@ -94,7 +94,7 @@ class IntegerRounding:
 
 @dataclass(frozen=True)
 class FloatRounding:
-    """FP8 (e4m3) in square blocks, as `quant_method: fp8` has it."""
+    """FP8 (e4m3) in square blocks, as in `quant_method: fp8`."""
 
     block: int
 
@@ -123,7 +123,6 @@ FORMATS = ("int4", "int8", "fp8")
 
 
 def rounding_of(format_: str, shapes: Mapping[str, tuple[int, ...]]) -> Rounding:
-    """The rounding of these matrices in a format of `FORMATS`."""
     if format_ != "fp8":
         return IntegerRounding(int(format_.removeprefix("int")))
     sizes = {size for shape in shapes.values() for size in shape}
@@ -131,21 +130,18 @@ def rounding_of(format_: str, shapes: Mapping[str, tuple[int, ...]]) -> Rounding
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
-    """Rows of codes in 32-bit words, the lowest bits first."""
+    """Pack codes into 32-bit words, lowest bits first."""
     grouped = codes.long().unflatten(1, (-1, WORD // bits)) << torch.arange(0, WORD, bits)
     words: Tensor = grouped.sum(-1).to(torch.int32)
     return words
 
 
-# Makes a quantized model folder of a plain one, tensor by tensor, and scores a text by either.
-
-
-STRETCH = 1024  # tokens that are read in front of the last one of each piece
-MOST_TOKENS = 8192  # of a text: the first ones
+STRETCH = 1024  # a piece's last token follows at most so many
+MOST_TOKENS = 8192  # only a text's first tokens are scored
 
 
 def text_token_ids(files: ModelFiles, text: str) -> list[int]:
-    """The first tokens of a text. Raises ModelError for one without any to score."""
+    """Raises ModelError for fewer than two tokens."""
     token_ids = TextCodec(files).encode(text)[:MOST_TOKENS]
     if len(token_ids) < 2:
         raise ModelError(f"--text: found {len(token_ids)} tokens; expected two or more")
@@ -153,7 +149,7 @@ def text_token_ids(files: ModelFiles, text: str) -> list[int]:
 
 
 def text_loss(target: TargetModel, token_ids: list[int]) -> float:
-    """Nats per token over pieces of a text, each read from its beginning; the first token of each is not scored."""
+    """Return nats per token over pieces of a text."""
     length, total, number = min(STRETCH, target.files.max_positions), 0.0, 0
     for start in range(0, len(token_ids) - 1, length):
         piece = token_ids[start : start + length + 1][: target.files.max_positions + 1]
@@ -177,25 +173,25 @@ OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5",
 
 @dataclass(frozen=True)
 class Quantized:
-    """A folder that was made: what it took before, and takes now."""
+    """Finished folder, with weight bytes before and after."""
 
     path: Path
     num_matrices: int
-    left: tuple[str, ...]  # linear layers that are as they were
+    left: tuple[str, ...]  # names linear layers that stay plain
     bytes_before: int
     bytes_after: int
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The tensors of the new files, and which of the old matrices become parts."""
+    """Matrices to quantize, and the tensors of the new files."""
 
     rounding: Rounding
     matrices: frozenset[str]
     left: tuple[str, ...]
 
     def heads(self, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """The tensors of a file, in the order in which they are written."""
+        """Return the tensors of a file in writing order."""
         found: dict[str, StoredTensor] = {}
         for name, head in stored.items():
             if name not in self.matrices:
@@ -207,10 +203,9 @@ class _Plan:
 
 
 def quantize_model(files: ModelFiles, format_: str, output: Path) -> Quantized:
-    """Write a model whose layers' matrices are in `format_`; embeddings, head, norms and routers stay as they are.
+    """Write a model with layers' matrices in `format_`; embeddings, head, norms and routers stay plain.
 
-    The folder is there as a whole or not at all. Raises ModelError for a model that is quantized already, for weights
-    that are not finite, and for a folder that holds something.
+    The folder appears whole or not at all. Raises ModelError.
     """
     _refuse_taken(output)
     if link_names(files.path):
@@ -220,19 +215,18 @@ def quantize_model(files: ModelFiles, format_: str, output: Path) -> Quantized:
     try:
         made = _write_aside(files, format_, output)
     except OSError as error:
-        _refuse_taken(output)  # another command may have been sooner
+        _refuse_taken(output)  # another command may have been faster
         raise ModelError(f"output {output}: {error.strerror or error}; name a folder that can be written") from None
     return Quantized(output, len(made.matrices), made.left, _weight_bytes(files.path), _weight_bytes(output))
 
 
 def _refuse_taken(output: Path) -> None:
-    """Raise ModelError for a folder that holds something, or what is none."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ModelError(f"output {output}: found something there already; name a new folder, or an empty one")
 
 
 def _write_aside(files: ModelFiles, format_: str, output: Path) -> _Plan:
-    """Write the folder beside its place, and put it there when it is whole. Raises OSError where that can't be."""
+    """Write to a temporary folder, then rename it. Raises OSError."""
     output.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
@@ -276,12 +270,12 @@ def _plan(files: ModelFiles, format_: str, config: dict[str, Any]) -> _Plan:
 
 
 def _is_wanted(name: str | None) -> bool:
-    """Tell whether this is a matrix of a layer, and none that chooses experts: there small errors choose others."""
+    """Exclude routers, where small errors choose other experts."""
     return name is not None and bool(OF_LAYERS.match(name)) and not ROUTERS.search(name)
 
 
 def _tensors(model: str, file: Path, plan: _Plan) -> Iterator[tuple[str, Tensor]]:
-    """A file's tensors, or their parts. Raises ModelError for numbers that are not finite."""
+    """Yield a file's tensors or their parts. Raises ModelError for non-finite numbers."""
     with safe_open(file, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118 (no mapping)
             tensor: Tensor = stored.get_tensor(name)
@@ -297,7 +291,7 @@ def _tensors(model: str, file: Path, plan: _Plan) -> Iterator[tuple[str, Tensor]
 
 
 def _copy_small_files(source: Path, folder: Path) -> None:
-    """Tokenizer, templates and words: all that is no weight, and that this has not written."""
+    """Copy all files that are neither weights nor already written."""
     files = [file for file in source.iterdir() if file.is_file() and not file.name.endswith(OTHER_WEIGHTS)]
     for file in dict.fromkeys([*files, *text_files(source)]):
         target = folder / file.relative_to(source)
@@ -320,7 +314,7 @@ def _umask() -> int:
 
 
 def write_tensors(file: Path, heads: Mapping[str, StoredTensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors as they come, each at its place. Raises ValueError for one that is not as its head says."""
+    """Write tensors as they come. Raises ValueError for one that differs from its header."""
     header, places, end = dict[str, Any]({"__metadata__": {"format": "pt"}}), dict[str, int](), 0
     for name, head in sorted(heads.items(), key=_alignment):
         header[name] = {"dtype": head.dtype, "shape": list(head.shape), "data_offsets": [end, end + head.num_bytes]}
@@ -341,5 +335,5 @@ def write_tensors(file: Path, heads: Mapping[str, StoredTensor], tensors: Iterab
 
 
 def _alignment(head: tuple[str, StoredTensor]) -> tuple[int, str]:
-    """Wide numbers first, as the library has it: each then begins at a multiple of its size."""
+    """Sort wide numbers first, so that all are aligned."""
     return -ITEM_BITS.get(head[1].dtype, 8), head[0]

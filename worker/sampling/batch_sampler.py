@@ -1,4 +1,4 @@
-"""Samples the tokens of a whole batch from logits: walks down draft trees, in C or torch; top candidates."""
+"""Sampling of a whole batch: walks down draft trees, in C or torch, and top candidates."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from swiftbatch.worker.sampling.verification import TOP_K, Walk, walk
 
 
 class SplitRows(Many[torch.Tensor]):
-    """The rows of each sequence, `[num_rows, width]`. A view takes longer than a number: none is made unasked."""
+    """Rows of each sequence, `[num_rows, width]`, sliced only on demand because views are slow."""
 
     def __init__(self, rows: torch.Tensor, sizes: Iterable[int]) -> None:
-        """`rows [num_rows, width]` of all sequences in order, `sizes` many of each."""
+        """Take `rows [num_rows, width]` of all sequences in order."""
         self._rows = rows
         self._starts = list(accumulate(sizes, initial=0))
 
     @property
     def together(self) -> torch.Tensor:
-        """All rows, `[num_rows, width]`."""
         return self._rows[self._starts[0] : self._starts[-1]]
 
     def __len__(self) -> int:
@@ -46,7 +45,6 @@ class SplitRows(Many[torch.Tensor]):
     def __getitem__(self, index: slice) -> SplitRows: ...
 
     def __getitem__(self, index: int | slice) -> torch.Tensor | SplitRows:
-        """The rows of one sequence, or of consecutive ones."""
         if isinstance(index, int):
             index = range(len(self))[index]
             return self._rows[self._starts[index] : self._starts[index + 1]]
@@ -62,44 +60,43 @@ class SplitRows(Many[torch.Tensor]):
 
 
 def together(rows: Many[torch.Tensor]) -> torch.Tensor:
-    """All rows of sequences side by side: where they lie so already, without a copy."""
     return rows.together if isinstance(rows, SplitRows) else torch.cat(list(rows))
 
 
-# Draws the engine's tokens: all draft trees of a step in one native call on a CPU, row by row in torch elsewhere.
+# Sampling of the engine's tokens: one native call per step on a CPU, row by row in torch elsewhere.
 
 
-UNLIKELY = -1e4  # as a log-probability
+UNLIKELY = -1e4  # a very low log-probability
 
 
 Masks = Many[np.ndarray | None]
-"""For each tree the tokens that may come behind its rows, `[1 + num_nodes, num_mask_words] uint32`; None: any may."""
+"""Per tree, the allowed tokens after each row, `[1 + num_nodes, num_mask_words] uint32`; None: all."""
 
-NO_MASKS: Masks = ()  # for no tree
+NO_MASKS: Masks = ()
 
 
 class Sampler(Protocol):
-    """The state that a `BatchSampler` draws one sequence's tokens by. It looks at the sequence, which only grows."""
+    """Sampling state of one sequence, which it reads and which only grows."""
 
     sequence: Sequence
 
     def fork(self, sequence: Sequence) -> Self:
-        """A sampler for a fork of the sequence, to be extended by a draft."""
+        """Return a sampler for a draft's fork of the sequence."""
 
     def context(self) -> Context:
-        """All that the next token depends on beside its logits."""
+        """Return what the next token depends on beside its logits."""
 
 
 def penalised(sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
-    """Logits `[..., vocab]` as a sequence's tokens and parameters change them, in front of the temperature."""
+    """Return logits `[..., vocab]` before the temperature."""
     return adjusted(logits, sampler.sequence.sampling, sampler.context())
 
 
 class BatchSampler(Protocol):
-    """Draws the next tokens of sequences from the target's logits."""
+    """Samples the next tokens of sequences from the target's logits."""
 
     def sampler(self, sequence: Sequence) -> Any:
-        """The `Sampler` of a sequence, of this drawing's own kind."""
+        """Return a sequence's `Sampler`, of this class's own kind."""
 
     def walks(
         self,
@@ -109,15 +106,12 @@ class BatchSampler(Protocol):
         with_candidates: bool = False,
         masks: Masks = NO_MASKS,
     ) -> list[Walk]:
-        """Draw from every root on: `logits[i] [1 + num_nodes, vocab] float32`. Samplers stay as they are.
-
-        Masks come in front of all that changes logits.
-        """
+        """Walk from every root on: `logits[i] [1 + num_nodes, vocab] float32`; masks apply first."""
 
     def top_candidates(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and log-probabilities `[num_rows, TOP_K]` of the best tokens of `[num_rows, vocab]` logits.
+        """Return ids and log-probabilities `[num_rows, TOP_K]` of the best tokens of `[num_rows, vocab]` logits.
 
-        Rows that are verified and not walked may hold NaN: of those, all candidates are as unlikely as can be.
+        In a row with NaN, all candidates have the same very low log-probability.
         """
 
     def logprobs(
@@ -129,15 +123,11 @@ class BatchSampler(Protocol):
         mode: LogprobsMode,
         mask: np.ndarray | None = None,
     ) -> TokenLogprobs:
-        """The log-probabilities that a sequence asks for, of the tokens that a walk has drawn from the tree's rows.
-
-        Called before the sequence has the tokens. They follow from each row and the tokens before it, to the bit.
-        `mask` is the one that the walk had.
-        """
+        """Return the log-probabilities of a walk's tokens, before the sequence has them."""
 
 
 class NativeBatchSampler:
-    """Draws in C."""
+    """Samples in C."""
 
     def sampler(self, sequence: Sequence) -> native.NativeSampler:
         return native.NativeSampler(sequence)
@@ -169,7 +159,7 @@ class NativeBatchSampler:
 
 
 class TorchSampler:
-    """A `TokenSampler` that takes in what has come to its sequence."""
+    """`TokenSampler` that follows its sequence."""
 
     def __init__(self, sequence: Sequence, sampler: TokenSampler) -> None:
         self.sequence = sequence
@@ -182,14 +172,13 @@ class TorchSampler:
         return self.behind_the_sequence().context()
 
     def behind_the_sequence(self) -> TokenSampler:
-        """A sampler of the caller's own that is behind the sequence."""
         for token_id in self.sequence.token_ids[self._sampler.position :].tolist():
             self._sampler.push(token_id)
         return self._sampler.fork()
 
 
 class TorchBatchSampler:
-    """Draws in torch, on any device."""
+    """Samples in torch, on any device."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -238,7 +227,7 @@ def logprobs_by(
     mode: LogprobsMode,
     mask: np.ndarray | None,
 ) -> TokenLogprobs:
-    """Compute log-probabilities in torch, by a sampler of the caller's own that is behind the sequence."""
+    """Return log-probabilities computed in torch, pushing to `sampler`."""
     if mode == "processed_logprobs" and mask is not None:
         logits = torch.stack([only_allowed(row, words) for row, words in zip(logits, mask, strict=True)])
 
@@ -253,14 +242,13 @@ def logprobs_by(
 
 
 def num_top_of(sequence: Sequence) -> int:
-    """The number of likeliest tokens that a sequence asks for. Raises ValueError if it wants no log-probabilities."""
+    """Raises ValueError if the sequence wants no log-probabilities."""
     if sequence.logprobs is None:
         raise ValueError(f"sequence {sequence.sequence_id} asks for no log-probabilities")
     return sequence.logprobs.num_top
 
 
 def masked_by(words: np.ndarray | None) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """Return `walk`'s mask function: of a row's logits and number it makes the logits of what may come there."""
     return lambda logits, row: logits if words is None else only_allowed(logits, words[row])
 
 
@@ -277,7 +265,7 @@ def _with_candidates(
 
 
 def create_batch_sampler(vocab_size: int, device: torch.device) -> BatchSampler:
-    """Make the fastest drawing for a device. Raises KernelError for instructions that this machine does not have."""
+    """Return the fastest sampler. Raises KernelError for instructions that this machine lacks."""
     if device.type == "cpu" and chosen_variant() is not None and vocab_size >= TOP_K:
         return NativeBatchSampler()
     return TorchBatchSampler(vocab_size, device)

@@ -1,4 +1,4 @@
-"""The draft tree: what a drafter proposes and the target verifies."""
+"""Draft tree, which a drafter proposes and the target verifies."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ ROOT = -1
 
 @dataclass(slots=True)
 class DraftTree:
-    """Candidate continuations as a tree, parents before children. Nobody sets its fields anew.
+    """Tree of candidate continuations, parents before children; an empty tree means plain decoding.
 
-    `parents[i]` is the index of node i's parent, or `ROOT` for the last committed token. A chain has parents
-    -1, 0, 1, ... Siblings carry different tokens. An empty tree means plain decoding. Each job has one in each step, so
-    nothing guards the fields: a frozen one takes three times as long to make.
+    `parents[i]` is the index of node i's parent, or `ROOT` for the last committed token. Siblings have different
+    tokens. Freezing the class would triple its creation time.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -23,14 +22,13 @@ class DraftTree:
         return len(self.token_ids)
 
     def depths(self) -> list[int]:
-        """Depth of every node; the root's children have depth 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return depths
 
     def children(self) -> dict[int, dict[int, int]]:
-        """Map each parent (`ROOT` included) to its children as {token_id: node}."""
+        """Return {token_id: node} of each parent, also of `ROOT`."""
         children: dict[int, dict[int, int]] = {}
         for node, (token_id, parent) in enumerate(zip(self.token_ids, self.parents, strict=True)):
             children.setdefault(parent, {})[token_id] = node
@@ -38,5 +36,4 @@ class DraftTree:
 
     @classmethod
     def chain(cls, token_ids: list[int]) -> DraftTree:
-        """A tree that is one path."""
         return cls(list(token_ids), list(range(-1, len(token_ids) - 1)))

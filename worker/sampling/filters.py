@@ -1,12 +1,7 @@
-"""The filters of sampling in their order, and the numbers that kernels are given of each.
+"""Filters of sampling in their order, with the numbers that kernels read.
 
-All that repeats over filters follows from this list: the order in torch, the struct that C reads, the words of a row
-that Triton reads, and whether a GPU has to search for a cut. A new filter is a field of jobs/sampling_params.py, its
-definition in torch and an entry here, its Triton code in filter_kernels.py, and its C code with the struct's members
-in worker/kernels/source/filters.h. C and Triton call their filters in an order of their own text: a test holds it to
-this.
-
-The definitions in torch are those that C and Triton meet; they take one row of scores `[vocab] float32`.
+A new filter needs a field in jobs/sampling_params.py, an entry here, Triton code in filter_kernels.py, and C code in
+worker/kernels/source/filters.h. Definitions here take one row of scores `[vocab] float32`.
 """
 
 from __future__ import annotations
@@ -21,11 +16,10 @@ import torch
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling.logits_processors import MASKED
 
-SUM_UNITS = 2.0**60  # units of a running sum: 1 + its rounding stays below 2^63
+SUM_UNITS = 2.0**60  # 1 plus the rounding error of a running sum stays below 2^63
 
 
 def keep_top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Mask all but the `top_k` highest scores, and their ties."""
     smallest = torch.topk(scores, min(top_k, len(scores))).values[-1]
     return scores.masked_fill(scores < smallest, MASKED)
 
@@ -39,14 +33,14 @@ def keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def running_sum(probabilities: torch.Tensor) -> torch.Tensor:
-    """Sums of the first i + 1 of some probabilities `[n] float32`."""
+    """Return cumulative sums `[n] float32`."""
     if probabilities.device.type == "cpu":
-        return probabilities.cumsum(dim=-1)  # one after the other
+        return probabilities.cumsum(dim=-1)  # adds in order
     return running_sum_in_any_order(probabilities)
 
 
 def running_sum_in_any_order(probabilities: torch.Tensor) -> torch.Tensor:
-    """Running sums over whole numbers, where no order of summation changes a bit: GPUs choose theirs as they run."""
+    """Sum whole numbers, whose order does not matter."""
     units = (probabilities.double() * SUM_UNITS).long()
     return (units.cumsum(dim=-1).double() / SUM_UNITS).float()
 
@@ -67,25 +61,24 @@ def keep_eta(scores: torch.Tensor, eta: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FilterNumber:
-    """A number that kernels read: float32, or a whole one, as they call it."""
+    """Number that kernels read: float32 or, if whole, int."""
 
     name: str
-    of: Callable[[Any], float]  # the value of the filter's field; also where that is off
+    of: Callable[[Any], float]  # computes it from the field's value, also when the filter is off
     is_whole: bool = False
 
 
 @dataclass(frozen=True)
 class Filter:
-    """One filter: a field of `SamplingParams`, and what it does to a row."""
+    """Filter of a row, and its field of `SamplingParams`."""
 
     field: str
-    off: float  # the value at which it leaves all tokens
+    off: float  # this value keeps all tokens
     keep: Callable[[torch.Tensor, Any], torch.Tensor]
     numbers: tuple[FilterNumber, ...]
-    is_searched: bool = True  # on a GPU its cut is searched for
+    is_searched: bool = True  # a GPU searches for its cut
 
     def is_on(self, params: SamplingParams) -> bool:
-        """Return whether it is asked for."""
         return bool(getattr(params, self.field) != self.off)
 
 
@@ -94,19 +87,19 @@ def _as_it_is(value: float) -> float:
 
 
 def _rest(top_p: float) -> float:
-    """The mass of what is left out; below 0: off."""
+    """Return the removed mass; negative means off."""
     return 1.0 - top_p if top_p < 1.0 else -1.0
 
 
 def _log(min_p: float) -> float:
-    """-inf: off."""
+    """-inf means off."""
     return math.log(min_p) if min_p > 0.0 else -math.inf
 
 
 FILTERS = (
     Filter("top_k", 0, keep_top_k, (FilterNumber("top_k", _as_it_is, is_whole=True),)),
     Filter("top_p", 1.0, keep_top_p, (FilterNumber("rest", _rest),)),
-    # min-p needs no more than the row's best score
+    # min-p needs only the row's best score
     Filter("min_p", 0.0, keep_min_p, (FilterNumber("log_min_p", _log),), is_searched=False),
     Filter("eta", 0.0, keep_eta, (FilterNumber("eta", _as_it_is), FilterNumber("root_eta", math.sqrt))),
 )
@@ -114,7 +107,6 @@ NUMBERS = tuple(number for each in FILTERS for number in each.numbers)
 
 
 def filtered(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Apply all filters that are asked for to one row behind the temperature."""
     for each in FILTERS:
         if each.is_on(params):
             scores = each.keep(scores, getattr(params, each.field))
@@ -122,10 +114,9 @@ def filtered(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def filter_numbers(params: SamplingParams) -> tuple[float, ...]:
-    """The values of `NUMBERS`."""
     return tuple([number.of(getattr(params, each.field)) for each in FILTERS for number in each.numbers])
 
 
 def needs_filters(params: SamplingParams) -> bool:
-    """Return whether the cut of a row is searched for on a GPU."""
+    """Return whether a GPU must search for a cut."""
     return any(each.is_searched and each.is_on(params) for each in FILTERS)

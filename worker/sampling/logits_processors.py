@@ -1,7 +1,6 @@
-"""Changes logits in front of the temperature, in this order: bias, masks, repetition penalty, penalties by counts.
+"""Changes of logits before the temperature, in vLLM's order: bias, masks, repetition penalty, count penalties.
 
-The order is vLLM's. Counts are whole numbers: what they take off a logit is computed anew at every position, so that a
-resumed sequence has the same bits, and in float64, where a count's product is exact, so that every device rounds alike.
+Penalties are computed from whole counts in float64, so they have the same bits after a resume and on every device.
 """
 
 from __future__ import annotations
@@ -22,26 +21,24 @@ MASKED = float("-inf")
 
 
 class Context(NamedTuple):
-    """All that the next token of a sequence depends on beside its logits and its parameters."""
+    """All that the next token depends on beside its logits and parameters."""
 
-    bias: torch.Tensor | None = None  # [vocab] float32; None: there is none
-    masked: tuple[int, ...] = ()  # tokens that can't come next
-    seen: torch.Tensor | None = None  # [vocab] bool, whether each lies in the penalty window; None: no such penalty
-    counts: torch.Tensor | None = None  # [vocab] int32, how often each lies in the output; None: no such penalties
+    bias: torch.Tensor | None = None  # [vocab] float32
+    masked: tuple[int, ...] = ()  # tokens that cannot come next
+    seen: torch.Tensor | None = None  # [vocab] bool, tokens in the penalty window; None: no repetition penalty
+    counts: torch.Tensor | None = None  # [vocab] int32, counts in the output; None: no count penalties
 
     @property
     def is_plain(self) -> bool:
-        """True if nothing changes the logits."""
         return not self.masked and self.bias is None and self.seen is None and self.counts is None
 
     def on_cpu(self) -> Context:
-        """The same with tensors on the CPU."""
         bias, seen, counts = (None if part is None else part.cpu() for part in (self.bias, self.seen, self.counts))
         return Context(bias, self.masked, seen, counts)
 
 
 def adjusted(logits: torch.Tensor, params: SamplingParams, context: Context) -> torch.Tensor:
-    """Logits `[..., vocab] float32` in this context; the same tensor where nothing changes them."""
+    """Return logits `[..., vocab] float32` in this context, the same tensor if unchanged."""
     scores = logits
     if context.bias is not None:
         scores = scores + context.bias
@@ -55,40 +52,38 @@ def adjusted(logits: torch.Tensor, params: SamplingParams, context: Context) -> 
 
 
 def only_allowed(scores: torch.Tensor, words: np.ndarray) -> torch.Tensor:
-    """Mask all tokens of `scores [vocab]` but those of a mask, `[num_mask_words] uint32`, lowest bit first."""
+    """Mask all tokens of `scores [vocab]` outside a mask, `[num_mask_words] uint32`, lowest bit first."""
     bits = np.unpackbits(words.view(np.uint8), count=len(scores), bitorder="little")
     return scores.masked_fill(torch.from_numpy(bits == 0).to(scores.device), MASKED)
 
 
 def penalise(scores: torch.Tensor, seen: torch.Tensor, theta: float) -> torch.Tensor:
-    """Divide positive, multiply negative logits of the tokens in `seen [vocab] bool` by theta (Keskar et al. 2019)."""
+    """Divide positive, multiply negative logits of seen tokens by theta (Keskar et al. 2019)."""
     return torch.where(seen, torch.where(scores < 0, scores * theta, scores / theta), scores)
 
 
 def hold_back(scores: torch.Tensor, counts: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Take off what frequency and presence penalty say of the tokens that `counts [vocab]` has."""
+    """Subtract frequency and presence penalties."""
     frequency, presence = output_penalties(params)
     taken = (counts.double() * frequency + presence).float()
     return torch.where(counts > 0, scores - taken, scores)
 
 
 def output_penalties(params: SamplingParams) -> tuple[float, float]:
-    """Frequency and presence penalty as float32 has them."""
+    """Return both penalties, rounded to float32."""
     return float(np.float32(params.frequency_penalty)), float(np.float32(params.presence_penalty))
 
 
 def counts_output(params: SamplingParams) -> bool:
-    """Return whether a penalty looks at the output's counts."""
     return params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
 
 
 def adjusts(params: SamplingParams) -> bool:
-    """Return whether anything but the repetition penalty changes logits in front of the temperature."""
     return bool(params.logit_bias or params.bad_words) or params.min_tokens > 0 or counts_output(params)
 
 
 def output_counts(sequence: Sequence, vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
-    """Count how often each token lies in the output, `[vocab] int32`; None where no penalty asks."""
+    """Return counts `[vocab] int32`; None without count penalties."""
     if not counts_output(sequence.sampling):
         return None
     counts = np.bincount(sequence.output_ids, minlength=vocab_size).astype(np.int32)
@@ -96,18 +91,17 @@ def output_counts(sequence: Sequence, vocab_size: int, device: torch.device | st
 
 
 def has_bias(params: SamplingParams) -> bool:
-    """Return whether logits get a bias, which depends on no token drawn before."""
     return bool(params.logit_bias or params.bad_words)
 
 
 def bias_pairs(sequence: Sequence) -> tuple[tuple[int, float], ...]:
-    """Tokens and what is always added to their logits; a bad word of one token can never come."""
+    """Return tokens and their bias; a bad word of one token is masked."""
     never = tuple((word[0], MASKED) for word in sequence.bad_word_ids if len(word) == 1)
     return sequence.sampling.logit_bias + never
 
 
 def bias_row(sequence: Sequence, device: torch.device | str) -> torch.Tensor | None:
-    """The bias of tokens, `[vocab] float32`; None where there is none. Raises ValueError for one the model lacks."""
+    """Return the bias `[vocab] float32`; None without any. Raises ValueError for a token outside the vocabulary."""
     if not has_bias(sequence.sampling):
         return None
     row = torch.zeros(sequence.vocab_size)
@@ -119,7 +113,6 @@ def bias_row(sequence: Sequence, device: torch.device | str) -> torch.Tensor | N
 
 
 def ending_tokens(sequence: Sequence) -> tuple[int, ...]:
-    """The tokens that are masked up to `min_tokens`, ascending; () where none is."""
     if not sequence.sampling.min_tokens:
         return ()
     token_ids = sequence.eos_token_ids.union(sequence.sampling.stop_token_ids)
@@ -127,15 +120,12 @@ def ending_tokens(sequence: Sequence) -> tuple[int, ...]:
 
 
 def long_words(sequence: Sequence) -> list[tuple[int, ...]]:
-    """Bad words whose last token alone can't come, and only behind the others."""
+    """Return bad words of several tokens, whose last one is masked after the others."""
     return [word for word in sequence.bad_word_ids if len(word) > 1]
 
 
 def masked_tokens(sequence: Sequence, num_output: int, recent: list[int]) -> tuple[int, ...]:
-    """The tokens that can't come behind `num_output` tokens of output, of which `recent` are the last.
-
-    As many of these as `num_recent_tokens` says, or all that there are.
-    """
+    """Return the tokens masked after `num_output` output tokens, the last of which are `recent`."""
     masked = ending_tokens(sequence) if num_output < sequence.sampling.min_tokens else ()
     if not sequence.bad_word_ids:
         return masked
@@ -144,14 +134,14 @@ def masked_tokens(sequence: Sequence, num_output: int, recent: list[int]) -> tup
 
 
 def num_recent_tokens(sequence: Sequence) -> int:
-    """Count the last output tokens that decide what is masked."""
+    """Return how many last output tokens decide the masks."""
     return max((len(word) - 1 for word in sequence.bad_word_ids), default=0)
 
 
 def masked_behind(sequence: Sequence, drafted: list[int] | None = None) -> tuple[int, ...]:
-    """The tokens that can't come behind a sequence and some drafted tokens."""
+    """Return the tokens masked after a sequence and drafted tokens."""
     if not (sequence.bad_word_ids or sequence.sampling.min_tokens):
-        return ()  # as most often, and asked for every row
+        return ()  # the usual case, called for every row
     drafted = drafted or []
     num_output, num_recent = sequence.num_generated_tokens + len(drafted), num_recent_tokens(sequence)
     recent = [*sequence.output_ids[-num_recent:].tolist(), *drafted] if num_recent else []
@@ -159,7 +149,7 @@ def masked_behind(sequence: Sequence, drafted: list[int] | None = None) -> tuple
 
 
 class PenaltyWindow:
-    """The tokens among the last W of a sequence (TokenSwift, equation 3), kept in constant time per token."""
+    """Tokens among a sequence's last W (TokenSwift, equation 3), updated in constant time per token."""
 
     def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device | str) -> None:
         recent = sequence.token_ids[-sequence.sampling.penalty_window :].tolist()
@@ -171,13 +161,11 @@ class PenaltyWindow:
             self._count(token_id, 1)
 
     def fork(self) -> PenaltyWindow:
-        """A window of its own that goes on from here."""
         fork = copy.copy(self)
         fork._recent, fork._counts, fork.seen = self._recent.copy(), self._counts.copy(), self.seen.clone()
         return fork
 
     def push(self, token_id: int) -> None:
-        """Take in the next token; the one that leaves the window is forgotten."""
         self._recent.append(token_id)
         self._count(token_id, 1)
         if len(self._recent) > self._window:

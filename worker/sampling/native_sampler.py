@@ -1,4 +1,4 @@
-"""Sampling in C on a CPU (source/sampling.c): the structs, the checks, and the calls."""
+"""Sampling in C on a CPU (source/sampling.c): structs, checks and calls."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ SIGNATURES = {
     "sampling_noise": (None, (c_uint64, c_void_p, c_void_p, c_int64, c_void_p)),
     "sampling_top_candidates": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
 }
-ALL_TOKENS = 2**62  # as a window
-MAX_VOCAB = 2**24  # counts of tokens are compared as float32
+ALL_TOKENS = 2**62  # a window of any length
+MAX_VOCAB = 2**24  # float32 counts exactly up to here
 
 
 class CFilterParams(ctypes.Structure):
@@ -114,10 +114,10 @@ class CTreeWalk(ctypes.Structure):
 
 
 class NativeAdjustments:
-    """One sequence's `adjustments`, and the memory that they point into."""
+    """`adjustments` of one sequence, and the memory that they point to."""
 
     def __init__(self, sequence: Sequence) -> None:
-        """Allocate for a sequence. Raises ValueError for a bias of a token that the model does not have."""
+        """Raises ValueError for a bias of a token outside the vocabulary."""
         params, vocab_size = sequence.sampling, sequence.vocab_size
         self.bias = bias_row(sequence, "cpu")
         self.counts = np.zeros(vocab_size, dtype=np.int32) if counts_output(params) else None
@@ -139,7 +139,7 @@ class NativeAdjustments:
         )
 
     def fork(self) -> NativeAdjustments:
-        """The same with counts of its own."""
+        """Return a copy with counts of its own."""
         fork = copy.copy(self)
         fork.call = CAdjustments.from_buffer_copy(self.call)
         fork._banned_ids = self._banned_ids.copy()
@@ -150,18 +150,16 @@ class NativeAdjustments:
         return fork
 
     def follow(self, token_ids: np.ndarray) -> None:
-        """Count what has come to the sequence."""
         kernels().sampling_follow(ctypes.addressof(self.call.output), address_of(token_ids), len(token_ids))
 
 
 def sampling_params(params: SamplingParams, noise_key: int) -> CSamplingParams:
-    """Parameters as C wants them."""
     filters = CFilterParams(*filter_numbers(params))
     return CSamplingParams(noise_key, params.temperature, params.repetition_penalty, filters)
 
 
 def check_logits(logits: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError where C would read something else than `shape`, tokens last."""
+    """Raise ValueError unless the logits are `shape` float32 on the CPU, contiguous in tokens."""
     if tuple(logits.shape) != shape or not 0 < shape[-1] <= MAX_VOCAB:
         raise ValueError(f"logits {list(logits.shape)}; expected {list(shape)}, of 1 to {MAX_VOCAB} tokens")
     if logits.dtype != torch.float32 or logits.device.type != "cpu" or (shape[-1] > 1 and logits.stride(-1) != 1):
@@ -170,13 +168,13 @@ def check_logits(logits: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 
 def check_counts(counts: np.ndarray, vocab_size: int) -> None:
-    """Raise ValueError for counts that are not `[vocab] int32` side by side."""
+    """Raise ValueError unless the counts are contiguous `[vocab] int32`."""
     if counts.shape != (vocab_size,) or counts.dtype != np.int32 or not counts.flags.c_contiguous:
         raise ValueError(f"counts {list(counts.shape)} are {counts.dtype}; expected [{vocab_size}] int32 side by side")
 
 
 def check_masks(masks: np.ndarray, num_rows: int, vocab_size: int) -> None:
-    """Raise ValueError for masks that are not `[num_rows, num_mask_words] uint32` side by side."""
+    """Raise ValueError unless the masks are contiguous `[num_rows, num_mask_words] uint32`."""
     shape = (num_rows, num_mask_words(vocab_size))
     if masks.shape != shape or masks.dtype != np.uint32 or not masks.flags.c_contiguous:
         raise ValueError(f"masks {list(masks.shape)} are {masks.dtype}; expected {list(shape)} uint32 side by side")
@@ -186,7 +184,7 @@ _of_thread = threading.local()
 
 
 def scratch(vocab_size: int) -> int | None:
-    """Address of room to draw from one row: this thread's own, since several may draw at once."""
+    """Return the address of scratch memory for one row, per thread."""
     rooms: dict[int, np.ndarray] = _of_thread.__dict__.setdefault("rooms", {})
     if vocab_size not in rooms:
         rooms[vocab_size] = np.empty(kernels().sampling_scratch_size(vocab_size), dtype=np.uint8)
@@ -195,7 +193,7 @@ def scratch(vocab_size: int) -> int | None:
 
 @functools.cache
 def kernels() -> ctypes.CDLL:
-    """The compiled kernels in use. Raises KernelError where there are none."""
+    """Return the compiled kernels. Raises KernelError if there are none."""
     if (variant := chosen_variant()) is None:
         raise KernelError("no kernels were compiled here; install swiftbatch anew, with a C compiler")
     library = load_library(variant)
@@ -205,14 +203,14 @@ def kernels() -> ctypes.CDLL:
     return library
 
 
-# Draws, walks and candidates in C (source/sampling.c): the tokens that worker/sampling/sampler.py draws, on a CPU.
+# Walks and candidates in C (source/sampling.c), which sample the same tokens as worker/sampling/sampler.py.
 
 
 class NativeSampler:
-    """Draws one sequence's tokens. What the penalty looks at follows from the sequence's own: nothing is pushed."""
+    """Samples one sequence's tokens; it reads the history from the sequence."""
 
     def __init__(self, sequence: Sequence, adjusted: NativeAdjustments | None = None) -> None:
-        """`adjusted`: the adjustments of the sequence that this one is a fork of. Raises ValueError as they do."""
+        """`adjusted` is the forked sequence's. Raises ValueError as `NativeAdjustments` does."""
         params = sequence.sampling
         self.sequence = sequence
         self._params = sampling_params(params, sequence.noise_key)
@@ -226,8 +224,8 @@ class NativeSampler:
         )
 
     def fork(self, sequence: Sequence) -> NativeSampler:
-        """A sampler for a fork of the sequence, to be extended by a draft."""
-        counts = self.counts()  # taken in here, where the next fork finds them
+        """Return a sampler for a draft's fork of the sequence."""
+        counts = self.counts()  # counted here once, so that later forks need not repeat it
         fork = NativeSampler(sequence, self._adjusted.fork() if self._adjusted else None)
         if fork._counts is not None and counts is not None:
             fork._counts[:] = counts
@@ -235,7 +233,7 @@ class NativeSampler:
         return fork
 
     def counts(self) -> np.ndarray | None:
-        """Count how often each token lies in the penalty window, `[vocab] int32`; None where there is no penalty."""
+        """Return each token's count in the penalty window, `[vocab] int32`; None without that penalty."""
         token_ids = self.sequence.token_ids
         self._check_grown()
         if self._counts is not None:
@@ -245,7 +243,7 @@ class NativeSampler:
         return self._counts
 
     def context(self) -> Context:
-        """All that the next token depends on beside its logits; its tensors change with the sequence."""
+        """Return what the next token depends on beside its logits; its tensors change with the sequence."""
         counts = self.counts()
         seen = None if counts is None else torch.from_numpy(counts > 0)
         if (adjusted := self._adjusted) is None:
@@ -266,7 +264,7 @@ class NativeSampler:
     def walk_call(
         self, tree: DraftTree, logits: torch.Tensor, masks: np.ndarray | None = None
     ) -> tuple[CTreeWalk, np.ndarray]:
-        """One tree for C, and the memory that it points into: nodes, parents, drawn tokens, path, one row each."""
+        """Return the struct of one tree, and its memory."""
         self._check_grown()
         num_nodes, token_ids = len(tree), self.sequence.token_ids
         check_logits(logits, (num_nodes + 1, self.sequence.vocab_size))
@@ -289,12 +287,10 @@ def walk(
     logits: Many[torch.Tensor],
     masks: Many[np.ndarray | None] = (),
 ) -> list[Walk]:
-    """Draw from every root on and follow the children that carry the drawn tokens, as `verification.py` does.
+    """Walk each tree from its root along the drawn tokens, as `verification.py` does.
 
-    `logits[i] [1 + num_nodes, vocab] float32` on the CPU, row 0 the root's; `masks` as `drawing.Masks`. A walk
-    knows no end of a sequence; it stops in front of a row that nothing can be drawn from. Samplers stay as they
-    are: what the caller commits to a sequence is what its sampler sees next. Raises ValueError for shapes that
-    do not fit.
+    `logits[i] [1 + num_nodes, vocab] float32` on the CPU, row 0 the root's. A walk stops before a row from which
+    nothing can be drawn. Raises ValueError for unfit shapes.
     """
     if not samplers:
         return []
@@ -317,7 +313,7 @@ def logprobs(
     mode: LogprobsMode,
     mask: np.ndarray | None = None,
 ) -> TokenLogprobs:
-    """The log-probabilities of the tokens that a walk has drawn; called before the sampler's sequence has them."""
+    """Return the log-probabilities of a walk's tokens, before the sequence has them."""
     call, room = sampler.walk_call(tree, logits, mask)
     call.num_drawn = len(walked.drawn)
     room[2, : len(walked.drawn)], room[3, : len(walked.path)] = walked.drawn, walked.path
@@ -333,10 +329,9 @@ def logprobs(
 def draw(
     logits: torch.Tensor, position: int, params: SamplingParams, noise_key: int, counts: np.ndarray | None = None
 ) -> int:
-    """Draw the token at `position` from logits `[vocab] float32`; those not finite are drawn as the reference does.
+    """Draw the token at `position` from logits `[vocab] float32`, also from non-finite ones, as the reference does.
 
-    `counts [vocab] int32` of the tokens in the penalty window; None: none is penalised. Without bias, masks and
-    penalties by the output's counts, which need a sequence.
+    `counts [vocab] int32` are of the penalty window; None: no penalty.
     """
     check_logits(logits, (logits.shape[-1],))
     if counts is not None:
@@ -349,9 +344,9 @@ def draw(
 
 
 def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Ids `[num_rows, TOP_K] int64` and log-probabilities `float32` of the best tokens of `[num_rows, vocab]` logits.
+    """Return ids `[num_rows, TOP_K] int64` and float32 log-probabilities of the best of `[num_rows, vocab]` logits.
 
-    Equals come in the order of their ids. In a row with NaN all candidates are as unlikely as can be.
+    Equal logits are ordered by id.
     """
     check_logits(logits, (len(logits), logits.shape[-1]))
     num_rows, vocab_size = logits.shape
@@ -365,7 +360,7 @@ def top_candidates(logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def noise(noise_key: int, positions: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """The noise `[count] float32` that `token_ids [count]` have at `positions [count]`, whole numbers from 0."""
+    """Return the noise `[count] float32` of `token_ids [count]` at `positions [count]`."""
     places, tokens = (np.ascontiguousarray(numbers, dtype=np.int64) for numbers in (positions, token_ids))
     if places.shape != tokens.shape or places.ndim != 1:
         raise ValueError(f"positions {list(places.shape)} and tokens {list(tokens.shape)}; expected one list of each")

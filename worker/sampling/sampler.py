@@ -1,8 +1,6 @@
-"""Coupled sampling: x_t = argmax_v(processed_logit_t[v] / T + G(key, t, v)), the same token whenever it is drawn.
+"""Coupled sampling: x_t = argmax_v(processed_logit_t[v] / T + G(key, t, v)), the same token in every batch.
 
-Processors and their order are those of `transformers`: what comes in front of the temperature (logits_processors.py),
-the temperature, the filters in the order of filters.py; all in float32. Each works on one row, `[vocab] float32`, so
-that a row's neighbours cannot change it.
+Order and definitions are those of `transformers`, in float32, one row at a time.
 """
 
 from __future__ import annotations
@@ -26,20 +24,19 @@ from swiftbatch.worker.sampling.logits_processors import (
 from swiftbatch.worker.sampling.noise import GumbelNoise
 from swiftbatch.worker.sampling.sequence import Sequence
 
-NOT_FINITE = "logits_not_finite"  # the error code of a job that met them
+NOT_FINITE = "logits_not_finite"  # an error code
 
 
 class NotFiniteError(ArithmeticError):
-    """The model gave logits that nothing can be drawn from. The message is one line for the user."""
+    """Logits from which nothing can be drawn. The message is one line for the user."""
 
 
 def is_drawable(logits: torch.Tensor) -> bool:
-    """Return whether a token can be drawn from a row `[vocab]`."""
-    return math.isfinite(float(logits.max()))  # NaN where there is any
+    return math.isfinite(float(logits.max()))  # NaN if the row has any
 
 
 def check_finite(logits: torch.Tensor, position: int) -> None:
-    """Raise NotFiniteError for a row `[vocab]` with NaN or +inf, or of -inf alone; some -inf only mask their tokens."""
+    """Raise NotFiniteError for a row `[vocab]` with NaN or +inf, or of -inf alone; some -inf mask tokens."""
     if is_drawable(logits):
         return
     peak = float(logits.max())
@@ -51,7 +48,7 @@ def check_finite(logits: torch.Tensor, position: int) -> None:
 
 
 def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Logits over temperature; where that leaves float32, their distances from the best one, which draw the same."""
+    """Divide by the temperature; on overflow, first subtract the best logit, which draws the same token."""
     scores = logits / temperature
     if temperature < 1.0 and math.isinf(float(scores.max())):
         return (logits - logits.max()) / temperature
@@ -59,25 +56,24 @@ def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def process(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Apply everything from the temperature on to one row; only for temperature > 0."""
     return filtered(_tempered(logits, params.temperature), params)
 
 
 def draw(logits: torch.Tensor, position: int, params: SamplingParams, noise: GumbelNoise) -> int:
-    """Draw the token at `position` from penalised logits `[vocab] float32`."""
+    """Draw a token from penalised logits `[vocab] float32`."""
     if params.temperature == 0.0:
         return int(torch.argmax(logits))
     return int(torch.argmax(process(logits, params) + noise.row(position)))
 
 
 class TokenSampler:
-    """Draws one sequence's tokens in order. Each `draw` counts as committed: the next one sees it in its history."""
+    """Samples one sequence's tokens in order; each `draw` counts as committed."""
 
     def __init__(self, sequence: Sequence, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self._sequence = sequence
         self._params = sequence.sampling
         self._noise = sequence.noise
-        self.position = len(sequence)  # of the next token
+        self.position = len(sequence)  # the next token's
         penalised = self._params.repetition_penalty != 1.0
         self._window = PenaltyWindow(sequence, vocab_size, device) if penalised else None
         self._counts = output_counts(sequence, vocab_size, device)
@@ -86,20 +82,19 @@ class TokenSampler:
         self._recent: list[int] = sequence.output_ids[-self._num_recent :].tolist() if self._num_recent else []
 
     def fork(self) -> TokenSampler:
-        """A sampler of its own that goes on from here, for a draft."""
         fork = copy.copy(self)
         fork._window = self._window.fork() if self._window is not None else None
         fork._counts = self._counts.clone() if self._counts is not None else None
         return fork
 
     def draw(self, logits: torch.Tensor) -> int:
-        """Draw the token at the next position from the target's logits there, `[vocab] float32`."""
+        """Draw the next token from the target's logits `[vocab] float32`."""
         token_id = draw(self.penalised(logits), self.position, self._params, self._noise)
         self.push(token_id)
         return token_id
 
     def push(self, token_id: int) -> None:
-        """Take in a token at the next position that was drawn elsewhere."""
+        """Append a token that was drawn elsewhere."""
         self.position += 1
         if self._window is not None:
             self._window.push(token_id)
@@ -109,11 +104,11 @@ class TokenSampler:
             self._recent = [*self._recent, token_id][-self._num_recent :]
 
     def penalised(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits `[..., vocab]` as the tokens so far and the parameters change them, in front of the temperature."""
+        """Return logits `[..., vocab]` before the temperature."""
         return adjusted(logits, self._params, self.context())
 
     def context(self) -> Context:
-        """All that the next token depends on beside its logits; its tensors change with the next token."""
+        """Return a context whose tensors change with the next token."""
         seen = None if self._window is None else self._window.seen
         num_output = self.position - self._sequence.num_prompt_tokens
         return Context(self._bias, masked_tokens(self._sequence, num_output, self._recent), seen, self._counts)

@@ -1,4 +1,4 @@
-"""One generation in progress: its tokens, its sampling parameters and its noise."""
+"""Generation in progress: its tokens, parameters and noise."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from swiftbatch.worker.sampling.token_masks import Constraint
 
 
 class Rule(Protocol):
-    """Restricts a job's output. It is never changed; sequences share it."""
+    """Restriction of a job's output, immutable and shared by sequences."""
 
     def start(self, sequence: Sequence) -> Constraint:
-        """The rule in front of the first output token of a sequence, whose prompt it may look at."""
+        """Return the constraint before a sequence's first output token; it may read the prompt."""
 
 
 class Sequence:
-    """Prompt and committed tokens of one job in one growing buffer. Positions are absolute: the prompt starts at 0."""
+    """Prompt and committed tokens of one job in one buffer; position 0 is the prompt's first."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Sequence:
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
         rules: tuple[Rule, ...] = (),
     ) -> None:
-        """`bad_word_ids`, `rules`: what `TextCodec` makes of `sampling.bad_words` and of what restricts the output."""
+        """Take `bad_word_ids` and `rules` from a `TextCodec`."""
         if bool(bad_word_ids) != bool(sampling.bad_words):
             raise ValueError(f"sequence {sequence_id}: bad words {sampling.bad_words} are {bad_word_ids} as tokens")
         if sampling.structured_outputs is not None and not rules:
@@ -48,10 +48,10 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_ids)
         self.max_length = self.num_prompt_tokens + sampling.max_tokens
         self.vocab_size = vocab_size
-        self.eos_token_ids: frozenset[int] = frozenset()  # the model's; known once an engine has the sequence
+        self.eos_token_ids: frozenset[int] = frozenset()  # set by the engine
         self.bad_word_ids, self.rules = bad_word_ids, rules
         self.finish_reason: str | None = None
-        self.error: str | None = None  # what went wrong, where the finish reason is an error
+        self.error: str | None = None  # message, if the finish reason is an error
         self.error_code: str | None = None
         self._buffer = np.empty(self.max_length, dtype=np.int64)
         self._length = 0
@@ -65,38 +65,36 @@ class Sequence:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Prompt and output so far, a view `[length] int64`."""
+        """Return a view `[length] int64`."""
         return self._buffer[: self._length]
 
     @property
     def last_token_id(self) -> int:
-        """The newest token."""
         token_id: int = self._buffer.item(self._length - 1)
         return token_id
 
     @property
     def last_token_ids(self) -> tuple[int, int]:
-        """The newest token behind the one before it; a single one is its own neighbour."""
+        """Return the last two tokens, or the only one twice."""
         last = self._length - 1
         return self._buffer.item(last - 1 if last else 0), self._buffer.item(last)
 
     def token_id(self, position: int) -> int:
-        """The token at a position below the length."""
         token_id: int = self._buffer.item(position)
         return token_id
 
     def ahead(self, num_tokens: int) -> np.ndarray:
-        """The room for the next tokens, a view `[num_tokens] int64` behind `token_ids`; extending makes them count."""
+        """Return a view `[num_tokens] int64` of the next tokens; `extend` commits them."""
         return self._buffer[self._length : self._length + num_tokens]
 
     @property
     def output_ids(self) -> np.ndarray:
-        """Committed output tokens, a view `[num_generated] int64`."""
+        """Return a view `[num_generated] int64`."""
         return self._buffer[self.num_prompt_tokens : self._length]
 
     @property
     def kept_logprobs(self) -> TokenLogprobs | None:
-        """The log-probabilities of the output tokens, a view; None where they are not asked for."""
+        """Return a view; None if not requested."""
         return None if self.logprobs is None else self.logprobs.all
 
     @property
@@ -108,17 +106,17 @@ class Sequence:
         return self.max_length - self._length
 
     def fork(self) -> Sequence:
-        """This sequence, to be extended by a draft. Nothing is copied: what is committed here later overwrites it."""
+        """Return a draft's copy, which shares the buffer: later commits overwrite the draft."""
         return copy.copy(self)
 
     def set_rewinds(self, rewinds: tuple[Rewind, ...]) -> None:
-        """Draw what comes next with the noise that follows so many rewinds; before an engine has the sequence."""
+        """Set the rewinds, which change later noise; call it before an engine has the sequence."""
         self.rewinds = rewinds
         self.noise_key = noise_key(self.sampling.seed or 0, self._buffer[: self.num_prompt_tokens], len(rewinds))
         self.noise = GumbelNoise(self.noise_key, self.vocab_size, self._device)
 
     def with_output(self, output_ids: list[int]) -> Sequence:
-        """A sequence of its own with another output, which goes on behind it; log-probabilities are not asked for."""
+        """Return an independent sequence with another output, without log-probabilities."""
         again = copy.copy(self)
         again._buffer, again._length = self._buffer.copy(), self.num_prompt_tokens
         again.finish_reason = None
@@ -126,7 +124,9 @@ class Sequence:
         return again
 
     def rewound(self, num_tokens: int) -> Sequence:
-        """A sequence of its own with the first `num_tokens` of the output, which goes on with other noise."""
+        """Return an independent sequence with the first `num_tokens` of the output, which continues with other
+        noise.
+        """
         again = copy.copy(self)
         again._buffer = self._buffer.copy()
         again.logprobs = None if self.logprobs is None else self.logprobs.first(num_tokens)
@@ -139,7 +139,7 @@ class Sequence:
         """Append committed tokens."""
         end = self._length + len(token_ids)
         if len(token_ids) == 1:
-            self._buffer[self._length] = token_ids[0]  # as most often, in a third of a slice's time
+            self._buffer[self._length] = token_ids[0]  # the usual case, three times as fast as a slice
         else:
             self._buffer[self._length : end] = token_ids
         self._length = end

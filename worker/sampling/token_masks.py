@@ -1,4 +1,4 @@
-"""The contract of rules that say which tokens of a job may come next, and of their state behind its output."""
+"""Contract of rules that restrict the next tokens, and of their state."""
 
 from __future__ import annotations
 
@@ -6,53 +6,49 @@ from typing import Protocol
 
 import numpy as np
 
-WORD_BITS = 32  # tokens of one word of a mask
-CONSTRAINT_REFUSED = "constraint_refused"  # the error code of a job whose rules can't be followed from where it stands
+WORD_BITS = 32
+CONSTRAINT_REFUSED = "constraint_refused"  # error code if rules cannot be followed
 
 
 class ConstraintError(ValueError):
-    """No mask can be said, or a token is none of those that may come. The message is for the user."""
+    """No mask is known, or a token is not allowed. The message is for the user."""
 
 
 class Constraint(Protocol):
-    """A rule behind some output tokens. Whatever was pushed and popped, it is a function of these tokens alone."""
+    """Rule after some output tokens, on which alone it depends."""
 
     def mask(self) -> np.ndarray | None:
-        """The tokens that may come next, as `num_mask_words` words of uint32, lowest bit first; None: any may.
+        """Return the allowed tokens as `num_mask_words` uint32 words, lowest bit first; None: all.
 
-        It may have none. Raises ConstraintError where it can't be told.
+        Raises ConstraintError if they are unknown.
         """
 
     def is_free(self, token_ids: list[int]) -> bool:
-        """Return whether any token may come here and behind any of these, in any order. False is always safe."""
+        """Return whether any of these tokens may come here, in any order; False is always safe."""
 
     def guess(self, token_ids: np.ndarray) -> int:
-        """Choose the one to draft of some tokens that may come."""
+        """Return the best of some allowed tokens to draft."""
 
     def push(self, token_id: int) -> None:
-        """Go on behind one more token. Raises ConstraintError for one that the mask does not have."""
+        """Append a token. Raises ConstraintError if it is not allowed."""
 
     def pop(self, num_tokens: int) -> None:
-        """Go back to before the last tokens."""
+        """Remove the last tokens."""
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """Words of a mask of so many tokens."""
     return -(-vocab_size // WORD_BITS)
 
 
 def allows(mask: np.ndarray, token_id: int) -> bool:
-    """Return whether a mask has a token."""
     return bool(mask[token_id // WORD_BITS] >> np.uint32(token_id % WORD_BITS) & np.uint32(1))
 
 
 def tokens_of(mask: np.ndarray) -> np.ndarray:
-    """The tokens that a mask has, ascending."""
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
 
 def mask_of(token_ids: tuple[int, ...], vocab_size: int) -> np.ndarray:
-    """The mask that has these tokens alone."""
     mask = np.zeros(num_mask_words(vocab_size), dtype=np.uint32)
     for token_id in token_ids:
         mask[token_id // WORD_BITS] |= np.uint32(1 << token_id % WORD_BITS)

@@ -1,4 +1,4 @@
-"""Verifies draft trees, and holds what one verified step tells its drafter."""
+"""Verification of draft trees, and its result for the drafter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
-GUESSED = -1  # in place of the number of a node that no drafter proposed
-TOP_K = 8  # candidates of the target kept at every verified row
+GUESSED = -1  # marks a node that no drafter proposed
+TOP_K = 8  # so many target candidates are stored per row
 
 
 Candidates = tuple[np.ndarray, np.ndarray]
@@ -20,19 +20,19 @@ Candidates = tuple[np.ndarray, np.ndarray]
 
 
 class Verification(NamedTuple):
-    """Outcome of verifying one draft tree. Row 0 is the root (last committed token), row i + 1 is node i."""
+    """Result of verifying one draft tree; row 0 is the root, row i + 1 is node i."""
 
     tree: DraftTree
-    path: list[int]  # accepted nodes, root side first
-    committed_ids: list[int]  # accepted tokens, then the bonus token; cut short where the sequence ends
+    path: list[int]  # accepted nodes, from the root
+    committed_ids: list[int]  # accepted tokens, then the bonus token; ends with the sequence
     row_token_ids: Many[int]  # [num_rows]
     top_ids: np.ndarray | None  # [num_rows, TOP_K] int64, the target's best candidates after each row
     top_logprobs: np.ndarray | None  # [num_rows, TOP_K] float32, of the unprocessed logits
     hidden: torch.Tensor | None = None  # [1 + num_accepted, hidden] final states of the root and the accepted path
-    draft_kind: str = "tree"  # of `metrics.worker_counters.DRAFT_KINDS`
-    numbers: list[int] | None = None  # of the tree's nodes in the proposed tree; None: that one itself was verified
-    num_left_out: int = 0  # nodes of that tree
-    num_steps: int = 1  # that brought the tokens: several where nothing was drafted
+    draft_kind: str = "tree"  # one of `metrics.worker_counters.DRAFT_KINDS`
+    numbers: list[int] | None = None  # nodes' numbers in the proposed tree; None: all of it was verified
+    num_left_out: int = 0  # counts proposed nodes that were not verified
+    num_steps: int = 1  # counts model steps, several if nothing was drafted
 
     @property
     def num_draft_tokens(self) -> int:
@@ -46,7 +46,7 @@ class Verification(NamedTuple):
 
     @property
     def proposed_path(self) -> list[int]:
-        """The accepted nodes with their numbers in the tree that was proposed."""
+        """Return the accepted nodes by their numbers in the proposed tree."""
         if self.numbers is None:
             return self.path
         numbers = self.numbers
@@ -54,20 +54,20 @@ class Verification(NamedTuple):
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Accepted draft tokens; never counts the bonus token."""
+        """Return accepted draft tokens, without the bonus token."""
         return len(self.path)
 
 
 class Walk(NamedTuple):
-    """The outcome of one walk down a draft tree."""
+    """Result of one walk down a draft tree."""
 
-    path: list[int]  # accepted nodes, root side first
+    path: list[int]  # accepted nodes, from the root
     drawn: list[int]  # tokens of the path, then the bonus token
-    failed_row: int | None = None  # the row behind `drawn`, where nothing can be drawn from its logits
-    candidates: Candidates | None = None  # of all rows, walked or not; None where nobody asked for them
+    failed_row: int | None = None  # nothing can be drawn from this row after `drawn`
+    candidates: Candidates | None = None  # None if not requested
 
     def until(self, num_tokens: int) -> Walk:
-        """A walk of only the first tokens, behind which the sequence ends."""
+        """Return the first tokens, if the sequence ends after them."""
         return Walk(self.path[:num_tokens], self.drawn[:num_tokens], candidates=self.candidates)
 
 
@@ -78,10 +78,9 @@ def walk(
     is_drawable: Callable[[torch.Tensor], bool] = lambda logits: True,
     masked: Callable[[torch.Tensor, int], torch.Tensor] = lambda logits, row: logits,
 ) -> Walk:
-    """Draw from the root on and follow the children that carry the drawn tokens, up to a row that is not `is_drawable`.
+    """Draw from the root on and follow the children that match, up to a row that is not `is_drawable`.
 
-    `logits [num_rows, vocab] float32`, row 0 the root's; `masked` leaves of a row what may come there. Every token is
-    drawn from the given logits, so no drafter can bias it.
+    `logits [num_rows, vocab] float32`, row 0 the root's. Drafts cannot bias the drawn tokens.
     """
     children = tree.children()
     path: list[int] = []

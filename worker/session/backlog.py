@@ -1,7 +1,4 @@
-"""Jobs that a worker has and has not begun: each takes the place of one that leaves, without a word to the driver.
-
-Where the caches of a worker's jobs outgrow its memory, some of them go back to the queue.
-"""
+"""Jobs that wait on a worker, and the room of its caches."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ from swiftbatch.worker.kv.kv_capacity import (
 )
 from swiftbatch.worker.session.work_messages import Assignment, Orders
 
-MOST_READ = 5 * ROW_CHOICES[-1]  # known tokens of a job in a step: twice copied, then read in three forwards at most
+MOST_READ = 5 * ROW_CHOICES[-1]  # copied twice, these are read in up to three forwards
 
-if TYPE_CHECKING:  # a session without a model imports this, and no torch
+if TYPE_CHECKING:  # sessions without a model import this module without torch
     from swiftbatch.worker.forward.target_model import TargetModel
     from swiftbatch.worker.kv.paged_arena import KVArena
     from swiftbatch.worker.session.running_job import RunningJob
@@ -34,18 +31,18 @@ if TYPE_CHECKING:  # a session without a model imports this, and no torch
 
 @dataclass
 class CacheRoom:
-    """The memory of a worker for the caches of its jobs."""
+    """Memory of a worker for its jobs' caches."""
 
-    num_pages: int | None = None  # for all caches together; None where that is no question
-    num_beside: int = 0  # positions that the states of a job's layers take room of
-    page: int | None = None  # positions of a page, as `pages_of` has it
-    held: HeldPositions | None = None  # of a job's positions; None for all
-    windows: WindowPages | None = None  # of layers that have pages of their own
-    arena: KVArena | None = None  # which knows what is free, where a GPU's caches share pages
+    num_pages: int | None = None  # None: no limit
+    num_beside: int = 0  # recurrent states take as much as so many positions
+    page: int | None = None  # as in `pages_of`
+    held: HeldPositions | None = None  # None: a job's cache keeps all its positions
+    windows: WindowPages | None = None  # None: no layer has pages of its own
+    arena: KVArena | None = None  # None: caches share no pages
 
     @classmethod
     def of(cls, target: TargetModel, num_unwritten: int | None) -> CacheRoom:
-        """The room for a target's caches, if checkpoints lag by so many positions, as `held_positions` has it."""
+        """Return the room for a target's caches, for checkpoints that lag by `num_unwritten` positions."""
         pool, held = target.pool_size, target.held_positions(num_unwritten)
         if pool is None:
             return cls(None, target.num_state_positions(), held=held)
@@ -54,27 +51,22 @@ class CacheRoom:
         )
 
     def follow(self, orders: Orders) -> None:
-        """Have as many pages as the orders say; those of a GPU are its own."""
+        """Set the pages of a CPU; a GPU has its own."""
         if self.arena is None:
             self.num_pages = orders.num_pages
 
     def can_fit(self, jobs: Collection[RunningJob]) -> bool:
-        """Tell whether jobs have room for another step.
-
-        Alone a job always has, but for what its cache holds until a checkpoint has written it.
-        """
+        """Return whether jobs have room for another step; a single job always has."""
         (most, num_taken), _ = self._pools(jobs)
         return self._fits_windows(jobs) and (most is None or len(jobs) < 2 or num_taken(jobs) <= most)
 
     def without_room(self, jobs: Collection[RunningJob]) -> list[RunningJob]:
-        """The jobs that have to leave before the next step: the youngest, as few as possible; the eldest always stays.
+        """Return the jobs that must leave before the next step: the youngest, as few as possible, never the eldest.
 
-        Age counts from a job's first attempt in the run. So no job ever makes an older one leave, on no worker: two
-        can't throw each other out in turns, and the eldest of all reaches its end. The youngest is, as a rule, the one
-        that loses least, too: it has run for the shortest time, and long jobs begin first.
+        Age counts from a job's first attempt on any worker, so two jobs cannot evict each other in turns.
         """
         if not self._fits_windows(jobs):
-            for job in jobs:  # what is held for others leaves first
+            for job in jobs:  # frees positions kept for other sequences
                 job.cache.release()
         by_age = sorted(jobs, key=lambda job: job.assignment.seniority)
         leaving: list[RunningJob] = []
@@ -86,11 +78,10 @@ class CacheRoom:
         return leaving
 
     def num_taken(self, jobs: Iterable[RunningJob]) -> int:
-        """The pages that jobs take for all tokens that they have, those that are still to be read included."""
         return sum(pages_of(self._held(job) + self.num_beside, self.page) for job in jobs)
 
     def has_room(self, jobs: Collection[RunningJob], assignment: Assignment) -> bool:
-        """Tell whether a job may be expected to fit beside others for a while; alone it always does."""
+        """Return whether a job is expected to fit beside others for a while."""
         if self.num_pages is None or not jobs:
             return True
         growths = [self._growth_of(job) for job in jobs]
@@ -99,10 +90,7 @@ class CacheRoom:
         return has_pages and has_window_pages(growths, self.page or PAGE, self.windows)
 
     def _pools(self, jobs: Collection[RunningJob]) -> tuple[Pool, Pool]:
-        """The pages that jobs have or may take, and those of layers with a window, each with what counts their need.
-
-        Pages that several jobs share count for each, as their need does.
-        """
+        """Return the pages, then the window pages, each with a function of jobs' need."""
         found = (self.num_pages, None) if self.arena is None else self.arena.num_pages_for(job.cache for job in jobs)
         return (found[0], self.num_taken), (found[1], self._num_in_windows)
 
@@ -111,10 +99,7 @@ class CacheRoom:
         return most is None or num_taken(jobs) <= most
 
     def _num_in_windows(self, jobs: Iterable[RunningJob]) -> int:
-        """Count the pages of layers with a window that jobs are expected to hold, or have and take for a step.
-
-        The more of the two: a lagging checkpoint keeps some there. Pages that a job keeps for others do not count.
-        """
+        """Count the window pages that jobs are expected to keep, or need for a step."""
         assert self.windows is not None
         held, num_pages = self.windows.held, 0
         for job in jobs:
@@ -124,7 +109,7 @@ class CacheRoom:
         return num_pages
 
     def _held(self, job: RunningJob) -> int:
-        """The positions that take as much; those of a shared prompt are all held, for others."""
+        """Return the number of positions of equal memory; those of a shared prompt are all kept."""
         num_positions = len(job.sequence)
         return num_positions if self.held is None else self.held.of(num_positions, job.assignment.num_shared_tokens)
 
@@ -139,7 +124,7 @@ class CacheRoom:
 
 
 class Backlog:
-    """The jobs of one worker that are still to begin, in the order in which the driver gave them."""
+    """Jobs of a worker that have not begun, in the driver's order."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Assignment] = {}
@@ -149,7 +134,7 @@ class Backlog:
         return len(self._waiting)
 
     def follow(self, orders: Orders) -> list[str]:
-        """Take new jobs in, and drop what is cancelled; returns the recalled jobs that have not begun."""
+        """Add new jobs and drop cancelled ones; return the recalled jobs, which have not begun."""
         self._num_slots = orders.num_slots
         for job_id in orders.cancelled:
             self._waiting.pop(job_id, None)
@@ -158,20 +143,16 @@ class Backlog:
         return recalled
 
     def keep_to(self, num_jobs: int) -> None:
-        """Have no more than so many jobs run until the next orders: memory has run out."""
+        """Limit the running jobs until the next orders."""
         self._num_slots = num_jobs
 
     def next(self, jobs: Collection[RunningJob], room: CacheRoom) -> Assignment | None:
-        """Take the first job that has room beside those that run; None if none.
-
-        A shorter one may go before a long one, which is asked for first again when that has ended.
-        """
+        """Take the first job with room; a shorter one may go before a long one."""
         if self._num_slots is not None and len(jobs) >= max(1, self._num_slots):
             return None
         found = next((each for each in self._waiting.values() if room.has_room(jobs, each)), None)
         return self._waiting.pop(found.job_id) if found else None
 
     def give_up(self) -> list[str]:
-        """Hand all back."""
         waiting, self._waiting = list(self._waiting), {}
         return waiting

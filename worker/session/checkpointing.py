@@ -1,4 +1,4 @@
-"""Decides when a running job's checkpoints are due, and what goes into them; the writing is in the background."""
+"""When a running job's checkpoints are due, and their contents; a background thread writes them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,23 @@ from swiftbatch.worker.engine.stopping import rewind_distance
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.session.running_job import RunningJob
 
-MAX_SEGMENT_BYTES = 1 << 26  # what one segment may take of the memory
-REPLAYED_SHARE = 1 / 16  # of an old job's positions, which are read again at most where its worker was lost
+MAX_SEGMENT_BYTES = 1 << 26  # limits a segment's memory
+REPLAYED_SHARE = 1 / 16  # at most this share of an old job's positions is read again after a lost worker
 
 
 class Checkpointing:
-    """Keeps the checkpoints of one worker's jobs. `check` and `flush` raise StoreError when the store has failed."""
+    """Checkpoints of one worker's jobs. `check` and `flush` raise StoreError when the store has failed."""
 
     def __init__(self, checkpoints: CheckpointStore, logs: WorkerLogs, config: EngineConfig, engine: Engine) -> None:
         self._config = config
         self._drafter = engine.drafter
         most = MAX_SEGMENT_BYTES // engine.target.cache_shape.bytes_per_position()
-        if engine.target.cache_shape.windows:  # there it waits for them
+        if engine.target.cache_shape.windows:  # caches keep positions until they are written
             most = min(config.checkpoint_tokens, most)
         self._writer = CheckpointWriter(checkpoints, max(1, most), engine.counters.count_checkpoint, logs)
 
     def open(self, job: RunningJob) -> None:
-        """Begin with a job, whose new manifests go on from the segments that its resume found whole.
-
-        A resume has said already who makes the attempt, see `WorkerSession`.
-        """
+        """Start a job's checkpoints, which continue the segments that its resume loaded."""
         segments = job.recovery.segments if job.recovery else ()
         num_rewinds = len(job.sequence.rewinds)
         self._writer.open(
@@ -46,7 +43,7 @@ class Checkpointing:
         self._expect_reads(job)
 
     def rewind(self, job: RunningJob, again: Sequence) -> None:
-        """Have kept that the job goes on with `again`; when this returns, its cache may be rolled back."""
+        """Record that the job continues with `again`; afterwards its cache may be rolled back."""
         num_positions = min(job.cache.length, len(again) - 1)
         log = TokenLog(again.output_ids.astype("uint32"), again.rewinds)
         self._writer.rewind(job.job_id, log, num_positions, again.kept_logprobs)
@@ -54,10 +51,7 @@ class Checkpointing:
         self._expect_reads(job)
 
     def put_due(self, jobs: Collection[RunningJob]) -> None:
-        """Hand over what should be kept by now; returns at once.
-
-        Once the token log of one job is due, those of all go with it: they are one write.
-        """
+        """Queue all due writes; one job's due token log takes those of all along."""
         config = self._config
         if any(job.is_log_due(config.checkpoint_seconds, config.checkpoint_tokens) for job in jobs):
             with self._writer.together():
@@ -69,14 +63,11 @@ class Checkpointing:
                 job, config.checkpoint_tokens
             ):
                 self._put_state(job)
-            kept_end = job.cache.length - rewind_distance(job.sequence)  # a rewind drops the segment that it falls into
+            kept_end = job.cache.length - rewind_distance(job.sequence)  # a rewind drops its segment
             job.cache.release(self._writer.num_written_positions(job.job_id, kept_end))
 
     def catch_up(self, jobs: Collection[RunningJob], seconds: float) -> bool:
-        """Write what caches hold for that alone, for at most `seconds`; returns whether all is written.
-
-        A rewind may then read tokens again, whose segments it would else have found.
-        """
+        """Write positions that caches keep for checkpoints, for at most `seconds`; return whether all are written."""
         for job in jobs:
             if self._config.checkpoint == "state" and self._num_new_positions(job) > 0:
                 self._put_state(job)
@@ -87,10 +78,7 @@ class Checkpointing:
         return is_written
 
     def flush(self, jobs: Items[RunningJob], seconds: float) -> None:
-        """Write all token logs, then as much state as `seconds` allow: these jobs are to go on elsewhere.
-
-        The logs are waited for in any case: whoever goes on with the jobs looks for them in the jobs' own folders.
-        """
+        """Write all token logs, then as much state as `seconds` allow, before the jobs move to another worker."""
         for job in jobs:
             self._put_tokens(job, is_released=True)
             if self._config.checkpoint == "state" and self._num_new_positions(job) > 0:
@@ -100,7 +88,7 @@ class Checkpointing:
         self._writer.check()
 
     def keep(self, job: RunningJob, seconds: float) -> None:
-        """Write all that there is of a job that has ended, as far as `seconds` allow: it may go on some day."""
+        """Write all of an ended job that may be extended, for at most `seconds`."""
         self._put_tokens(job, is_released=True)
         if self._num_new_positions(job) > 0:
             self._put_state(job, is_released=True)
@@ -108,29 +96,26 @@ class Checkpointing:
         self._writer.check()
 
     def close(self, job: RunningJob) -> None:
-        """Write no more of a job: no file of its own is under way when this returns.
+        """Stop writing a job's files.
 
-        The token log of one that has ended stays until `forget`, that of another, as far as it was written, goes into
-        the job's own folder.
+        An ended job's token log stays until `forget`; another's moves to the job's own folder.
         """
         has_ended = job.sequence.finish_reason is not None and job.sequence.error is None
         job.has_files = self._writer.close(job.job_id, has_ended)
 
     def forget(self, job_ids: Collection[str]) -> None:
-        """Note that jobs that have ended are no longer to be resumed by anybody."""
+        """Note that these ended jobs will never be resumed."""
         self._writer.forget(job_ids)
 
     def check(self) -> None:
-        """Raise the StoreError of a write that failed for good."""
         self._writer.check()
 
     def _expect_reads(self, job: RunningJob) -> None:
-        """Have the cache keep what segments are still to be written of."""
         if self._config.checkpoint == "state" or self._config.keep_state:
             job.cache.retain(self._writer.num_written_positions(job.job_id, len(job.sequence)))
 
     def _num_new_positions(self, job: RunningJob) -> int:
-        """Count the positions behind the last state. Copied ones do not count: whoever read them keeps them, too."""
+        """Return the positions after the last state, without copied ones."""
         return job.cache.length - max(self._writer.num_state_positions(job.job_id), job.cache.num_copied)
 
     def _put_tokens(self, job: RunningJob, is_released: bool = False) -> None:
@@ -147,18 +132,12 @@ class Checkpointing:
         self._writer.put_state(job.job_id, token_ids, self._drafter.state(job.sequence), layers)
 
     def _are_states_due(self, job: RunningJob, is_released: bool) -> bool:
-        """Tell whether the states of layers, all of which are written each time, are due.
-
-        They wait for as many bytes of keys and values, so that they double the bytes of a checkpoint at most.
-        """
+        """Return whether recurrent states are due: they wait until they at most double a checkpoint."""
         num_new = job.cache.boundary - self._writer.num_positions_of_states(job.job_id)
         shape = job.cache.shape
         return num_new > 0 and (is_released or num_new * shape.bytes_per_position() >= shape.checkpointed_state_bytes())
 
 
 def state_interval(job: RunningJob, num_tokens: int) -> int:
-    """New positions of a job that make a state due, `num_tokens` at least: the more the older the job is.
-
-    Each state costs requests. A cache that forgets keeps what is still to be written, and room is left for no more.
-    """
+    """Return the new positions that make a state due, more for older jobs because each state costs requests."""
     return num_tokens if job.cache.shape.windows else max(num_tokens, int(REPLAYED_SHARE * job.cache.length))

@@ -1,7 +1,6 @@
-"""Brings a preempted job back: tokens from its log, its cache from segments (`kv`) or by running the tokens again.
+"""Resumes a preempted job: tokens from its log, its cache from segments (`kv`) or by running the tokens again.
 
-Both give the same bits, so the faster one is taken: the rate at which the first segment was loaded against the target's
-measured forwards (`replay`). A damaged file is named by the checkpoint store, and the next best source is used.
+Both give the same bits, so the faster is used, by the load rate of the first segment and measured forwards.
 """
 
 from __future__ import annotations
@@ -27,29 +26,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recovery:
-    """The state that an attempt starts with; `segments` are whole, and its own manifests go on from them."""
+    """State at the start of an attempt; its manifests continue the loaded `segments`."""
 
     kind: Literal["kv", "replay"]
-    num_tokens: int  # generated ones
+    num_tokens: int  # counts generated tokens
     num_loaded_positions: int
     segments: tuple[SegmentEntry, ...]
     drafter_state: State | None
 
 
 class Resumer:
-    """Brings the sequences of one run back from its checkpoints."""
+    """Resumes sequences of one run from its checkpoints."""
 
     def __init__(self, checkpoints: CheckpointStore, costs: Costs, numerics: str) -> None:
-        """Load caches of attempts with these numerics alone: others have other bits, or another order of a head."""
+        """Load only caches with these numerics, because others have other bits."""
         self._checkpoints = checkpoints
         self._costs = costs
         self._numerics = numerics
 
     def recover(self, sequence: Sequence, cache: FullKVCache, engine: str) -> Recovery:
-        """Give a fresh sequence its output back, and its empty cache what is sooner loaded than replayed.
-
-        The newest token's position stays out of the cache: the next step's root row adds it. Raises StoreError.
-        """
+        """Restore a fresh sequence's output and its cache, without the newest token. Raises StoreError."""
         job_id = sequence.sequence_id
         self._take_log(sequence)
         manifests = self._computed_alike(job_id, _still_valid(self._checkpoints.read_manifests(job_id), sequence))
@@ -66,10 +62,7 @@ class Resumer:
         )
 
     def _take_log(self, sequence: Sequence) -> None:
-        """Give the sequence what the job's log has, nothing of a log that no model with this vocabulary has written.
-
-        Tokens without the log-probabilities that the job asks for are drawn again.
-        """
+        """Append the log's tokens; those without requested log-probabilities are drawn again."""
         if sequence.logprobs is None:
             log, logprobs = self._checkpoints.read_log(sequence.sequence_id), None
         else:
@@ -86,7 +79,7 @@ class Resumer:
             sequence.logprobs.extend(logprobs.part(0, sequence.num_generated_tokens))
 
     def _computed_alike(self, job_id: str, manifests: Items[StateManifest]) -> list[StateManifest]:
-        """The parts of manifests in front of the first segment that was computed with other numerics."""
+        """Return the manifests up to their first segment with other numerics."""
         attempts = {entry.attempt for manifest in manifests for entry in (*manifest.segments, manifest.states) if entry}
         found = {attempt: self._checkpoints.numerics(job_id, attempt) for attempt in sorted(attempts)}
         others = {attempt for attempt, numerics in found.items() if numerics not in ("", self._numerics)}
@@ -96,7 +89,7 @@ class Resumer:
         return sorted((_without(manifest, others) for manifest in manifests), key=_num_positions, reverse=True)
 
     def _drafter_state(self, job_id: str, engine: str, manifests: Items[StateManifest]) -> State | None:
-        """The newest whole state of a drafter of this engine; another engine's is of no use."""
+        """Return the newest intact drafter state of this engine."""
         entries = (manifest.drafter for manifest in manifests if manifest.drafter is not None)
         states = (self._checkpoints.read_drafter(job_id, entry) for entry in entries if entry.engine == engine)
         return next((state for state in states if state is not None), None)
@@ -104,7 +97,7 @@ class Resumer:
     def _load(
         self, sequence: Sequence, cache: FullKVCache, manifests: Items[StateManifest]
     ) -> tuple[SegmentEntry, ...]:
-        """Load segment after segment, as far as they are whole; returns those that the job goes on from."""
+        """Load segments as far as they are intact; return those that the job continues."""
         entries = {entry.file: entry for manifest in manifests for entry in manifest.segments}
         loaded: list[SegmentEntry] = []
         started = time.perf_counter()
@@ -118,10 +111,7 @@ class Resumer:
         return tuple(loaded)
 
     def _load_states(self, sequence: Sequence, cache: FullKVCache, manifests: Items[StateManifest]) -> None:
-        """Load the newest whole states of layers that the loaded keys and values reach, else empty the cache.
-
-        The positions behind them are read again: their keys and values are there, but not what they did to the states.
-        """
+        """Load the newest intact recurrent states within the loaded positions, or else empty the cache."""
         end = min(cache.length, len(sequence) - 1)
         entries = {each.file: each for manifest in manifests if (each := manifest.states) and each.num_positions <= end}
         for entry in sorted(entries.values(), key=lambda entry: entry.num_positions, reverse=True):
@@ -137,7 +127,7 @@ class Resumer:
     def _load_next(
         self, entries: Collection[SegmentEntry], sequence: Sequence, cache: FullKVCache
     ) -> SegmentEntry | None:
-        """Load the longest whole segment that starts where the cache ends; None if there is none."""
+        """Load the longest intact segment that starts at the cache's end; None if there is none."""
         candidates = [entry for entry in entries if entry.start == cache.length]
         for entry in sorted(candidates, key=lambda entry: entry.end, reverse=True):
             segment = self._checkpoints.read_segment(sequence.sequence_id, entry)
@@ -150,12 +140,12 @@ class Resumer:
             except ValueError as error:
                 logger.warning("skipped %s of job %s: %s", entry.file, sequence.sequence_id, error)
                 continue
-            sequence.extend(segment.token_ids[num_known:])  # a log that was lost, or is older than its state
+            sequence.extend(segment.token_ids[num_known:])  # the log was lost, or is older than the state
             return entry
         return None
 
     def _replay_is_faster(self, manifest: StateManifest, length: int, bytes_per_second: float) -> bool:
-        """Return whether to run tokens again rather than load. Tokens that stand in segments alone must be loaded."""
+        """Return whether replaying is faster; tokens that only segments have must be loaded."""
         if manifest.num_positions > length:
             return False
         num_bytes = sum(entry.size for entry in (*manifest.segments, manifest.states) if entry)
@@ -164,10 +154,9 @@ class Resumer:
 
 
 def _still_valid(manifests: Items[StateManifest], sequence: Sequence) -> list[StateManifest]:
-    """The parts of manifests whose tokens still stand after the sequence's rewinds, most positions first.
+    """Return the parts of manifests that are valid after the sequence's rewinds, longest first.
 
-    What later rewinds have taken back is cut off. Where log-probabilities are asked for, so is what lies behind the
-    tokens that have them. A manifest that knows of more rewinds than the log is left out: its tokens may be others.
+    A manifest with more rewinds than the log is dropped, because its tokens may differ.
     """
     valid = []
     for manifest in manifests:
@@ -186,7 +175,7 @@ def _num_positions(manifest: StateManifest) -> int:
 
 
 def _without(manifest: StateManifest, attempts: Collection[int]) -> StateManifest:
-    """The part of a manifest in front of the first segment that one of these attempts wrote; its drafter stays."""
+    """Return a manifest up to the first segment of one of these attempts, with its drafter."""
     start = next((entry.start for entry in manifest.segments if entry.attempt in attempts), manifest.num_positions)
     kept = tuple(entry for entry in manifest.segments if entry.end <= start)
     states = None if manifest.states is None or manifest.states.attempt in attempts else manifest.states
@@ -194,20 +183,19 @@ def _without(manifest: StateManifest, attempts: Collection[int]) -> StateManifes
 
 
 def _up_to(manifest: StateManifest, end: int) -> StateManifest:
-    """The part of a manifest below position `end`, without the state of a drafter that has seen more."""
+    """Return a manifest up to position `end`, without the drafter, which has seen more."""
     kept = tuple(entry for entry in manifest.segments if entry.end <= end)
     states = manifest.states if manifest.states is None or manifest.states.num_positions <= end else None
     return manifest.model_copy(update={"segments": kept, "drafter": None, "states": states})
 
 
 def _refuse_strangers(sequence: Sequence, token_ids: np.ndarray) -> None:
-    """Raise ValueError for tokens outside of the vocabulary."""
     if np.any(token_ids >= sequence.vocab_size):
         raise ValueError(f"found tokens outside of the vocabulary of {sequence.vocab_size:,}")
 
 
 def _num_agreeing(sequence: Sequence, start: int, token_ids: np.ndarray) -> int:
-    """Count the tokens of a segment that the sequence has already. Raises ValueError where one differs."""
+    """Return how many of a segment's tokens the sequence has. Raises ValueError if one differs."""
     known = sequence.token_ids[start : start + len(token_ids)]
     differs = known != token_ids[: len(known)]
     if differs[: max(0, sequence.num_prompt_tokens - start)].any():

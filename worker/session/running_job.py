@@ -1,4 +1,4 @@
-"""One job on a worker: its assignment, its sequence, and what was done for it in this attempt."""
+"""One job on a worker: its assignment, sequence and counts of this attempt."""
 
 from __future__ import annotations
 
@@ -24,15 +24,12 @@ LARGEST_N = 4  # as in TokenSwift's tables
 
 
 def distinct(token_ids: np.ndarray) -> dict[str, float]:
-    """Distinct-1 to Distinct-4 of `token_ids [num_tokens]` as `distinct_1`, ..., rounded to four places.
-
-    Each is the distinct n-grams over all n-grams, 0 where there are fewer than n tokens.
-    """
+    """Return Distinct-1 to Distinct-4 of `token_ids [num_tokens]`, the shares of distinct n-grams."""
     return {f"distinct_{n}": round(share, 4) for n, share in enumerate(distinct_shares(token_ids, LARGEST_N), start=1)}
 
 
 def distinct_shares(token_ids: np.ndarray, largest_n: int) -> Iterator[float]:
-    """Distinct-1, Distinct-2, ...: an n-gram is numbered by the number of its first n - 1 tokens and its last token."""
+    """Yield Distinct-1, Distinct-2, ... up to `largest_n`."""
     kinds, numbers = np.unique(token_ids, return_inverse=True)
     num_tokens, num_kinds = len(numbers), len(kinds)
     tokens = numbers.astype(np.int64)
@@ -49,19 +46,19 @@ def distinct_shares(token_ids: np.ndarray, largest_n: int) -> Iterator[float]:
 
 @dataclass
 class RunningJob:
-    """A job on a worker. Times are of `time.monotonic()`, counts of this attempt."""
+    """Job on a worker; times are `time.monotonic()`, counts are of this attempt."""
 
     assignment: Assignment
     sequence: TokenSequence
     cache: FullKVCache
     recovery: Recovery | None  # None in a first attempt
-    start: AttemptStart  # what its files say of it
+    start: AttemptStart  # written to the attempt's files
     has_files: bool = False  # known once its checkpoints are closed
     started: float = field(default_factory=time.monotonic)
-    thinking: Thinking | None = None  # None for a model that does not
+    thinking: Thinking | None = None  # None: the model does not think
     logged: float = field(default_factory=time.monotonic)
     num_logged_tokens: int = 0
-    has_advanced: bool = False  # a first new token is there
+    has_advanced: bool = False  # True once this attempt has drawn a token
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -81,11 +78,11 @@ class RunningJob:
 
     @property
     def num_recomputed_tokens(self) -> int:
-        """Tokens that the last attempt was heard to have, and that this one has to draw again."""
+        """Return the tokens that were reported and must be drawn again."""
         return max(0, self.assignment.num_reported_tokens - self.num_recovered_tokens)
 
     def resume_record(self) -> ResumeRecord:
-        """Record how this attempt began. `seconds` are those since: until the first new token when called there."""
+        """Return the record of this attempt's start, at its first new token."""
         assert self.recovery is not None
         return ResumeRecord(
             kind=self.recovery.kind,
@@ -97,7 +94,7 @@ class RunningJob:
         )
 
     def count(self, verification: Verification) -> None:
-        """Count one verified step, whose tokens the sequence has already."""
+        """Count one verified step, whose tokens are already in the sequence."""
         self.num_drafts += verification.num_draft_tokens > 0
         self.num_draft_tokens += verification.num_draft_tokens
         self.num_accepted_tokens += verification.num_accepted_tokens
@@ -111,10 +108,7 @@ class RunningJob:
         return num_new >= num_tokens or (num_new > 0 and time.monotonic() - self.logged >= seconds)
 
     def metrics(self, attempts: Sequence[AttemptRecord], exactness: str) -> dict[str, Any]:
-        """Numbers for the result line. Drafts and times are the last attempt's, recomputed tokens those of all.
-
-        Distinct-1 to Distinct-4 are those of the whole output.
-        """
+        """Return the numbers of a result line; drafts and times are the last attempt's."""
         seconds = time.monotonic() - self.started
         num_new_tokens = sum(self.num_tokens_by_draft.values())
         rewinds = self.sequence.rewinds
@@ -138,7 +132,7 @@ class RunningJob:
         }
 
     def history(self, found: Sequence[AttemptRecord]) -> list[AttemptRecord]:
-        """The attempts that have left files, and this one as it is now: its files are older, or absent."""
+        """Return the attempts found in files, with this one as it is now."""
         number = self.assignment.attempt
         resume = next((each.resume for each in found if each.number == number), None)
         known = {**self.start.model_dump(), "number": number, "resume": resume, "timeline": self.recorder.take()}

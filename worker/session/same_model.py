@@ -1,4 +1,4 @@
-"""Compares the model that a worker has loaded with the one that its run was made with."""
+"""Comparison of the loaded model with the run's."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 
 
 def located_model(model: str, run: Run) -> ModelFiles:
-    """Find the files of a run's model and compare them with the run; weights are compared when they are loaded.
+    """Find the files of a run's model.
 
-    Raises ModelError as `locate_model` does, OtherModelError for files that are not the run's.
+    Raises ModelError as `locate_model` does, OtherModelError if files differ from the run's.
     """
     expected = run.manifest.model_files
     files = locate_model(at_commit(model, run.manifest.model_commit), expected)
@@ -22,9 +22,6 @@ def located_model(model: str, run: Run) -> ModelFiles:
 
 
 def refuse_changed_meanwhile(files: ModelFiles) -> None:
-    """Raise OtherModelError where a small file has changed since `files` was made: either may have been loaded.
-
-    Weights were compared as they were read.
-    """
+    """Raise OtherModelError if a small file has changed since `files` was made."""
     expected = {**files.digests.model, **files.digests.text}
     replace(files, digests=digests_of(files.path, files.digests.model)).refuse_other(expected)

@@ -1,4 +1,4 @@
-"""One worker's jobs: takes orders in, runs the engine, keeps checkpoints, writes results. Knows nothing of Ray."""
+"""One worker's jobs: follows orders, runs the engine, checkpoints and writes results, without Ray."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ from swiftbatch.worker.session.same_model import located_model, refuse_changed_m
 from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
 from swiftbatch.worker.text.tokenizer import TextCodec
 
-COUNTERS_SECONDS = 2.0  # between two reports with counters
-CATCH_UP_SECONDS = 1.0  # of waiting for checkpoints at a time, where one alone has more to write than pages hold
+COUNTERS_SECONDS = 2.0  # a report without counters is cheaper
+CATCH_UP_SECONDS = 1.0  # longest wait for checkpoints at a time
 
 logger = logging.getLogger(__name__)
 
 
 class WorkerSession:
-    """A model on this machine and the jobs that run on it.
+    """Model on this machine, and the jobs that run on it.
 
-    `work` and `drain` raise StoreError when the store has failed for good: no job is to blame, the run has to stop.
+    `work` and `drain` raise StoreError when the store has failed for good.
     """
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_host: str | None = None) -> None:
@@ -100,7 +100,7 @@ class WorkerSession:
             self.metrics_address, _ = serve(registry_of(EngineCollector(counters, labels)), 0, host=metrics_host)
 
     def _slots_wanted(self, files: ModelFiles) -> SlotsWanted | None:
-        """Return the slots for the run's longest job on a GPU; None on a CPU, where caches come one by one."""
+        """Return the slots for the run's longest job on a GPU; None on a CPU."""
         longest_job = 0 if resolve_device(self._config.device).type == "cpu" else self._run.longest_job()
         if not longest_job:
             return None
@@ -109,7 +109,7 @@ class WorkerSession:
         return replace(wanted, num_unwritten=_num_unwritten(config))
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
-        """Follow the orders, step all jobs for about `seconds`, and report. One job's fault fails that job alone."""
+        """Follow the orders, step all jobs for about `seconds`, and report."""
         self._checkpointing.check()
         num_before = self.engine.counters.num_generation_tokens
         self._report = WorkReport()
@@ -126,7 +126,7 @@ class WorkerSession:
         return self._reported(self._sealing.flush() if is_last else self._sealing.sealed())
 
     def _follow(self, orders: Orders) -> None:
-        """Drop and hand back what is others' now, and take new jobs in."""
+        """Drop cancelled jobs, hand back recalled and released ones, and start new ones."""
         self._drop(orders.cancelled)
         self._room.follow(orders)
         self._note_unbegun(self._backlog.follow(orders))
@@ -138,11 +138,11 @@ class WorkerSession:
         return bool(self._running or self._backlog)
 
     def _advance(self) -> None:
-        """Begin with jobs of the reserve where others have left, and take one step with all."""
+        """Start reserve jobs in free places, and take one step with all jobs."""
         self._make_room()
         while (assignment := self._backlog.next(self._running.values(), self._room)) is not None:
             self._take_in(assignment)
-            if not self._can_fit():  # where checkpoints lag, jobs hold more than they are expected to
+            if not self._can_fit():  # with lagging checkpoints, jobs keep more than expected
                 self._make_room()
         if self._running and not (self._must_drain and not self._can_fit()):
             self._step()
@@ -152,7 +152,7 @@ class WorkerSession:
         self._sealing.seal_due()
 
     def _end(self, job: RunningJob) -> None:
-        """Have a job go on whose text may, and let any other leave with its result."""
+        """Continue a job that rewinds or closes its thought; otherwise write its result."""
         if may_rewind(job.sequence):
             self._rewind(job)
             return
@@ -168,7 +168,7 @@ class WorkerSession:
         self._report.outcomes.append(self._finish(job, may_go_on, is_kept))
 
     def _reported(self, finished: list[JobOutcome]) -> WorkReport:
-        """Return what the slice has come to; of jobs whose results are there nobody needs token logs any more."""
+        """Return the slice's report, and forget the token logs of finished jobs."""
         report = self._report
         report.outcomes += [*finished, *(job.outcome("running") for job in self._running.values())]
         self._checkpointing.forget([outcome.job_id for outcome in finished])
@@ -176,7 +176,7 @@ class WorkerSession:
         return report
 
     def _due_counters(self) -> EngineCounters | None:
-        """All counts, a while after the last time or when no job runs: they cost more than the rest of a report."""
+        """Return all counters when due, since they are the largest part of a report."""
         now = time.monotonic()
         if self._has_jobs() and now - self._counted < COUNTERS_SECONDS:
             return None
@@ -198,22 +198,21 @@ class WorkerSession:
         self._report.outcomes += [JobOutcome("unbegun", job_id) for job_id in job_ids]
 
     def request_drain(self) -> None:
-        """Let the running or the next `work` drain, within the grace period; safe in a signal handler."""
+        """Make the current or next `work` drain within the grace period; safe in a signal handler."""
         self._must_drain = True
 
     def _take_in(self, assignment: Assignment) -> None:
-        """Start a job where its checkpoints end."""
         job_id = assignment.job_id
         try:
             job = self._start(assignment)
         except StoreError:
             raise
-        except TooLongError as error:  # too long for this worker, and for all that started when it did
+        except TooLongError as error:  # too long for all workers that started with this one
             outcome = JobOutcome("refused", job_id, reason=str(error), error_code=TOO_LONG)
-        except PagesError:  # the others have grown since the driver heard of them
+        except PagesError:  # other jobs have grown since their last report
             outcome = JobOutcome("evicted", job_id, assignment.num_reported_tokens)
             self._backlog.keep_to(len(self._running))
-        except ConstraintError as error:  # a driver of another version took what this one can't follow
+        except ConstraintError as error:  # a driver of another version accepted these rules
             outcome = JobOutcome("refused", job_id, reason=str(error), error_code=CONSTRAINT_REFUSED)
         except (ValueError, MemoryError, RuntimeError) as error:
             logger.exception("job %s could not be started", job_id)
@@ -238,7 +237,7 @@ class WorkerSession:
         sequence = Sequence(record.job_id, prompt_ids, sampling, target.vocab_size, target.device, bad_word_ids, rules)
         cache = self.engine.new_cache(sequence.max_length)
         if distance := rewind_distance(sequence):
-            cache.retain(-distance)  # before it is loaded: what a loop goes back to is not forgotten there
+            cache.retain(-distance)  # must precede loading, so that a loop's rewind finds its positions
         is_first = assignment.num_attempts == 1
         recovery = None if is_first else self._resumer.recover(sequence, cache, self._config.engine)
         job = RunningJob(assignment, sequence, cache, recovery, start, started=started, thinking=thinking)
@@ -255,7 +254,7 @@ class WorkerSession:
         self._checkpoints.write_resume(job.job_id, job.assignment.attempt, record)
 
     def _restore_drafter(self, sequence: Sequence, state: State | None) -> None:
-        """A drafter's state steers drafts only, so one that does not fit is no loss."""
+        """Restore a drafter's state, or ignore one that does not fit."""
         try:
             if state is not None:
                 self.engine.drafter.restore(sequence, state)
@@ -263,15 +262,15 @@ class WorkerSession:
             logger.warning("drafter state of job %s not used: %s", sequence.sequence_id, error)
 
     def _make_room(self) -> None:
-        """Hand back the jobs that have no room for another step, and have checkpoints catch up for those that stay."""
+        """Hand back jobs without room for another step, and let checkpoints of the others catch up."""
         running = self._running.values()
         jobs = self._room.without_room(running)
-        if jobs and gc.collect():  # caches of jobs that have left may hang in circles of references
+        if jobs and gc.collect():  # frees caches in reference cycles
             jobs = self._room.without_room(running)
         if jobs:
             self._release("evicted", [job.job_id for job in jobs], self._config.grace_seconds)
             self._backlog.keep_to(len(running))
-        while not self._can_fit() and not self._must_drain:  # caches hold what is still to be written
+        while not self._can_fit() and not self._must_drain:  # caches keep unwritten positions
             if self._checkpointing.catch_up(running, CATCH_UP_SECONDS):
                 break
         self.engine.counters.count_pages(self._room.num_taken(running), self._room.num_pages)
@@ -285,24 +284,23 @@ class WorkerSession:
             job = self._running[sequence.sequence_id]
             job.count(verification)
             if job.recovery is not None and not job.has_advanced:
-                # once more, now with the seconds until the first new token
+                # repeated with the seconds until the first new token
                 self._checkpoints.write_resume(job.job_id, job.assignment.attempt, job.resume_record())
             job.has_advanced = True
         self._report.count_steps(num_jobs, self.engine.counters.num_steps - num_before)
 
     def _rewind(self, job: RunningJob) -> None:
-        """Take the repetitions of the loop back that the job has ended in."""
+        """Drop the repetitions of the loop in which the job ended."""
         again = rewound(job.sequence)
         self._checkpointing.rewind(job, again)
         self.engine.replace(again)
         job.sequence = again
 
     def _finish(self, job: RunningJob, may_go_on: bool, is_kept: bool) -> JobOutcome:
-        """Have the result of a job written that has ended; an attempt that finds itself overtaken writes nothing.
+        """Queue an ended job's result, unless a newer attempt exists.
 
-        With more tokens it `may_go_on` some day; its checkpoints stay if it `is_kept`. A job that has ended before
-        anything of it was to be written asks for no file: if its worker was given up meanwhile, there are two results
-        some day, and either counts.
+        A job that ended before its first write reads no files, so a job whose worker was given up may have two results,
+        of which either counts.
         """
         sequence = job.sequence
         if sequence.error is not None:
@@ -314,7 +312,7 @@ class WorkerSession:
             self.engine.counters.num_stale_attempt_rejections += 1
             self._checkpointing.forget([job.job_id])
             return job.outcome("failed", f"attempt {job.start.attempt} was overtaken by attempt {newest.attempt}")
-        if may_go_on:  # before its result says that it is there
+        if may_go_on:  # must precede the result, which says that it exists
             log = TokenLog(sequence.output_ids.astype("uint32"), sequence.rewinds)
             self._kept_logs.write(job.job_id, log, sequence.kept_logprobs)
         line = self._result_line(job, attempts)
@@ -341,7 +339,6 @@ class WorkerSession:
         )
 
     def _release(self, kind: OutcomeKind, job_ids: Iterable[str], seconds: float) -> None:
-        """Write checkpoints of some jobs, for at most `seconds`, and hand them back."""
         jobs = [self._running[job_id] for job_id in job_ids if job_id in self._running]
         if jobs:
             self._checkpointing.flush(jobs, seconds)
@@ -357,7 +354,7 @@ class WorkerSession:
 
 
 def _num_unwritten(config: EngineConfig) -> int | None:
-    """The positions that checkpoints lag by, for which caches hold more; None where these may forget nothing."""
+    """Return the positions by which checkpoints lag; None: caches forget nothing."""
     are_written = config.checkpoint == "state"
     if engine_entry(config.engine).reads_caches or (config.keep_state and not are_written):
         return None

@@ -1,4 +1,4 @@
-"""The work that the driver gives a worker, and the reports it gets back. No torch, so the driver needs none."""
+"""Orders from the driver to a worker, and its reports, without torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from swiftbatch.metrics.counters import EngineCounters
 
 @dataclass(frozen=True)
 class Assignment:
-    """One attempt at one job; the attempt's files carry its number, which no other attempt has."""
+    """One attempt at one job, whose number no other attempt has."""
 
     job_id: str
     line_number: int
     num_prompt_tokens: int
-    body: bytes  # the rest of its record, as `JobRecord.body`: the driver reads none of it
+    body: bytes  # rest of the record, which the driver never reads
     attempt: int
-    num_attempts: int = 1  # that the job has had with this one: people count so
-    num_reported_tokens: int = 0  # what the last attempt had reported when it was lost
-    num_shared_tokens: int = 0  # first ones of its prompt that other jobs have as well, so far as the driver can tell
-    seniority: int = 0  # the lower one was given to a worker sooner, in its first attempt
-    num_expected_tokens: int = 0  # that it may end with, so far as the driver can tell
+    num_attempts: int = 1  # counts this attempt
+    num_reported_tokens: int = 0  # reported by the last attempt
+    num_shared_tokens: int = 0  # other jobs' prompts share these first tokens
+    seniority: int = 0  # lower for a job whose first attempt started earlier
+    num_expected_tokens: int = 0  # the driver's estimate
 
     @classmethod
     def of(cls, record: JobRecord, attempt: int, num_attempts: int = 1) -> Self:
@@ -31,73 +31,66 @@ class Assignment:
 
     @cached_property
     def record(self) -> JobRecord:
-        """The whole of the job, which the worker reads."""
         return JobRecord.of_body(self.job_id, self.line_number, self.num_prompt_tokens, self.body)
 
 
 @dataclass(frozen=True)
 class Orders:
-    """Orders to a worker for the start of a slice: take jobs in, drop some, hand some back. Ids are job ids."""
+    """Orders for a slice of work, by job ids."""
 
     assignments: tuple[Assignment, ...] = ()
-    reserve: tuple[Assignment, ...] = ()  # to begin, in this order, when others have left
+    reserve: tuple[Assignment, ...] = ()  # start in this order as places become free
     recalled: tuple[str, ...] = ()  # hand these back if they have not begun
     cancelled: tuple[str, ...] = ()
-    released: tuple[str, ...] = ()  # write a whole checkpoint of these, then hand them back
-    seals: bool = True  # all results when no job runs any more; False where more jobs are about to come
-    num_slots: int | None = None  # jobs that may run at a time; None for as many as there is memory for
-    num_pages: int | None = None  # that caches of all jobs may take; None where that is no question
+    released: tuple[str, ...] = ()  # checkpoint these, then hand them back
+    seals: bool = True  # True: write all results when no job is left; False: more jobs come soon
+    num_slots: int | None = None  # None: as many as memory allows
+    num_pages: int | None = None  # None: no limit
 
 
 OutcomeKind = Literal["running", "ended", "finished", "failed", "refused", "released", "evicted", "unbegun"]
-"""What became of a job: only a `finished` one has its result in the store; one that has `ended` waits for that.
+"""State of a job; the result of an `ended` one is still to be stored, that of a `finished` one is.
 
-`failed` was this attempt, `refused` is each attempt. `released` and `evicted` jobs are handed back with a whole
-checkpoint: as ordered or since the worker drains, or since the memory ran out. `unbegun` ones are of the reserve.
+`failed` is this attempt's, `refused` final. `released` (by an order or a drain) and `evicted` (memory ran out) jobs
+were checkpointed.
 """
 
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """What became of a job in a slice of work."""
+    """Outcome of a job in a slice of work."""
 
     kind: OutcomeKind
     job_id: str
-    num_generated_tokens: int = 0  # that it has, those that a resume recovered included
-    reason: str = ""  # one line for the user: why it has failed or is refused
-    error_code: str = ""  # of one that is refused
+    num_generated_tokens: int = 0  # counts recovered tokens
+    reason: str = ""  # one line for the user, if it failed or is refused
+    error_code: str = ""  # set for a refused job
 
 
 @dataclass
 class WorkReport:
-    """A worker's report of one slice of work, which it fills while it works.
+    """Worker's report of one slice of work; a reserve job has begun unless it is `unbegun`."""
 
-    A job of the reserve of which it says anything but `unbegun` has begun.
-    """
-
-    outcomes: list[JobOutcome] = field(default_factory=list)  # as they came; a job that ends may finish in it, too
-    num_generated_tokens: int = 0  # recovered tokens not counted
-    is_draining: bool = False  # it had SIGTERM or was told to drain: it takes no more work
-    counters: EngineCounters | None = None  # all that the worker has counted since it started; None now and then
+    outcomes: list[JobOutcome] = field(default_factory=list)  # a job may end and finish in one report
+    num_generated_tokens: int = 0  # without recovered tokens
+    is_draining: bool = False  # the worker takes no more work
+    counters: EngineCounters | None = None  # counted since the worker started; None between reports with counters
     num_steps: int = 0
     num_job_steps: int = 0  # a step of five jobs counts five
-    most_jobs: int = 0  # in a step
+    most_jobs: int = 0
 
     @property
     def num_jobs(self) -> float:
-        """The jobs that ran at a time, on average over the steps."""
         return self.num_job_steps / max(1, self.num_steps)
 
     def of(self, *kinds: OutcomeKind) -> list[JobOutcome]:
-        """The outcomes of some kinds."""
         return [outcome for outcome in self.outcomes if outcome.kind in kinds]
 
     def count_steps(self, num_jobs: int, num_steps: int) -> None:
-        """Count so many steps, taken at once, of so many jobs."""
         self.num_steps += num_steps
         self.num_job_steps += num_steps * num_jobs
         self.most_jobs = max(self.most_jobs, num_jobs)
 
     def has_many_empty(self, num_jobs: int) -> bool:
-        """Tell whether so few jobs are left that the worker had better ask for others than go on with them."""
+        """Return whether at least half of the places are free."""
         return 2 * num_jobs <= self.most_jobs

@@ -1,4 +1,4 @@
-"""The chat template of a model: messages to text, none of which a template may leave out."""
+"""Chat template of a model, which turns messages to text and must show all of them."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ Rendering = Callable[[list[dict[str, Any]], TemplateOptions], str]
 
 ALIASES = {"developer": "system", "human": "user", "gpt": "assistant", "model": "assistant"}
 COMMON = ("system", "user", "assistant", "developer", "tool", "function")
-THOUGHTS = (  # the second mark is behind a thought that a template may leave out of earlier answers
+THOUGHTS = (  # a template may drop thoughts, up to the second mark, from earlier answers
     *KNOWN,
     ("<mm:think>", "</mm:think>"),
     ("<|channel>", "<channel|>"),
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
-SWITCHES = re.compile(r"(?<!\S)/(?:no_)?think(?!\S)")  # words that a template may follow and leave out
+SWITCHES = re.compile(r"(?<!\S)/(?:no_)?think(?!\S)")  # words that a template may follow and remove
 MARKER = re.compile(r"swiftbatch(\d+)text")
-LIST_ITEM = re.compile(r"""["']text\\?["']\s*:\s*\\?["']\Z""")  # in front of a part in a list of Python's or JSON's
+LIST_ITEM = re.compile(r"""["']text\\?["']\s*:\s*\\?["']\Z""")  # precedes a part in a printed Python or JSON list
 MOST_SHAPES = 256
 
 
 @dataclass(frozen=True)
 class _Text:
-    """A place of a text in messages: a field of one of them, or a part of its content."""
+    """Place of a text in messages: a field of one, or a part of its content."""
 
     message: int
     field: str
@@ -55,55 +55,53 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The form in which messages go to a template, and the prompt that it makes of markers in place of `texts`.
+    """Form of messages for a template, and the prompt, which alternates `words` and `shown` texts.
 
-    That is the first of `words`, the first text of `shown`, the second of `words`, and so on. There are no words where
-    the template refuses the markers.
+    Without words, the template refused the messages.
     """
 
     roles: tuple[str, ...]
-    joined: frozenset[int]  # messages whose parts go as one text
+    joined: frozenset[int]  # parts of these messages are joined
     texts: tuple[_Text, ...]
     words: tuple[str, ...] = ()
     shown: tuple[_Text, ...] = ()
 
     @cached_property
     def missing(self) -> list[_Text]:
-        """The texts that the template leaves out; all where that is unknown."""
+        """Return omitted texts; all if unknown."""
         found = set(self.shown)
         return [text for text in self.texts if text not in found]
 
     @cached_property
     def lost(self) -> frozenset[int]:
-        """The messages that miss a text, or a part of it."""
         return frozenset(text.message for text in self.missing if text.is_content)
 
     @property
     def listed(self) -> frozenset[int]:
-        """The messages whose parts stand in the prompt as a program writes a list."""
+        """Return the messages whose parts the prompt prints as a list."""
         pairs = zip(self.words, self.shown, strict=False)
         return frozenset(text.message for words, text in pairs if LIST_ITEM.search(words))
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The prompt that comes of messages unless the template changes their texts."""
+        """Return the prompt of messages, unless the template changes their texts."""
         texts = [text.of(messages) for text in self.shown]
         return "".join(piece for pair in zip(self.words, [*texts, ""], strict=False) for piece in pair)
 
 
 class MessageTexts:
-    """Brings messages into the form in which a template shows their texts, and tells what it leaves out."""
+    """Finds the form of messages whose texts a template shows, and the texts that it omits."""
 
     def __init__(self, rendered: Rendering) -> None:
         self._rendered = rendered
         self._layouts: dict[tuple[object, ...], _Layout] = {}
 
     def as_taken(self, messages: Sequence[Message], options: TemplateOptions) -> list[dict[str, Any]]:
-        """Return messages with roles that the template knows, and in parts where it goes over them."""
+        """Return messages with roles that the template knows, and in parts if it iterates over these."""
         layout = self._layout(messages, options)
         return _given(messages, layout.roles, layout.joined)
 
     def refuse_lost(self, messages: Sequence[Message], options: TemplateOptions, prompt: str) -> None:
-        """Raise ValueError, with a reason for the user, where a text of messages is not in their prompt."""
+        """Raise ValueError, for the user, if the prompt lacks a text of the messages."""
         layout = self._layout(messages, options)
         if layout.words and layout.lost:
             number = min(layout.lost)
@@ -118,7 +116,7 @@ class MessageTexts:
             raise _error(messages, number, f"{reason}; look for marks that it reads, such as </think>")
 
     def unread(self, messages: Sequence[Message], options: TemplateOptions) -> list[str]:
-        """Name what the template leaves out of messages beside their texts. To be asked where it takes them."""
+        """Return what else the template omits from messages, which it must accept."""
         missing = self._layout(messages, options).missing
         names = sorted({f"messages[].{text.field}" for text in missing if not text.is_content})
         end = messages[-1].content
@@ -136,7 +134,7 @@ class MessageTexts:
         return layout
 
     def _made(self, messages: Sequence[Message], options: TemplateOptions) -> _Layout:
-        """The roles as sent where the template shows their messages, then parts where it shows all of them."""
+        """Keep roles if the template shows their messages, then parts if it shows all of them."""
         with_parts = frozenset(number for number, message in enumerate(messages) if message.parts)
         layout = self._tried(messages, options, tuple(message.role for message in messages), with_parts)
         roles = tuple(ALIASES.get(role, role) if n in layout.lost else role for n, role in enumerate(layout.roles))
@@ -158,7 +156,7 @@ class MessageTexts:
             prompt = self._rendered(_given(_marked(messages, texts), roles, joined), options)
         except (TemplateLimitError, UserError):
             raise
-        except Exception:  # of any kind: the template is a program that came with the model
+        except Exception:  # a template is a program and may raise anything
             return _Layout(roles, joined, texts)
         pieces = MARKER.split(prompt)
         if any(int(piece) >= len(texts) for piece in pieces[1::2]):  # a variable of the line looks like a marker
@@ -167,13 +165,12 @@ class MessageTexts:
 
 
 def _shape(message: Message) -> tuple[object, ...]:
-    """All of a message that a template may go by, beside what its texts say."""
+    """Return all of a message that a template may depend on, except its texts."""
     texts = (*(message.parts or (message.content,)), message.name, message.reasoning_content)
     return (message.role, *(None if text and not text.isspace() else (text,) for text in texts))
 
 
 def _texts(messages: Sequence[Message], number: int) -> Iterator[_Text]:
-    """The texts of a message that are not blank."""
     message = messages[number]
     content = [_Text(number, "parts", part) for part in range(len(message.parts))] or [_Text(number, "content")]
     others = [_Text(number, field) for field in ("name", "reasoning_content") if getattr(message, field) is not None]
@@ -181,7 +178,6 @@ def _texts(messages: Sequence[Message], number: int) -> Iterator[_Text]:
 
 
 def _marked(messages: Sequence[Message], texts: Iterable[_Text]) -> list[Message]:
-    """Messages with a marker in place of each text."""
     fields = [message.model_dump() for message in messages]
     for number, text in enumerate(texts):
         marker, own = f"swiftbatch{number}text", fields[text.message]
@@ -194,14 +190,13 @@ def _marked(messages: Sequence[Message], texts: Iterable[_Text]) -> list[Message
 
 
 def _given(messages: Iterable[Message], roles: Sequence[str], joined: frozenset[int]) -> list[dict[str, Any]]:
-    """Messages as the renderer takes them."""
     given = []
     for number, (message, role) in enumerate(zip(messages, roles, strict=True)):
         values = message.as_sent() | {"role": role}
         if (texts := values.pop("parts", None)) and number not in joined:
             values["content"] = [{"type": "text", "text": text} for text in texts]
         if "reasoning_content" in values:
-            values["thinking"] = values["reasoning_content"]  # the name that templates of gpt-oss read
+            values["thinking"] = values["reasoning_content"]  # templates of gpt-oss read this name
         given.append(values)
     return given
 
@@ -211,11 +206,7 @@ def _error(messages: Sequence[Message], number: int, reason: str) -> ValueError:
 
 
 def _changed(messages: Sequence[Message], layout: _Layout, prompt: str, goes_on: bool) -> Iterator[int]:
-    """Find messages whose text is not in a prompt, but for white space at its ends, escapes, switches and thoughts.
-
-    Thoughts may be missing in earlier answers, not in a last message that `goes_on`. Where the order of the texts is
-    known, each is looked for behind the one before.
-    """
+    """Yield messages whose text is not in a prompt, apart from outer white space, escapes, switches and thoughts."""
     prompt, start = SWITCHES.sub("", prompt), 0
     for place in dict.fromkeys(layout.shown or layout.texts):
         if not place.is_content:
@@ -232,13 +223,13 @@ def _changed(messages: Sequence[Message], layout: _Layout, prompt: str, goes_on:
 
 
 def _beside_thoughts(text: str, begin: str, end: str) -> list[str]:
-    """The parts of a text beside its thoughts, which may lack the mark in front."""
+    """Return the parts of a text between its thoughts, whose first mark may be missing."""
     *thoughts, rest = text.split(end)
     return [*(thought.partition(begin)[0] for thought in thoughts if begin in thought), rest]
 
 
 def _end(prompt: str, texts: Iterable[str], start: int) -> int | None:
-    """The place behind texts that stand one after the other in a prompt without switches, from a place on."""
+    """Return the place after consecutive texts in a prompt, searched from `start`."""
     for text in (SWITCHES.sub("", text).strip() for text in texts):
         written = (json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])
         forms = (text, *written, html.escape(text), str(markupsafe.escape(text)))
@@ -249,25 +240,21 @@ def _end(prompt: str, texts: Iterable[str], start: int) -> int | None:
     return start
 
 
-# The chat template of a tokenizer: messages to text.
-
-
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
-MAX_WORDS = 500  # characters of another program's error
+MAX_WORDS = 500  # limits another program's error message
 
 
 class ChatTemplate:
-    """Makes messages into text, by a model's tokenizer."""
+    """Chat template, rendered with a model's tokenizer."""
 
     def __init__(self, tokenizer: Any, clock: str | None = None) -> None:
-        """`clock` is the ISO time that templates hear, None for now."""
+        """`clock` is the ISO time for templates; None: now."""
         self._tokenizer = tokenizer
         self._clock = clock or datetime.now().astimezone().isoformat(timespec="seconds")
         self._texts = MessageTexts(self._rendered)
 
     def render(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
-        """The text of messages. Raises ValueError, with a reason for the user, where there is no template, or one that
-        refuses them."""
+        """Return the text of messages. Raises ValueError, for the user."""
         if self._tokenizer.chat_template is None:
             raise ValueError("messages: this model's tokenizer has no chat template; send a `prompt` instead")
         options = options or TemplateOptions()
@@ -275,37 +262,36 @@ class ChatTemplate:
             return self._rendered(self._texts.as_taken(messages, options), options)
         except TemplateLimitError as error:
             raise ValueError(f"messages: the model's chat template {error}") from None
-        except UserError:  # it is not the template's
+        except UserError:  # does not come from the template
             raise
-        except Exception as error:  # of any kind: the template is a program that came with the model
+        except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"messages: the model's chat template refuses them: {words_of(error)}") from None
 
     @property
     def reads_clock(self) -> bool:
-        """True if the template may print the time."""
+        """Return whether the template may print the time."""
         return self._tokenizer.chat_template is not None and self._mentions("strftime_now")
 
     def refuse_lost(self, messages: Sequence[Message], options: TemplateOptions | None, prompt: str) -> None:
-        """Raise ValueError, with a reason for the user, where the prompt of `render` lacks a text of messages."""
+        """Raise ValueError, for the user, if the prompt lacks a text of the messages."""
         self._texts.refuse_lost(messages, options or TemplateOptions(), prompt)
 
     def own_tokens(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int] | None:
-        """None: the tokens of messages are those of their text."""
         return None
 
     def without_answer(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
-        """The text of messages without the answer that `render` lets it begin. To be asked where that took them."""
+        """Return the text without the start of an answer."""
         options = options or TemplateOptions()
         return self.render(messages, options.model_copy(update={"add_generation_prompt": False}))
 
     def unread(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[str]:
-        """Name what the template does not read of the messages and options. To be asked where `render` took them."""
+        """Return names of messages' fields and options that the template ignores."""
         options = options or TemplateOptions()
         names = [name for name in options.kwargs if not self._mentions(name)]
         return [*names, *self._texts.unread(messages, options)]
 
     def _rendered(self, messages: list[dict[str, Any]], options: TemplateOptions) -> str:
-        """The text of messages, as transformers' `apply_chat_template` has it."""
+        """Return the text of messages as transformers' `apply_chat_template` does."""
         text = self._renderer.render(self._variables(messages, options))
         return _untagged(text) if options.continue_final_message else text
 
@@ -316,10 +302,10 @@ class ChatTemplate:
         return fixed | {"add_generation_prompt": options.add_generation_prompt} | own
 
     def prepare(self, chats: Iterable[tuple[Sequence[Message], TemplateOptions | None]]) -> None:
-        """Tell which chats `render` is about to be asked for: many at once cost less than each alone."""
+        """Render chats in one batch, before `render` is called for each."""
         if self._tokenizer.chat_template is not None:
             asked = ((said, options or TemplateOptions()) for said, options in chats)
-            with contextlib.suppress(ValueError):  # `render` says what is wrong
+            with contextlib.suppress(ValueError):  # `render` reports the error
                 self._renderer.prepare(self._variables(self._texts.as_taken(*each), each[1]) for each in asked)
 
     @cached_property
@@ -333,7 +319,7 @@ class ChatTemplate:
 
 
 def _tagged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with a tag at the end of the last one's text, up to which a text is to be continued."""
+    """Return messages with a tag at the end of the text that is to be continued."""
     *others, last = messages
     content = last["content"]
     if isinstance(content, str):
@@ -343,7 +329,7 @@ def _tagged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _untagged(text: str) -> str:
-    """The text up to the tag. A template that trims messages has taken their last spaces, also those in front of it."""
+    """Return the text up to the tag."""
     before, tag, behind = text.rpartition(CONTINUED.strip())
     if not tag:
         raise ValueError("it does not show the final message, which is to be continued")
@@ -351,6 +337,5 @@ def _untagged(text: str) -> str:
 
 
 def words_of(error: Exception) -> str:
-    """The words of an error, in one line that is not too long."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]}..."

@@ -1,6 +1,4 @@
-"""The text of output tokens, which all that shows, cuts, counts or stops a text goes by.
-
-It comes from the tokens' bytes; where single tokens have no bytes that are known, from a tokenizer's own `decode`."""
+"""Text of output tokens, from their bytes, or by the tokenizer's `decode` if these are unknown."""
 
 from __future__ import annotations
 
@@ -10,61 +8,48 @@ from typing import Protocol
 from swiftbatch.worker.text.text_search import PrefixSearch, StreamSearch
 from swiftbatch.worker.text.token_bytes import ByteStream, DecoderSteps, TokenBytes, continues, settled_characters
 
-BROKEN_CHARACTER = "\ufffd"  # what a tokenizer makes of a character whose last bytes are yet to come
+BROKEN_CHARACTER = "\ufffd"  # stands for an incomplete character
 
 
 class StopSearch(Protocol):
-    """The search for stop strings behind some output tokens."""
+    """Search for stop strings after output tokens."""
 
     def push(self, token_id: int) -> bool:
-        """Go on behind one more token; return whether a stop string is whole now, and was not before it."""
+        """Add a token; return whether it completes a stop string."""
 
     def skip(self, token_id: int) -> None:
-        """Go on behind one more token; no stop string begins within the text up to there."""
+        """Add a token; no stop string begins before its end."""
 
 
 class OutputText(Protocol):
-    """The text that tokens of an output come to.
+    """Text of output tokens: the bytes of non-special ones, decoded as UTF-8 with `errors="replace"`.
 
-    It is the concatenated bytes of the tokens that are not special, by the rules of the tokenizer's decoder, decoded as
-    UTF-8 with `errors="replace"`. These rules say what stands for a space, which tokens are bytes, what is left out in
-    front of the first token, and at the start. For complete characters that is what `tokenizer.decode` gives, without
-    special tokens. What of a character is not complete is one U+FFFD, as in Python, and takes nothing else with it:
-    the `tokenizers` library would lose all bytes of a run where one is missing.
+    An incomplete character is a single U+FFFD; the `tokenizers` library would drop the whole run of bytes. The settled
+    text is what no later token can change. A stop string matches at the first token whose settled text has it.
 
-    The text is settled as far as no token to come can change it: without the first bytes of a character whose others
-    are missing. A stop string comes with the token behind which the settled text has it. A stop string with U+FFFD
-    finds those that are settled, so it comes with the token that shows that a character stays incomplete.
-
-    A tokenizer whose decoder can't be said of single tokens (a step that is not known) has the text that its own
-    `decode` makes of all tokens up to each place; settled is that without U+FFFD at its end.
+    For decoders with unknown steps, the text is `decode` of all tokens, and U+FFFD at its end is not settled.
     """
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of an output."""
+        """Return the text of an output."""
 
     def settled(self, token_ids: Sequence[int]) -> str:
-        """The text of an output as far as it stays, whatever comes behind."""
+        """Return the part of an output's text that later tokens cannot change."""
 
     def offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Count the characters of the text in front of each token and, last, of all of it.
+        """Return the characters before each token and, last, of the whole text.
 
-        A token that begins within a character has the place of this character. One without bytes has the place of the
-        next that has some.
+        A token within a character has that character's place.
         """
 
     def search(
         self, stop: tuple[str, ...], min_tokens: int, token_ids: Sequence[int], num_skipped: int = 0
     ) -> StopSearch:
-        """A search behind these tokens for strings that do not end within the text of the first `min_tokens`.
-
-        Strings that do may be told of as well, with the token that they end with. The first `num_skipped` tokens count
-        as skipped.
-        """
+        """Return a search after these tokens for strings that end after the text of the first `min_tokens`."""
 
 
 class ByteText:
-    """An `OutputText`."""
+    """`OutputText` from the tokens' bytes."""
 
     def __init__(self, tokens: TokenBytes, steps: DecoderSteps) -> None:
         self._tokens, self._steps = tokens, steps
@@ -77,7 +62,7 @@ class ByteText:
 
     def offsets(self, token_ids: Sequence[int]) -> list[int]:
         places: list[int] = []
-        num_empty, length, pending = 0, 0, b""  # tokens without bytes that were last, settled characters, bytes behind
+        num_empty, length, pending = 0, 0, b""  # last tokens without bytes, settled characters, pending bytes
         for part in self._stream().parts(token_ids):
             if not part:
                 num_empty += 1
@@ -98,7 +83,7 @@ class ByteText:
 
 
 class LibraryText:
-    """An `OutputText`. It decodes all of the text for each place: that is slow, and right whatever `decode` does."""
+    """`OutputText` by `decode` of the whole text at each place: slow, and right for every tokenizer."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode

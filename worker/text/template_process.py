@@ -1,10 +1,7 @@
-"""Renders chat templates, in a process of its own: `python -m swiftbatch.worker.text.template_process`.
+"""Process that renders chat templates: `python -m swiftbatch.worker.text.template_process`.
 
-A template is a program that came with the model. Here the system ends one that does not end, or that makes gigabytes:
-whatever it does so with, also within one call of C, which no thread could interrupt. Time, zone, locale and hashes are
-the same for all processes, and what would give another text each time is refused.
-
-The environment is that of transformers' `apply_chat_template`; it is built here since importing theirs takes seconds.
+A template is a program that came with the model, so the system limits its time and memory. The environment is that of
+transformers' `apply_chat_template`, whose import would take seconds.
 """
 
 from __future__ import annotations
@@ -29,19 +26,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MOST_BYTES = 2**30
-MOST_LETTERS = 2**26  # of a text, beyond what came in
-IDLE_SECONDS = 60.0  # after which this process ends: another one starts within half a second
+MOST_LETTERS = 2**26  # limits a text beyond its input
+IDLE_SECONDS = 60.0  # the process ends when idle; starting another takes half a second
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+", re.IGNORECASE)
-NUM_AT_ONCE = 100  # messages; some templates look back from each one, so that twice as many take four times as long
+NUM_AT_ONCE = 100  # templates that look back from each message take quadratic time
 
 
 class _Refused(jinja2.TemplateError):
-    """The template asks for what no run could have twice."""
+    """Template asks for something that differs between runs."""
 
 
 class _Generation(Extension):
-    """The block `{% generation %}`, which marks what a model has written, and changes nothing."""
+    """Block `{% generation %}`, which marks the model's own text and changes nothing."""
 
     tags = frozenset(["generation"])  # type: ignore[assignment]  # a set of Jinja's own, which could be changed
 
@@ -55,7 +52,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """The `dict` of templates: the class itself has more than they may use."""
+    """Template's `dict`, without the class's other attributes."""
 
     def __call__(self, *pairs: Any, **named: Any) -> dict[Any, Any]:
         return dict(*pairs, **named)
@@ -68,7 +65,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """The `namespace` of templates, without names that lead to Python's own."""
+    """Template's `namespace`, without names that reach Python's own."""
 
     def __init__(*pairs: Any, **named: Any) -> None:
         self, *others = pairs
@@ -88,9 +85,9 @@ def _refuse_underscore(name: object) -> None:
 
 
 def environment(clock: str) -> ImmutableSandboxedEnvironment:
-    """The environment of templates that hear `clock`, an ISO time, as now."""
+    """Return the environment of templates for which `clock`, an ISO time, is now."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    now = datetime.fromisoformat(clock).replace(tzinfo=None)  # as transformers' own has none
+    now = datetime.fromisoformat(clock).replace(tzinfo=None)  # naive, as in transformers
     made.filters |= {"tojson": _to_json, "random": _refusal("the filter `random`")}
     made.globals |= {
         "raise_exception": _raise,
@@ -125,15 +122,15 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 
 class _Templates:
-    """The templates that the parent has sent, by the numbers that it has given them."""
+    """Templates by the parent's numbers."""
 
     def __init__(self, most_seconds: float) -> None:
-        self._most_seconds = most_seconds  # of computing, for each text
-        self._sent: dict[int, dict[str, str]] = {}  # source and clock
+        self._most_seconds = most_seconds
+        self._sent: dict[int, dict[str, str]] = {}  # has source and clock
         self._known: dict[int, jinja2.Template] = {}
 
     def answers(self, line: bytes) -> list[dict[str, str]]:
-        """The texts of what a line asks for, each or the words of an error."""
+        """Return each requested text of a line, or an error's message."""
         asked = json.loads(line)
         number, most_letters = asked["template"], len(line) + MOST_LETTERS
         self._sent.setdefault(number, asked)
@@ -152,7 +149,7 @@ class _Templates:
                 return {"error": f"it prints an object{address}, an address that is another one each time"}
         except MemoryError:
             return {"beyond": f"needs more than {MOST_BYTES / 2**30:g} GiB of memory"}
-        except Exception as error:  # of any kind: the template is a program
+        except Exception as error:  # a template is a program and may raise anything
             return {"error": str(error) or type(error).__name__}
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -160,20 +157,20 @@ class _Templates:
 
 
 def _strange_address(text: str, given: str) -> str | None:
-    """An address of an object in a text that came from neither messages nor template."""
+    """Return an object's address in a text that is in neither messages nor template."""
     lowered = given.lower() if (found := ADDRESS.findall(text)) else ""
     return next((each for each in found if each.lower() not in lowered), None)
 
 
 def _limit_memory() -> None:
-    statm = Path("/proc/self/statm")  # elsewhere than on Linux no limit of this kind holds
+    statm = Path("/proc/self/statm")  # only Linux has this limit
     if statm.exists():
         most = int(statm.read_text().split()[0]) * resource.getpagesize() + MOST_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def main(most_seconds: float) -> None:
-    """Answer each line, until there are none or none has come for long."""
+    """Answer lines until there are none, or none has come for `IDLE_SECONDS`."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory()
     templates, asked, answered = _Templates(most_seconds), sys.stdin.buffer, sys.stdout.buffer

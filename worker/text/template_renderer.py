@@ -1,4 +1,4 @@
-"""Has a process of its own render chat templates, see `template_process`: one for all templates of this process."""
+"""Rendering of chat templates in one `template_process`, which all templates of this process share."""
 
 from __future__ import annotations
 
@@ -17,31 +17,29 @@ from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
 
 MODULE = "swiftbatch.worker.text.template_process"
-SAME_EVERYWHERE = {"TZ": "UTC", "LC_ALL": "C", "PYTHONHASHSEED": "0"}  # a set of texts is in the order of hashes
-MOST_SECONDS = 2.0  # of computing for one text of up to a hundred messages; a template takes less than a thousandth
+SAME_EVERYWHERE = {"TZ": "UTC", "LC_ALL": "C", "PYTHONHASHSEED": "0"}  # the order of a set of texts depends on hashes
+MOST_SECONDS = 2.0  # CPU time of a text of up to a hundred messages; usual templates take less than a thousandth
 TIME_IS_UP = signal.SIGPROF
-KILLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}  # by another's hand, such as the system's
-NUM_STARTS = 5  # of the process for one answer
-MOST_STOPPED = 2  # texts of one template that were not to be had, which takes seconds each
+# someone else, for example the system, ended it
+KILLED = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+NUM_STARTS = 5  # tries per answer
+MOST_STOPPED = 2  # a template is no longer tried after so many failed texts, which take seconds each
 
 
 class TemplateLimitError(ValueError):
-    """A template goes beyond what it may have; the text says what it does."""
+    """Template exceeds a limit, named in the text."""
 
 
 class TemplateRenderer:
-    """The texts of one template, in which `clock`, an ISO time, is now."""
+    """Texts of one template, for which `clock`, an ISO time, is now."""
 
     def __init__(self, source: str, clock: str) -> None:
         self._number, self._source, self._clock = next(_numbers), source, clock
-        self._stopped: dict[str, str] = {}  # what was asked in vain, and why
-        self._ready: dict[str, dict[str, str]] = {}  # answers by what was asked
+        self._stopped: dict[str, str] = {}  # says why requests failed
+        self._ready: dict[str, dict[str, str]] = {}  # maps requests to answers
 
     def prepare(self, many: Iterable[dict[str, Any]]) -> None:
-        """Have the texts made at once that `render` is about to be asked for: each alone waits for the process.
-
-        Where one of them comes to no end, nothing is prepared.
-        """
+        """Render in one batch; prepare nothing if one text does not end."""
         asked = [each for each in map(_written, many) if self._refusal(each) is None]
         answers = self._answers(asked) if len(asked) > 1 else []
         self._ready = dict(zip(asked, answers, strict=False)) if len(asked) == len(answers) else {}
@@ -50,7 +48,7 @@ class TemplateRenderer:
         return _process.answers(self._number, asked, {"source": self._source, "clock": self._clock})
 
     def render(self, variables: dict[str, Any]) -> str:
-        """The text with some variables. Raises TemplateLimitError, and ValueError with the template's own words."""
+        """Return the rendered text. Raises TemplateLimitError, or ValueError with the template's message."""
         asked = _written(variables)
         if (refusal := self._refusal(asked)) is not None:
             raise TemplateLimitError(refusal)
@@ -63,29 +61,29 @@ class TemplateRenderer:
         return answer["text"]
 
     def _refusal(self, asked: str) -> str | None:
-        """Say why something need not be asked: it, or several that were no longer, came to no end before."""
+        """Return why a request is not tried: it failed before, or several shorter ones did."""
         if asked in self._stopped or len(self._stopped) < MOST_STOPPED or len(asked) < min(map(len, self._stopped)):
             return self._stopped.get(asked)
         return f"did not come to an end {len(self._stopped)} times for what was no longer, so it is not asked again"
 
 
 class _Process:
-    """The process. It ends when it is idle, and another one takes its place."""
+    """Process that ends when idle and is started again on demand."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._sent: set[int] = set()  # templates that it knows
+        self._sent: set[int] = set()  # the process knows these templates
         atexit.register(self.end)
 
     def answers(self, template: int, asked: list[str], source: dict[str, str]) -> list[dict[str, str]]:
-        """The answers of the process, which gets a template's source once; a single one if the process ends at it.
+        """Return the process's answers; only one if that ended the process.
 
-        Raises UserError where others end the process again and again.
+        Raises UserError if the process ends again and again.
         """
         ended: list[int | None] = []
         with self._lock:
-            while len(ended) < NUM_STARTS:  # it may just have ended, idle or by another's hand
+            while len(ended) < NUM_STARTS:  # the process may just have ended, when idle or from outside
                 process = self._process or self._started()
                 first = json.dumps({"template": template} | ({} if template in self._sent else source))
                 line = _answered(process, f'{first[:-1]}, "many": [{", ".join(asked)}]}}\n'.encode())
@@ -113,12 +111,12 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C is meant for this one
+            start_new_session=True,  # Ctrl-C must not reach it
         )
         return self._process
 
     def end(self) -> int | None:
-        """Let the process end, if there is one, and return its exit code."""
+        """End the process, if there is one, and return its exit code."""
         process, self._process = self._process, None
         if process is None:
             return None

@@ -1,4 +1,4 @@
-"""Finds stop strings: the first one's place in a text, and the token with which it is there."""
+"""Search for stop strings in a text, and for the token that completes one."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from swiftbatch.worker.text.token_bytes import ByteStream
 
 
 def first_stop(text: str, stop: tuple[str, ...], num_before: int = 0, first: int = 0) -> tuple[int, int] | None:
-    """Start and end of the first stop string that does not end within the first `num_before` characters.
+    """Return start and end of the first stop string that starts at `first` or later.
 
-    It begins at the character `first` or behind it. None without one.
+    It ends after the first `num_before` characters.
     """
     found = [(text.find(each, max(first, num_before - len(each) + 1)), each) for each in stop]
     return min(((start, start + len(each)) for start, each in found if start >= 0), default=None)
 
 
 class StreamSearch:
-    """A search in characters as they come: of those that were there it keeps what may be the start of a stop string."""
+    """Search in arriving characters, which keeps those that may start a stop string."""
 
     def __init__(self, stop: tuple[str, ...], stream: ByteStream, token_ids: Sequence[int], num_skipped: int) -> None:
-        """`stream`: one that nothing has been pushed to; `token_ids` are, and the first `num_skipped` are skipped."""
+        """Push `token_ids` to a fresh `stream`; the first `num_skipped` count as skipped."""
         self._stop, self._stream = stop, stream
         self._num_kept = max(map(len, stop)) - 1
         stream.feed(token_ids[:num_skipped])
@@ -44,7 +44,7 @@ class StreamSearch:
 
 
 class PrefixSearch:
-    """A search in all of the text anew behind each token: it may become another with any token."""
+    """Search in the whole text after each token, for texts that any token may change."""
 
     def __init__(
         self,

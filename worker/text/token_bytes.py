@@ -1,7 +1,4 @@
-"""The bytes that single tokens stand for, and these as characters as they come, each as soon as it is sure.
-
-A character may be parts of several tokens, so their texts do not do.
-"""
+"""Bytes of single tokens, and their characters as soon as these are certain."""
 
 from __future__ import annotations
 
@@ -16,33 +13,28 @@ from tokenizers import decoders
 
 BYTE = re.compile(r"<0x(\+?[0-9A-Fa-f]{1,2})>")
 NUM_LETTERS = len("<0x00>")
-OF_TOKENS = ("Replace", "Metaspace", "WordPiece")  # steps that make of each token a text, whatever the others are
+OF_TOKENS = ("Replace", "Metaspace", "WordPiece")  # these steps treat each token alone
 
 
 @dataclass(frozen=True)
 class DecoderSteps:
-    """The bytes of all tokens together, without what is cut at their start, are those of the text."""
+    """Decoder whose text is the bytes of all tokens, except those stripped at the start."""
 
-    name_text: Callable[[str, bool], str]  # (a token's name, whether it is the first) to its text
-    text_bytes: Callable[[str], bytes]  # such a text to what it stands for
-    stripped: bytes  # one byte
-    num_stripped: int  # so many of these are left out at the start, if they are there
+    name_text: Callable[[str, bool], str]  # maps a token's name, and whether it is the first, to its text
+    text_bytes: Callable[[str], bytes]  # maps that text to bytes
+    stripped: bytes
+    num_stripped: int  # at most so many are stripped at the start
 
     def bytes_of(self, name: str, is_first: bool) -> bytes:
-        """The bytes of the token with this name."""
         return self.text_bytes(self.name_text(name, is_first))
 
 
 def steps_of(tokenizer: Any) -> DecoderSteps | None:
-    """Find the steps of a tokenizer of `transformers`; None where they are not known to give each token its bytes.
-
-    Its `decode` has to be the library's, and the library's decoder to have no steps but these, in this order: what
-    makes a text of each token, then bytes of it, then one text of all, without spaces at its start.
-    """
+    """Return the steps of a `transformers` tokenizer; None if they may not give each token its own bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not _is_plain(tokenizer):
         return None
-    if backend.decoder is None:  # all names, with spaces between them
+    if backend.decoder is None:  # decoding joins names by spaces
         return DecoderSteps(lambda name, is_first: name if is_first else f" {name}", str.encode, b" ", 0)
     steps = _flat(json.loads(backend.decoder.__getstate__()))
     num_head = next((i for i, step in enumerate(steps) if step["type"] not in OF_TOKENS), len(steps))
@@ -56,7 +48,7 @@ def steps_of(tokenizer: Any) -> DecoderSteps | None:
 
 
 def _is_plain(tokenizer: Any) -> bool:
-    """Tell if the text of tokens is what the library's decoder makes of them, and nothing else."""
+    """Return whether the text is exactly what the library's decoder makes of the tokens."""
     from transformers import PreTrainedTokenizerFast
 
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
@@ -72,7 +64,7 @@ def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _start(steps: list[dict[str, Any]], is_one_text: bool) -> tuple[bytes, int] | None:
-    """The byte that the last steps leave out at the start of the text, and how often; None where they do more."""
+    """Return the byte stripped at the start, and how often; None for other steps."""
     num_fuse = next((i for i, step in enumerate(steps) if step["type"] != "Fuse"), len(steps))
     if num_fuse == len(steps):
         return b" ", 0
@@ -84,7 +76,7 @@ def _start(steps: list[dict[str, Any]], is_one_text: bool) -> tuple[bytes, int] 
 
 
 def _name_text(steps: list[dict[str, Any]]) -> Callable[[str, bool], str] | None:
-    """Apply the library's own steps to one name, behind another token or as the first."""
+    """Return the library's own steps for one name, as the first token or not."""
     if not steps:
         return lambda name, is_first: name
     decoder = decoders.Sequence([])
@@ -105,7 +97,7 @@ def _fallback_bytes(text: str) -> bytes:
 
 
 def _byte_of() -> dict[str, int]:
-    """Byte-level vocabularies write bytes that are no visible character as those from 256 on."""
+    """Return the byte of each character of byte-level vocabularies, which write invisible bytes from 256 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + number): byte for number, byte in enumerate(others)}
@@ -115,10 +107,10 @@ BYTE_OF = _byte_of()
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token in the middle of a text, found once; special and unknown tokens have none."""
+    """Bytes of each token within a text, cached; special and unknown tokens have none."""
 
     def __init__(self, tokenizer: Any, steps: DecoderSteps | None) -> None:
-        """`steps`: None where the tokenizer's decoder can't be said of single tokens; each is then decoded alone."""
+        """`steps` None: each token is decoded alone."""
         super().__init__()
         self._tokenizer, self._steps = tokenizer, steps
         self._special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -128,12 +120,11 @@ class TokenBytes(dict[int, bytes]):
         return self[token_id]
 
     def is_in_text(self, token_id: int) -> bool:
-        """Tell if the tokenizer has this token and decoded texts show it."""
         name = self._tokenizer.convert_ids_to_tokens(token_id)
         return name is not None and name not in self._special
 
     def of(self, token_id: int, is_first: bool = False) -> bytes:
-        """A token's bytes, special ones too; none where the tokenizer has no such token."""
+        """Return a token's bytes, also of special ones; none for an unknown token."""
         name = self._tokenizer.convert_ids_to_tokens(token_id)
         if name is None:
             return b""
@@ -144,46 +135,42 @@ class TokenBytes(dict[int, bytes]):
         return self._steps.bytes_of(name, is_first)
 
 
-SURROGATE = b"\xed\xa0"  # the first two bytes of the first surrogate: no character begins so, or with a larger second
+# first two bytes of the first surrogate: no character starts with these, or with a larger second byte
+SURROGATE = b"\xed\xa0"
 
 
 def settled_characters(data: bytes) -> tuple[str, int]:
-    """The characters of UTF-8 as `errors="replace"` has them, and how many bytes they are.
-
-    The others are at most three: the first bytes of a character whose others may come.
-    """
+    """Return the characters of UTF-8 with `errors="replace"`, and how many bytes they are."""
     text, num_used = utf_8_decode(data, "replace", False)
     rest = data[num_used:]
-    if len(rest) > 1 and rest[:1] == SURROGATE[:1] and rest >= SURROGATE:  # Python waits for the third byte
+    if len(rest) > 1 and rest[:1] == SURROGATE[:1] and rest >= SURROGATE:  # Python would wait for the third byte
         return text + rest.decode(errors="replace"), len(data)
     return text, num_used
 
 
 def continues(pending: bytes, byte: bytes) -> bool:
-    """Tell if a byte belongs to the character whose first bytes are pending."""
     text, num_used = settled_characters(pending + byte)
     return num_used == 0 or (num_used == len(pending) + 1 and len(text) == 1)
 
 
 class ByteStream:
-    """A function of the tokens that were pushed, however many at once."""
+    """Characters of pushed tokens, in batches of any size."""
 
     def __init__(self, tokens: TokenBytes, steps: DecoderSteps) -> None:
         self._tokens, self._steps = tokens, steps
         self._is_at_start, self._num_to_strip = True, steps.num_stripped
-        self.pending = b""  # the first bytes of a character whose others may come
+        self.pending = b""  # a character may still be completed
 
     def push(self, token_id: int) -> str:
-        """Go on behind one more token; return the characters that are complete with it, or can no longer become so."""
+        """Add a token; return the characters that become certain."""
         data = self._first_bytes(token_id) if self._is_at_start or self._num_to_strip else self._tokens[token_id]
         return self._characters(data) if data else ""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Push many tokens; return their characters."""
         return self._characters(b"".join(self.parts(token_ids)))
 
     def parts(self, token_ids: Sequence[int]) -> list[bytes]:
-        """The bytes that each of some tokens, which are pushed, adds to the text; nothing of them is pending then."""
+        """Push tokens; return the bytes that each adds to the text, without pending ones."""
         parts: list[bytes] = []
         while len(parts) < len(token_ids) and (self._is_at_start or self._num_to_strip):
             parts.append(self._first_bytes(token_ids[len(parts)]))
@@ -197,7 +184,7 @@ class ByteStream:
         return text
 
     def _first_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token with which the text may begin, without what is left out there."""
+        """Return the bytes of a token at the text's start, without stripped ones."""
         if not self._tokens.is_in_text(token_id):
             return b""
         data = self._tokens.of(token_id, is_first=self._is_at_start)

@@ -1,4 +1,4 @@
-"""Text to tokens and back with the model's own tokenizer, and the most text that one token can stand for."""
+"""Text to tokens and back with the model's own tokenizer."""
 
 from __future__ import annotations
 
@@ -32,23 +32,20 @@ from swiftbatch.worker.text.tokenizer_cache import WordTokens, cuts_at_spaces
 if TYPE_CHECKING:
     from swiftbatch.worker.sampling.sequence import Rule
 
-COMPOSED = 4  # no character decomposes, canonically, into more characters: Unicode promises that it stays so
+COMPOSED = 4  # no character decomposes canonically into more characters; Unicode guarantees this
 FACTORS = {"NFC": COMPOSED, "NFKC": COMPOSED, "NFD": 1, "NFKD": 1, "Prepend": 1, "ByteLevel": 1}
 KEEPING = {"ByteLevel", "Metaspace", "Digits"}
 
 
 def max_chars_per_token(tokenizer: Any) -> int | None:
-    """The most characters of a text that come to one token; None where that has no bound, or none that is known.
-
-    Only for byte pair encoding that knows every byte, and where nothing on the way to it can drop characters.
-    """
+    """Return the most characters per token; None if there is no known bound."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     parts = json.loads(backend.to_str())
     factor = _factor(parts["normalizer"])
     added = parts["added_tokens"]
-    takes_more = any(token["lstrip"] or token["rstrip"] for token in added)  # the whitespace around it, however long
+    takes_more = any(token["lstrip"] or token["rstrip"] for token in added)  # surrounding white space of any length
     if factor is None or takes_more or not _keeps_all(parts["pre_tokenizer"]) or not _knows_all(parts):
         return None
     names = [*parts["model"]["vocab"], *(unicodedata.normalize("NFKD", token["content"]) for token in added)]
@@ -56,7 +53,7 @@ def max_chars_per_token(tokenizer: Any) -> int | None:
 
 
 def _factor(normalizer: Any) -> int | None:
-    """The number of characters that become one at most; None where they may also vanish."""
+    """Return the most characters that become one; None if some may vanish."""
     if normalizer is None:
         return 1
     if normalizer["type"] == "Sequence":
@@ -82,7 +79,7 @@ def _keeps_all(pre_tokenizer: Any) -> bool:
 
 
 def _knows_all(parts: dict[str, Any]) -> bool:
-    """Return whether each byte has a token: one that has none is dropped, or joined with its neighbours."""
+    """Return whether each byte has a token; others would be dropped or merged with their neighbours."""
     model = parts["model"]
     if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return False
@@ -91,12 +88,9 @@ def _knows_all(parts: dict[str, Any]) -> bool:
     return bool(model["byte_fallback"]) and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
 
 
-# Text to tokens and back, with the model's own tokenizer.
-
-
-GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
-NUM_STOPS = 4096  # stop texts that are looked at once
-PLAIN_KINDS = ("llama", "qwen3")  # whose tokenizers are what `tokenizer.json` says
+GENERIC = "TokenizersBackend"  # adds no rules to `tokenizer.json`
+NUM_STOPS = 4096
+PLAIN_KINDS = ("llama", "qwen3")  # their tokenizers are exactly `tokenizer.json`
 
 
 NO_MARKERS = "and no markers of thinking are known of this model (--thinking-markers names them)"
@@ -104,7 +98,7 @@ NO_MARKERS = "and no markers of thinking are known of this model (--thinking-mar
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat whose tokens are yet to be found."""
+    """Chat that is not yet tokenized."""
 
     messages: Sequence[Message]
     options: TemplateOptions | None
@@ -112,7 +106,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt in tokens, and the marker of thinking that comes last in what begins the answer."""
+    """Prompt in tokens, and the last thinking marker in the start of the answer."""
 
     token_ids: list[int]
     last_marker: LastMarker | None = None
@@ -120,25 +114,24 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text whose tokens are yet to be found."""
+    """Text that is not yet tokenized."""
 
     text: str
     adds_special_tokens: bool
 
 
 class TextCodec:
-    """A model's tokenizer, and the markers between which it thinks: those named, none for (), else the model's own.
+    """Model's tokenizer and thinking markers: the named ones, none for (), or the model's own.
 
-    `clock` is the time that chat templates hear, None for now.
-    Raises ModelError where the model folder has none that loads, and for markers that can't be.
+    Raises ModelError if no tokenizer loads, or for impossible markers.
     """
 
     def __init__(self, files: ModelFiles, thinking_markers: ThinkingMarkers = None, clock: str | None = None) -> None:
         try:
             self._tokenizer = _without_dropout(_loaded(files))
-        except ImportError as error:  # of a library that is optional
+        except ImportError as error:  # the library is optional
             raise ModelError(f"model {files.name}: {error}") from None
-        except Exception as error:  # of any kind: the library raises bare ones
+        except Exception as error:  # the library raises bare exceptions
             raise ModelError(
                 f"model {files.name}: its tokenizer cannot be loaded from {files.path}: {words_of(error)}; "
                 "expected files that this version of transformers and tokenizers can read"
@@ -152,23 +145,16 @@ class TextCodec:
         self.markers = self._found_markers(files, thinking_markers)
 
     def prompt_of(self, job: Job) -> EncodedPrompt:
-        """A job's prompt, or its messages through the tokenizer's chat template; to be made once, see `JobRecord`.
-
-        Raises ValueError as `encode_prompt` and `encode_chat` do.
-        """
+        """Return a prompt to compute once. Raises ValueError as `encode_prompt` and `encode_chat` do."""
         chat = None if job.messages is None else Chat(job.messages, job.template)
         return self._encode_one(chat or job.prompt_ids or job.prompt or "")
 
     def encode_prompt(self, prompt: str | tuple[int, ...]) -> list[int]:
-        """Token ids of a prompt; those that it has already stay as they are.
-
-        Raises ValueError, with a reason for the user, where there are no tokens, where the text is so long that it has
-        no room in the model, however it is cut into tokens, and where a token is none of the model's.
-        """
+        """Return a prompt's token ids. Raises ValueError, for the user."""
         return self._encode_one(prompt).token_ids
 
     def encode_chat(self, messages: Sequence[Message], options: TemplateOptions | None) -> list[int]:
-        """Token ids of messages. Raises ValueError as `encode_prompt`, and as `ChatTemplate.render`."""
+        """Return token ids of messages. Raises ValueError as `encode_prompt` and `ChatTemplate.render` do."""
         return self._encode_one(Chat(messages, options)).token_ids
 
     def _encode_one(self, asked: str | tuple[int, ...] | Chat) -> EncodedPrompt:
@@ -178,10 +164,7 @@ class TextCodec:
         return found
 
     def encode_all(self, asked: Sequence[str | tuple[int, ...] | Chat]) -> list[EncodedPrompt | ValueError]:
-        """The prompt that comes of each, or the error that `encode_prompt` or `encode_chat` would raise for it.
-
-        Many at once cost less than each alone.
-        """
+        """Return each prompt, or the error that `encode_prompt` or `encode_chat` would raise; one batch is cheaper."""
         self.chat.prepare((each.messages, each.options) for each in asked if isinstance(each, Chat))
         begun = [self._begun_with(each) for each in asked]
         tokens = {}
@@ -193,7 +176,7 @@ class TextCodec:
         return [self._prompt_or_error(*each) for each in zip(asked, begun, found, strict=True)]
 
     def _begun_with(self, asked: str | tuple[int, ...] | Chat) -> list[int] | ValueError | _Text:
-        """The tokens of what says them itself, else the text that they come of, or why they can't."""
+        """Return tokens if they are given, otherwise the text to encode, or an error."""
         try:
             if isinstance(asked, Chat):
                 if (token_ids := self.chat.own_tokens(asked.messages, asked.options)) is not None:
@@ -216,10 +199,8 @@ class TextCodec:
         return list(token_ids)
 
     def _encode_many(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of texts, as `encode`, by one call of the library where its class encodes as the library does."""
-        first = [
-            self.encode(text, add_special_tokens) for text in texts[:1]
-        ]  # which also settles the library's options
+        """Encode texts in one batch if the class encodes as the library does."""
+        first = [self.encode(text, add_special_tokens) for text in texts[:1]]  # also sets the library's options
         if not self._is_the_library_s:
             return first + [self.encode(text, add_special_tokens) for text in texts[1:]]
         if len(texts) < 2:
@@ -238,19 +219,17 @@ class TextCodec:
     def _is_the_library_s(self) -> bool:
         from transformers import PreTrainedTokenizerFast
 
-        method = "_encode_plus"  # what `encode` calls, and few kinds of models have another
+        method = "_encode_plus"  # called by `encode`, and overridden by few kinds of models
         own = getattr(type(self._tokenizer), method, None)
         return own is not None and own is getattr(PreTrainedTokenizerFast, method, None)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
     def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The tokens that each of some words may come as, as vLLM has them: without a space in front and with one.
+        """Return the token sequences of each word, with and without a space before it, as in vLLM.
 
-        The latter where it changes the first token and not their number. Raises ValueError for a word that has no
-        tokens, or one that is none of the model's.
+        Raises ValueError for a word without tokens of the model.
         """
         found: list[tuple[int, ...]] = []
         for word in words:
@@ -264,14 +243,13 @@ class TextCodec:
         return tuple(dict.fromkeys(found))
 
     def with_stop_tokens(self, params: SamplingParams) -> SamplingParams:
-        """The same parameters with the ids of the stop texts that are special tokens: no text shows these."""
         found = {self._special_tokens[each] for each in params.stop if each in self._special_tokens}
         if not found:
             return params
         return params.model_copy(update={"stop_token_ids": tuple(sorted(found.union(params.stop_token_ids)))})
 
     def without_effect(self, prompts: Sequence[str | tuple[int, ...]], stop: tuple[str, ...]) -> set[str]:
-        """Say what changes nothing: a BOS token that the tokenizer adds as well, stop texts that can't come."""
+        """Return what has no effect: an added BOS token, and impossible stop texts."""
         found = {self._idle_stop(each) for each in stop} - {""}
         bos = self._added_bos
         if bos is not None and any(isinstance(each, str) and each.startswith(bos) for each in prompts):
@@ -279,20 +257,17 @@ class TextCodec:
         return found
 
     def thinking(self, job: Job, last: LastMarker | None) -> Thinking | None:
-        """Tell how a job's output thinks behind its prompt, whose last marker is known.
-
-        None for a model that does not think, as far as is known.
-        """
+        """Return the thinking of a job's output; None if the model is not known to think."""
         if self.markers is None:
             return None
         opening: Opening = "anywhere"
-        if job.sampling.structured_outputs is not None:  # which begins with the output, or behind the thought
+        if job.sampling.structured_outputs is not None:  # structure begins with the output or after the thought
             is_new = job.messages is not None and not (job.template and job.template.continue_final_message)
             opening = "first" if is_new and last is None else "never"
         return Thinking(self.markers, last == "start", opening)
 
     def rules(self, params: SamplingParams, thinking: Thinking | None = None) -> tuple[Rule, ...]:
-        """The rules of a job's output. Raises ConstraintError, a ValueError for the user, where they can't be."""
+        """Raises ConstraintError, a ValueError for the user, for impossible rules."""
         budget, structure = params.thinking_token_budget, params.structured_outputs
         if budget is not None and self.markers is None:
             raise ConstraintError(
@@ -308,19 +283,18 @@ class TextCodec:
         return (ThinkingRule(thinking, budget, text),)
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of tokens, without the special ones."""
+        """Return the text without special tokens."""
         return self.output_text.decode(list(map(int, token_ids)))
 
     def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Count the characters of the text in front of each token; see `OutputText`."""
         return self.output_text.offsets(token_ids)[:-1]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, special ones too; none for one that the tokenizer does not have."""
+        """Return a token's bytes, also of special ones; none for an unknown token."""
         return self._bytes.of(token_id)
 
     def _with_one_bos(self, token_ids: list[int]) -> list[int]:
-        """The tokens of a text that begins with the BOS token, without the one that was added in front of it."""
+        """Remove an added BOS token before another one."""
         is_there_twice = self._added_bos is not None and len(token_ids) > 1 and token_ids[0] == token_ids[1]
         return token_ids[1:] if is_there_twice else token_ids
 
@@ -336,7 +310,7 @@ class TextCodec:
             return error
 
     def _found_idle_stop(self, text: str) -> str:
-        """Say why a stop text can't come; nothing of one that may, or that is a special token."""
+        """Return why a stop text is impossible; "" if it is possible."""
         if text in self._special_tokens:
             return ""
         named = [each for each in self._special_tokens if each in text and len(each) > 2]
@@ -348,7 +322,6 @@ class TextCodec:
 
     @cached_property
     def _special_tokens(self) -> dict[str, int]:
-        """The ids of the model's special tokens, by their names."""
         if isinstance(self._tokenizer, TekkenTokenizer):
             return self._tokenizer.get_vocab()
         entries = self._tokenizer.added_tokens_decoder.items()
@@ -356,7 +329,6 @@ class TextCodec:
 
     @cached_property
     def _written_bytes(self) -> set[int]:
-        """The bytes that texts may have."""
         found = set[int]()
         for token_id in range(self._vocab_size):
             found.update(self._bytes[token_id])
@@ -366,7 +338,7 @@ class TextCodec:
 
     @cached_property
     def _added_bos(self) -> str | None:
-        """The BOS token, where the tokenizer puts one in front of texts."""
+        """Return the BOS token, if the tokenizer adds one."""
         bos = getattr(self._tokenizer, "bos_token", None)
         return str(bos) if bos and self.encode("a")[:1] == [self._tokenizer.bos_token_id] else None
 
@@ -395,10 +367,7 @@ class TextCodec:
     def _last_marker(
         self, asked: str | tuple[int, ...] | Chat, text: str | None, token_ids: list[int]
     ) -> LastMarker | None:
-        """The marker that comes last in a prompt; of a chat only what belongs to the answer counts.
-
-        `text` is what the tokens come of, None where they were there before.
-        """
+        """Return the last marker in a prompt; in a chat only the answer counts."""
         if self.markers is None:
             return None
         if isinstance(asked, Chat) and asked.options is not None and asked.options.continue_final_message:
@@ -423,7 +392,6 @@ class TextCodec:
 
     @cached_property
     def output_text(self) -> OutputText:
-        """The text that tokens come to."""
         if self._steps is None:
             return LibraryText(lambda token_ids: str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
         return ByteText(self._bytes, self._steps)
@@ -442,7 +410,7 @@ class TextCodec:
 
     @cached_property
     def textless_ids(self) -> tuple[int, ...]:
-        """The model's ids that are no tokens of the tokenizer and end no text, ascending: they have no text."""
+        """Return ids without text, ascending: unknown to the tokenizer, and no end of a text."""
         known: Container[int]
         if isinstance(self._tokenizer, TekkenTokenizer):
             known = range(self._tokenizer.num_tokens)
@@ -460,10 +428,10 @@ class TextCodec:
 
 
 def _loaded(files: ModelFiles) -> Any:
-    """The tokenizer of a model folder, without clean-up of spaces. Raises ImportError where a library is missing."""
+    """Raises ImportError if a library is missing."""
     if has_tekken_alone(files.path):
         return TekkenTokenizer(files.path)
-    # where mistral-common is installed, AutoTokenizer would prefer Mistral's file beside the one that is read without
+    # with mistral-common, AutoTokenizer would prefer Mistral's file
     said = {"mistral_format": False} if (files.path / TEKKEN_FILE).is_file() else {}
     return _loader(files).from_pretrained(
         files.path, trust_remote_code=False, local_files_only=True, clean_up_tokenization_spaces=False, **said
@@ -471,11 +439,12 @@ def _loaded(files: ModelFiles) -> Any:
 
 
 def _loader(files: ModelFiles) -> Any:
-    """The class that AutoTokenizer would choose, without it where that is sure: it costs torch, seconds, 300 MB."""
+    """Avoid AutoTokenizer if possible: it loads torch, for seconds and 300 MB."""
     config = read_config(files.name, files.path)
     path = files.path / "tokenizer_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    is_plain = config.get("model_type") in PLAIN_KINDS or bool(link_names(files.path))  # those of GGUF files are
+    # those of GGUF files are plain, too
+    is_plain = config.get("model_type") in PLAIN_KINDS or bool(link_names(files.path))
     if is_plain and said.get("tokenizer_class") == GENERIC and "auto_map" not in said:
         from transformers import PreTrainedTokenizerFast
 
@@ -486,7 +455,7 @@ def _loader(files: ModelFiles) -> Any:
 
 
 def _without_dropout(tokenizer: Any) -> Any:
-    """A tokenizer that cuts a text into the same tokens every time: what it leaves to chance is for training alone."""
+    """Disable random cuts of texts. Raises ValueError if that is impossible."""
     if getattr(tokenizer, "sp_model_kwargs", {}).get("enable_sampling"):
         raise ValueError("it cuts texts at random (sp_model_kwargs in tokenizer_config.json: enable_sampling)")
     model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)

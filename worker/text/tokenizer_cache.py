@@ -1,9 +1,6 @@
-"""Token ids of texts by their words: the library encodes each word once, and costs as much for every later one.
+"""Token ids of texts from a cache of words, since the library encodes repeated words at full cost.
 
-A text is cut in front of spaces that stand behind something else, and between a letter and a sign. Where no token of a
-tokenizer reaches over such a place, and none depends on what is beyond it, the tokens of the pieces are those of the
-text. `cuts_at_spaces` knows tokenizers of which that is so: they cut texts by a pattern before they merge bytes, and
-none of its alternatives has a space behind another kind of character, or such a sign behind a letter.
+This is exact for tokenizers that `cuts_at_spaces` knows: their patterns cut there before they merge bytes.
 """
 
 from __future__ import annotations
@@ -20,21 +17,21 @@ if TYPE_CHECKING:
 WORD = r"""[ \n]?[A-Za-z]+(?=[ \n,.;:!?")]|\Z)"""
 PIECE = re.compile(rf"{WORD}|\s*\S+(?:[^\S ]\s*\S+)*(?:[^\S ]\s*)?|\s+")
 MOST_WORDS = 2**17
-LONGEST_WORD = 64  # characters of a piece that is kept
+LONGEST_WORD = 64  # longer pieces are not cached
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 ENDS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PATTERNS = frozenset(
     [
-        rf"{CONTRACTIONS}|\p{{N}}|{ENDS}",  # Qwen's
-        rf"{CONTRACTIONS}|\p{{N}}{{1,3}}|{ENDS}",  # Llama 3's
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2's
-        r"'(?:s|t|re|ve|m|ll|d)\b| ?\p{L}+| ?\p{N}|\n+| ?[^\s\p{L}\p{N}]+|[^\S\n]+",  # the embedded model's
+        rf"{CONTRACTIONS}|\p{{N}}|{ENDS}",  # Qwen
+        rf"{CONTRACTIONS}|\p{{N}}{{1,3}}|{ENDS}",  # Llama 3
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
+        r"'(?:s|t|re|ve|m|ll|d)\b| ?\p{L}+| ?\p{N}|\n+| ?[^\s\p{L}\p{N}]+|[^\S\n]+",  # the embedded model
     ]
 )
 
 
 def cuts_at_spaces(tokenizer: Tokenizer) -> bool:
-    """Return whether the tokens of texts are those of their pieces, as far as it is known."""
+    """Return whether a text's tokens are known to be those of its pieces."""
     model = tokenizer.model
     names = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
     merges_bytes_alone = type(model).__name__ == "BPE" and not any(getattr(model, name) for name in names)
@@ -46,7 +43,7 @@ def cuts_at_spaces(tokenizer: Tokenizer) -> bool:
 
 
 def _form(part: Any) -> dict[str, Any] | None:
-    """A part of a tokenizer as `tokenizer.json` has it; the vocabulary is not in it."""
+    """Return a tokenizer's part as in `tokenizer.json`, without the vocabulary."""
     return None if part is None else json.loads(part.__getstate__())
 
 
@@ -69,17 +66,17 @@ def _keeps_cuts(step: dict[str, Any]) -> bool:
 
 
 class WordTokens:
-    """Encodes texts with a tokenizer that `cuts_at_spaces`, and keeps what it learns of words."""
+    """Encodes texts with a tokenizer that `cuts_at_spaces`, and caches words."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-        self._first_of_added = {content[0] for content in added if content}  # a text may have one of these tokens
+        # texts with these characters may have added tokens
+        self._first_of_added = {content[0] for content in added if content}
         self._known: dict[str, list[int]] = {}
         self._around = {adds: self._tokens_around(adds) for adds in (True, False)}
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """The token ids of texts, as the library has them."""
         pieces = [None if self._may_have_added(text) else PIECE.findall(text) for text in texts]
         known = self._of_pieces({piece for own in pieces if own is not None for piece in own})
         whole = [text for text, own in zip(texts, pieces, strict=True) if own is None]
@@ -91,7 +88,7 @@ class WordTokens:
         ]
 
     def _of_pieces(self, pieces: set[str]) -> dict[str, list[int]]:
-        """The tokens of pieces, and of others."""
+        """Return the tokens of pieces, perhaps among others."""
         if len(self._known) + len(pieces) > MOST_WORDS:
             self._known = {}
         new = list(pieces - self._known.keys())
@@ -105,7 +102,6 @@ class WordTokens:
         return any(letter in text for letter in self._first_of_added)
 
     def _tokens_around(self, add_special_tokens: bool) -> tuple[list[int], list[int]]:
-        """The tokens that the library puts in front of a text and behind it."""
         bare, whole = (self._tokenizer.encode("a", add_special_tokens=adds).ids for adds in (False, add_special_tokens))
         start = next(n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
         return whole[:start], whole[start + len(bare) :]

@@ -1,10 +1,10 @@
-"""The defaults of trainings. Light to import: the command line shows them."""
+"""Defaults of trainings, without heavy imports because the command line shows them."""
 
 from __future__ import annotations
 
 TARGET_KIND = "qwen3"
 TARGET_KINDS = (TARGET_KIND, "qwen3_5_text")
-TARGET_TOKENS = 20_000_000  # 1.2 times the books of the embedded model: hours of two processor cores
+TARGET_TOKENS = 20_000_000  # 1.2 times the embedded model's books, hours on two processor cores
 HEADS_STEPS = 200
 HEADS_OWN_TEXTS = 0
 DRAFT_STEPS = 1500

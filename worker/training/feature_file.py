@@ -1,4 +1,4 @@
-"""A target's features along texts as one Arrow IPC file: written once, then mapped into memory and never copied."""
+"""Target's features along texts in one Arrow IPC file, written once and then memory-mapped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.training.training_texts import CorpusError, Text, hidden_states
 
-ORIGIN, TEXTS = b"origin", b"texts"  # in the schema's metadata: JSON
+ORIGIN, TEXTS = b"origin", b"texts"  # keys of JSON in the schema's metadata
 TOKEN_IDS, FEATURES = "token_ids", "features"
 
 
@@ -26,21 +26,21 @@ TOKEN_IDS, FEATURES = "token_ids", "features"
 class TextFeatures:
     """One text with the target's features, as views of the file."""
 
-    name: str  # of the texts that it belongs to
-    first_row: int  # that counts: what stands in front of it is a prompt
+    name: str  # names a group of texts
+    first_row: int  # earlier rows are a prompt
     token_ids: torch.Tensor  # [num_tokens] uint32
     features: torch.Tensor  # [num_tokens, hidden] bfloat16: the target's final hidden states
 
 
 def write_features(path: Path, target: TargetModel, texts: dict[str, list[Text]], origin: dict[str, Any]) -> None:
-    """Run the target over texts by name and write what it says, a record batch a text.
+    """Run the target over named texts and write its features, one record batch per text.
 
-    `origin` says what the file is made from; `read_features` compares it. The file appears as a whole or not at all.
+    The file appears whole or not at all.
     """
     size = target.model.config.hidden_size
     listed = [(name, text) for name, part in texts.items() for text in part]
     heads = [{"name": name, "first_row": text.first_row} for name, text in listed]
-    fields = [(TOKEN_IDS, pa.uint32()), (FEATURES, pa.list_(pa.uint16(), size))]  # Arrow has no bfloat16: its bits
+    fields = [(TOKEN_IDS, pa.uint32()), (FEATURES, pa.list_(pa.uint16(), size))]  # Arrow has no bfloat16
     schema = pa.schema(fields, metadata={ORIGIN: json.dumps(origin), TEXTS: json.dumps(heads)})
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}")
@@ -51,14 +51,13 @@ def write_features(path: Path, target: TargetModel, texts: dict[str, list[Text]]
 
 
 def _batch(token_ids: list[int], hidden: torch.Tensor, schema: Any) -> Any:
-    """`hidden [num_tokens, hidden]` of one text, with its tokens."""
     bits = hidden.to("cpu", torch.bfloat16).contiguous().view(torch.uint16).flatten().numpy()
     features = pa.FixedSizeListArray.from_arrays(pa.array(bits), hidden.shape[1])
     return pa.record_batch([pa.array(np.asarray(token_ids, dtype=np.uint32)), features], schema=schema)
 
 
 def read_features(path: Path, origin: dict[str, Any]) -> list[TextFeatures]:
-    """Map a file into memory. Raises CorpusError where it is damaged, or made from something else than `origin`."""
+    """Map a file into memory. Raises CorpusError if it is damaged or has another origin."""
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         metadata = reader.schema.metadata
@@ -76,7 +75,7 @@ def read_features(path: Path, origin: dict[str, Any]) -> list[TextFeatures]:
 
 
 def differing(found: dict[str, Any], expected: dict[str, Any]) -> Sequence[str]:
-    """List in words what two JSON objects do not share; objects in them are gone into."""
+    """Return the differences of two JSON objects in words, recursively."""
     said: list[str] = []
     for key in dict.fromkeys([*expected, *found]):
         one, other = found.get(key), expected.get(key)

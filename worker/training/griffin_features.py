@@ -1,8 +1,4 @@
-"""The texts that GRIFFIN's draft model learns from: books and the target's own, with the target's features along them.
-
-They are computed once and kept in three Arrow files, so that a training that goes on, or another one, finds them: the
-own texts take minutes to sample. What is learned from and measured on are windows of their rows, in the entries that
-the draft model sees in use."""
+"""Texts for GRIFFIN's draft model, books and the target's own, with the target's features, in Arrow files."""
 
 from __future__ import annotations
 
@@ -31,29 +27,26 @@ from swiftbatch.worker.training.training_texts import (
     read_books,
 )
 
-FOLDER = "features"  # in the output, where no other one is named
+FOLDER = "features"  # default name within the output
 TRAIN, TEST = "*train*.jsonl", "*test*.jsonl"
-NUM_HELD_OUT_TOKENS = 1024  # of each test book, at most
+NUM_HELD_OUT_TOKENS = 1024  # limit per test book
 
 Texts = dict[str, list[Text]]
 
 
 @dataclass(frozen=True)
 class GriffinFeatures:
-    """Texts with features; a window fits into each of those to learn from."""
+    """Texts with features, each at least a window long."""
 
     books: list[TextFeatures]
-    own: list[TextFeatures]  # none where the recipe wants none
-    held_out: list[TextFeatures]  # none where there are no test books
+    own: list[TextFeatures]  # empty if the recipe wants none
+    held_out: list[TextFeatures]  # empty without test books
 
 
 def griffin_features(
     target: TargetModel, data: Path, folder: Path, recipe: GriffinRecipe, report: Callable[[str], None]
 ) -> GriffinFeatures:
-    """Read the features in `folder`; what is not there is computed and written first.
-
-    Raises CorpusError: no books, texts shorter than a window, or a file there that was made from something else.
-    """
+    """Read the features in `folder`; compute missing ones. Raises CorpusError."""
     texts, length, cache = recipe.texts, recipe.window_length, _Cache(target, folder, report)
     origin = {"data": data_digest(data, TRAIN), "num_book_tokens": texts.num_book_tokens, "window_length": length}
     books = cache.features(
@@ -73,7 +66,7 @@ class _Cache:
     report: Callable[[str], None]
 
     def features(self, name: str, origin: dict[str, Any], make: Callable[[], Texts]) -> list[TextFeatures]:
-        """Return the texts in the file of that name; where there is none, make it."""
+        """Return the texts of a file, which is made if missing."""
         path = self.folder / f"{name}.arrow"
         origin = {"model": self.target.files.fingerprint, **origin}
         if not path.is_file():
@@ -84,7 +77,6 @@ class _Cache:
 
 
 def _held_out(cache: _Cache, data: Path, texts: HeadRecipe) -> list[TextFeatures]:
-    """Test books, and what the target says behind their beginnings."""
     if not any(data.rglob(TEST)):
         cache.report(f"{data}: no {TEST}; the accuracy is not measured")
         return []
@@ -95,7 +87,7 @@ def _held_out(cache: _Cache, data: Path, texts: HeadRecipe) -> list[TextFeatures
 
 
 def data_digest(data: Path, pattern: str) -> str:
-    """SHA-256 over the files that `read_books` reads. Raises CorpusError as it does, where there are none."""
+    """Return the SHA-256 of the files that `read_books` reads. Raises CorpusError without any."""
     next(read_books(data, pattern), None)
     digest = hashlib.sha256()
     for path in [data] if data.is_file() else sorted(data.rglob(pattern)):
@@ -105,7 +97,6 @@ def data_digest(data: Path, pattern: str) -> str:
 
 
 def _own(target: TargetModel, books: list[TextFeatures], recipe: GriffinRecipe) -> Texts:
-    """Own texts behind stretches of the books."""
     prompted = [Text(book.token_ids.tolist()) for book in books]
     longest = max(len(book.token_ids) for book in books)
     size = min(recipe.texts.num_prompt_tokens, longest) + recipe.texts.num_own_tokens
@@ -118,7 +109,7 @@ def _own(target: TargetModel, books: list[TextFeatures], recipe: GriffinRecipe) 
 
 
 def _own_origin(texts: HeadRecipe, ways: list[Any]) -> dict[str, Any]:
-    """Describe all that decides own texts, beside the model and the books."""
+    """Return all that decides own texts, except model and books."""
     sampling = [texts.own_sampling(way).model_dump(mode="json", exclude_defaults=True) for way in ways]
     return {"num_prompt_tokens": texts.num_prompt_tokens, "sampling": sampling}
 
@@ -128,18 +119,17 @@ class Windows:
     """Rows in entries 0, 1, ... of windows of equal length."""
 
     token_ids: torch.Tensor  # [num_windows, length] int64
-    inputs: torch.Tensor  # [num_windows, length, hidden]: the feature in front of each token; zeros for a text's first
+    inputs: torch.Tensor  # [num_windows, length, hidden]: the feature before each token; zeros for a text's first
     features: torch.Tensor  # [num_windows, length, hidden]: the feature at each token
-    num_before: torch.Tensor  # [num_windows, length] int64: rows in front of it without a gap in the text
+    num_before: torch.Tensor  # [num_windows, length] int64: preceding rows without a gap in the text
 
     @classmethod
     def gather(cls, picks: list[tuple[TextFeatures, np.ndarray]], device: torch.device) -> Windows:
-        """Copy windows out of texts; each is given by its positions in the text, `[length]`."""
+        """Copy windows from texts, each given by positions `[length]`."""
         windows = [_rows(text, positions) for text, positions in picks]
         return cls(*(torch.stack(tensors).to(device) for tensors in zip(*windows, strict=True)))
 
     def entries(self) -> torch.Tensor:
-        """`[num_windows, length]`."""
         num_windows, length = self.token_ids.shape
         return torch.arange(length, device=self.token_ids.device).expand(num_windows, -1)
 
@@ -148,14 +138,14 @@ def _rows(text: TextFeatures, positions: np.ndarray) -> tuple[torch.Tensor, ...]
     places = torch.from_numpy(positions)
     inputs = text.features[(places - 1).clamp(min=0)]
     inputs[places == 0] = 0.0
-    new = np.flatnonzero(np.diff(positions, prepend=-2) != 1)  # rows without their predecessor
+    new = np.flatnonzero(np.diff(positions, prepend=-2) != 1)  # these rows lack their predecessor
     rows = np.arange(len(positions))
     num_before = rows - new[np.searchsorted(new, rows, side="right") - 1]
     return text.token_ids[places].long(), inputs, text.features[places], torch.from_numpy(num_before)
 
 
 class FeatureWindowSource:
-    """Draws the windows of a step, which depend on the recipe's seed and the step's number alone."""
+    """Draws a step's windows from the recipe's seed and the step's number."""
 
     def __init__(self, books: list[TextFeatures], own: list[TextFeatures], recipe: GriffinRecipe) -> None:
         self._recipe = recipe
@@ -163,7 +153,7 @@ class FeatureWindowSource:
         self._parts = [(books, recipe.num_step_windows - num_own), (own, num_own)]
 
     def windows(self, step: int, device: torch.device) -> Windows:
-        """Windows from books and own texts, a share of them as the model reads a long text in use."""
+        """Return windows of books and own texts, some of them with a gap, as in long texts."""
         random, length = np.random.default_rng([self._recipe.seed, step]), self._recipe.window_length
         num_sinks = min(NUM_SINKS, length // 2)
         picks = []
@@ -177,12 +167,9 @@ class FeatureWindowSource:
 
 
 def windows_in_use(text: TextFeatures, device: torch.device) -> Iterator[tuple[Windows, int]]:
-    """Yield one window after the other and the first row that is new in it: together, all rows of a text.
-
-    Each row sees what it sees in use, when all tokens up to its own are committed.
-    """
+    """Yield windows and their first new row; together they have all rows of a text."""
     num_tokens = len(text.token_ids)
-    ends = [*range(2 * WINDOW - 1, num_tokens, WINDOW), num_tokens]  # of the rows before the window begins anew
+    ends = [*range(2 * WINDOW - 1, num_tokens, WINDOW), num_tokens]  # the window restarts after these rows
     for first, end in pairwise([0, *ends]):
         start = window_start(first + 1)
         positions = np.concatenate([np.arange(min(NUM_SINKS, end)), np.arange(start, end)])

@@ -1,4 +1,4 @@
-"""The recipe of the training of GRIFFIN's draft model: the paper's, as data."""
+"""Recipe of the training of GRIFFIN's draft model."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from swiftbatch.worker.drafters.griffin.griffin_model import Fusion, GriffinConf
 from swiftbatch.worker.training import defaults
 from swiftbatch.worker.training.tokenswift_recipe import HeadRecipe
 
-FEATURE_WEIGHT = 0.1  # weight of the features' L1 distance beside the tokens' cross entropy (appendix C.1)
+FEATURE_WEIGHT = 0.1  # weight of the features' L1 distance, beside the tokens' cross entropy (appendix C.1)
 GRIFFIN_TEXTS = HeadRecipe(num_book_tokens=4096, num_own_texts=defaults.GRIFFIN_OWN_TEXTS)
-"""Sizes of the texts to learn from, and their seed: trainings with other seeds share them."""
+"""Texts to learn from, and their own seed, so that trainings with other seeds share them."""
 
 
 @dataclass(frozen=True)
 class GriffinRecipe:
-    """The paper's settings (appendix C.3), but for the number of steps and what concerns windows and texts."""
+    """The paper's settings (appendix C.3), except for steps, windows and texts."""
 
     num_steps: int = defaults.GRIFFIN_STEPS
     num_step_windows: int = 4
-    window_length: int = NUM_ENTRIES  # rows: the most that the model sees in use
-    own_share: float = 0.5  # share of windows from the target's own texts, where there are any
-    num_passes: int = defaults.GRIFFIN_PASSES  # N, in the last steps
-    single_pass_share: float = 0.6  # share of steps with one pass; then equal parts with two, three, ...
-    align_top_k: int | None = defaults.GRIFFIN_ALIGN_TOP_K  # of the alignment mask; None: no mask
-    base_learning_rate: float = 3e-5  # at the paper's 4,096 hidden numbers
+    window_length: int = NUM_ENTRIES  # the model sees at most so many rows in use
+    own_share: float = 0.5  # share of windows from the target's own texts
+    num_passes: int = defaults.GRIFFIN_PASSES  # N of the last steps
+    single_pass_share: float = 0.6  # share of steps with one pass, before equal parts with two, three, ...
+    align_top_k: int | None = defaults.GRIFFIN_ALIGN_TOP_K  # None: no alignment mask
+    base_learning_rate: float = 3e-5  # for the paper's 4,096 hidden numbers
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip_value: float = 0.5
     num_warmup_steps: int = 50
     fusion: Fusion = "token"
     has_token_enhanced_head: bool = True
-    expansion_size: int | None = None  # of the second fusion; None: that of the target's feed-forward layers
+    expansion_size: int | None = None  # width of the second fusion; None: that of the target's feed-forward layers
     texts: HeadRecipe = GRIFFIN_TEXTS
     seed: int = defaults.SEED
 
@@ -47,14 +47,14 @@ class GriffinRecipe:
         return config if self.expansion_size is None else replace(config, expansion_size=self.expansion_size)
 
     def at(self, step: int) -> GriffinRecipe:
-        """The recipe of a step (from 0): the number of passes grows. One costs least and teaches most at first."""
+        """Return a step's recipe, with a growing number of passes, since one is cheapest and teaches most."""
         later = step / self.num_steps - self.single_pass_share
         part = (1.0 - self.single_pass_share) / max(1, self.num_passes - 1)
         num_passes = 1 if later < 0 else min(self.num_passes, 2 + int(later / part))
         return replace(self, num_passes=num_passes)
 
     def learning_rate(self, step: int, hidden_size: int) -> float:
-        """Rate at a step (from 0): warm-up, then a linear fall to 0. Small models take larger rates: see the power."""
+        """Return the rate: warm-up, then a linear fall to 0; higher for small models."""
         peak: float = self.base_learning_rate * (4096 / hidden_size) ** 1.75
         left = (self.num_steps - step) / max(1, self.num_steps - self.num_warmup_steps)
         return peak * min((step + 1) / self.num_warmup_steps, left, 1.0)

@@ -1,4 +1,4 @@
-"""The model card beside trained weights: recipes and figures from the trainings' own logs."""
+"""Model card beside trained weights, from the trainings' logs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ forwards before, the text's tokens); at temperature 1 with the same noise:
 
 
 def heads_section(records: Records) -> list[str]:
-    """Return the section on TokenSwift's heads; nothing where they were never measured."""
+    """Return the section on TokenSwift's heads; empty if they were never measured."""
 
     def lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         pairs = zip(before["top"], after["top"], strict=True)
@@ -76,7 +76,7 @@ def heads_section(records: Records) -> list[str]:
 
 
 def draft_section(records: Records) -> list[str]:
-    """Return the section on TriForce's draft model; nothing where it was never measured."""
+    """Return the section on TriForce's draft model; empty if it was never measured."""
 
     def lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         cells = [f"{_shares([before['same'][way]])} / {_shares([share])}" for way, share in after["same"].items()]
@@ -86,7 +86,7 @@ def draft_section(records: Records) -> list[str]:
 
 
 def griffin_section(records: Records) -> list[str]:
-    """Return the section on GRIFFIN's draft model; nothing where it was never measured."""
+    """Return the section on GRIFFIN's draft model; empty if it was never measured."""
 
     def lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
         cells = [" ".join(f"{share:.1%}"[:-1] for share in shares) for shares in after["same"].values()]
@@ -120,9 +120,6 @@ def _section(
 
 def _shares(shares: list[float]) -> str:
     return " / ".join(f"{100 * share:.1f}" for share in shares)
-
-
-# The model card that lies beside trained weights: recipes and figures, all of them from the trainings' own logs.
 
 
 CARD = "MODEL_CARD.md"
@@ -198,10 +195,7 @@ the last {decay_share:.0%} of a stage's steps to {final_rate:.0%}.
 
 
 def write_card(folder: Path) -> None:
-    """Write the card of a model folder, of its training's log and those of the parts that are there.
-
-    Nothing where the model was never scored.
-    """
+    """Write the card of a model folder with its parts, unless the model was never scored."""
     records = read_log(folder / "train_log.jsonl")
     trained = next((record for record in records if record.get("when") == "after"), None)
     if trained is None:
@@ -217,7 +211,6 @@ def write_card(folder: Path) -> None:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a training's log; none where there is no log."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
@@ -246,7 +239,6 @@ def _target_section(folder: Path, records: list[dict[str, Any]], trained: dict[s
 
 
 def _kind_words(config: dict[str, Any]) -> dict[str, str]:
-    """Return a card's words for a model's kind, and for the option that asks for it."""
     num_nets, num_layers = config["layer_types"].count("linear_attention"), len(config["layer_types"])
     if not num_nets:
         return {"kind": "Qwen3's", "options": "", "nets": ""}
@@ -257,7 +249,6 @@ def _kind_words(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _long_texts_section(recipes: list[dict[str, Any]]) -> str:
-    """All stages of long texts; they differ in what their table says."""
     if not recipes:
         return ""
     rows = [_long_texts_line(number, recipe) for number, recipe in enumerate(recipes, start=1)]
@@ -272,7 +263,6 @@ def _long_texts_line(number: int, recipe: dict[str, Any]) -> str:
 
 
 def _stage_lines(records: list[dict[str, Any]]) -> list[str]:
-    """List the tokens, steps, minutes and devices of each stage of a training."""
     stages: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         if "stage" in record:

@@ -1,8 +1,7 @@
-"""The scores of a target model on unseen books, and the worth of far text to it.
+"""Scores of a target model on unseen books, and its use of far text.
 
-Scores are bits per byte, and loss by position up to 100,000 tokens. The worth of far text are losses with windows of
-several lengths, and passages that come back, by those forwards that swiftbatch decodes with: such a figure holds for
-what a user gets."""
+The use of far text is measured by losses by window length, and by passages that return.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.training.training_layers import ATTENTION_NAME, use_chunks
 from swiftbatch.worker.training.training_texts import encode_books, read_books
 
-STRETCH = 100_000  # tokens of concatenated books that one forward sees
+STRETCH = 100_000  # a forward sees so many tokens of concatenated books
 POSITION_RANGES = ((0, 2048), (2048, 8192), (8192, 32_768), (32_768, 100_000))
-LOGIT_CHUNK = 4096  # positions whose logits are held at once
-NEAR = 2048  # tokens that are surely read in front of a token where the rest of the text is left out
-WINDOWS = (512, 2048, 8192, 32_768)  # newest tokens that are read
-SCORED_FROM = 32_768  # tokens of its book in front of the first that is scored
-NUM_SCORED = 256  # tokens of one place
+LOGIT_CHUNK = 4096  # logits of so many positions are in memory at once
+NEAR = 2048  # the near view has at least so many tokens before each
+WINDOWS = (512, 2048, 8192, 32_768)  # numbers of newest tokens that are read
+SCORED_FROM = 32_768  # tokens of the book before the first scored one
+NUM_SCORED = 256
 NUM_PLACES = 24
 DISTANCES = (1024, 8192, 30_000)
-NUM_NEEDLES = 24  # for each distance
-NEEDLE = 16  # tokens of a passage that comes back
-CUE = 8  # tokens of the needle that are said again, so that the others may follow
+NUM_NEEDLES = 24
+NEEDLE = 16
+CUE = 8  # so many tokens are repeated, and the rest should follow
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,11 @@ class Evaluation:
     num_tokens: int
     bits_per_byte: float
     loss_by_position: dict[str, float]  # range -> nats per token
-    near_loss_by_position: dict[str, float]  # the same without the far text, to see what that is worth, or costs
+    near_loss_by_position: dict[str, float]  # the same without far text, for comparison
 
 
 def evaluate_target(model_folder: Path, test_file: Path, max_stretches: int) -> Evaluation:
-    """Score concatenated test books in stretches of 100,000 tokens, each in one forward from position 0.
-
-    And once more with nothing but the newest tokens in front of each.
-    """
+    """Score test books in stretches of 100,000 tokens, and again without far text."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(
         model_folder, dtype=torch.bfloat16, use_safetensors=True, local_files_only=True
@@ -74,13 +70,12 @@ def evaluate_target(model_folder: Path, test_file: Path, max_stretches: int) -> 
 
 
 def _by_position(losses: torch.Tensor) -> dict[str, float]:
-    """Means over ranges of `losses [num_stretches, length]`."""
     return {f"{a}-{b}": round(float(losses[:, a:b].mean()), 4) for a, b in POSITION_RANGES}
 
 
 @torch.inference_mode()
 def position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tensor:
-    """Loss in nats of every token after the first, `[length]`, for one stretch `[length + 1]`."""
+    """Return the loss in nats of each token after the first, for a stretch `[length + 1]`."""
     stretch = stretch.to(model.device)  # type: ignore[arg-type]
     hidden = model.model(input_ids=stretch[None, :-1], use_cache=False).last_hidden_state[0]  # type: ignore[operator]
     losses = [
@@ -91,7 +86,7 @@ def position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tens
 
 
 def near_position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tensor:
-    """`position_losses` where only the first token and the newest `NEAR` to 2 `NEAR` - 1 are read, from position 0."""
+    """Return `position_losses` with only the first token and the newest `NEAR` to 2 `NEAR` - 1."""
     first, losses = stretch[:1], []
     for start in range(0, len(stretch) - 1, NEAR):
         end = min(start + NEAR, len(stretch) - 1)
@@ -102,14 +97,14 @@ def near_position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch
 
 @dataclass(frozen=True)
 class LongContext:
-    """Figures on texts that were not trained on."""
+    """Figures on unseen texts."""
 
-    loss_by_window: dict[str, float]  # nats per token with so many newest tokens in front
-    continued_by_distance: dict[str, float]  # share of a passage's tokens that are the likeliest when it comes back
+    loss_by_window: dict[str, float]  # nats per token with this many newest tokens before
+    continued_by_distance: dict[str, float]  # share of a returning passage's tokens that are the likeliest
 
 
 def measure_long_context(target: TargetModel, books: Sequence[np.ndarray], first_token_id: int) -> LongContext:
-    """Measure on token ids of whole books, without their first token; a fixed seed draws each place and passage."""
+    """Measure on whole books' token ids without the first token."""
     random = np.random.default_rng(0)
     stream = np.concatenate(books).astype(np.int64)
     passages = _passages(books, random)
@@ -119,7 +114,7 @@ def measure_long_context(target: TargetModel, books: Sequence[np.ndarray], first
 
 
 def _passages(books: Sequence[np.ndarray], random: np.random.Generator) -> list[np.ndarray]:
-    """Some of `SCORED_FROM + NUM_SCORED` tokens, each of one book; of all books in a row where none is so long."""
+    """Return passages of `SCORED_FROM + NUM_SCORED` tokens, of single books if these are long enough."""
     length = SCORED_FROM + NUM_SCORED
     long = [book for book in books if len(book) >= length] or [np.concatenate(books)]
     chosen = (long[int(random.integers(len(long)))] for _ in range(NUM_PLACES))
@@ -128,7 +123,7 @@ def _passages(books: Sequence[np.ndarray], random: np.random.Generator) -> list[
 
 
 def _loss(target: TargetModel, passages: list[np.ndarray], window: int, first_token_id: int) -> float:
-    """Mean over the last tokens of passages, where at least `window` tokens are read in front of each."""
+    """Return the mean loss of the passages' last tokens, with at least `window` tokens before each."""
     losses = []
     for passage in passages:
         text = np.concatenate([[first_token_id], passage[-window - NUM_SCORED :]])
@@ -140,7 +135,7 @@ def _loss(target: TargetModel, passages: list[np.ndarray], window: int, first_to
 def _continued(
     target: TargetModel, stream: np.ndarray, distance: int, first_token_id: int, random: np.random.Generator
 ) -> float:
-    """Return the share of right tokens behind the repeated beginning of a passage `distance` tokens back."""
+    """Return the share of right tokens in passages that return after `distance` tokens."""
     right = 0
     for _ in range(NUM_NEEDLES):
         start = int(random.integers(0, len(stream) - distance))
@@ -153,7 +148,7 @@ def _continued(
 
 
 def logits_of_last(target: TargetModel, token_ids: list[int], num_rows: int) -> torch.Tensor:
-    """Logits `[num_rows, vocab] float32` behind the last rows of a text."""
+    """Return logits `[num_rows, vocab] float32` after the last rows of a text."""
     cache = target.new_cache(len(token_ids))
     rows: list[torch.Tensor] = []
     while cache.length < len(token_ids):

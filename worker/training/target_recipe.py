@@ -1,4 +1,4 @@
-"""The recipe of the embedded target model and of its training, as data."""
+"""Recipe of the embedded target model and its training."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ MAX_POSITIONS = 131_072
 
 @dataclass(frozen=True)
 class WindowKind:
-    """Windows of one length, which make up a share of the tokens that a model is trained on."""
+    """Windows of one length, a share of the trained tokens."""
 
     name: str
-    length: int  # tokens per window
-    batch_size: int  # windows per step
-    share: float  # of all tokens
-    mixed_share: float = 0.0  # of these windows: two books by turns
+    length: int
+    batch_size: int
+    share: float  # share of all tokens
+    mixed_share: float = 0.0  # share of these windows with two alternating books
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of a step."""
         return self.length * self.batch_size
 
 
@@ -40,18 +39,18 @@ class WindowRecipe(Recipe):
     """Steps over windows of some kinds."""
 
     kinds: tuple[WindowKind, ...] = ()
-    far_share: float = 0.3  # share of windows read not from position 0 on, but from anywhere in a long text
+    far_share: float = 0.3  # share of windows at any place of a long text, not from position 0
 
     def kind_of(self, step: int) -> WindowKind:
-        """The windows of a step (from 0): tokens have the shares that the kinds say, from beginning to end."""
+        """Return a step's windows, whose shares of tokens hold throughout the training."""
         return self._order[step]
 
     @functools.cached_property
     def _order(self) -> list[WindowKind]:
-        """The kind of each step. A kind has one step at a random place in each of equal stretches of the training."""
+        """Return the kind of each step, spread over the training."""
         rates = np.array([kind.share / kind.num_tokens for kind in self.kinds])
         random, places = np.random.default_rng(self.seed), []
-        for number, rate in enumerate(rates / rates.sum()):  # steps of this kind per step
+        for number, rate in enumerate(rates / rates.sum()):  # expected steps of this kind per step
             strata = np.arange(math.ceil(rate * self.num_steps) + 1)
             places += [(place, number) for place in (strata + random.random(len(strata))) / rate]
         return [self.kinds[number] for _, number in sorted(places)[: self.num_steps]]
@@ -59,31 +58,29 @@ class WindowRecipe(Recipe):
 
 @dataclass(frozen=True)
 class LongTextRecipe(WindowRecipe):
-    """Whole long texts, read segment by segment, each beside windows of these kinds."""
+    """Whole long texts, read in segments, each beside windows of these kinds."""
 
     num_texts: int = 0
-    length: int = 98_304  # tokens of a text
-    segment: int = 4096  # of them in a step
-    near: int = 2048  # tokens in front of a segment that its other view reads
-    closeness: float = 2.0  # weight of how far the whole text's view is from that of the newest tokens
-    is_near_right_alone: bool = False  # if closeness counts only where the newest tokens alone gave more to what came
-    pieces: tuple[int, int] | None = None  # shortest and longest piece of a book that a text consists of; None: whole
+    length: int = 98_304
+    segment: int = 4096
+    near: int = 2048  # the near view reads so many tokens before a segment
+    closeness: float = 2.0  # weight of the distance between the whole view and the near one
+    is_near_right_alone: bool = False  # closeness counts only where the near view gave the next token more
+    pieces: tuple[int, int] | None = None  # lengths of a text's pieces of books; None: whole books
 
     @property
     def num_segments(self) -> int:
-        """The number of segments of a text."""
         return self.length // self.segment
 
 
 @dataclass(frozen=True)
 class TargetRecipe(WindowRecipe):
-    """Windows of all lengths from the first step on, so that no length is ever new to the model; then long texts."""
+    """Windows of all lengths from the first step on, then long texts."""
 
     long_texts: tuple[LongTextRecipe, ...] = ()
 
     @property
     def all_steps(self) -> int:
-        """The number of steps, of windows and of long texts together."""
         return self.num_steps + sum(texts.num_steps for texts in self.long_texts)
 
 
@@ -101,17 +98,16 @@ KINDS_BESIDE_TEXTS = (
     WindowKind("2K beside", 2048, 2, share=0.3),
     WindowKind("4K beside", 4096, 1, share=0.4, mixed_share=0.25),
 )
-PIECES = (4096, 49_152)  # lengths of pieces: other books stand in front of most tokens, where far text still did harm
-TOKENS_PER_TEXT = 2_000_000  # that windows are trained on for each long text
+PIECES = (4096, 49_152)  # far text did harm where too few tokens follow other books
+TOKENS_PER_TEXT = 2_000_000  # trained tokens of windows per long text
 
 
 def num_steps_for(kinds: tuple[WindowKind, ...], num_tokens: int) -> int:
-    """Steps of these kinds with so many tokens in all."""
     return max(1, round(num_tokens * sum(kind.share / kind.num_tokens for kind in kinds)))
 
 
 def embedded_recipe(num_tokens: int = defaults.TARGET_TOKENS) -> TargetRecipe:
-    """The embedded model's, or the same with another number of tokens."""
+    """Return the embedded model's recipe for a number of tokens."""
     num_texts = num_tokens // TOKENS_PER_TEXT
     long_texts = (
         long_text_recipe(num_texts, seed=2),
@@ -125,7 +121,7 @@ def embedded_recipe(num_tokens: int = defaults.TARGET_TOKENS) -> TargetRecipe:
 
 
 def long_text_recipe(num_texts: int, seed: int, **fields: Any) -> LongTextRecipe:
-    """Rates at which weights that are trained settle; `fields` of the recipe beside."""
+    """Return a recipe with rates at which trained weights settle; `fields` are further ones."""
     recipe = LongTextRecipe(
         num_steps=0,
         learning_rate=7e-4,
@@ -142,11 +138,10 @@ def long_text_recipe(num_texts: int, seed: int, **fields: Any) -> LongTextRecipe
 
 
 def embedded_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3Config:
-    """7.3 million parameters: grouped queries (4 heads of 64 over 2 key-value heads), norms of queries and keys.
+    """Return a config of 7.3 million parameters, of the kind with the lowest loss.
 
-    Qwen3's kind by runs of 2,000 steps side by side, loss in windows of 512 / 2K / 4K / 16K: 3.70 / 3.68 / 3.63 / 3.73;
-    Llama's 3.76 / 3.76 / 3.71 / 3.80, Ministral3's with log-scaled queries 3.77 / 3.77 / 3.72 / 3.80; and with 320 in
-    place of 256 dimensions, 10.7 million parameters, 3.67 / 3.65 / 3.60 / 3.69.
+    Losses after 2,000 steps in windows of 512 / 2K / 4K / 16K: Qwen3 3.70 / 3.68 / 3.63 / 3.73; Llama 3.76 / 3.76 /
+    3.71 / 3.80; Ministral3 3.77 / 3.77 / 3.72 / 3.80.
     """
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -166,9 +161,9 @@ def embedded_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3Conf
 
 
 def hybrid_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3_5TextConfig:
-    """7.3 million parameters: as the embedded model, but only every fourth layer attends, with gates.
+    """Return a config of 7.3 million parameters in which every fourth layer attends, with gates.
 
-    The others are gated delta nets (4 heads of 64 over 2 of keys), so that a step at 100K reads a quarter of the keys.
+    The others are gated delta nets, so a step at 100K reads a quarter of the keys.
     """
     return Qwen3_5TextConfig(
         vocab_size=VOCAB_SIZE,
@@ -197,7 +192,7 @@ def hybrid_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3_5Text
     )
 
 
-CONFIGS: dict[str, Callable[[int, int], Qwen3Config | Qwen3_5TextConfig]] = {  # of each kind that is trained
+CONFIGS: dict[str, Callable[[int, int], Qwen3Config | Qwen3_5TextConfig]] = {
     defaults.TARGET_KIND: embedded_config,
     "qwen3_5_text": hybrid_config,
 }

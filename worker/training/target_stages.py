@@ -1,4 +1,4 @@
-"""The stages of a target's training, windows and then long texts, and the batches that they take."""
+"""Stages of a target's training, windows and then long texts, and their batches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from swiftbatch.worker.training.training_folder import TrainingFolder, write_rec
 from swiftbatch.worker.training.training_layers import EarlierSegments, sparing
 from swiftbatch.worker.training.training_loop import Optimizers, StepLoss, StepRecord, repeatable, run_steps
 
-SKIPPING_SHARE = 0.5  # share of the windows far from position 0 that are several stretches in place of one
+SKIPPING_SHARE = 0.5  # share of far windows that have several stretches
 MOST_STRETCHES = 4
-TURN_LENGTHS = (256, 1024)  # tokens of one book before the other's turn
+TURN_LENGTHS = (256, 1024)  # a book has so many tokens before the other's turn
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,16 @@ class WindowBatch:
 
 
 class WindowSource:
-    """Draws windows from books, longer books more often."""
+    """Draws windows from books in proportion to their length."""
 
     def __init__(self, books: list[np.ndarray], first_token_id: int, recipe: WindowRecipe, max_positions: int) -> None:
-        """`books` are token ids without their first token, which is the same for all."""
+        """`books` are token ids without the common first token."""
         self._books, self._first_token_id = books, first_token_id
         self._recipe, self._max_positions = recipe, max_positions
         sizes = np.array([len(book) for book in books], dtype=np.float64)
         self._shares = sizes / sizes.sum()
 
     def batch(self, step: int) -> WindowBatch:
-        """Draw the windows of a step (from 0)."""
         kind = self._recipe.kind_of(step)
         random = np.random.default_rng([self._recipe.seed, step, 1])
         windows = [self._window(random, kind) for _ in range(kind.batch_size)]
@@ -48,17 +47,14 @@ class WindowSource:
         return WindowBatch(token_ids, positions[:, :-1].contiguous())
 
     def long_text(self, number: int, length: int, pieces: tuple[int, int] | None = None) -> torch.Tensor:
-        """Token ids `[length + 1]` of a text (from 0), the first token in front.
-
-        It goes on from one book to the next where that ends, or behind a piece of it whose length is between `pieces`.
-        """
+        """Return token ids `[length + 1]` of a text, continued by other books, or in `pieces`."""
         random = np.random.default_rng([self._recipe.seed, number, 2])
         token_ids = self._stretch(random, length) if pieces is None else self._pieces(random, length, pieces)
         return torch.from_numpy(np.concatenate([[self._first_token_id], token_ids]))
 
     def _window(self, random: np.random.Generator, kind: WindowKind) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids and positions `[length + 1]`."""
-        length = kind.length  # behind the first token
+        """Return token ids and positions `[length + 1]`."""
+        length = kind.length  # excludes the first token
         if random.random() < kind.mixed_share:
             token_ids, positions = self._two_books(random, length), np.arange(length)
         elif random.random() < self._recipe.far_share:
@@ -68,7 +64,7 @@ class WindowSource:
         return np.concatenate([[self._first_token_id], token_ids]), np.concatenate([[0], positions + 1])
 
     def _stretch(self, random: np.random.Generator, length: int) -> np.ndarray:
-        """Consecutive tokens from somewhere in a book; where it ends the next one begins."""
+        """Return consecutive tokens from a random place of a book, continued by other books."""
         book = self._drawn_book(random)
         start = max(0, int(random.integers(-length // 2, max(1, len(book) - length // 2))))
         parts = [book[start : start + length].astype(np.int64)]
@@ -77,7 +73,7 @@ class WindowSource:
         return np.concatenate(parts)
 
     def _pieces(self, random: np.random.Generator, length: int, sizes: tuple[int, int]) -> np.ndarray:
-        """Stretches of books, each with the first token between it and the one before; short ones are as likely."""
+        """Return stretches of books with the first token between them; sizes are log-uniform."""
         parts: list[np.ndarray] = []
         while (missing := length - sum(map(len, parts))) > 0:
             size = min(missing, round(np.exp(random.uniform(*np.log(sizes)))))
@@ -85,7 +81,7 @@ class WindowSource:
         return np.concatenate(parts)[:length]
 
     def _far(self, random: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """A stretch of a book, or some with what lies between them left out, far from the window's first token."""
+        """Return one or several stretches of a book, far from the window's first token."""
         num_stretches = int(random.integers(2, MOST_STRETCHES + 1)) if random.random() < SKIPPING_SHARE else 1
         book = self._drawn_book(random)
         span = min(len(book), self._max_positions - 2)
@@ -115,14 +111,15 @@ class WindowSource:
         return self._books[random.choice(len(self._books), p=self._shares)]
 
 
-# The stages of a target's training and their gradients: windows, then long texts; also after a kill.
+# Stages of a target's training and their gradients, resumable after a kill.
 
 
-NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}  # rows whose logits are held at once: on a CPU they fit its cache
+# logits of so many rows are in memory at once; on a CPU they fit its cache
+NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}
 
 
 def add_batch_gradients(model: PreTrainedModel, batch: WindowBatch) -> float:
-    """Add the gradients of a batch's loss, and return it, in nats per token."""
+    """Return the loss in nats per token."""
     with sparing(model, batch.positions.numel()):
         states = states_of(model, batch.token_ids[:, :-1], batch.positions)
         return add_row_gradients(model, states.flatten(0, 1), batch.token_ids[:, 1:].flatten())[0]
@@ -131,13 +128,13 @@ def add_batch_gradients(model: PreTrainedModel, batch: WindowBatch) -> float:
 def states_of(
     model: PreTrainedModel, token_ids: Tensor, positions: Tensor, earlier: EarlierSegments | None = None
 ) -> Tensor:
-    """The last states of texts `[batch, length]`, `[batch, length, hidden]`; `earlier` is what they go on from."""
+    """Return the last states `[batch, length, hidden]` of texts `[batch, length]`, which continue `earlier`."""
     inputs = token_ids.to(model.device)
     with torch.autocast(model.device.type, dtype=torch.bfloat16):
         states: Tensor = model.model(
             input_ids=inputs,
             position_ids=positions.to(model.device),
-            # An explicit mask: without it, a gap in the positions would be taken for a packed sequence.
+            # explicit, because a gap in the positions would otherwise count as a packed sequence
             attention_mask=torch.ones_like(inputs),
             use_cache=False,
             earlier=earlier,
@@ -147,20 +144,17 @@ def states_of(
 
 @dataclass(frozen=True)
 class OtherView:
-    """Other states `[num_rows, hidden]` of the same rows, whose gradients count for nothing."""
+    """Other states `[num_rows, hidden]` of the same rows, without gradients."""
 
     states: Tensor
-    closeness: float  # weight of how far rows are from it
-    is_right_alone: bool  # if closeness counts only where this view gives more to the token that came than the rows do
+    closeness: float  # weight of the rows' distance from it
+    is_right_alone: bool  # closeness counts only where this view gives the next token more than the rows do
 
 
 def add_row_gradients(
     model: PreTrainedModel, states: Tensor, targets: Tensor, other: OtherView | None = None
 ) -> tuple[float, float]:
-    """Add the gradients of the loss of rows `states [num_rows, hidden]`; returns it, and how far `other` is from it.
-
-    That distance is the divergence of what the rows say from what the other view says. Both are in nats per token.
-    """
+    """Add the gradients of rows `states [num_rows, hidden]`; return their loss and divergence from `other`, in nats."""
     leaf, num_rows = states.detach().requires_grad_(), NUM_LOGIT_ROWS[model.device.type]
     sums = torch.zeros(2, device=model.device)
     for start in range(0, len(targets), num_rows):
@@ -180,7 +174,7 @@ def add_row_gradients(
 
 
 def _where_it_counts(said: Tensor, expected: Tensor, labels: Tensor, other: OtherView) -> Tensor:
-    """Mark the rows, `[num_rows] bool`, that are to come closer to the other view."""
+    """Return the rows `[num_rows] bool` that should come closer to the other view."""
     if not other.is_right_alone:
         return torch.ones_like(labels, dtype=torch.bool)
     return nll_loss(said, labels, reduction="none") > nll_loss(expected, labels, reduction="none")
@@ -192,47 +186,44 @@ def _logits(model: PreTrainedModel, states: Tensor) -> Tensor:
     return logits.float()
 
 
-NUM_STATE_STEPS = 10  # between two states of training in windows
+NUM_STATE_STEPS = 10  # steps between two saved states, in windows
 KIND = "long text"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps of one recipe, with optimizers of their own."""
+    """Steps of one recipe, with its own optimizers."""
 
     name: str
-    first: int  # steps of all stages in front of it
+    first: int  # steps of all stages before it
     recipe: WindowRecipe
-    add_gradients: Callable[[int], StepLoss]  # of a step of the stage (from 0)
-    num_state_steps: int  # between two states; of long texts at their ends, since none holds what is behind
+    add_gradients: Callable[[int], StepLoss]  # takes a step of the stage (from 0)
+    num_state_steps: int  # long texts save only at their ends, since states lack earlier segments
 
     @property
     def end(self) -> int:
-        """Steps behind it when it is over."""
         return self.first + self.recipe.num_steps
 
     def has_state_at(self, step: int) -> bool:
-        """Tell whether a state is written behind so many steps of all stages."""
         return (step - self.first) % self.num_state_steps == 0 or step == self.end
 
     def optimizers(self, model: PreTrainedModel, step: int, restored: Optimizers) -> Optimizers:
-        """Return the optimizers behind `step` steps of all stages: new ones at the stage's beginning, else restored."""
+        """Return the optimizers after `step` steps of all stages, new ones at the stage's start."""
         optimizers = Optimizers(model, self.recipe)
         if step > self.first:
             optimizers.load_state_dict(restored.state_dict())
         return optimizers
 
     def run(self, model: PreTrainedModel, optimizers: Optimizers, step: int, seconds: float) -> Iterator[StepRecord]:
-        """Run the stage's steps that are left behind `step` steps of all stages; records count those of all, too."""
         for done in run_steps(model, optimizers, self.recipe, self.add_gradients, step - self.first, seconds):
             yield replace(done, step=self.first + done.step)
 
 
 @dataclass(frozen=True)
 class StageRecord:
-    """A stage that begins or goes on, as the log keeps it."""
+    """Log record of a stage that starts or resumes."""
 
-    step: int  # steps behind it, of all stages
+    step: int  # steps of all stages before it
     stage: str
     device: str
 
@@ -244,7 +235,6 @@ def stages_of(
     recipe: TargetRecipe,
     report: Callable[[str], None],
 ) -> list[Stage]:
-    """Return the stages in order."""
     positions = model.config.max_position_embeddings
     source = WindowSource(books, first_token_id, recipe, positions)
 
@@ -262,7 +252,7 @@ def stages_of(
 def run_stages(
     model: PreTrainedModel, stages: list[Stage], folder: TrainingFolder, report: Callable[[str], None]
 ) -> None:
-    """Run all steps that are left, from the state in the folder on."""
+    """Run all remaining steps, from the state in the folder."""
     restored = Optimizers(model, stages[0].recipe)
     step, seconds = folder.restore(model, restored)
     report(f"{step:,} of {stages[-1].end:,} steps behind it")
@@ -280,24 +270,23 @@ def run_stages(
 
 
 def device_words(device: torch.device) -> str:
-    """A device as a card names it."""
     if device.type == "cpu":
         return f"{torch.get_num_threads()} processor cores"
     return torch.cuda.get_device_name(device)
 
 
 class LongTexts:
-    """Gradients of each step; those of one text have to come in a row."""
+    """Gradients of each step of long texts; steps of one text must be consecutive."""
 
     def __init__(
         self, model: PreTrainedModel, source: WindowSource, recipe: LongTextRecipe, report: Callable[[str], None]
     ) -> None:
         self._model, self._source, self._recipe, self._report = model, source, recipe, report
         self._text, self._earlier = torch.empty(0), EarlierSegments()
-        self._figures: list[tuple[float, float]] = []  # losses of the text's segments, distances of their views
+        self._figures: list[tuple[float, float]] = []  # losses of the text's segments, and distances of their views
 
     def add_gradients(self, step: int) -> StepLoss:
-        """Add those of a step (from 0): of a segment, and of the windows beside it."""
+        """Add the gradients of a segment, and of the windows beside it."""
         number, place = divmod(step, self._recipe.num_segments)
         if place == 0:
             self._text = self._source.long_text(number, self._recipe.length, self._recipe.pieces)
@@ -313,7 +302,7 @@ class LongTexts:
         return StepLoss(KIND, self._recipe.segment + batch.positions.numel(), self._figures[-1][0])
 
     def _add_segment(self, start: int) -> tuple[float, float]:
-        """Add the gradients of the segment from `start` on; return its loss and the distance of the two views."""
+        """Return the segment's loss and the distance of its views."""
         end = start + self._recipe.segment
         positions = torch.arange(start, end)
         states = states_of(self._model, self._text[None, start:end], positions[None], self._earlier)[0]
@@ -324,7 +313,7 @@ class LongTexts:
 
     @torch.no_grad()
     def _near_view(self, start: int, end: int) -> OtherView:
-        """The same rows with the first token and the newest in front of them, read from position 0 on."""
+        """Return the same rows with only the first and the newest tokens before them."""
         window = torch.cat([self._text[:1], self._text[start - self._recipe.near + 1 : end]])
         states = states_of(self._model, window[None], torch.arange(len(window))[None])[0, start - end :]
         return OtherView(states, self._recipe.closeness, self._recipe.is_near_right_alone)

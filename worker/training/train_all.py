@@ -1,4 +1,4 @@
-"""All that belongs to a model's weights, in order: `swiftbatch train all`."""
+"""All trainings of a model's weights, in order: `swiftbatch train all`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def train_all(
     draft: DraftRecipe | None = None,
     griffin: GriffinRecipe = GRIFFIN_RECIPE,
 ) -> None:
-    """Train a target model and every part that engines draft with, and write the card; what is finished stays.
+    """Train a target model and all its drafting parts, and write the card; finished ones stay.
 
-    The folders of all of them are held from the beginning. Raises CorpusError and ModelError as each training does.
+    Raises CorpusError and ModelError.
     """
     model, parts = str(output), output / PARTS_FOLDER
     with held(output), held(parts), held(parts / DRAFT_FOLDER):

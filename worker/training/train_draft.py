@@ -1,7 +1,6 @@
 """Training of a small draft model for a target: `swiftbatch train draft`.
 
-It is distilled: at every token it learns the whole distribution that the target has there, since what it is to guess is
-what the target draws, with the same noise, and not what an author wrote. Half of the text is the target's own.
+It is distilled on the target's distributions, because it must guess what the target draws with the same noise.
 """
 
 from __future__ import annotations
@@ -39,38 +38,38 @@ from swiftbatch.worker.training.training_texts import (
 )
 
 FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
-NUM_STATE_STEPS = 100  # between two states
-NUM_LOGITS = 2**21  # held at once, whatever the vocabulary; more than fits the processor's cache is slower
+NUM_STATE_STEPS = 100
+NUM_LOGITS = 2**21  # more than the processor's cache holds is slower
 SAMPLING = {
     "T 0": SamplingParams(max_tokens=1, temperature=0.0),
     "T 1": SamplingParams(max_tokens=1, temperature=1.0),
     "T 1, min-p 0.1": SamplingParams(max_tokens=1, temperature=1.0, min_p=0.1),
 }
-"""How both models draw, by name."""
-LENGTH = NUM_SINKS + 2 * WINDOW  # length of training windows: the most that it reads in use
-NUM_BOOK_TOKENS = 32_768  # of each book, from its beginning
+"""Sampling of both models, by name."""
+LENGTH = NUM_SINKS + 2 * WINDOW  # a draft model reads at most so much in use
+NUM_BOOK_TOKENS = 32_768
 
 
 DRAFT_TEXTS = HeadRecipe(num_book_tokens=2048, num_own_texts=384)
-"""Sizes of the own texts, and of the test books that agreement is measured on: made as they are for heads."""
+"""Own texts, and test books to measure agreement, made as for heads."""
 
 
 @dataclass(frozen=True)
 class DraftRecipe(Recipe):
-    """The optimiser's settings are those of a target model."""
+    """Optimizer settings of a target model, for draft models."""
 
     num_warmup_steps: int = 20
     decay_share: float = 0.4
     num_step_windows: int = 4
     window_length: int = LENGTH
-    own_share: float = 0.5  # share of windows from what the target itself says
+    own_share: float = 0.5  # share of windows of the target's own texts
     texts: HeadRecipe = DRAFT_TEXTS
 
 
 def draft_config(target: PreTrainedConfig) -> LlamaConfig:
-    """A Llama of two layers with the target's vocabulary: 0.8 million parameters beside the embedding.
+    """Return a Llama of two layers with the target's vocabulary.
 
-    A forward of a model this small costs what its number of layers costs, so it is wide rather than deep.
+    It is wide rather than deep, because a small model's time depends on its layers.
     """
     return LlamaConfig(
         vocab_size=target.vocab_size,
@@ -90,12 +89,11 @@ def draft_config(target: PreTrainedConfig) -> LlamaConfig:
 
 
 def draft_recipe(num_steps: int, seed: int) -> DraftRecipe:
-    """Return the recipe with so many steps."""
     return DraftRecipe(num_steps, seed=seed, texts=replace(DRAFT_TEXTS, seed=seed))
 
 
 class DraftWindows:
-    """Draws random windows of equal length from texts, a share of them as a draft model reads a long text in use."""
+    """Draws random windows of equal length from texts, some of them with a gap."""
 
     def __init__(self, texts: list[Text]) -> None:
         self._texts = [np.asarray(text.token_ids) for text in texts]
@@ -110,11 +108,9 @@ class DraftWindows:
 
 
 def train_draft(model: str, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None]) -> None:
-    """Train a draft model for a model on books under `data` and on own texts; write it and its log to `output`.
+    """Train a draft model on books under `data` and own texts; write it and its log to `output`.
 
-    A training that was killed goes on, to the same weights; one that is finished is left as it is. Where `data` has
-    test books (`*test*.jsonl`), agreement with the target is measured before and after. Raises ModelError and
-    CorpusError.
+    A killed training resumes to the same weights; a finished one stays. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
     if output.resolve() == files.path.resolve():
@@ -154,7 +150,7 @@ def _train(files: ModelFiles, data: Path, output: Path, recipe: DraftRecipe, rep
 
 
 def window_source(target: TargetModel, data: Path, recipe: DraftRecipe) -> Callable[[int], torch.Tensor]:
-    """Return a source of each step's windows: some from books, some from what the target says behind parts of them."""
+    """Return the function of each step's windows, some of books, some of the target's own texts."""
     length = recipe.window_length
     texts = book_texts(data, "*train*.jsonl", target.files, NUM_BOOK_TOKENS, length)
     books, own = DraftWindows(texts), DraftWindows(learned_texts(target, texts, recipe.texts))
@@ -169,9 +165,9 @@ def window_source(target: TargetModel, data: Path, recipe: DraftRecipe) -> Calla
 
 
 def distil(draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor) -> float:
-    """Add the gradients of the cross entropy against the target's distributions in `windows [num_windows, length]`.
+    """Add the gradients of the cross entropy with the target's distributions in `windows [num_windows, length]`.
 
-    Returns it, in nats per token. The target sees the same window.
+    Returns it in nats per token.
     """
     total = 0.0
     for part in windows.to(target.device).split(max(1, NUM_LOGITS // (target.vocab_size * windows.shape[1]))):
@@ -185,19 +181,19 @@ def distil(draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor) 
 
 
 def target_distributions(target: TargetModel, windows: torch.Tensor) -> torch.Tensor:
-    """The target's distributions behind every token of `windows [num_windows, length]`: `[..., vocab] float32`."""
+    """Return distributions after each token of `windows [num_windows, length]`: `[..., vocab] float32`."""
     hidden = target.model.model(input_ids=windows, use_cache=False).last_hidden_state
     return target.logits(hidden).softmax(dim=-1)
 
 
 @dataclass(frozen=True)
 class DraftAgreementRecord:
-    """Agreement along held-out texts, as the log keeps it."""
+    """Log record of agreement along held-out texts."""
 
-    when: str  # before or after training
+    when: str  # "before" or "after"
     texts: str
     num_rows: int
-    same: dict[str, float]  # share of rows where both draw the same token, by the way of drawing
+    same: dict[str, float]  # share of rows where both draw the same token, by sampling
 
     def in_words(self) -> str:
         shares = ", ".join(f"{share:.1%} at {name}" for name, share in self.same.items())
@@ -213,7 +209,7 @@ def measure_agreement(
 
 @torch.inference_mode()
 def agreement(target: TargetModel, draft: LlamaForCausalLM, texts: list[Text]) -> tuple[int, dict[str, float]]:
-    """Rows compared, and the share of them where both models draw the same token for each `SAMPLING`."""
+    """Return the number of rows, and the share of equal draws for each `SAMPLING`."""
     num_rows = 0
     num_same = dict.fromkeys(SAMPLING, 0)
     for seed, text in enumerate(texts):
@@ -224,7 +220,7 @@ def agreement(target: TargetModel, draft: LlamaForCausalLM, texts: list[Text]) -
             for row in range(max(0, text.first_row - first_row), len(drafted)):
                 num_rows += 1
                 for name, params in SAMPLING.items():
-                    position = first_row + row + 1  # of the token that the row predicts
+                    position = first_row + row + 1  # the row predicts this token
                     num_same[name] += draw(said[row], position, params, noise) == draw(
                         drafted[row], position, params, noise
                     )
@@ -232,12 +228,9 @@ def agreement(target: TargetModel, draft: LlamaForCausalLM, texts: list[Text]) -
 
 
 def windowed_logits(draft: LlamaForCausalLM, token_ids: list[int]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the first row and the logits `[num_rows, vocab] float32` of stretches that together are the whole text.
-
-    Each row is computed from what a draft model reads there in use, see `window_of`.
-    """
+    """Yield the first row and logits `[num_rows, vocab] float32` of stretches that cover the text."""
     ids = np.asarray(token_ids)
-    begins = [1, *range(2 * WINDOW, len(ids) + 1, WINDOW), len(ids) + 1]  # lengths at which the window begins anew
+    begins = [1, *range(2 * WINDOW, len(ids) + 1, WINDOW), len(ids) + 1]  # lengths at which the window restarts
     for first, behind in pairwise(begins):
         read = torch.from_numpy(window_of(ids[: behind - 1], first)).to(draft.device)
         with torch.autocast(draft.device.type, dtype=torch.bfloat16):

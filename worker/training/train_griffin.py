@@ -1,4 +1,4 @@
-"""Training of GRIFFIN's draft model behind a frozen target: `swiftbatch train griffin`."""
+"""Training of GRIFFIN's draft model for a frozen target: `swiftbatch train griffin`."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from swiftbatch.worker.training.training_loop import check_loss
 from swiftbatch.worker.training.training_texts import load_target
 
 PASSES_ATTENTION = "swiftbatch_griffin_passes"
-NUM_LOGITS = 2**21  # held at once, whatever the vocabulary
+NUM_LOGITS = 2**21  # limits memory for any vocabulary
 
 
 @dataclass(frozen=True)
 class Pass:
     predicted: torch.Tensor  # [num_windows, length, hidden], for the language model head
-    regressed: torch.Tensor  # [num_windows, length, hidden], in place of the target's features at these rows
-    has_draft: torch.Tensor  # [num_windows, length] bool: the rows in front that such a draft needs are there
+    regressed: torch.Tensor  # [num_windows, length, hidden], replaces the target's features at these rows
+    has_draft: torch.Tensor  # [num_windows, length] bool: enough rows precede it for a draft of this pass
 
 
 @dataclass
@@ -60,8 +60,7 @@ class PassKeys:
 def forward_passes(model: GriffinModel, embeddings: torch.Tensor, windows: Windows, num_passes: int) -> list[Pass]:
     """Run the passes 1 to `num_passes`; `embeddings [num_windows, length, hidden]` of the windows' tokens.
 
-    A row whose draft would begin in front of the window, or of a gap in the text, has no draft: what it says means
-    nothing, and no row that has one depends on it.
+    Rows without enough preceding rows have meaningless outputs, on which no other row depends.
     """
     model.set_attention(PASSES_ATTENTION)
     entries, passes = windows.entries(), PassKeys()
@@ -69,7 +68,7 @@ def forward_passes(model: GriffinModel, embeddings: torch.Tensor, windows: Windo
     for number in range(1, num_passes + 1):
         predicted, regressed = model(inputs, embeddings, entries, passes=passes)
         outputs.append(Pass(predicted, regressed, windows.num_before >= number - 1))
-        inputs = regressed.roll(1, dims=1)  # the row that comes round has no draft
+        inputs = regressed.roll(1, dims=1)  # the wrapped row has no draft
     return outputs
 
 
@@ -84,7 +83,7 @@ def attend_to_passes(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Row p of pass n sees pass 1 up to row p - n + 1, and pass s at row p - n + s for s = 2 to n.
+    """Let row p of pass n see pass 1 up to row p - n + 1, and pass s at row p - n + s for s = 2 to n.
 
     Returns `[num_windows, length, num_heads, head_dim]`.
     """
@@ -102,19 +101,18 @@ def attend_to_passes(
 
 
 def _hidden_behind(scores: torch.Tensor, number: int) -> torch.Tensor:
-    """Hide from each row of pass `number` the rows of pass 1 that its draft has not got: `[..., length, length]`."""
+    """Mask rows of pass 1 that a row's draft in pass `number` lacks: `[..., length, length]`."""
     length = scores.shape[-1]
     seen = torch.ones(length, length, dtype=torch.bool, device=scores.device).tril(1 - number)
     return scores.masked_fill(~seen, float("-inf"))
 
 
 def _later(tensors: list[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """The passes behind the first, with their numbers."""
     return list(enumerate(tensors[1:], start=2))
 
 
 def _moved(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Bring row p - `num_rows` to row p: `[num_windows, num_kv_heads, 1, length, head_dim]`."""
+    """Move row p - `num_rows` to row p: `[num_windows, num_kv_heads, 1, length, head_dim]`."""
     return tensor.roll(num_rows, dims=2)[:, :, None]
 
 
@@ -124,10 +122,9 @@ AttentionInterface.register(PASSES_ATTENTION, attend_to_passes)
 def accumulate_gradients(
     model: GriffinModel, target: TargetModel, windows: Windows, recipe: GriffinRecipe
 ) -> tuple[list[float], list[float]]:
-    """Add the gradients of all passes' losses, summed; return each pass's loss and its share of aligned rows.
+    """Add the gradients of all passes' losses; return each pass's loss and share of aligned rows.
 
-    Pass n counts the rows where each of the last n - 1 tokens of the text was among the `align_top_k` best of the pass
-    that would have drafted it.
+    A pass counts rows whose draft had each token among the `align_top_k` best.
     """
     with torch.autocast(target.device.type, dtype=torch.bfloat16):
         embeddings = target.model.get_input_embeddings()(windows.token_ids)
@@ -145,7 +142,7 @@ def accumulate_gradients(
         losses.append(round(float(tokens / num_rows + distance.detach()), 4))
         shares.append(round(float(counted.float().mean()), 4))
         if recipe.align_top_k is not None:
-            aligned = (counted & (ranks < recipe.align_top_k)).roll(1, dims=1)  # the row that comes round has no draft
+            aligned = (counted & (ranks < recipe.align_top_k)).roll(1, dims=1)  # the wrapped row has no draft
     torch.autograd.backward(roots, gradients)
     return losses, shares
 
@@ -153,10 +150,10 @@ def accumulate_gradients(
 def token_loss(
     target: TargetModel, predicted: torch.Tensor, windows: Windows, counted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cross entropy against the target's own distributions, summed over the rows in `counted [num_windows, length]`.
+    """Return the cross entropy with the target's distributions over rows in `counted [num_windows, length]`.
 
-    Returns it, its gradient for `predicted [num_windows, length, hidden]`, and the rank of the text's next token,
-    `[num_windows, length]`, 0 where it is the best. The logits are never all in memory.
+    Also returns its gradient for `predicted [num_windows, length, hidden]`, and the rank of the text's next token,
+    `[num_windows, length]`.
     """
     states, features = predicted.detach().flatten(0, 1), windows.features.flatten(0, 1)
     next_ids = windows.token_ids.roll(-1, dims=1).flatten()
@@ -171,23 +168,24 @@ def token_loss(
     return total, gradient.view_as(predicted), ranks.view_as(counted)
 
 
-# The share of a GRIFFIN draft's forwards that give the target's token: greedily, and with the same noise.
+# Share of a GRIFFIN draft's forwards with the target's token: greedily, and with the same noise.
 
 
-NUM_FORWARDS = 6  # as deep as a draft tree is
-WAYS = ("T 0", "T 1")  # of drawing
+NUM_FORWARDS = 6  # the depth of a draft tree
+WAYS = ("T 0", "T 1")
 
 
 @dataclass(frozen=True)
 class GriffinAccuracyRecord:
-    """Accuracy of each forward along held-out texts, as the log keeps it; rates are by way of drawing, then forward."""
+    """Log record of each forward's accuracy along held-out texts; rates by way of drawing, then forward."""
 
-    when: str  # before, during or after training
+    when: str  # "before", "during" or "after"
     step: int
     texts: str
-    num_rows: int  # that have drafts of all forwards
-    same: dict[str, list[float]]  # rows where draft model and target draw the same token, the text's in front of it
-    misaligned: dict[str, list[float]]  # rows where they do not, of those whose earlier forwards all did (figure 1c)
+    num_rows: int  # counts rows with drafts of all forwards
+    same: dict[str, list[float]]  # rows where draft model and target draw the same token after the text
+    # rows where they differ, among those whose earlier forwards all agreed (figure 1c)
+    misaligned: dict[str, list[float]]
 
     def in_words(self) -> str:
         rates = (f"{' / '.join(f'{share:.1%}' for share in shares)} at {way}" for way, shares in self.same.items())
@@ -197,14 +195,13 @@ class GriffinAccuracyRecord:
 def measure_accuracy(
     when: str, step: int, target: TargetModel, model: GriffinModel, texts: list[TextFeatures]
 ) -> Iterator[GriffinAccuracyRecord]:
-    """Accuracy along texts, a record for each name among them."""
+    """Yield a record of accuracy for each name of texts."""
     for name, named in groupby(texts, key=lambda text: text.name):
         same = torch.cat([same_tokens(target, model, text, seed) for seed, text in enumerate(named)], dim=-1)
         yield _record(when, step, name, same)
 
 
 def _record(when: str, step: int, name: str, same: torch.Tensor) -> GriffinAccuracyRecord:
-    """`same [2 ways, 2, num_forwards, num_rows]`, see `same_tokens`."""
     shares, rates = {}, {}
     for way, (right, reached) in zip(WAYS, same, strict=True):
         shares[way] = _rounded(right.float().mean(dim=1))
@@ -220,8 +217,8 @@ def _rounded(rates: torch.Tensor) -> list[float]:
 def same_tokens(target: TargetModel, model: GriffinModel, text: TextFeatures, seed: int) -> torch.Tensor:
     """Compare each row of a text with the target, for each way of drawing and each forward.
 
-    `[2 ways, 2, num_forwards, num_rows] bool`: whether its token is the target's, and whether a draft whose tokens all
-    are the target's reaches it; rows behind the prompt that have drafts of all forwards.
+    Returns `[2 ways, 2, num_forwards, num_rows] bool`: whether its token is the target's, and whether a fully right
+    draft reaches it.
     """
     noise = GumbelNoise(seed, target.vocab_size, target.device)
     first, parts = 0, []
@@ -229,7 +226,8 @@ def same_tokens(target: TargetModel, model: GriffinModel, text: TextFeatures, se
         with torch.autocast(target.device.type, dtype=torch.bfloat16):
             embeddings = target.model.get_input_embeddings()(windows.token_ids)
             passes = forward_passes(model, embeddings, windows, NUM_FORWARDS)
-        rows = torch.arange(max(0, new - NUM_FORWARDS), windows.token_ids.shape[1])  # new ones, drafts that reach them
+        # new rows, and earlier ones whose drafts reach them
+        rows = torch.arange(max(0, new - NUM_FORWARDS), windows.token_ids.shape[1])
         right = _same_in_rows(target, windows, passes, noise, rows, first - new)
         reached = torch.ones_like(right)
         for forward in range(1, NUM_FORWARDS):
@@ -243,9 +241,9 @@ def same_tokens(target: TargetModel, model: GriffinModel, text: TextFeatures, se
 def _same_in_rows(
     target: TargetModel, windows: Windows, passes: list[Pass], noise: GumbelNoise, rows: torch.Tensor, offset: int
 ) -> torch.Tensor:
-    """Tell whether both draw the same token at each row of one window: `[2 ways, num_forwards, num_rows] bool`.
+    """Return whether both draw the same token, `[2 ways, num_forwards, num_rows] bool`.
 
-    `offset`: how far these rows' positions in the text are behind their entries.
+    `offset` is the rows' position minus their entry.
     """
     same = []
     for part in rows.split(max(1, NUM_LOGITS // target.vocab_size)):
@@ -257,29 +255,26 @@ def _same_in_rows(
 
 
 def _drawn(logits: torch.Tensor, gumbel: torch.Tensor) -> torch.Tensor:
-    """Tokens drawn from `logits [num_rows, vocab] float32` at T = 0 and T = 1: `[2 ways, num_rows]`."""
+    """Return tokens drawn at T = 0 and T = 1, `[2 ways, num_rows]`."""
     return torch.stack([logits.argmax(dim=-1), (logits + gumbel).argmax(dim=-1)])
-
-
-# Training of GRIFFIN's draft model behind a frozen target: `swiftbatch train griffin`.
 
 
 FILES = TrainingFiles("griffin_log.jsonl", "griffin_state.pt", GRIFFIN_FILE)
 PLOT = "griffin_training.png"
-NUM_STATE_STEPS = 100  # between two states, and two points of the accuracy curve
-NUM_CURVE_TEXTS = 2  # that the curve is measured on, of the first name
+NUM_STATE_STEPS = 100  # steps between two states, and two points of the accuracy curve
+NUM_CURVE_TEXTS = 2  # the curve uses the first texts of the first name
 WIDTH_INCHES, HEIGHT_INCHES, DPI = 11.0, 4.2, 150
-STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))  # of the passes and forwards: told apart without colours
-SMOOTHING = 0.9  # running mean of the losses: a step's windows differ much
+STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)))  # distinct without colours
+SMOOTHING = 0.9  # weight of the past in the running mean of losses
 
 
 @dataclass(frozen=True)
 class GriffinStepRecord:
-    """One optimiser step, as the log keeps it."""
+    """Log record of one optimizer step."""
 
     step: int
-    losses: list[float]  # of each pass: nats per token and the weighted distance of features
-    aligned: list[float]  # share of the rows that each pass learns from
+    losses: list[float]  # per pass: nats per token plus the weighted distance of features
+    aligned: list[float]  # share of rows from which each pass learns
     seconds: float
 
 
@@ -291,11 +286,9 @@ def train_griffin(
     report: Callable[[str], None],
     features: Path | None = None,
 ) -> None:
-    """Train a draft model for a model on books under `data` and own texts; write it, its log and a plot to `output`.
+    """Train a draft model on books under `data` and own texts; write it, its log and a plot to `output`.
 
-    The target's features lie in `features`, or in a folder in `output`, and are computed where they are not there. A
-    training that was killed goes on, to the same weights; one that is finished is left as it is. Where `data` has test
-    books (`*test*.jsonl`), accuracy is measured. Raises ModelError and CorpusError.
+    A killed training resumes to the same weights; a finished one stays. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
     with held(output):
@@ -322,7 +315,6 @@ def _train(
 
 
 def griffin_folder(path: Path, model_fingerprint: str, recipe: GriffinRecipe) -> TrainingFolder:
-    """The folder of a training for one model with one recipe."""
     return TrainingFolder(path, FILES, {"model": model_fingerprint, "recipe": asdict(recipe)})
 
 
@@ -334,7 +326,7 @@ def run_training(
     folder: TrainingFolder,
     report: Callable[[str], None],
 ) -> None:
-    """All steps that are left, from the state in the folder; every `NUM_STATE_STEPS` a new one."""
+    """Run all remaining steps from the state in the folder, which is saved every `NUM_STATE_STEPS`."""
     optimizer = torch.optim.AdamW(draft.parameters(), betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True)
     step, seconds = folder.restore(draft, optimizer)
     report(f"{sum(p.numel() for p in draft.parameters()):,} parameters, {step} of {recipe.num_steps} steps behind it")
@@ -360,7 +352,7 @@ def run_steps(
     first: int,
     seconds: float,
 ) -> Iterator[GriffinStepRecord]:
-    """Train from step `first` (0 at the beginning), `seconds` behind it, and yield every step when it is done."""
+    """Train from step `first` on, after `seconds` of training, and yield each finished step."""
     start = time.monotonic() - seconds
     columns = (TextColumn("griffin"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn())
     with Progress(*columns) as progress:
@@ -380,7 +372,7 @@ def run_steps(
 def plot_training(records: list[dict[str, Any]], path: Path) -> None:
     """Draw the records of a training log into a PNG file."""
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display
+    FigureCanvasAgg(figure)  # needs no display
     losses, accuracy = figure.subplots(1, 2)
     _losses(losses, [record for record in records if "losses" in record])
     _accuracy(accuracy, [record for record in records if "same" in record])
@@ -388,7 +380,7 @@ def plot_training(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def _losses(axes: Axes, steps: list[dict[str, Any]]) -> None:
-    """Loss of every pass, smoothed, over the steps that had it."""
+    """Plot each pass's smoothed loss over its steps."""
     for number in range(max(len(step["losses"]) for step in steps)):
         known = [(step["step"], step["losses"][number]) for step in steps if number < len(step["losses"])]
         means = [known[0][1]]
@@ -401,7 +393,7 @@ def _losses(axes: Axes, steps: list[dict[str, Any]]) -> None:
 
 
 def _accuracy(axes: Axes, records: list[dict[str, Any]]) -> None:
-    """Share of the target's tokens by forward along what is measured most often, with the noise at T = 1."""
+    """Plot each forward's share of target tokens."""
     measured = [record for record in records if record["texts"] == records[0]["texts"]]
     for forward in range(len(measured[0]["same"]["T 1"]) if measured else 0):
         shares = [record["same"]["T 1"][forward] for record in measured]

@@ -1,7 +1,6 @@
-"""Training of a layer that predicts further tokens behind a frozen target: `swiftbatch train mtp`.
+"""Training of a multi-token prediction layer for a frozen target: `swiftbatch train mtp`.
 
-The labels are the target's distributions, as they are for GRIFFIN's draft model, along books and the target's own
-texts. Pass n reads, in place of the target's hidden states, what pass n - 1 gave one row before: so chains are learned.
+Pass n reads pass n - 1's outputs of the previous row in place of hidden states, so it learns chains.
 """
 
 from __future__ import annotations
@@ -32,34 +31,32 @@ from swiftbatch.worker.training.training_loop import Optimizers, Recipe, StepLos
 from swiftbatch.worker.training.training_texts import load_target
 
 FILES = TrainingFiles("mtp_log.jsonl", "mtp_state.pt", MTP_FILE)
-NUM_STATE_STEPS = 100  # between two states
+NUM_STATE_STEPS = 100
 
 
 @dataclass(frozen=True)
 class MTPRecipe:
-    """Sizes of the training, and its texts: those of GRIFFIN's, with which it can share their features."""
+    """Sizes of the training, with GRIFFIN's texts, so that both can share features."""
 
     num_steps: int = defaults.MTP_STEPS
     num_step_windows: int = 4
-    window_length: int = 512  # rows
-    num_passes: int = 3  # in the last steps; one alone in the first half, which costs least and teaches most
-    own_share: float = 0.5  # of the windows, where there are own texts
+    window_length: int = 512
+    num_passes: int = 3  # fewer at first, since one pass is cheapest and teaches most
+    own_share: float = 0.5  # share of the windows, with own texts
     texts: HeadRecipe = GRIFFIN_TEXTS
     seed: int = defaults.SEED
 
     def passes_at(self, step: int) -> int:
-        """The passes of a step (from 0)."""
         later = 2 * step / self.num_steps - 1.0
         return 1 if later < 0 else min(self.num_passes, 2 + int(later * (self.num_passes - 1)))
 
     def steps(self) -> Recipe:
-        """The settings of the optimizers."""
         return Recipe(self.num_steps, embedding_learning_rate=1e-3, num_warmup_steps=20, seed=self.seed)
 
 
 @dataclass(frozen=True)
 class MTPAccuracyRecord:
-    """The share of rows where the layer's best token behind rows of held-out texts is the target's, by pass."""
+    """Share of rows where the layer's best token is the target's, by pass, along held-out texts."""
 
     when: str
     step: int
@@ -80,10 +77,9 @@ def train_mtp(
     report: Callable[[str], None],
     features: Path | None = None,
 ) -> None:
-    """Train such a layer for a model on books under `data` and own texts; write it and its log to `output`.
+    """Train a layer on books under `data` and own texts; write it and its log to `output`.
 
-    The target's features lie in `features`, or in a folder in `output`, and are computed where they are not there. A
-    training that was killed goes on; one that is finished is left as it is. Raises ModelError and CorpusError.
+    A killed training resumes; a finished one stays. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
     with held(output):
@@ -103,7 +99,7 @@ def train_mtp(
 
 
 def save_mtp(folder: Path, module: PredictorModule, model_fingerprint: str) -> None:
-    """Write the layer in bf16, with the fingerprint of its target, to `folder`."""
+    """Write the layer in bf16, with its target's fingerprint, to `folder`."""
     tensors = {name: each.detach().to("cpu", torch.bfloat16).contiguous() for name, each in module.tensors().items()}
     save_file(tensors, folder / MTP_FILE, metadata={FINGERPRINT: model_fingerprint})
     let_others_read(folder / MTP_FILE)
@@ -117,7 +113,7 @@ def run_training(
     folder: TrainingFolder,
     report: Callable[[str], None],
 ) -> None:
-    """All steps that are left, from the state in the folder; every `NUM_STATE_STEPS` a new one."""
+    """Run all remaining steps from the state in the folder, which is saved every `NUM_STATE_STEPS`."""
     settings = recipe.steps()
     optimizers = Optimizers(module, settings)
     step, seconds = folder.restore(module, optimizers)
@@ -138,7 +134,7 @@ def run_training(
 
 
 def draw_windows(texts: GriffinFeatures, recipe: MTPRecipe, step: int, device: torch.device) -> Windows:
-    """The windows of a step, which depend on the recipe's seed and the step's number alone."""
+    """Return a step's windows, which depend on the recipe's seed and the step's number."""
     random, length = np.random.default_rng([recipe.seed, step]), recipe.window_length
     num_own = round(recipe.own_share * recipe.num_step_windows) if texts.own else 0
     picks: list[tuple[TextFeatures, np.ndarray]] = []
@@ -151,12 +147,12 @@ def draw_windows(texts: GriffinFeatures, recipe: MTPRecipe, step: int, device: t
 
 
 def accumulate_gradients(module: PredictorModule, target: TargetModel, windows: Windows, num_passes: int) -> float:
-    """Add the gradients of all passes' losses; return the first pass's, in nats a token."""
+    """Add the gradients of all passes' losses; return the first pass's, in nats per token."""
     outputs = forward_passes(module, target, windows, num_passes)
     losses, gradients = [], []
     for number, output in enumerate(outputs):
         counted = torch.ones_like(windows.token_ids, dtype=torch.bool)
-        counted[:, : 1 + number] = False  # in front of a window's first rows stands nothing that is known
+        counted[:, : 1 + number] = False  # a window's first rows have no known predecessors
         loss, gradient, _ = token_loss(target, output, windows, counted)
         losses.append(float(loss / counted.sum()))
         gradients.append(gradient / counted.sum() / len(outputs))
@@ -167,7 +163,7 @@ def accumulate_gradients(module: PredictorModule, target: TargetModel, windows: 
 def forward_passes(
     module: PredictorModule, target: TargetModel, windows: Windows, num_passes: int
 ) -> list[torch.Tensor]:
-    """Compute what each pass gives the head, `[num_windows, length, hidden]`."""
+    """Return each pass's input of the head, `[num_windows, length, hidden]`."""
     outputs: list[torch.Tensor] = []
     with torch.autocast(target.device.type, dtype=torch.bfloat16):
         embeddings = target.model.get_input_embeddings()(windows.token_ids)
@@ -182,7 +178,7 @@ def forward_passes(
 def measure(
     module: PredictorModule, target: TargetModel, texts: list[TextFeatures], recipe: MTPRecipe
 ) -> list[MTPAccuracyRecord]:
-    """The accuracy along the beginnings of held-out texts, a record for each name among them."""
+    """Return records of accuracy along the starts of held-out texts, one per name."""
     records = []
     for name, named in groupby(texts, key=lambda text: text.name):
         same = torch.cat([_same(module, target, text, recipe) for text in named], dim=1)
@@ -192,7 +188,7 @@ def measure(
 
 
 def _same(module: PredictorModule, target: TargetModel, text: TextFeatures, recipe: MTPRecipe) -> torch.Tensor:
-    """Tell whether each pass says what the target says behind the rows of a text, `[num_passes, num_rows]`."""
+    """Return whether each pass's token is the target's at the rows of a text, `[num_passes, num_rows]`."""
     windows = Windows.gather([(text, np.arange(min(len(text.token_ids), recipe.window_length)))], target.device)
     said = target.logits(windows.features[0]).argmax(dim=-1)
     outputs = forward_passes(module, target, windows, recipe.num_passes)

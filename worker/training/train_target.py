@@ -35,15 +35,15 @@ from swiftbatch.worker.training.training_texts import encode_books, read_books
 FILES = TrainingFiles("train_log.jsonl", "train_state.pt", "model.safetensors")
 NUM_TEST_STRETCHES = 4
 END_OF_TEXT = "<|endoftext|>"
-# Words keep their leading space, digits stand alone, and a run of newlines is one piece.
+# Words keep their leading space, digits are single, and a run of newlines is one piece.
 WORD_PATTERN = r"'(?:s|t|re|ve|m|ll|d)\b| ?\p{L}+| ?\p{N}|\n+| ?[^\s\p{L}\p{N}]+|[^\S\n]+"
-# A plain-text model has no roles: a chat is its messages, a blank line between them.
+# A plain-text model has no roles: a chat is its messages, separated by blank lines.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"
 
 
 @dataclass(frozen=True)
 class TrainedRecord(Evaluation):
-    """A trained model, as the log keeps it."""
+    """Log record of a trained model."""
 
     long_context: LongContext
     when: str
@@ -58,12 +58,11 @@ def train_target(
     report: Callable[[str], None],
     kind: str = defaults.TARGET_KIND,
 ) -> None:
-    """Train tokenizer and model on the books under `data`; write both, and the log, to `output`.
+    """Train tokenizer and model on books under `data`; write both, and the log, to `output`.
 
-    Models of other kinds than the embedded one's have its tokenizer, so that losses can be compared. A training that
-    was killed goes on, on the same kind of device to the same weights; one that is finished is left as it is. Where
-    `data` holds a test file (`*test*.jsonl`), the model is scored on it, and its card is written beside it. Raises
-    CorpusError, and ModelError where the folder holds another training, or another process trains there.
+    Other kinds than the embedded model's use its tokenizer, to make losses comparable. A killed training resumes, to
+    the same weights on the same kind of device; a finished one stays. Raises CorpusError, and ModelError if the folder
+    has another training or a process that trains.
     """
     books = list(read_books(data))
     with held(output):
@@ -111,13 +110,12 @@ def _is_embedded(kind: str) -> bool:
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerFast:
-    """Load the embedded model's."""
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(EMBEDDED, local_files_only=True)
     return tokenizer
 
 
 def _test_file(data: Path, tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]) -> Path | None:
-    """Find the file to score the model on; None where there is none, or too little in it."""
+    """Return the file to score the model on; None without enough text."""
     path = next(iter(sorted(data.rglob("*test*.jsonl"))), None)
     if path is None:
         report(f"{data}: no *test*.jsonl; the model is not scored")
@@ -130,14 +128,13 @@ def _test_file(data: Path, tokenizer: PreTrainedTokenizerFast, report: Callable[
 
 
 def long_context_of(output: Path, test_file: Path, tokenizer: PreTrainedTokenizerFast) -> LongContext:
-    """Measure the long context of the model that was written, on test books."""
     slots = SlotsWanted(longest_job=SCORED_FROM + NUM_SCORED, num_slots=1)
     target = TargetModel.load(locate_model(str(output)), "bfloat16", "auto", slots=slots)
     return measure_long_context(target, encode_books(list(read_books(test_file)), tokenizer), tokenizer.bos_token_id)
 
 
 def save_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
-    """Write the model in bf16 as safetensors, its config and its tokenizer."""
+    """Write the model in bf16 as safetensors, with config and tokenizer."""
     state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     model.save_pretrained(output, state_dict=state)
     let_others_read(output / FILES.product)
@@ -148,10 +145,7 @@ def save_target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, outp
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a lossless byte-level BPE tokenizer with `vocab_size` entries, `<|endoftext|>` among them.
-
-    It puts that token in front of every text: what comes behind it is a new one.
-    """
+    """Train a lossless byte-level BPE tokenizer; it puts `<|endoftext|>` before every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,9 +1,7 @@
-"""Training of TokenSwift's decoding heads behind a frozen target: `swiftbatch train tokenswift`.
+"""Training of TokenSwift's decoding heads for a frozen target: `swiftbatch train tokenswift`.
 
-The paper's recipe (appendix B.1, table 9) but for the batch: its 120 sequences of 8,192 tokens a step are for four
-A100; here a step draws 4,096 rows from all texts, whose hidden states are computed once and kept in memory. Beyond the
-paper, heads can learn from the target's own texts, with its next-token distributions there as labels: what they are to
-predict is what the target says, and a distribution says more of it than the one token that was drawn.
+It follows the paper (appendix B.1, table 9), but a step draws 4,096 rows from all texts, whose hidden states are
+computed once. Heads may learn from the target's own texts, with its distributions as labels.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ from swiftbatch.worker.training.training_texts import (
 )
 
 FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
-NUM_LOGITS = 2**24  # held at once, whatever the vocabulary
-WIDTH = 3  # candidates that count
+NUM_LOGITS = 2**24  # limits memory for any vocabulary
+WIDTH = 3  # so many candidates count
 
 
 @dataclass(frozen=True)
 class HeadStepRecord:
-    """One optimiser step, as the log keeps it."""
+    """Log record of one optimizer step."""
 
     step: int
     losses: list[float]  # nats per token of each head
@@ -48,9 +46,9 @@ class HeadStepRecord:
 
 @dataclass(frozen=True)
 class AccuracyRecord:
-    """Accuracy of the heads along held-out texts, as the log keeps it."""
+    """Log record of the heads' accuracy along held-out texts."""
 
-    when: str  # before or after training
+    when: str  # "before" or "after"
     texts: str
     num_rows: int
     top: list[list[float]]  # [num_heads][3]: share of rows with the token among the first 1, 2, 3 candidates
@@ -62,11 +60,9 @@ class AccuracyRecord:
 
 
 def train_heads(model: str, data: Path, output: Path, recipe: HeadRecipe, report: Callable[[str], None]) -> None:
-    """Train heads for a model on the books under `data`; write heads and log to `output`.
+    """Train heads on the books under `data`; write heads and log to `output`.
 
-    Heads that are finished are left as they are. Where `data` has test books (`*test*.jsonl`), accuracy is measured
-    before and after, on those books and on what the target says behind their beginnings. Raises ModelError and
-    CorpusError.
+    Finished heads stay. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
     with held(output):
@@ -126,10 +122,7 @@ def run_steps(
 def accumulate_gradients(
     target: TargetModel, weight: torch.Tensor, states: TextStates, rows: torch.Tensor, soft_labels: bool
 ) -> list[float]:
-    """Add the gradient of the mean cross entropy over `rows`, summed over heads; returns each head's, in nats.
-
-    The labels are the text's tokens, or with `soft_labels` the distributions that the target itself has there.
-    """
+    """Add the gradients of the heads' mean cross entropy over `rows`; return each head's, in nats."""
     language_model_head = target.model.get_output_embeddings()
     losses = torch.zeros(len(weight))
     for part in chunk_rows(rows, target.vocab_size):
@@ -145,22 +138,21 @@ def accumulate_gradients(
 
 
 def _labels(target: TargetModel, states: TextStates, rows: torch.Tensor, soft: bool) -> torch.Tensor:
-    """Tokens at `rows`, `[num_rows]`, or what the target expects there: `[num_rows, vocab] float32`."""
+    """Return the tokens at `rows`, `[num_rows]`, or the target's distributions there, `[num_rows, vocab] float32`."""
     if not soft:
         return states.token_ids[rows].to(target.device)
     return target.logits(states.hidden[rows - 1].to(target.device)).softmax(dim=-1).clone()
 
 
 def chunk_rows(rows: torch.Tensor, vocab_size: int) -> Iterator[torch.Tensor]:
-    """Rows in parts whose logits fit in memory."""
     yield from rows.split(max(1, NUM_LOGITS // vocab_size))
 
 
 @torch.inference_mode()
 def head_accuracy(target: TargetModel, weight: torch.Tensor, states: TextStates) -> list[list[float]]:
-    """Share of rows whose token is among the first 1, 2, 3 candidates of each head: `[num_heads][WIDTH]`.
+    """Return each head's share of rows with the token among the first 1, 2, 3 candidates: `[num_heads][WIDTH]`.
 
-    Head i (from 0) predicts the token i + 2 places behind its row. `weight [num_heads, hidden, hidden]`.
+    Head i (from 0) predicts the token i + 2 places after its row.
     """
     weight = weight.to(target.device, target.dtype)
     num_right = torch.zeros(len(weight), WIDTH)

@@ -1,4 +1,4 @@
-"""A training on its way: which one a folder holds, how it goes on after a kill, and its log."""
+"""Folder of one training: its identity, its state after a kill, and its log."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from swiftbatch.worker.training.feature_file import differing
 
 
 class Stateful(Protocol):
-    """An optimizer, or several as one."""
+    """Optimizer, or several as one."""
 
     def state_dict(self) -> Any:
-        """All that its next step depends on beside the parameters."""
+        """Return all that the next step depends on, without parameters."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Take that back."""
+        """Restore such a state."""
 
 
 @dataclass(frozen=True)
 class TrainingFiles:
-    """Names of one kind of training's files."""
+    """File names of one kind of training."""
 
     log: str
     state: str
-    product: str  # there at the end
+    product: str  # exists only at the end
 
 
 class TrainingFolder:
-    """The folder of one training. The log's first record says which one it is; the state is there until its end."""
+    """Folder of one training; the log's first record identifies it."""
 
     def __init__(self, path: Path, files: TrainingFiles, identity: dict[str, Any]) -> None:
         self.path, self._files = path, files
         self._identity = json.loads(json.dumps(identity))
 
     def is_finished(self, report: Callable[[str], None] = lambda line: None) -> bool:
-        """Tell whether this training is over, and `report` it if so. Raises ModelError where another one is there."""
+        """Return whether this training is over, and `report` it if so. Raises ModelError for another training."""
         if is_finished := self._is_finished():
             report(f"{self.path}: holds this training, finished; nothing to do")
         return is_finished
@@ -64,7 +64,7 @@ class TrainingFolder:
         return not has_state
 
     def records(self) -> list[dict[str, Any]]:
-        """All whole records of the log: a kill may have torn the last one. Raises ModelError for what is none."""
+        """Return all whole records of the log. Raises ModelError for other content."""
         path = self.path / self._files.log
         text = path.read_bytes().decode(errors="replace") if path.is_file() else ""
         lines = text.splitlines(keepends=True)
@@ -76,7 +76,7 @@ class TrainingFolder:
             ) from error
 
     def open_log(self, step: int) -> IO[str]:
-        """The log to append to, with the records up to a step in it that this training has behind it."""
+        """Open the log for appending, cut to the records up to `step`."""
         kept = [record for record in self.records() if 0 <= record.get("step", 0) <= step] if step else []
         kept = [record for record in kept if record.get("when") != "after"] or [self._identity]
         self.path.mkdir(parents=True, exist_ok=True)
@@ -86,14 +86,14 @@ class TrainingFolder:
         return (self.path / self._files.log).open("a", encoding="utf-8")
 
     def save(self, model: torch.nn.Module, optimizer: Stateful, step: int, seconds: float) -> None:
-        """Write all that the next steps depend on, as a whole."""
+        """Write all that the next steps depend on, atomically."""
         parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": seconds}
         aside = self.path / f".{self._files.state}"
         torch.save(parts, aside)
         os.replace(aside, self.path / self._files.state)
 
     def restore(self, model: torch.nn.Module, optimizer: Stateful) -> tuple[int, float]:
-        """Load the state, if there is one; returns the steps and seconds behind it."""
+        """Load the state if there is one; return its steps and seconds."""
         path = self.path / self._files.state
         if not path.is_file():
             return 0, 0.0
@@ -107,12 +107,11 @@ class TrainingFolder:
             raise ModelError(f"{path}: cannot be read ({problem}); delete it to train from the beginning") from error
 
     def finish(self) -> None:
-        """Forget the state: the weights are there."""
         (self.path / self._files.state).unlink(missing_ok=True)
 
 
 def _is_whole(product: Path) -> bool:
-    """Tell whether the weights are there, and not a part of them alone."""
+    """Return whether the weights are complete."""
     try:
         with safe_open(product, framework="pt"):
             return True
@@ -121,13 +120,11 @@ def _is_whole(product: Path) -> bool:
 
 
 def write_record(log: IO[str], record: Any) -> None:
-    """Append a dataclass to a training log, where it can be read at once."""
     log.write(json.dumps(asdict(record)) + "\n")
     log.flush()
 
 
 def write_measured(log: IO[str], records: Iterable[Any], report: Callable[[str], None]) -> None:
-    """Append what was measured to a training log, and tell of it."""
     for record in records:
         write_record(log, record)
         report(record.in_words())

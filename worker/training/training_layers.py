@@ -1,4 +1,4 @@
-"""Attention and gated delta nets as targets train with them: the chunks of a text side by side."""
+"""Attention and gated delta nets for training, with a text's chunks in parallel."""
 
 from __future__ import annotations
 
@@ -19,32 +19,30 @@ from swiftbatch.worker.kernels.causal_attention import causal_attention, is_fast
 from swiftbatch.worker.model.attention_needs import recurrent_layers
 
 ATTENTION_NAME = "swiftbatch_training"
-UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")  # options of layers that `causal_attention` has not
+UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")  # `causal_attention` lacks these options
 
 
 class EarlierSegments:
-    """Keys and values, or states, of a text's segments that were read before, by layer; gradients stop there."""
+    """Keys and values, or states, of a text's earlier segments by layer, without gradients."""
 
     def __init__(self) -> None:
         self._behind: dict[int, tuple[Tensor, Tensor]] = {}  # each [1, num_kv_heads, length, head_dim]
         self._read: dict[int, tuple[Tensor, Tensor]] = {}
-        self._states: dict[int, tuple[Tensor, Tensor]] = {}  # of recurrent layers: newest inputs, and the state
+        self._states: dict[int, tuple[Tensor, Tensor]] = {}  # has newest inputs and the state
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Attend with the next segment's heads to all of the text so far: `causal_attention` of these."""
         self._read[layer] = key.detach(), value.detach()
         return causal_attention(query, key, value, scaling, self._behind.get(layer))
 
     def state_of(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """The newest inputs of a recurrent layer's convolution, and its state; None in front of the text."""
+        """Return a recurrent layer's newest convolution inputs and its state; None before the text."""
         return self._states.get(layer, (None, None))
 
     def keep_state(self, layer: int, inputs: Tensor, state: Tensor) -> None:
-        """Keep those behind the segment that is read, for the next one. Each layer reads a segment once."""
         self._states[layer] = inputs.detach(), state.detach()
 
     def advance(self) -> None:
-        """Put the segment that was read last behind the next one. Its length is a multiple of 64."""
+        """Append the newest segment, whose length is a multiple of 64, to the earlier ones."""
         for layer, pair in self._read.items():
             behind = self._behind.get(layer)
             joined = pair if behind is None else [torch.cat(both, dim=2) for both in zip(behind, pair, strict=True)]
@@ -63,10 +61,9 @@ def attend_in_training(
     earlier: EarlierSegments | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Whole sequences go to the compiled kernels, all else (masks, caches, dropout) to torch as under `sdpa`.
+    """Attend to whole sequences with the compiled kernels, otherwise (masks, caches, dropout) with torch as in `sdpa`.
 
-    `query [batch, num_heads, length, head_dim]`, returns `[batch, length, num_heads, head_dim]`. Under autocast the
-    three are rounded to its dtype, as torch's own attention does.
+    `query [batch, num_heads, length, head_dim]`; returns `[batch, length, num_heads, head_dim]`.
     """
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -89,23 +86,23 @@ AttentionInterface.register(ATTENTION_NAME, attend_in_training)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
-# Gated delta nets in training: the chunks of a text side by side, where decoding goes position by position.
+# Gated delta nets in training, with a text's chunks in parallel.
 
 
-CHUNK = 64  # positions
-MOST_KEPT = 8192  # tokens of a step whose layers keep what their gradients need; a net's is 20 KB a token
-EPSILON = 1e-6  # of queries' and keys' lengths
+CHUNK = 64
+MOST_KEPT = 8192  # most tokens of a step for which nets store activations, 20 KB per token and net
+EPSILON = 1e-6  # stabilises queries' and keys' norms
 
 
 def use_chunks(model: Any) -> None:
-    """Let the gated delta nets of a model, if it has any, go by chunks, and on from `EarlierSegments`."""
+    """Let a model's gated delta nets run by chunks and continue `EarlierSegments`."""
     for net in recurrent_layers(model).values():
         net.forward = functools.partial(_forward, net)
 
 
 @contextmanager
 def sparing(model: Any, num_tokens: int) -> Iterator[None]:
-    """Let the layers of a model with nets run once more for their gradients, where a step has too many tokens."""
+    """Recompute the layers of a model with nets for gradients, in steps with too many tokens."""
     if num_tokens <= MOST_KEPT or not recurrent_layers(model):
         yield
         return
@@ -117,7 +114,7 @@ def sparing(model: Any, num_tokens: int) -> Iterator[None]:
 
 
 def _forward(net: Any, hidden_states: Tensor, earlier: EarlierSegments | None = None, **others: Any) -> Tensor:
-    """A net's forward over whole texts `[batch, length, hidden]`, without padding."""
+    """Run a net over whole texts `[batch, length, hidden]` without padding."""
     tail, state = (None, None) if earlier is None else earlier.state_of(net.layer_idx)
     inputs = net.in_proj_qkv(hidden_states)
     width = net.conv_kernel_size - 1
@@ -139,7 +136,7 @@ def _forward(net: Any, hidden_states: Tensor, earlier: EarlierSegments | None = 
 
 
 def convolution(inputs: Tensor, weight: Tensor) -> Tensor:
-    """Each channel of `[batch, width - 1 + length, channels]` by its own `weight [channels, width]`."""
+    """Convolve each channel of `[batch, width - 1 + length, channels]` with its `weight [channels, width]`."""
     length = inputs.shape[1] - weight.shape[1] + 1
     parts = (inputs[:, place : place + length] * weight[:, place] for place in range(weight.shape[1]))
     return functools.reduce(torch.add, parts)
@@ -152,16 +149,16 @@ def _of_length_one(heads: Tensor) -> Tensor:
 def delta_rule(
     queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, betas: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return what queries find, as `values [batch, length, num_heads, value_dim]`, and the state behind all positions.
+    """Return what queries read, as `values [batch, length, num_heads, value_dim]`, and the last state; all float32.
 
-    `queries` and `keys` are `[batch, length, num_key_heads, key_dim]`, the logarithms of `decays` and `betas`
-    `[batch, length, num_heads]`, the state `[batch, num_heads, key_dim, value_dim]`; all float32.
+    `queries` and `keys` are `[batch, length, num_key_heads, key_dim]`, logarithms of `decays` and `betas` `[batch,
+    length, num_heads]`, the state `[batch, num_heads, key_dim, value_dim]`.
     """
     length, repeats = values.shape[1], values.shape[2] // keys.shape[2]
     queries, keys = (each.repeat_interleave(repeats, dim=2) for each in (queries, keys))
     queries, keys, values = (_in_chunks(each) for each in (queries, keys, values))
     decays, betas = (_in_chunks(each[..., None]) for each in (decays, betas))
-    since = decays.cumsum(dim=3)  # the logarithm of what is left of the state at the chunk's beginning
+    since = decays.cumsum(dim=3)  # logarithm of the remaining share of the chunk's first state
     is_later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=keys.device).triu(1)
     between = (since - since.mT).masked_fill(is_later, -torch.inf).exp()  # [batch, num_heads, chunks, to, from]
     left, heavy = since.exp(), keys * betas
@@ -180,14 +177,16 @@ def delta_rule(
 
 
 def _in_chunks(heads: Tensor) -> Tensor:
-    """`[batch, length, num_heads, dim]` to `[batch, num_heads, num_chunks, CHUNK, dim]`; zeros are no steps."""
+    """Reshape `[batch, length, num_heads, dim]` to `[batch, num_heads, num_chunks, CHUNK, dim]`, padded with zero
+    steps.
+    """
     padded = pad(heads, (0, 0, 0, 0, 0, -heads.shape[1] % CHUNK))
     chunks: Tensor = padded.transpose(1, 2).unflatten(2, (-1, CHUNK))
     return chunks.contiguous()
 
 
 class _Inverse(torch.autograd.Function):
-    """The inverse of a lower triangular matrix with ones for its diagonal, which is not read."""
+    """Inverse of a lower triangular matrix with a unit diagonal, which is not read."""
 
     @staticmethod
     def forward(ctx: Any, system: Tensor) -> Tensor:
@@ -204,7 +203,7 @@ class _Inverse(torch.autograd.Function):
 
 
 class _Walk(torch.autograd.Function):
-    """All states `S[i + 1] = factors[i] S[i] + added[i]`, the first among them."""
+    """All states `S[i + 1] = factors[i] S[i] + added[i]`, with the first."""
 
     @staticmethod
     def forward(ctx: Any, factors: Tensor, added: Tensor, first: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The lock of a folder that a training writes to. Standard library alone: who only holds one needs no torch."""
+"""Lock of a folder that a training writes to, without torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from pathlib import Path
 
 from swiftbatch.jobs.errors import ModelError
 
-LOCK = ".training.lock"  # the file says who holds the folder, for those who are refused
+LOCK = ".training.lock"  # the file names the holder, for processes that are refused
 
-_held: set[Path] = set()  # by this process: a training may be a part of another one
+_held: set[Path] = set()  # a training may be part of another in this process
 
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold a folder within the block. A new folder is removed at the end if it is empty.
-
-    Raises ModelError where another process holds it, and for what can't be a folder.
-    """
+    """Lock a folder within the block; remove a new one at the end if it is empty. Raises ModelError."""
     folder = Path(os.path.realpath(path))  # Path.resolve would raise for a link to itself
     if folder in _held:
         yield
@@ -41,12 +38,12 @@ def held(path: Path) -> Iterator[None]:
         (folder / LOCK).unlink(missing_ok=True)
         os.close(lock)
         if is_new:
-            with suppress(OSError):  # something is in it
+            with suppress(OSError):  # it is not empty
                 folder.rmdir()
 
 
 def _lock(file: Path, path: Path) -> int:
-    """Make and lock the file; returns its descriptor. Raises ModelError where another process has it, OSError."""
+    """Create and lock the file; return its descriptor. Raises ModelError if another process holds it, OSError."""
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -59,7 +56,7 @@ def _lock(file: Path, path: Path) -> int:
                 "another folder"
             ) from None
         except OSError:
-            pass  # a file system without locks: nobody is refused there
+            pass  # a file system without locks refuses nobody
         if _is_at(file, descriptor):
             os.truncate(descriptor, 0)
             os.write(descriptor, _own_name().encode())

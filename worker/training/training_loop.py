@@ -1,4 +1,4 @@
-"""The shared parts of trainings of whole models: the optimizer's settings, its rate at a step, the loop of steps."""
+"""Common parts of trainings of whole models: optimizers, learning rate, loop of steps."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from swiftbatch.jobs.errors import ModelError
 
 @dataclass(frozen=True)
 class Recipe:
-    """Muon (Jordan et al. 2024) takes the matrices of the layers, AdamW the embedding and the norms."""
+    """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for the embedding and the norms."""
 
     num_steps: int
     learning_rate: float = 5e-3
     embedding_learning_rate: float = 3e-3
     weight_decay: float = 0.01
     num_warmup_steps: int = 100
-    decay_share: float = 0.2  # last share of all steps, over which the rate falls linearly
-    final_rate: float = 0.05  # of the peak rate
+    decay_share: float = 0.2  # the rate falls linearly over the last share of the steps
+    final_rate: float = 0.05  # share of the peak rate
     gradient_clip: float = 1.0
     seed: int = 1
 
     def rate(self, step: int) -> float:
-        """Share of the peak rate at a step (from 0): it warms up, stays, and falls."""
+        """Return the share of the peak rate at a step (from 0): warm-up, constant, fall."""
         warm = min(1.0, (step + 1) / self.num_warmup_steps)
         left = (self.num_steps - step) / max(1.0, self.decay_share * self.num_steps)
         return warm * (self.final_rate + (1 - self.final_rate) * min(1.0, left))
@@ -37,18 +37,18 @@ class Recipe:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, as a training log keeps it."""
+    """Log record of one optimizer step."""
 
     step: int
-    kind: str  # of its windows
-    num_tokens: int  # of this step
+    kind: str
+    num_tokens: int
     loss: float  # nats per token
     seconds: float  # since the training began
 
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss that a step's gradients were made of."""
+    """Loss behind a step's gradients."""
 
     kind: str
     num_tokens: int
@@ -56,7 +56,7 @@ class StepLoss:
 
 
 class Optimizers:
-    """The optimizers of a model's parameters, as one."""
+    """Optimizers of a model's parameters, as one."""
 
     def __init__(self, model: torch.nn.Module, recipe: Recipe) -> None:
         matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
@@ -72,7 +72,7 @@ class Optimizers:
         self._peaks = [recipe.learning_rate, recipe.embedding_learning_rate]
 
     def step(self, rate: float) -> None:
-        """Move the parameters by their gradients, at a share of the peak rates, and forget these."""
+        """Apply the gradients at a share of the peak rates, and clear them."""
         for optimizer, peak in zip(self._all, self._peaks, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * peak
@@ -90,8 +90,8 @@ class Optimizers:
 
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
-    """Sum in one order alone on a GPU, so that a training that goes on after a kill comes to the same weights."""
-    if device.type == "cpu":  # a CPU sums in one order
+    """Sum in a fixed order on a GPU, so that a resumed training gives the same weights."""
+    if device.type == "cpu":  # a CPU always does
         yield
         return
     from swiftbatch.worker.forward.cuda.cuda_loading import hold_gemms_steady
@@ -114,9 +114,9 @@ def run_steps(
     first: int = 0,
     seconds: float = 0.0,
 ) -> Iterator[StepRecord]:
-    """Train from step `first` (0 at the beginning), `seconds` behind it, and yield every step when it is done.
+    """Train from step `first` on, after `seconds` of training, and yield each finished step.
 
-    `add_gradients` adds those of a step's batch (from 0) to the model's.
+    `add_gradients` adds those of a step's batch (from 0).
     """
     start = time.monotonic() - seconds
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"))
@@ -133,7 +133,7 @@ def run_steps(
 
 
 def check_loss(step: int, loss: float) -> None:
-    """Raise ModelError for a step of a training whose loss is no number: its weights would be none either."""
+    """Raise ModelError if a step's loss is not finite."""
     if not math.isfinite(loss):
         raise ModelError(
             f"the loss of training step {step} is {loss}, expected a number: the model's logits are not finite behind "

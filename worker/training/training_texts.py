@@ -1,4 +1,4 @@
-"""The texts that trainings learn from: books on disk, and the target's own with its hidden states."""
+"""Texts for trainings: books on disk, and the target's own with its hidden states."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from swiftbatch.worker.training.tokenswift_recipe import LEARNED_SAMPLING, OWN_S
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-JUMP_SHARE = 1 / 3  # share of windows made of a text's first tokens and a stretch from further back
+JUMP_SHARE = 1 / 3  # share of windows made of a text's first tokens and a later stretch
 
 
 class CorpusError(UserError):
-    """The data folder holds no readable books."""
+    """Data folder without readable books."""
 
 
 def read_books(data: Path, pattern: str = "*train*.jsonl") -> Iterator[str]:
-    """Yield the `text` of every record of the JSONL files under `data` that match `pattern`, in file order.
+    """Yield the `text` of each record of the JSONL files under `data` that match `pattern`, in file order.
 
-    Raises CorpusError for what is no such record, and where there is no text at all.
+    Raises CorpusError for other records, and without any text.
     """
     paths = [data] if data.is_file() else sorted(data.rglob(pattern))
     if not paths:
@@ -68,31 +68,28 @@ def _text_of(path: Path, number: int, line: bytes) -> str:
 
 
 def encode_books(books: list[str], tokenizer: PreTrainedTokenizerFast) -> list[np.ndarray]:
-    """Encode each book to ids `[num_tokens] uint16`, without the token that every text begins with."""
+    """Encode each book to ids `[num_tokens] uint16`, without the first token of every text."""
     encoded = tokenizer(books, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return [np.asarray(ids, dtype=np.uint16) for ids in encoded]
 
 
 def jumping_positions(random: np.random.Generator, num_tokens: int, length: int, num_sinks: int) -> np.ndarray:
-    """Positions `[length]` of a stretch of a text, or of its first tokens and a stretch from anywhere behind them.
-
-    So is a long text read in use; no text may be shorter than `length`.
-    """
+    """Return positions `[length]` of a text, sometimes with its first tokens before a gap."""
     num_sinks = num_sinks if random.random() < JUMP_SHARE else 0
     start = random.integers(num_sinks, num_tokens - length + num_sinks + 1)
     return np.concatenate([np.arange(num_sinks), np.arange(start, start + length - num_sinks)])
 
 
-# The texts that decoding heads learn from, of books or the target's own, and the target's hidden states along them.
+# Texts for decoding heads, of books or the target's own, with its hidden states.
 
 
-CHARACTERS_PER_TOKEN = 16  # at most, of running text; what lies further back in a book need not be encoded
-NUM_AT_A_TIME = 32  # a forward's rows on a CPU, half of them on a GPU
+CHARACTERS_PER_TOKEN = 16  # upper bound for running text, which limits how much of a book is encoded
+NUM_AT_A_TIME = 32  # a forward has so many rows on a CPU, twice as many on a GPU
 
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids, and the first row that counts: what stands in front of it is a prompt."""
+    """Token ids, and the first row to learn from, after a prompt."""
 
     token_ids: list[int]
     first_row: int = 0
@@ -100,7 +97,7 @@ class Text:
 
 @dataclass(frozen=True)
 class TextStates:
-    """Texts end to end, and the rows from which every head has a token to predict."""
+    """Texts end to end, and the rows with a token for every head."""
 
     token_ids: torch.Tensor  # [num_tokens]
     hidden: torch.Tensor  # [num_tokens, hidden], in the target's dtype and on the CPU
@@ -108,7 +105,6 @@ class TextStates:
 
 
 def load_target(files: ModelFiles) -> TargetModel:
-    """The frozen target with `transformers`' own attention, which takes whole texts at once."""
     target = TargetModel(load_transformers(files, torch.bfloat16, resolve_device("auto")), files)
     check_model(target)
     target.model.set_attn_implementation("sdpa")
@@ -116,7 +112,7 @@ def load_target(files: ModelFiles) -> TargetModel:
 
 
 def training_states(target: TargetModel, data: Path, recipe: HeadRecipe) -> TextStates:
-    """The beginnings of the training books, or the target's own texts behind random stretches of them."""
+    """Return states of the starts of training books, or of the target's own texts."""
     texts = book_texts(data, "*train*.jsonl", target.files, recipe.num_book_tokens, recipe.num_needed_tokens)
     if recipe.num_own_texts:
         texts = learned_texts(target, texts, recipe)
@@ -126,7 +122,7 @@ def training_states(target: TargetModel, data: Path, recipe: HeadRecipe) -> Text
 def held_out_texts(
     target: TargetModel, data: Path, recipe: HeadRecipe, report: Callable[[str], None]
 ) -> dict[str, list[Text]]:
-    """Test books, and what the target says behind their beginnings, by name; none where `data` has no test books."""
+    """Return test books, and the target's texts after their starts, by name; empty without test books."""
     if not any(data.rglob("*test*.jsonl")):
         report(f"{data}: no *test*.jsonl; the accuracy is not measured")
         return {}
@@ -141,7 +137,7 @@ def held_out_texts(
 
 
 def book_texts(data: Path, pattern: str, files: ModelFiles, num_tokens: int, num_needed: int) -> list[Text]:
-    """The first `num_tokens` tokens of each book that has `num_needed`. Raises CorpusError where none has."""
+    """Return the first `num_tokens` tokens of each book with `num_needed`. Raises CorpusError if none has."""
     codec = TextCodec(files)
     encoded = [codec.encode(book[: num_tokens * CHARACTERS_PER_TOKEN]) for book in read_books(data, pattern)]
     texts = [Text(token_ids[:num_tokens]) for token_ids in encoded if len(token_ids) >= num_needed]
@@ -155,7 +151,7 @@ def book_texts(data: Path, pattern: str, files: ModelFiles, num_tokens: int, num
 
 
 def own_texts(target: TargetModel, prompts: list[list[int]], sampling: SamplingParams) -> list[Text]:
-    """Sample the target behind prompts: `sampling.max_tokens` tokens, whether or not a sequence ends among them."""
+    """Sample `sampling.max_tokens` tokens after each prompt; an end token does not stop them."""
     said = sampled_texts(target.files, target.device.type, prompts, sampling)
     return [Text(token_ids, len(prompt) - 1) for prompt, token_ids in zip(prompts, said, strict=True)]
 
@@ -174,7 +170,7 @@ def text_states(target: TargetModel, texts: list[Text], num_heads: int) -> TextS
 
 
 def learned_texts(target: TargetModel, books: list[Text], recipe: HeadRecipe) -> list[Text]:
-    """Own texts behind random stretches of books, a share of them for each way of sampling."""
+    """Sample own texts after random stretches of books, equally for each way of sampling."""
     stretches = _stretches(books, recipe.num_prompt_tokens, first_ids_of(target.files))
     drawn = np.random.default_rng(recipe.seed).integers(len(stretches), size=recipe.num_own_texts)
     texts: list[Text] = []
@@ -185,12 +181,12 @@ def learned_texts(target: TargetModel, books: list[Text], recipe: HeadRecipe) ->
 
 
 def first_ids_of(files: ModelFiles) -> list[int]:
-    """Tokens that every text of a model begins with; none for many models."""
+    """Return the tokens with which all texts of a model start."""
     return TextCodec(files).encode("")
 
 
 def _stretches(books: list[Text], length: int, first_ids: list[int]) -> list[list[int]]:
-    """All whole stretches of so many tokens, end to end, as texts; shorter ones where no book is that long."""
+    """Return consecutive stretches of `length` tokens, or shorter ones if no book is that long."""
     bodies = [book.token_ids[len(first_ids) :] for book in books]
     length = min(length, len(first_ids) + max(map(len, bodies))) - len(first_ids)
     return [
@@ -202,7 +198,7 @@ def _stretches(books: list[Text], length: int, first_ids: list[int]) -> list[lis
 
 @torch.inference_mode()
 def hidden_states(target: TargetModel, token_ids: list[int]) -> torch.Tensor:
-    """Final hidden states along one text: `[num_tokens, hidden]`."""
+    """Return the final hidden states of one text, `[num_tokens, hidden]`."""
     ids = torch.tensor([token_ids], device=target.device)
     hidden: torch.Tensor = target.model.model(input_ids=ids, use_cache=False).last_hidden_state[0]
     return hidden
@@ -211,10 +207,9 @@ def hidden_states(target: TargetModel, token_ids: list[int]) -> torch.Tensor:
 def sampled_texts(
     files: ModelFiles, device: str, prompts: list[list[int]], sampling: SamplingParams
 ) -> list[list[int]]:
-    """Prompts with `sampling.max_tokens` tokens behind each; an end of sequence does not end one.
+    """Return prompts with `sampling.max_tokens` sampled tokens, by the model in bf16; end tokens do not stop them.
 
-    The model in bf16. Each text has noise of its own, from the seed and its number. Raises ModelError where it gives
-    logits that nothing can be drawn from.
+    Each text has its own noise. Raises ModelError for logits from which nothing can be drawn.
     """
     longest = max(map(len, prompts)) + sampling.max_tokens
     slots = SlotsWanted(longest_job=longest, num_slots=min(NUM_AT_A_TIME, len(prompts)))
@@ -240,6 +235,6 @@ def sampled_texts(
 
 
 def _of_one(sampling: SamplingParams, number: int) -> SamplingParams:
-    """Return the sampling of the text with this number; the seed combines the number with that of `sampling`."""
+    """Return one text's parameters, with its own seed."""
     seed = ((sampling.seed or 0) << 32) + number & MAX_SEED
     return sampling.model_copy(update={"seed": seed, "ignore_eos": True})

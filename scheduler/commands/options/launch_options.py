@@ -1,4 +1,4 @@
-"""The options of commands that run jobs: workers, checkpoints, limits, output, metrics, webhooks."""
+"""The options of commands that run jobs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ OUTPUT = (
 
 
 def shown(options: dict[str, Any]) -> contextlib.AbstractContextManager[Display]:
-    """The display of a command, by its options, which are taken out of them. Raises click.UsageError."""
+    """Take the display's options out of `options` and make it. Raises click.UsageError."""
     quiet, as_json = options.pop("quiet"), options.pop("as_json")
     receiver, with_jobs = options.pop("webhook"), options.pop("webhook_jobs")
     if quiet and as_json:
@@ -94,7 +94,7 @@ def _opened(mode: OutputMode, receiver: Receiver | None, with_jobs: bool) -> Ite
             yield posting_display
 
 
-# The options of commands that run jobs.
+# Options of commands that run jobs.
 
 
 limit_option = options_of("Limits, at which the run stops with exit code 3 and loses nothing")
@@ -122,11 +122,11 @@ LIMITS = (
 
 
 COUNT = WholeNumber(1)
-MAX_WORKERS = 100_000  # more is a slip, and beyond what Ray can count
+MAX_WORKERS = 100_000  # more is a mistake, and overflows Ray
 
 
 class CountOrAuto(click.ParamType[int | None]):
-    """A number from 1 on, or `auto`, which is None."""
+    """A number from 1, or `auto` (None)."""
 
     name = "auto|integer"
 
@@ -245,7 +245,7 @@ run_option = options_of("The run")
 
 
 def runs_options(folder: str, command: str) -> Callable[[Command], Command]:
-    """The options of a command that holds a `folder` of runs for itself."""
+    """The options of a command that holds a `folder` of runs."""
     return all_of(
         run_option("--runs", "runs_uri", metavar="RUNS", required=True, help=f"{folder}: a path, s3:// or gs://."),
         run_option(
@@ -269,7 +269,7 @@ launch_options = all_of(TAKEOVER, *WORKERS, *LIMITS, *CHECKPOINTS, *OUTPUT)
 
 
 def make_settings(**options: Any) -> Settings:
-    """The values of these options, and of those of `submit` or `resume` alone, by the names of the fields they set."""
+    """Make settings from these options and those of `submit` or `resume`."""
     named = {field.name: options.pop(field.name, None) for field in fields(Computation)}
     checkpoints = {field.name: options.pop(field.name) for field in fields(CheckpointSettings)}
     limits = Limits(**{field.name: options.pop(field.name, None) for field in fields(Limits)})

@@ -1,4 +1,4 @@
-"""The options of commands that load a model in this process, and of those that measure."""
+"""The options of commands that load a model here, and of benchmarks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-MAX_THREADS = 1024  # more than cores are slower, and millions end the process
+MAX_THREADS = 1024  # more threads than cores are slower, and millions crash
 DTYPES, DEVICES = click.Choice(get_args(Dtype)), click.Choice(get_args(Device))
 KV_DTYPES = click.Choice(get_args(KVDtype))
 KV_DTYPE_HELP = "8-bit keys and values. [default: as --dtype]"
@@ -34,7 +34,7 @@ THREAD_COUNT = WholeNumber(1, MAX_THREADS)
 
 
 def filled(_context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """An option's value, if it is no empty string, as of a variable that is not set. Raises click.BadParameter."""
+    """Refuse an empty string, as from an unset variable. Raises click.BadParameter."""
     if value == "":
         raise click.BadParameter("found an empty text, expected a name; leave the option away for its default")
     return value
@@ -45,12 +45,10 @@ def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Comman
 
 
 def _or_all_cores(_context: click.Context, _parameter: click.Parameter, value: int | None) -> int:
-    """Return the given number of threads, or one for each core that this process may use."""
     return value or len(os.sched_getaffinity(0))
 
 
 def text_of(purpose: str, *, required: bool = False) -> Callable[[Command], Command]:
-    """The option for the file of a text."""
     return click.option("--text", type=click.Path(exists=True, path_type=Path), required=required, help=purpose)
 
 
@@ -84,7 +82,7 @@ SEED = click.option("--seed", type=ANY_WHOLE_NUMBER, default=Computation.seed)
 
 
 def checked(model: type[Options], options: dict[str, Any]) -> Options:
-    """The options as a benchmark takes them. Raises click.UsageError, which names the field."""
+    """Validate a benchmark's options. Raises click.UsageError with the field."""
     from pydantic import ValidationError
 
     from swiftbatch.jobs.input.validation_errors import reasons
@@ -100,7 +98,6 @@ def say(line: str) -> None:
 
 
 def show(found: RenderableType) -> None:
-    """Print what a benchmark found."""
     from rich.console import Console
 
     Console().print(found)

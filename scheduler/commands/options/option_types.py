@@ -1,4 +1,4 @@
-"""Types of options: headings of the help, numbers in the digits 0 to 9, amounts, durations and moments."""
+"""Option types: help headings, ASCII numbers, amounts, durations and times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swiftbatch.scheduler.driver.run_limits import Deadline, steady_seconds
 
 COLUMN_WIDTH = 27
 UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
-AMOUNT = r"[0-9]+(?:\.[0-9]+)?"  # "\d" is a digit of any script
+AMOUNT = r"[0-9]+(?:\.[0-9]+)?"  # "\d" matches digits of any script
 DURATION = re.compile("".join(f"(?:({AMOUNT}){unit})?" for unit in UNITS))
 TIME_OF_DAY = re.compile(r"[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?")
 EXPECTED_DEADLINE = (
@@ -28,21 +28,20 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class GroupedOption(click.Option):
-    """An option under a heading. What numbers it takes, its refusals say: the help keeps to one line."""
+    """An option under a heading; its help omits the range."""
 
     def __init__(self, *args: Any, group: str, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.group = group
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """Return what click tells beside an option's help, without the range."""
         extra = super().get_help_extra(ctx)
         extra.pop("range", None)
         return extra
 
 
 class GroupedCommand(click.Command):
-    """A command whose help has its options under their headings, in the order of the first ones; `--help` is last."""
+    """A command with options grouped by heading, `--help` last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -59,12 +58,11 @@ class GroupedCommand(click.Command):
 
 
 def options_of(group: str) -> Callable[..., Callable[[Command], Command]]:
-    """`click.option` for options under a heading."""
     return functools.partial(click.option, cls=GroupedOption, group=group)
 
 
 class InOurDigits(click.ParamType[Any]):
-    """Refuses other digits in front of the conversion that stands behind this class."""
+    """A mixin that refuses digits other than 0 to 9."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and not value.isascii():
@@ -73,19 +71,19 @@ class InOurDigits(click.ParamType[Any]):
 
 
 class WholeNumber(InOurDigits, click.IntRange):
-    """A whole number within bounds."""
+    pass
 
 
 class Number(InOurDigits, click.FloatRange):
-    """A number within bounds."""
+    pass
 
 
 class _AnyWholeNumber(InOurDigits, IntParamType):
-    """A whole number. Without bounds a class of its own: `--help` would show bounds that are none."""
+    """A whole number; click's own class would show bounds in `--help`."""
 
 
 class _AnyNumber(InOurDigits, FloatParamType):
-    """A number; see `_AnyWholeNumber`."""
+    pass
 
 
 ANY_WHOLE_NUMBER, ANY_NUMBER = _AnyWholeNumber(), _AnyNumber()
@@ -96,7 +94,7 @@ MAX_SECONDS = 1_000_000_000  # 31 years
 
 
 class When(click.ParamType[Deadline]):
-    """A moment to stop at: durations count from when the command was given."""
+    """A time to stop at, or a duration from now."""
 
     name = "when"
 
@@ -108,10 +106,10 @@ class When(click.ParamType[Deadline]):
 
 
 class Amount(Number):
-    """A number of some unit within what can be counted: click takes NaN and infinity for numbers in any range."""
+    """A positive amount below `most`; click alone accepts NaN and infinity."""
 
     def __init__(self, unit: str, most: float, *, min_open: bool = True) -> None:
-        """`most` is refused beyond, and 0 with `min_open`."""
+        """Refuse amounts above `most`, and 0 with `min_open`."""
         super().__init__(0, min_open=min_open)
         self._unit, self._most = unit, most
 
@@ -127,10 +125,7 @@ SECONDS, SECONDS_OR_NONE = (Amount("seconds", MAX_SECONDS, min_open=is_open) for
 
 
 def parse_deadline(text: str, now: float) -> Deadline:
-    """The moment that is meant; `now` is in seconds since the epoch. Raises ValueError.
-
-    A duration counts from `now`; a time of the day is the next one; what names no zone is in the local one.
-    """
+    """Return the time meant; `now` is in seconds since the epoch. Raises ValueError."""
     try:
         if (seconds := _duration(text.strip())) is not None:
             until = datetime.fromtimestamp(now, UTC) + timedelta(seconds=seconds)
@@ -141,7 +136,6 @@ def parse_deadline(text: str, now: float) -> Deadline:
 
 
 def _duration(text: str) -> float | None:
-    """The seconds of a duration; None for another text."""
     if not text or (found := DURATION.fullmatch(text)) is None:
         return None
     amounts = dict(zip(UNITS.values(), found.groups(), strict=True))
@@ -160,7 +154,7 @@ def _moment(text: str, now: float) -> float:
 
 
 def _shown(local: datetime) -> list[float]:
-    """The moments when the local clock shows a time: two where it is set back, the jump where it is set past it."""
+    """Return when the local clock shows a time, twice if it is set back."""
     first, second = sorted(local.replace(fold=fold).timestamp() for fold in (0, 1))
     if datetime.fromtimestamp(first) == local:
         return [first] if first == second else [first, second]

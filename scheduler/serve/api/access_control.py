@@ -1,4 +1,4 @@
-"""The gate: checks who sends a request, to which name of this host, and for which site, before its body is read."""
+"""Checks a request's sender, host and site before its body is read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from swiftbatch.scheduler.serve.page.login_sessions import Sessions
 from swiftbatch.scheduler.serve.page.page_security import is_of_page
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
-OF_THE_USER = ("same-origin", "none")  # browsers' words for a request that no other site has made
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # they say nothing but that the server is there
-METRICS_PATHS = frozenset({"/metrics", exporter.DISCOVERY_PATH})  # they tell of everybody's batches
+OF_THE_USER = ("same-origin", "none")  # browsers' values for a request of no other site
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # they reveal only that the server runs
+METRICS_PATHS = frozenset({"/metrics", exporter.DISCOVERY_PATH})  # they reveal everybody's batches
 MAX_HEADERS, MAX_HEADER_BYTES = 100, 2**15
 
 LONG_HEAD = f"expected at most {MAX_HEADERS} headers of {MAX_HEADER_BYTES:,} bytes in all"
@@ -32,7 +32,7 @@ OTHER_SITE = "found a request that a page of another site has made: those change
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name without a port can only be that of the machine itself."""
+    """Return whether a name without a port can only be this machine's."""
     if host == "localhost":
         return True
     try:
@@ -42,12 +42,12 @@ def is_loopback(host: str) -> bool:
 
 
 def is_of_loopback(headers: Headers) -> bool:
-    """Return whether the client has asked for a loopback name: a page whose own name leads here asks for that one."""
+    """Return whether the request names a loopback host."""
     return is_loopback(_hostname(f"//{headers.get('host', '')}"))
 
 
 def is_cross_site(method: str, headers: Headers) -> bool:
-    """Return whether a browser asks to change something on behalf of a page that is not this server's."""
+    """Return whether a browser wants a change for another site's page."""
     if method in SAFE_METHODS:
         return False
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
@@ -64,9 +64,9 @@ def _hostname(address: str) -> str:
 
 
 class AccessControl:
-    """Notes a request's owner in its state, or refuses the request. Without keys, requests have no owner.
+    """Stores a request's owner in its state, or refuses the request.
 
-    There, `only_loopback` has requests refused that name another host, as those of pages that hide behind a name.
+    Without keys, `only_loopback` refuses requests that name another host, as by DNS rebinding.
     """
 
     def __init__(self, app: ASGIApp, keyring: Keyring | None, sessions: Sessions, only_loopback: bool) -> None:
@@ -85,7 +85,7 @@ class AccessControl:
         await self._app(scope, receive, send)
 
     def _owner(self, scope: Scope) -> str | None:
-        """The owner of a request. Raises RefusedError."""
+        """Raises RefusedError."""
         headers = Headers(scope=scope)
         if len(headers) > MAX_HEADERS or sum(map(len, chain.from_iterable(headers.raw))) > MAX_HEADER_BYTES:
             raise RefusedError(LONG_HEAD, 431)
@@ -106,12 +106,11 @@ class AccessControl:
 
 
 def _is_form_of_page(path: str, headers: Headers) -> bool:
-    """Tell whether it may be a form of the page, whose origin browsers are told to hide. Forms carry tokens instead."""
+    """Return whether this may be the page's form, whose origin browsers hide."""
     return is_of_page(path) and headers.get("origin") == "null" and "sec-fetch-site" not in headers
 
 
 def _key(keyring: Keyring, headers: Headers) -> ApiKey:
-    """The key of a request. Raises RefusedError."""
     scheme, _, secret = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret.strip():
         raise RefusedError(NO_KEY, 401)

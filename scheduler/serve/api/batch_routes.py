@@ -1,4 +1,4 @@
-"""`/v1/batches`, as OpenAI has it."""
+"""`/v1/batches` as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swiftbatch.scheduler.serve.api.responses import Object, batch_object, page_
 from swiftbatch.scheduler.serve.batch_request import NewBatch
 
 MAX_PAGE = 100
-DEFAULT_PAGE = 20  # batches on a page if the client asks for no number
+DEFAULT_PAGE = 20  # batches on a page by default
 
 router = APIRouter(prefix="/v1/batches")
 

@@ -1,4 +1,4 @@
-"""The dependencies of every route: the service, the owner of the request, and its idempotency key."""
+"""Dependencies of routes: the service, the request's owner, its idempotency key."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def service_of(request: Request) -> Service:
     return service
 
 
-async def served(request: Request) -> Service:  # without `async` it would take a thread, as below
+async def served(request: Request) -> Service:  # `async` saves a thread, also below
     return service_of(request)
 
 
 async def owner_of(request: Request) -> str | None:
-    """The owner whose files and batches a request may see, as the gate found it; without keys, nobody in particular."""
+    """Return the owner that access control found; None without keys."""
     owner: str | None = request.state.owner
     return owner
 
 
 async def key_of(request: Request) -> str | None:
-    """The idempotency key of a request, if it has one. Raises RefusedError."""
+    """Return a request's idempotency key, if any. Raises RefusedError."""
     key = request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= MAX_IDEMPOTENCY_KEY:
         raise RefusedError(

@@ -1,4 +1,4 @@
-"""`/v1/files`, as OpenAI has it."""
+"""`/v1/files` as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from swiftbatch.scheduler.serve.service import Service
 
 MAX_FILENAME = 255
 MAX_PAGE = 10_000
-MAX_FIELDS, MAX_FIELD_BYTES = 10, 2**12  # of the form of an upload, beside the file
+MAX_FIELDS, MAX_FIELD_BYTES = 10, 2**12  # of an upload's form, besides the file
 
-PART = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")  # of a file: the first and the last place, or the last so many
+PART = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})")  # first and last byte, or only a count of last bytes
 
 PATH = "/v1/files"
 router = APIRouter(prefix=PATH)
 
 
 async def form_of(request: Request) -> AsyncIterator[FormData]:
-    """The form of an upload, with bounds that keep it out of the memory. Raises HTTPException, RefusedError."""
+    """Yield an upload's form, with bounds on memory. Raises HTTPException, RefusedError."""
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise RefusedError("found another type of content, expected multipart/form-data", 415)
     async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES) as form:
@@ -49,7 +49,7 @@ def upload(service: Served, owner: Owner, key: Key, form: Annotated[FormData, De
 
 
 def keep_upload(service: Service, owner: str | None, file: UploadFile, key: str | None = None) -> FileRecord:
-    """A new file of jobs, or that of an earlier request with this key. Raises RefusedError, StoreError."""
+    """Store a job file, or return an earlier request's. Raises RefusedError, StoreError."""
     max_bytes = service.max_file_bytes
     if (file.size or 0) > max_bytes:
         raise RefusedError(f"file: expected at most {max_bytes:,} bytes", 413, "file")
@@ -85,9 +85,9 @@ def delete(service: Served, owner: Owner, file_id: str) -> Object:
 
 @router.api_route("/{file_id}/content", methods=["GET", "HEAD"])
 def content(request: Request, service: Served, owner: Owner, file_id: str) -> Response:
-    """The bytes of a file, or a part of them, so that a download that was cut off can go on.
+    """Return the bytes of a file or a range, so that downloads can resume.
 
-    starlette's own answer with parts needs a path on a disk, and the files may be in an object store.
+    starlette's own range response needs a local path.
     """
     record = service.files.get(file_id, owner)
     tag, size, kind = f'"{record.created}-{record.num_bytes}"', record.num_bytes, "application/octet-stream"
@@ -106,10 +106,7 @@ def content(request: Request, service: Served, owner: Owner, file_id: str) -> Re
 
 
 def asked_part(headers: Headers, size: int, tag: str) -> range | None:
-    """The places that a request asks for, none where the file has none of them; None for all of the file.
-
-    All is the answer to what is not understood, to several parts, and to a part of another version than `tag`.
-    """
+    """Return the requested range, empty if outside the file; None for the whole file."""
     found = PART.fullmatch(headers.get("range", "").replace(" ", ""))
     if found is None or headers.get("if-range", tag) != tag:
         return None
@@ -122,7 +119,6 @@ def asked_part(headers: Headers, size: int, tag: str) -> range | None:
 
 
 async def _closed(pieces: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
-    """Yield the pieces, and close their source, also if the client has gone."""
     with closing(pieces):
         async for piece in iterate_in_threadpool(pieces):
             yield piece

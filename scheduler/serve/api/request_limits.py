@@ -1,10 +1,6 @@
-"""Bounds for requests and connections: how many are answered at a time, how long and how slow they may be.
+"""Limits of requests and connections, per key and in all.
 
-None keeps the others out: the number is bounded for one key and in all. A body is read no further than it may be,
-whether it says its length or not.
-
-A connection is cut off where the next request, or the reading of an answer, takes too long. Clients that
-are still being answered are told that the server ends, where uvicorn would show a traceback of it.
+At the server's end, open requests get an answer instead of uvicorn's traceback.
 """
 
 from __future__ import annotations
@@ -22,17 +18,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from swiftbatch.scheduler.serve.api.responses import error_response, refuse
 from swiftbatch.scheduler.serve.client_errors import RefusedError
 
-MAX_REQUESTS = 250  # of one key
-MAX_UPLOADS = 8  # of one key
-MAX_UPLOADS_OF_ALL = 16  # each may hold a whole file in the folder for temporary files
+MAX_REQUESTS = 250  # per key
+MAX_UPLOADS = 8  # per key
+MAX_UPLOADS_OF_ALL = 16  # each may hold a whole file in the temporary folder
 WINDOW_SECONDS = 30.0
-MIN_WINDOW_BYTES = 30 * 2**10  # in each window, unless the body ends there
-MAX_BODY_BYTES = 2**20  # of a body that is no upload
-SLACK_BYTES = 2**16  # of an upload, for what is around the file
+MIN_WINDOW_BYTES = 30 * 2**10  # per window, unless the body ends in it
+MAX_BODY_BYTES = 2**20  # except uploads
+SLACK_BYTES = 2**16  # of an upload, around the file
 
 
 class ConcurrencyLimit:
-    """Refuses what is too much at a time with status 429. Behind the gate, which knows whose a request is."""
+    """Refuses excess requests with status 429."""
 
     def __init__(self, app: ASGIApp, upload_paths: Set[str]) -> None:
         self._app = app
@@ -63,7 +59,7 @@ class ConcurrencyLimit:
 
 
 class MinimumRate:
-    """Takes the pieces of a body, each within what is left of a window. What the server itself takes does not count."""
+    """Reads a body's pieces with a deadline per window."""
 
     def __init__(self) -> None:
         self._waited = 0.0
@@ -71,7 +67,7 @@ class MinimumRate:
         self._is_whole = False
 
     async def next(self, receive: Receive) -> Message:
-        """The next message; once the body is whole, however long it takes. Raises HTTPException for a slow body."""
+        """Return the next message. Raises HTTPException for a slow body."""
         if self._is_whole:
             return await receive()
         started = time.monotonic()
@@ -99,7 +95,7 @@ def _too_slow() -> HTTPException:
 
 
 class BodyLimit:
-    """Refuses longer bodies with status 413 when they are read, and slow ones with 408."""
+    """Refuses long bodies with status 413 and slow ones with 408."""
 
     def __init__(self, app: ASGIApp, upload_paths: Set[str], max_file_bytes: int) -> None:
         self._app = app
@@ -131,18 +127,17 @@ def _limited(receive: Receive, most: int, said: int) -> Receive:
 
 
 def _said_length(scope: Scope) -> int:
-    """The length that the request says; 0 where it says none."""
     said = dict(scope["headers"]).get(b"content-length", b"0")
     return int(said) if said.isdigit() else 0
 
 
-HEAD_SECONDS = 60.0  # from the connection, or the last answer, to the end of the next request's headers
-READ_SECONDS = 60.0  # in which a client has to read some of an answer that fills its buffers
+HEAD_SECONDS = 60.0  # from the connection or last answer to the end of the next headers
+READ_SECONDS = 60.0  # to read part of an answer that fills the buffers
 ENDING = "the server ended before this request was done: look what became of it once it is there again"
 
 
 class Connection(H11Protocol):
-    """A connection of uvicorn's, which by itself waits for headers and for readers without end."""
+    """A uvicorn connection with timeouts for headers and readers."""
 
     _head: asyncio.TimerHandle | None = None
     _read: asyncio.TimerHandle | None = None
@@ -166,7 +161,7 @@ class Connection(H11Protocol):
         self._watch_head()
 
     def _watch_head(self) -> None:
-        """Have the time run while no request is being answered."""
+        """Start the timeout while no request is being answered."""
         is_answering = self.cycle is not None and not self.cycle.response_complete
         if self._head is not None and is_answering:
             self._head.cancel()
@@ -189,7 +184,7 @@ class Connection(H11Protocol):
 
 
 class Shutdown:
-    """Answers a request that the server's end cuts off with status 503; a stream that has begun just ends."""
+    """Answers requests with status 503 when the server ends."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -207,5 +202,5 @@ class Shutdown:
         except asyncio.CancelledError:
             if headers is None:
                 await error_response(RefusedError(ENDING, 503, code="server_ending"))(scope, receive, send)
-            elif not any(name == b"content-length" for name, _ in headers):  # a download is to be seen as torn
+            elif not any(name == b"content-length" for name, _ in headers):  # so that a download shows as torn
                 await send({"type": "http.response.body"})

@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's API: files, batches, pages of them, and errors."""
+"""Responses in the form of OpenAI's API: files, batches, lists and errors."""
 
 from __future__ import annotations
 
@@ -85,16 +85,15 @@ def _seconds(moment: float | None) -> int | None:
     return None if moment is None else int(moment)
 
 
-# Errors in the form of OpenAI's API: every answer that is one, and a refusal in front of the routes.
+# Errors in the form of OpenAI's API, also for refusals before the routes.
 
 
 HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="swiftbatch"'}, 429: {"Retry-After": "10"}}  # by status
-MAX_READ_BYTES, MAX_READ_SECONDS = 2**20, 2.0  # bounds for the body, which is read for nothing
+MAX_READ_BYTES, MAX_READ_SECONDS = 2**20, 2.0  # limits for a body that is read only to discard it
 NO_JSON = "the body of the request could not be read as JSON"
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Have the app answer errors of all kinds."""
     app.add_exception_handler(RefusedError, _refused)
     app.add_exception_handler(UserError, _failed)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -103,7 +102,7 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def error_response(error: RefusedError) -> JSONResponse:
-    message = str(error).encode(errors="backslashreplace").decode()  # it may show what the client sent
+    message = str(error).encode(errors="backslashreplace").decode()  # it may quote the client
     said = {"message": message, "type": error.kind, "param": error.param, "code": error.code}
     return JSONResponse({"error": said}, error.status, HEADERS.get(error.status))
 
@@ -116,7 +115,7 @@ async def refuse(error: RefusedError, scope: Scope, receive: Receive, send: Send
 
 
 async def _is_read(receive: Receive) -> bool:
-    """Read the rest of a body, but not much of it. Return whether that was all."""
+    """Read a limited rest of a body; return whether that was all."""
     num_bytes = 0
     with suppress(TimeoutError):
         async with asyncio.timeout(MAX_READ_SECONDS):
@@ -139,7 +138,7 @@ def _failed(request: Request, error: Exception) -> Response:
 
 
 def _invalid(_request: Request, error: Exception) -> Response:
-    """A parameter or a body that is not of its form."""
+    """Answer a parameter or body with a wrong form."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     if first["type"] == "json_invalid":

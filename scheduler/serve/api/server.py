@@ -1,4 +1,4 @@
-"""The HTTP server: its routes and what stands in front of them; it opens its port, answers, and ends in good order."""
+"""The HTTP server: routes, middleware, start and orderly end."""
 
 from __future__ import annotations
 
@@ -43,16 +43,13 @@ BATCH = re.compile(rf"{LIST}/([^/]+)(/progress)?")
 
 UPLOAD_PATHS = frozenset({file_routes.PATH, UPLOAD_PATH})
 
-server_router = (
-    APIRouter()
-)  # for those who run the server: is it there, is it ready, what has it counted, where are its drivers
+server_router = APIRouter()  # for operators: health, readiness, metrics, drivers
 
 
 class Polls:
-    """Answers the requests that clients repeat again and again in front of FastAPI, where they would cost most.
+    """Answers frequent requests before FastAPI, where they would cost most.
 
-    It answers as the routes do, and no older, if nothing has to be read; all else is left to the routes. It stands
-    behind the gate, which knows whose a request is.
+    Anything that needs reading goes to the routes.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -65,7 +62,7 @@ class Polls:
         await (self._app if found is None else JSONResponse(found))(scope, receive, send)
 
     def _found(self, path: str, owner: str | None) -> Object | None:
-        """The answer to a poll; None if the routes have to answer it."""
+        """Return the answer to a poll; None if the routes must answer."""
         if path == LIST:
             batches, has_more = self._service.batches.page(owner, None, DEFAULT_PAGE, "desc")
             objects = [self._batch(batch) for batch in batches]
@@ -83,7 +80,6 @@ class Polls:
         return None if status is None else batch_object(batch, status)
 
     def _progress(self, batch: Batch) -> Object | None:
-        """The progress of a batch, or None if it has ended: then the routes read its newest heartbeat."""
         status = self._service.remembered_status(batch)
         if status is None or status.ended is not None:
             return None
@@ -91,7 +87,7 @@ class Polls:
 
 
 class Counting:
-    """Counts answers when they begin."""
+    """Counts responses when they begin."""
 
     def __init__(self, app: ASGIApp, counters: ServerCounters) -> None:
         self._app = app
@@ -126,7 +122,7 @@ def metrics(service: Served) -> Response:
 
 @server_router.get(exporter.DISCOVERY_PATH)
 def targets(service: Served) -> list[Any]:
-    """The drivers that serve metrics, and their workers, a group for each batch."""
+    """List the drivers with metrics and their workers, one group per batch."""
     found: list[Any] = []
     for batch, driver in service.keeper.drivers():
         if driver.metrics_address is not None:
@@ -138,8 +134,8 @@ def targets(service: Served) -> list[Any]:
 
 
 def make_app(service: Service, only_loopback: bool) -> FastAPI:
-    """The server's answers; `only_loopback` is the gate's."""
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # errors of clients are theirs to read
+    """Make the app; `only_loopback` configures access control."""
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # clients' errors are answered, not logged
     app = FastAPI(title="swiftbatch", openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.sessions = Sessions()
@@ -159,17 +155,17 @@ def make_app(service: Service, only_loopback: bool) -> FastAPI:
 BACKLOG = 512
 MAX_CONNECTIONS = 1000
 IDLE_SECONDS = 75
-END_SECONDS = 5  # for requests that are being answered
+END_SECONDS = 5  # for requests in progress
 
 
 class ServeError(UserError):
-    """The server can't be started, or had to end."""
+    """A server that can't start or had to end."""
 
 
 def serve(
     runs: Store, options: ServeOptions, driver_options: DriverOptions, is_patient: bool, tell: Callable[[str], None]
 ) -> None:
-    """Serve a folder of runs until a signal comes. Raises FolderHeldError, KeyFileError, ServeError, StoreError."""
+    """Serve a folder of runs until a signal. Raises FolderHeldError, KeyFileError, ServeError, StoreError."""
     _refuse_strangers(options)
     faults: list[Exception] = []
     with _listening(options.host, options.port) as listening, hold(runs, is_patient, "serve") as held:
@@ -194,7 +190,7 @@ def _config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         log_config=None,
-        log_level="error",  # errors of clients are theirs to read
+        log_level="error",  # clients' errors are answered, not logged
         access_log=False,
         lifespan="off",
         server_header=False,
@@ -215,11 +211,12 @@ def _first_line(listening: socket.socket, service: Service) -> str:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ServeError."""
+    """Open a listening socket. Raises ServeError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else answers of two packets wait for 40 ms
+        # otherwise two-packet answers take 40 ms longer
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except OSError as error:
         problem = error.strerror or str(error)
@@ -227,7 +224,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _refuse_strangers(options: ServeOptions) -> None:
-    """Raise ServeError if others reach the port without keys, where they may do anything, and this was not said."""
+    """Raise ServeError if the port is open to others without keys."""
     if options.api_keys is not None and options.is_open:
         raise ServeError("--api-keys and --no-keys: expected at most one of them")
     if options.api_keys is None and not options.is_open and not is_loopback(options.host):

@@ -1,4 +1,4 @@
-"""The routes that OpenAI's API does not have: a batch's progress, its jobs' texts so far, its report, its events."""
+"""Routes that OpenAI's API lacks: progress, partial texts, report and events."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from swiftbatch.scheduler.serve.client_errors import RefusedError
 from swiftbatch.scheduler.serve.service import Service
 
 EVENT_SECONDS = 0.5  # between two looks for events
-SIGN_SECONDS = 15.0  # between two signs that the connection is alive
-SHOWN = {  # of the driver's heartbeat: what is of the batch, not of the machines
+SIGN_SECONDS = 15.0  # between two keep-alive signs
+SHOWN = {  # heartbeat fields about the batch, not the machines
     *("updated", "started", "jobs", "running", "max_tokens", "num_generated_tokens", "num_total_tokens"),
     *("worker_seconds", "num_tokens_left", "tokens_per_second", "eta_seconds", "num_preemptions", "num_resumes"),
     *("mean_acceptance_length", "num_tokens_by_draft", "num_read_tokens", "num_copied_tokens"),
@@ -44,14 +44,14 @@ router = APIRouter(prefix="/v1/batches/{batch_id}")
 
 @router.get("/progress")
 def progress(service: Served, owner: Owner, batch_id: str) -> Object:
-    """The newest heartbeat of its driver, and why the batch does not go on where it does not."""
+    """Return the newest heartbeat, and why the batch is stuck."""
     batch = service.batches.get(batch_id, owner)
     status = service.status(batch)
     return progress_object(service, batch, status, _last_progress(batch) if batch.ended else status.progress)
 
 
 def progress_object(service: Service, batch: Batch, status: Status, newest: Progress | None) -> Object:
-    """The progress of a batch; nothing is read for it."""
+    """Return a batch's progress object without reading anything."""
     return {
         "id": batch.id,
         "object": "batch.progress",
@@ -65,7 +65,7 @@ def progress_object(service: Service, batch: Batch, status: Status, newest: Prog
 
 @router.get("/partial")
 def partial(service: Served, owner: Owner, batch_id: str) -> Object:
-    """The text of every running job so far."""
+    """Return the texts of all running jobs so far."""
     batch = service.batches.get(batch_id, owner)
     newest = service.status(batch).progress
     running = {} if newest is None else newest.running
@@ -75,15 +75,15 @@ def partial(service: Served, owner: Owner, batch_id: str) -> Object:
 
 @router.get("/report")
 def report(service: Served, owner: Owner, batch_id: str) -> HTMLResponse:
-    """The page of `swiftbatch report`."""
     return report_response(service, service.batches.get(batch_id, owner))
 
 
 def report_response(service: Service, batch: Batch) -> HTMLResponse:
-    """A page full of other people's texts, where nothing can run. Raises RefusedError before there is a run."""
+    """Return the report with scripts forbidden. Raises RefusedError without a run."""
     if not is_submitted(batch.store):
         raise RefusedError(f"{batch.id} has no report: none of its lines was run yet", 409, "batch_id")
-    from swiftbatch.metrics.report.page import render  # draws curves: without it a server begins sooner
+    # importing it here lets the server start sooner, because it draws curves
+    from swiftbatch.metrics.report.page import render
 
     run = Run.open(batch.store.uri)
     page = render(gather(run, current_progress(run), claims(run)), run.store, None)
@@ -92,7 +92,7 @@ def report_response(service: Service, batch: Batch) -> HTMLResponse:
 
 @router.get("/events")
 async def events(service: Served, owner: Owner, batch_id: str) -> StreamingResponse:
-    """Stream what its driver tells, as server-sent events, from the oldest that is kept; `batch` ends the stream."""
+    """Stream kept and new events; `batch` ends the stream."""
     batch = service.batches.get(batch_id, owner)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(_events(service, batch), media_type="text/event-stream", headers=headers)
@@ -101,7 +101,7 @@ async def events(service: Served, owner: Owner, batch_id: str) -> StreamingRespo
 async def _events(service: Service, batch: Batch) -> AsyncIterator[str]:
     newest, last_sign = 0, time.monotonic()
     while True:
-        has_ended = batch.ended is not None  # looked up before its events, so that none is missed
+        has_ended = batch.ended is not None  # checked before the events, so that none is missed
         course = service.keeper.course(batch.id)
         told = [] if course is None or course.driver is None else list(course.driver.events)
         for number, kind, event in told:
@@ -118,7 +118,7 @@ async def _events(service: Service, batch: Batch) -> AsyncIterator[str]:
 
 
 def _last_progress(batch: Batch) -> Progress | None:
-    """The last progress of a batch that has ended; None also if its run can't be used any more."""
+    """Return None if unusable."""
     with suppress(RunError):
         return Run.open(batch.store.uri).progress() if is_submitted(batch.store) else None
     return None

@@ -1,4 +1,4 @@
-"""The pages that show batches: the list, one batch, its jobs page by page, and its problems."""
+"""The pages of batches: the list, one batch, its jobs and problems."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from swiftbatch.scheduler.serve.page.rendering import page_response
 from swiftbatch.scheduler.serve.server_records import EndState, State
 from swiftbatch.scheduler.serve.service import Service
 
-NUM_JOBS = 50  # of a page
+NUM_JOBS = 50  # per page
 NUM_PROBLEMS = 100
 NUM_KNOWN_RUNS = 8
 
 
 @dataclass(frozen=True)
 class JobRow:
-    """One job; its finish reason is empty before it has ended, the problem where there is none."""
+    """One job; unknown texts are empty."""
 
     name: str
     state: str
@@ -45,7 +45,7 @@ class JobRow:
 
 @dataclass(frozen=True)
 class JobPage:
-    """The page with this number, from 1, of how many, and of how many jobs in all."""
+    """A page of jobs, numbered from 1."""
 
     rows: list[JobRow]
     number: int
@@ -55,7 +55,7 @@ class JobPage:
 
 @dataclass(frozen=True)
 class Problem:
-    """The reason why a line, or a job by its name, has no result."""
+    """Why a line, or a job by its name, has no result."""
 
     line: int | None
     name: str
@@ -63,7 +63,7 @@ class Problem:
 
 
 def job_page(run: Run, progress: Progress | None, number: int) -> JobPage:
-    """A page of the jobs in input order; the last one for a number that is too high. Raises RunError, StoreError."""
+    """Return a page of jobs, at most the last one. Raises RunError, StoreError."""
     names = names_of(run.store)
     num_pages = max(1, -(-len(names) // NUM_JOBS))
     number = min(max(1, number), num_pages)
@@ -76,14 +76,13 @@ def job_page(run: Run, progress: Progress | None, number: int) -> JobPage:
 
 
 def run_problems(run: Run) -> list[Problem]:
-    """The first problems of a batch that has not ended. Raises RunError, StoreError."""
+    """Return the first problems of an unfinished batch. Raises RunError, StoreError."""
     rejects = [Problem(each.line_number, each.custom_id or "", each.reason) for each in run.rejects()[:NUM_PROBLEMS]]
     failed = [name.removesuffix(".json") for name in run.store.list("errors")][:NUM_PROBLEMS]
     return [*map(_problem, run.errors(failed)), *rejects][:NUM_PROBLEMS]
 
 
 def file_problems(pieces: Iterator[bytes]) -> list[Problem]:
-    """The first problems in the error file of a batch that has ended."""
     return [_problem(json.loads(line)) for line in islice(_lines(pieces), NUM_PROBLEMS)]
 
 
@@ -106,12 +105,11 @@ def _results(uri: str, job_ids: list[str]) -> dict[str, dict[str, Any] | None]:
 
 @functools.lru_cache(maxsize=NUM_KNOWN_RUNS)
 def _known_run(uri: str) -> Run:
-    """A run that knows where its results are: pages and clients ask again and again."""
+    """The cached run keeps its result index."""
     return Run.open(uri)
 
 
 def _problem(line: dict[str, Any]) -> Problem:
-    """The problem of an output line with an error."""
     error = line["error"]
     return Problem(error.get("line"), str(line["custom_id"] or ""), str(error["message"]))
 
@@ -123,19 +121,19 @@ def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
         yield from whole
 
 
-# The pages that show batches, all of them and one, with their figures as people read them.
+# The pages of all batches and of one.
 
 
-STATE_WORDS: dict[State, str] = {"in_progress": "in progress"}  # others are words already
-NAME_KEY = "name"  # of a batch's metadata
+STATE_WORDS: dict[State, str] = {"in_progress": "in progress"}  # other states read well already
+NAME_KEY = "name"  # in a batch's metadata
 ENDED: tuple[EndState, ...] = ("completed", "failed", "expired", "cancelled")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Tokens are those generated so far and, until the batch has ended, at most how many there will be.
+    """The figures of a batch; `most_tokens` are so far and to come.
 
-    Moments are in seconds since the epoch. `problem` says why a batch does not go on, or could not.
+    Times are in seconds since the epoch.
     """
 
     id: str
@@ -169,7 +167,7 @@ class Figures:
 
 
 def figures_of(service: Service, batch: Batch) -> Figures:
-    """The figures of a batch; if its folder can't be read just now, that is its problem."""
+    """Return a batch's figures; an unreadable folder becomes its problem."""
     try:
         status = service.status(batch)
     except UserError as error:
@@ -193,7 +191,7 @@ def figures_of(service: Service, batch: Batch) -> Figures:
 
 
 def name_of(service: Service, batch: Batch) -> str:
-    """The name that a batch's metadata give it, else that of its file; empty if the file was deleted."""
+    """Return a batch's name from its metadata or file."""
     if name := (batch.record.metadata or {}).get(NAME_KEY):
         return name
     try:
@@ -209,7 +207,7 @@ def _num_tokens(batch: Batch, progress: Progress | None) -> int:
 
 
 def _speed(batch: Batch, progress: Progress | None) -> float | None:
-    """The speed in tokens per second: of now, or on average for a batch that has ended."""
+    """Return the present rate, after the end the average."""
     if (ended := batch.ended) is not None:
         if ended.in_progress is None or not ended.num_generated_tokens:
             return None
@@ -218,15 +216,15 @@ def _speed(batch: Batch, progress: Progress | None) -> float | None:
 
 
 SAID = {"endpoint": "/v1/completions", "window": "24h", "metadata": "", "priority": "0", "webhook": ""}
-NUM_BATCHES = 50  # of a page
-REFRESH_SECONDS = 2  # if the figures change
-REFRESH_SECONDS_OBJECT_STORE = 10  # if each look costs money
-NUM_TEXTS, LAST_TOKENS = 12, 120  # texts of running jobs on a page, and tokens of each
+NUM_BATCHES = 50  # per page
+REFRESH_SECONDS = 2  # while figures change
+REFRESH_SECONDS_OBJECT_STORE = 10  # because each look costs money
+NUM_TEXTS, LAST_TOKENS = 12, 120  # running jobs on a page, and last tokens of each
 
 
 @dataclass(frozen=True)
 class RunView:
-    """The jobs of a batch's run. `unread` says why something of it can't be read just now."""
+    """The jobs of a batch's run; `unread` says what can't be read."""
 
     jobs: JobPage | None = None
     problems: tuple[Problem, ...] = ()
@@ -244,7 +242,7 @@ def list_page(
     status: int = 200,
     said: Mapping[str, str] | None = None,
 ) -> Response:
-    """The batches behind `after`, newest first. `problem` is why a form was refused that had `said` this."""
+    """Show the batches after `after`; `problem` is why the form with `said` was refused."""
     batches, has_more = service.batches.page(visitor.name, after, NUM_BATCHES, "desc")
     rows = [figures_of(service, batch) for batch in batches]
     own = [batch for batch in service.batches.all() if batch.owner == visitor.name]
@@ -265,7 +263,7 @@ def list_page(
 
 
 def batch_page(service: Service, visitor: Visitor, batch: Batch, number: int) -> Response:
-    """One batch, with the page of its jobs of that number. Raises nothing that its run may."""
+    """Show one batch; the run's errors appear on the page."""
     figures = figures_of(service, batch)
     values = {
         "batch": figures,
@@ -288,7 +286,7 @@ def _refresh_seconds(batch: Batch) -> int:
 def _progress(service: Service, batch: Batch) -> Progress | None:
     try:
         return service.status(batch).progress
-    except UserError:  # figures have said it
+    except UserError:  # the figures show the error
         return None
 
 
@@ -311,7 +309,6 @@ def _run_view(service: Service, batch: Batch, number: int) -> RunView:
 
 
 def _problems(service: Service, batch: Batch, run: Run | None) -> tuple[Problem, ...]:
-    """The first problems of a batch."""
     ended = batch.ended
     if ended is None:
         return () if run is None else tuple(run_problems(run))
@@ -321,6 +318,5 @@ def _problems(service: Service, batch: Batch, run: Run | None) -> tuple[Problem,
 
 
 def _texts(run: Run, running: Mapping[str, int]) -> tuple[Mapping[str, Any], ...]:
-    """The ends of the texts of the running jobs that have most tokens."""
     longest = sorted(running, key=lambda name: -running[name])[:NUM_TEXTS]
     return tuple(partial_texts(run, longest, LAST_TOKENS)) if longest else ()

@@ -1,7 +1,4 @@
-"""The visitors of the page: nobody in particular if there are no keys, else who has logged in with one.
-
-Their sessions are random ids that a cookie carries, the keys behind them, and tokens for forms.
-"""
+"""The page's visitors, their sessions and form tokens."""
 
 from __future__ import annotations
 
@@ -32,22 +29,22 @@ STALE_FORM = "this form was not sent by this page, or is older than the session:
 
 @dataclass(frozen=True)
 class Session:
-    """A login: the hash of its key, and its end in `time.monotonic()` seconds."""
+    """A login: the key's hash, and the end in `time.monotonic()` seconds."""
 
     key_digest: str
     ends: float
 
 
 class Sessions:
-    """The sessions of people, in memory alone: a server that starts again knows of no logins. Threads may share it."""
+    """The sessions, only in memory; thread-safe."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
         self._lock = threading.Lock()
-        self._sessions: dict[bytes, Session] = {}  # by hashes of their ids, oldest first
+        self._sessions: dict[bytes, Session] = {}  # by hashed id, oldest first
 
     def begin(self, key_digest: str) -> str:
-        """The id of a new session of somebody with this key."""
+        """Begin a session for a key and return its id."""
         session_id = new_session_id()
         now = time.monotonic()
         with self._lock:
@@ -58,13 +55,13 @@ class Sessions:
         return session_id
 
     def owner(self, cookies: Mapping[str, str], keyring: Keyring) -> str | None:
-        """The name of the key behind a browser's session; None without one, and where the key is valid no more."""
+        """Return the session's key name; None without a valid one."""
         digest = self.key_digest(cookies.get(COOKIE, ""))
         key = None if digest is None else keyring.find_digest(digest)
         return None if key is None else key.name
 
     def key_digest(self, session_id: str) -> str | None:
-        """The hash of the key behind a session; None where nobody has logged in, or it has ended."""
+        """Return the hash of a session's key; None without a login."""
         session = self._sessions.get(_hash(session_id))
         return session.key_digest if session is not None and session.ends > time.monotonic() else None
 
@@ -73,11 +70,11 @@ class Sessions:
             self._sessions.pop(_hash(session_id), None)
 
     def form_token(self, session_id: str) -> str:
-        """The token that a session's forms carry, so that no other site's form passes for one; also before a login."""
+        """Return the token of a session's forms, also before a login."""
         return hmac.new(self._secret, session_id.encode(), hashlib.sha256).hexdigest()
 
     def is_form_token(self, session_id: str, token: str) -> bool:
-        """Return whether a token is the session's. The time it takes says nothing of how near a guess is."""
+        """Check a form token in constant time."""
         return hmac.compare_digest(self.form_token(session_id).encode(), token.encode())
 
 
@@ -94,12 +91,12 @@ def _hash(session_id: str) -> bytes:
 
 
 class LoginNeededError(Exception):
-    """Raised for a visitor who has not logged in, if there are keys."""
+    """Raised for a visitor without a login, if there are keys."""
 
 
 @dataclass(frozen=True)
 class Visitor:
-    """`session_id` names the browser, also before a login; `name` is that of the key, None without one."""
+    """A visitor; `session_id` names the browser even before a login."""
 
     session_id: str
     name: str | None
@@ -112,7 +109,7 @@ def sessions_of(request: Request) -> Sessions:
 
 
 async def visitor_of(request: Request, owner: Owner) -> Visitor:
-    """The visitor, as the gate has found; a browser without a session gets one with the answer."""
+    """Return the visitor, perhaps with a new session."""
     session_id = request.cookies.get(COOKIE, "")
     if not is_session_id(session_id):
         session_id = request.state.new_session_id = new_session_id()
@@ -123,21 +120,21 @@ AnyVisitor = Annotated[Visitor, Depends(visitor_of)]
 
 
 async def known_visitor_of(service: Served, visitor: AnyVisitor) -> Visitor:
-    """The visitor, who must have logged in if there are keys. Raises LoginNeededError."""
+    """Return the visitor if no login is missing. Raises LoginNeededError."""
     if visitor.name is None and service.keyring is not None:
         raise LoginNeededError
     return visitor
 
 
 def check_form(request: Request, visitor: Visitor, form: FormData) -> None:
-    """Raise RefusedError for a form that this visitor's page has not sent."""
+    """Raise RefusedError for a form that this visitor's page did not send."""
     token = form.get(TOKEN)
     if not isinstance(token, str) or not sessions_of(request).is_form_token(visitor.session_id, token):
         raise RefusedError(STALE_FORM, 403)
 
 
 def keep_session(request: Request, response: Response, session_id: str) -> None:
-    """Have the browser keep a session's id, out of reach of scripts and of other sites' requests."""
+    """Set the session cookie, hidden from scripts and other sites."""
     response.set_cookie(
         COOKIE,
         session_id,

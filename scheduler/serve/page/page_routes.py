@@ -1,7 +1,4 @@
-"""The page's batches: all, one, its files and its report; forms that make one, and cancel one.
-
-Then the files that the pages load: one style, one script, one icon. Then who has a key logs in, and out again.
-"""
+"""The page's routes: batches, files, reports, forms, assets, login and logout."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def batches(service: Served, visitor: KnownVisitor, after: str | None = None) ->
 
 @router.post("/")
 async def upload(request: Request, service: Served, visitor: KnownVisitor) -> Response:
-    """Make a batch of a file. Nothing of the body is read before it is clear whose it is."""
+    """Make a batch of a file; the visitor is checked before the body is read."""
     async with request.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES) as form:
         check_form(request, visitor, form)
         return await run_in_threadpool(_take, service, visitor, form)
@@ -78,7 +75,6 @@ def report(service: Served, visitor: KnownVisitor, batch_id: str) -> Response:
 
 @router.api_route("/batches/{batch_id}/{delivery}.jsonl", methods=["GET", "HEAD"])
 def delivered(request: Request, service: Served, visitor: KnownVisitor, batch_id: str, delivery: Delivery) -> Response:
-    """A file that the batch has ended with, to be kept and not shown."""
     batch = service.batches.get(batch_id, visitor.name)
     response = file_routes.content(request, service, visitor.name, delivered_file_id(batch.id, delivery))
     response.headers["Content-Disposition"] = f'attachment; filename="{batch.id}_{delivery}.jsonl"'
@@ -86,7 +82,6 @@ def delivered(request: Request, service: Served, visitor: KnownVisitor, batch_id
 
 
 def _take(service: Service, visitor: Visitor, form: FormData) -> Response:
-    """The new batch's page; for what is refused, the form again with the reason."""
     said = {name: str(form.get(name, "")) for name in SAID}
     try:
         batch_id = _new_batch(service, visitor, form.get("file"), said)
@@ -96,7 +91,10 @@ def _take(service: Service, visitor: Visitor, form: FormData) -> Response:
 
 
 def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str, str]) -> str:
-    """Make the file, then the batch, as a client does. Raises RefusedError, StoreError; then no file stays."""
+    """Errors delete the file.
+
+    Raises RefusedError, StoreError.
+    """
     metadata, priority = _metadata(said["metadata"]), said["priority"].strip() or "0"
     if WHOLE_NUMBER.fullmatch(priority) is None:
         raise RefusedError(f"priority: found {priority[:40]!a}, expected a whole number")
@@ -114,13 +112,13 @@ def _new_batch(service: Service, visitor: Visitor, file: object, said: dict[str,
     try:
         return str(batch_routes.create(service, visitor.name, None, body)["id"])
     except UserError:
-        with suppress(StoreError):  # the store may be away now: then the file stays in the list
+        with suppress(StoreError):  # if the store is away now, the file stays in the list
             service.delete_file(record)
         raise
 
 
 def _metadata(text: str) -> dict[str, str] | None:
-    """The pairs of a text with `name: value` on each line; None without one. Raises RefusedError."""
+    """Parse `name: value` lines; None if empty. Raises RefusedError."""
     pairs: dict[str, str] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         key, colon, value = line.partition(":")
@@ -148,7 +146,7 @@ def login_page(service: Served, visitor: AnyVisitor) -> Response:
 
 @router.post("/login")
 async def login(request: Request, service: Served, visitor: AnyVisitor) -> Response:
-    """Log in with a new session: one that somebody else may have put into this browser is worth nothing."""
+    """Log in with a new session, because the old one may be planted."""
     if service.keyring is None:
         return RedirectResponse("/", 303)
     async with request.form(max_files=0, max_fields=MAX_LOGIN_FIELDS, max_part_size=MAX_LOGIN_FIELD_BYTES) as form:

@@ -1,7 +1,4 @@
-"""The route class of all pages: strict headers, the session's cookie, and errors that people read; and their paths.
-
-In those sessions say who comes in, and everywhere else keys do.
-"""
+"""The route class of pages: strict headers, cookies and readable errors."""
 
 from __future__ import annotations
 
@@ -40,8 +37,6 @@ def is_of_page(path: str) -> bool:
 
 
 class PageRoute(APIRoute):
-    """A route of the page."""
-
     def get_route_handler(self) -> Answer:
         answer = super().get_route_handler()
 
@@ -62,7 +57,7 @@ class PageRoute(APIRoute):
 
 
 def _problem(request: Request, error: Exception) -> Response:
-    """A page that says what is wrong."""
+    """Return an error page."""
     if isinstance(error, UserError):
         refusal = service_of(request).refusal(error)
         status, problem = refusal.status, str(refusal)

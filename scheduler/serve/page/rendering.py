@@ -1,4 +1,4 @@
-"""Templates filled in. Whatever a text holds, it stays a text: all is escaped, and nothing steers the reader's eye."""
+"""Renders templates with all texts escaped, direction marks included."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from swiftbatch.metrics.report.page_text import date, in_html
 from swiftbatch.scheduler.display.progress_line import counted, duration, printable
 
 FOLDER = Path(__file__).parent
-LONGEST_NAME = 120  # characters that are shown of a batch's name
+LONGEST_NAME = 120  # characters shown of a batch's name
 SPANS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
 def page_response(template: str, values: Mapping[str, Any], status: int = 200) -> HTMLResponse:
-    """A page made of a template and what it shows."""
     page = ENVIRONMENT.get_template(f"{template}.html.jinja").render(values)
     return HTMLResponse(page.encode(errors="replace"), status)
 
@@ -29,7 +28,7 @@ def number(value: float) -> str:
 
 
 def ago(moment: float) -> str:
-    """Tell how long ago a moment since the epoch is, in its largest unit."""
+    """Return the age of a time in its largest unit."""
     seconds = max(0.0, time.time() - moment)
     for length, unit in SPANS:
         if seconds >= length:
@@ -38,12 +37,11 @@ def ago(moment: float) -> str:
 
 
 def plain(text: str) -> str:
-    """A user's word on one line: marks that turn its direction become escapes, as control characters do."""
+    """Escape control characters and direction marks."""
     return printable(text)
 
 
 def short(text: str) -> str:
-    """The text that `plain` makes, cut if it is too long."""
     return plain(text if len(text) <= LONGEST_NAME else f"{text[:LONGEST_NAME]}…")
 
 

@@ -1,4 +1,4 @@
-"""Stages that break in every way, and one that does not."""
+"""Stages that break in every way, and one that works."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""The benchmark of a GPU: every stage runs, in the interpreter, and its figures are what they say."""
-
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""All that a GPU has to show, in one command: whatever breaks costs one stage, and what was found stays."""
+"""A broken stage costs only itself, and found records stay."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.readme.command_lines import page, section, table
 pytestmark = pytest.mark.long
 
 CPU = torch.device("cpu")
-NEEDS_COMMANDS = (  # start processes of their own
+NEEDS_COMMANDS = (  # they start processes
     *("bits", "rows of kinds", "kinds of models", "tests", "Ray", "second process", "restart"),
 )
-PUBLISHED_NUMBERS = {  # of models that docs/gpu_lab_book.md has figures of; that of Qwen3.5 follows from its config
-    "Llama 3.1 8B": DENSE["Llama 3.1 8B"].num_parameters - 128_256 * 4096,  # one matrix for embedding and head
+PUBLISHED_NUMBERS = {  # models in docs/gpu_lab_book.md; Qwen3.5's follows from its config
+    "Llama 3.1 8B": DENSE["Llama 3.1 8B"].num_parameters - 128_256 * 4096,  # embedding and head share a matrix
     "Qwen3.5 27B": 26_895_998_464,
     "Qwen3 30B A3B": EXPERTS["Qwen3 30B A3B"][0].num_parameters,
     "gpt-oss 20B": EXPERTS["gpt-oss-20b"][0].num_parameters,
@@ -50,7 +50,6 @@ def _found_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_all(folder: Path, *stages: GPUStage, minutes: float = 30) -> tuple[bool, list[Record]]:
-    """Tell whether all have passed, and the record of each."""
     found: list[Record] = []
     try:
         for record in run_everything(folder, minutes, stages):

@@ -1,5 +1,3 @@
-"""Runs of few and many jobs as docs/gpu_lab_book.md tells them: what plans of pages and rows bring."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -27,7 +25,7 @@ from tests import ROOT
 
 PAGE = (ROOT / "docs" / "gpu_lab_book.md").read_text(encoding="utf-8")
 SHORT_JOBS, MIXED = RUNS[2:]
-OF_VLLM = 5030  # tokens/s of 150 jobs at a time, computed from what others measured
+OF_VLLM = 5030  # tokens/s of 150 jobs at a time, computed from published measurements
 
 
 def rows_of_page() -> dict[tuple[str, str], list[str]]:
@@ -44,7 +42,7 @@ def test_many_short_jobs_come_to_three_quarters_of_what_needs_no_exactness_and_b
 
 
 def test_one_long_job_makes_many_short_ones_no_slower() -> None:
-    """The speeds are those while some jobs wait: at its end the long one is alone."""
+    """Speeds count while jobs wait: at its end the long one is alone."""
     before, now = (
         Simulation(H100, MIXED, way).speeds()[0]
         for way in (way_before(H100, MIXED), way_now(H100, MIXED, NOTHING, PROMISED_HOST))

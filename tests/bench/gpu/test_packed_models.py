@@ -1,4 +1,4 @@
-"""Models of the table of packed weights have the sizes that follow from their published configs."""
+"""Models of the packed table have the sizes of their published configs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bench.sizing import DENSE, EXPERTS, num_in_products
 
 
 def products(hidden: int, heads: int, kv_heads: int, intermediate: int) -> int:
-    """Weights in the products of a layer with heads of 128, by hand."""
+    """Count by hand, for heads of 128."""
     return hidden * heads * 128 + 2 * hidden * kv_heads * 128 + heads * 128 * hidden + 3 * hidden * intermediate
 
 
@@ -31,7 +31,6 @@ def test_dense_models(
 
 @pytest.mark.parametrize(("model", "num_layers", "num_experts"), [("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128)])
 def test_models_of_experts(model: str, num_layers: int, num_experts: int) -> None:
-    """Biases of all products, a router and a sink a head."""
     sizes, _, in_experts = EXPERTS[model]
     attention = 2 * 4096 * 2880 + 2 * 512 * 2880 + 4096 + 2 * 512 + 2880 + 64
     experts = num_experts * (3 * 2880 * 2880 + 3 * 2880)
@@ -42,7 +41,7 @@ def test_models_of_experts(model: str, num_layers: int, num_experts: int) -> Non
 
 
 def test_experts_of_qwen3_whose_products_are_all_packed() -> None:
-    """A router and four norms a layer, two of them of heads."""
+    """Counts a router and four norms per layer."""
     sizes, _, in_products = EXPERTS["Qwen3 30B A3B"]
     layer = products(2048, 32, 4, 0) + 128 * 3 * 2048 * 768
     assert in_products == 48 * layer

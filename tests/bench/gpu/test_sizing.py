@@ -1,4 +1,4 @@
-"""The page about GPUs has the table that the plan gives, and its words agree with it."""
+"""The GPU page has the plan's table and agrees with it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,13 @@ def test_the_page_has_the_tables_that_the_command_prints() -> None:
 
 
 def jobs_by_hand(weights: float, work: float, position_bytes: int) -> list[int]:
-    """How many jobs of each length fit beside weights and work space in GB: a slot is whole blocks of 64 positions."""
+    """Return how many jobs of each length fit beside weights and work space in GB."""
     slots = [math.ceil((length + 127) / 64) * 64 * position_bytes / 1e9 for length in SLOT_LENGTHS]
     return [int((84 - 0.6 - weights - work) / slot) for slot in slots]
 
 
 def test_the_jobs_that_fit_are_those_that_follow_by_hand() -> None:
-    """Llama 3.1 70B in int4: 68.5 billion weights of 4.5 bits, and embedding, head and norms in bfloat16.
-
-    A key or a value in 8 bits has a byte for each of its 128 numbers, and 16 for its scale.
-    """
+    """Llama 3.1 70B in int4: 68.5 billion weights of 4.5 bits; embedding, head and norms in bfloat16."""
     rows = {(row[0], row[1]): row for row in table(GPU_PAGE, "weights of")}
     assert len(rows) == len(list(packed_models()))
     layers = 80 * 8192 * (2 * (64 + 8) * 128 + 3 * 28672)

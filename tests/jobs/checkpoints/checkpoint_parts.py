@@ -1,4 +1,4 @@
-"""A sequence whose tokens and KV follow from their positions, and its checkpoints, for tests of these."""
+"""A sequence whose tokens and KV follow from their positions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ KV_SHAPE = (6, 4)  # rows and head dimension
 
 
 def claim(checkpoints: CheckpointStore, job_id: str, worker_id: str, numerics: str = "") -> int:
-    """Begin the next attempt at a job, numbered 1, 2, ..., and return its number."""
     attempt = max(checkpoints.attempts(job_id), default=0) + 1
     start = AttemptStart(worker_id=worker_id, claimed=time.time(), numerics=numerics, attempt=attempt)
     checkpoints.begin(job_id, attempt, start)
@@ -33,34 +32,31 @@ def claim(checkpoints: CheckpointStore, job_id: str, worker_id: str, numerics: s
 
 
 def logged_jobs(run: Path) -> set[str]:
-    """The jobs of a run's folder that have a token log, in their own folder or in a worker's file."""
+    """Return the jobs with a token log, packed or not."""
     own = {path.parent.parent.name for path in run.glob("checkpoints/*/*/tokens.bin")}
     for path in run.glob(f"{WORKER_LOGS_FOLDER}/*{WORKER_LOG_SUFFIX}"):
-        with suppress(FileNotFoundError):  # the next one is there
+        with suppress(FileNotFoundError):  # it was replaced meanwhile
             own |= {entry.job_id for entry in unpack(path.read_bytes())[0]}
     return own
 
 
 def tokens_at(start: int, end: int) -> TokenIds:
-    """The tokens [num_positions] at some positions, prompt included."""
+    """Return the tokens [num_positions], prompt included."""
     return (np.arange(start, end, dtype=np.uint32) * 2654435761 % 50_000).astype(np.uint32)
 
 
 def output_ids(num_tokens: int) -> TokenIds:
-    """The first generated tokens."""
     return tokens_at(NUM_PROMPT_TOKENS, NUM_PROMPT_TOKENS + num_tokens)
 
 
 def kv_at(start: int, end: int) -> NDArray[Any]:
-    """KV [num_rows, num_positions, head_dim] of some positions."""
+    """Return KV [num_rows, num_positions, head_dim]."""
     num_rows, head_dim = KV_SHAPE
     rows, columns = np.arange(num_rows)[:, None, None], np.arange(head_dim)
     return ((rows * 7919 + np.arange(start, end)[:, None] * 31 + columns) % 65_521).astype(np.uint16)
 
 
 class Cache:
-    """A source of KV."""
-
     def kv(self, start: int, end: int) -> NDArray[Any]:
         return kv_at(start, end)
 
@@ -77,7 +73,7 @@ def write_state(
     job_id: str = JOB,
     replaced: Collection[str] = (),
 ) -> StateManifest:
-    """Segments up to each of `ends` behind `older` ones, a drafter state at the last end, and their manifest."""
+    """Write segments up to each of `ends`, a drafter state at the last, and their manifest."""
     segments = list(older)
     for end in ends:
         start = segments[-1].end if segments else 0
@@ -89,7 +85,7 @@ def write_state(
 
 
 def check_checkpoints(checkpoints: CheckpointStore) -> tuple[int, int]:
-    """All that can be read of the job agrees with the sequence. Returns the numbers of tokens and positions found."""
+    """Check everything readable; return the numbers of tokens and positions found."""
     found = checkpoints.read_tokens(JOB)
     assert found.tolist() == output_ids(len(found)).tolist()
     most = 0

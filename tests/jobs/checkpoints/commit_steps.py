@@ -1,7 +1,7 @@
-"""Runs a job's commits in a child process that is killed before its k-th filesystem operation, for k = 1, 1 + N, ...
+"""Runs a job's commits in a child that is killed before its k-th filesystem operation, for k = 1, 1 + N, ...
 
-`python commit_steps.py FOLDER N` leaves a run folder `FOLDER/<k>` of each child, and beside it `<k>.acknowledged`: a
-line with the numbers of tokens and positions for each flush that came back. It prints the last k.
+`python commit_steps.py FOLDER N` leaves each child's run in `FOLDER/<k>` and its completed flushes in
+`<k>.acknowledged`.
 """
 
 from __future__ import annotations
@@ -41,22 +41,19 @@ CHANGING = {"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.tru
 
 
 class Killer:
-    """Counts the operations that change files, and kills the process before number `last`, or in the midst of it."""
+    """Counts filesystem operations and kills the process before or amid number `last`."""
 
     def __init__(self, last: int) -> None:
         self._last = last
         self._num_steps = 0
 
     def start(self) -> None:
-        """Record every operation on files from now on: Python tells of all but `fsync`."""
+        """Audit events include all file operations but `fsync`."""
         os.fsync = self.fsync
         sys.addaudithook(self._audit)
 
     def fsync(self, descriptor: int) -> None:
-        """The data may have gone half-way, or all of it, but the file has not got its name yet.
-
-        No real one follows: what a killed process has written stays.
-        """
+        """Write a part or all of the data; no real fsync, because a killed process's writes stay."""
         status = os.fstat(descriptor)
         for size in (status.st_size // 2, status.st_size):
             if self._is_last_step():
@@ -74,7 +71,6 @@ class Killer:
 
 
 def run_attempt(store: Store, num_positions: int, acknowledged: int | None = None) -> None:
-    """Go on from what is there until the cache holds `num_positions`, in two rounds."""
     checkpoints, packed = CheckpointStore(store, FINGERPRINT), PackedLogs(store, FINGERPRINT)
     packed.put_in_place(packed.found())
     attempt = max(checkpoints.attempts(JOB), default=0) + 1
@@ -106,14 +102,12 @@ def run_attempt(store: Store, num_positions: int, acknowledged: int | None = Non
 
 
 def result() -> dict[str, Any]:
-    """The output line of the job when it has ended."""
     body = FINISHED["response"]["body"]
     choice = {"text": output_ids(NUM_POSITIONS - NUM_PROMPT_TOKENS).tobytes().hex(), "finish_reason": "length"}
     return FINISHED | {"response": {"body": body | {"choices": [choice]}}}
 
 
 def finish(store: Store) -> None:
-    """The segment with the result first, then the checkpoints go."""
     Run(store, MANIFEST).write_segment(f"w{os.getpid()}", [SealedResult.of(JOB, result())])
     CheckpointStore(store, FINGERPRINT).clear(JOB)
     packed = PackedLogs(store, FINGERPRINT)
@@ -121,7 +115,7 @@ def finish(store: Store) -> None:
 
 
 def run_child(folder: Path, last: int) -> NoReturn:
-    signal.alarm(60)  # a child that hangs, or writes without end, must not outlive the test
+    signal.alarm(60)  # a hanging child must not outlive the test
     acknowledged = os.open(f"{folder}.acknowledged", os.O_WRONLY | os.O_CREAT)
     Killer(last).start()
     store = Store(str(folder))

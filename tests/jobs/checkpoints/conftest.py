@@ -1,5 +1,3 @@
-"""A store in a folder of its own, and the checkpoints in it."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Corruption sweep over a job's checkpoints: damage is named by its path, and nothing wrong is ever read."""
+"""A corruption sweep over a job's checkpoints: damage is reported by path, and nothing wrong is read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FILES = [
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two dead attempts of one job, the second gone on from the first's segments, and a third begun."""
+    """A run with two dead attempts of one job, the second resumed from the first, and a third begun."""
     folder = tmp_path_factory.mktemp("whole")
     checkpoints = CheckpointStore(Store(str(folder)), FINGERPRINT)
     claim(checkpoints, JOB, "w1", "cpu")

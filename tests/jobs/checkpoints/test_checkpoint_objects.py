@@ -1,5 +1,3 @@
-"""Checkpoints on an object store: the same files, the same promises."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""KV segments come back bit for bit and without a copy, or say that they are damaged."""
-
 from __future__ import annotations
 
 import os
@@ -172,7 +170,7 @@ def test_damaged_bytes_end_in_an_error_or_in_a_segment_that_can_be_read(flips: l
         found = decode_segment(bytes(damaged))
     except DamagedFileError:
         return
-    # the checksum in the manifest is what tells flipped numbers; here nothing may lead out of the file
+    # the manifest's checksum detects flipped numbers; here, reads must stay inside the file
     assert found.kv.nbytes + found.token_ids.nbytes <= len(WHOLE)
     found.kv.tobytes()
 

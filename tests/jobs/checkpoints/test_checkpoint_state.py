@@ -1,5 +1,3 @@
-"""The state of a checkpoint: what a manifest names comes back bit for bit, or is left out by name."""
-
 from __future__ import annotations
 
 from typing import Any

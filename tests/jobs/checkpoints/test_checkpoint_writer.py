@@ -1,4 +1,4 @@
-"""The background writer writes the newest, token logs first, and the engine never waits for it."""
+"""The background writer writes the newest data, logs first, and never blocks the engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def store(tmp_path: Path) -> GatedStore:
 
 @pytest.fixture
 def told() -> list[tuple[str, int, float]]:
-    """The arguments of each call of `on_written`."""
     return []
 
 
@@ -59,7 +58,7 @@ def table(num_positions: int) -> dict[str, NDArray[Any]]:
 
 
 def put(writer: CheckpointWriter, num_positions: int, job_id: str = JOB) -> None:
-    """Hand over log and state of a sequence whose cache holds `num_positions`, four of them the prompt's."""
+    """Queue log and state of a cache of `num_positions`, four of them the prompt's."""
     writer.put_tokens(job_id, output_ids(num_positions - 4))
     writer.put_state(job_id, tokens_at(0, num_positions), table(num_positions))
 
@@ -114,7 +113,7 @@ def test_token_logs_of_all_jobs_go_before_any_state_and_states_take_turns(
     assert store.written[3:5] == ["c/0001/tokens.bin", "a/0001/tokens.bin"]
     rest = store.written[5:]
     assert all(not path.endswith("tokens.bin") for path in rest)
-    # while all have something left, nobody has two turns in a row
+    # no job has two turns in a row while all have pending files
     assert all(first[0] != second[0] for first, second in pairwise(rest[:12]))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints keep attempts apart, and never give a wrong token, whatever happens to a log."""
+"""Checkpoints keep attempts apart and never give a wrong token."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_what_a_dead_attempt_never_wrote_is_named_once(
         assert checkpoints.read_manifests(JOB) == []
         assert [record.worker_id for record in checkpoints.history(JOB)] == ["w1", "", "", "w4"]
     absent = [
-        path_of(3, "tokens.bin"),  # the first attempt left nothing that a log is written before
+        path_of(3, "tokens.bin"),  # the first attempt wrote nothing that precedes a log
         path_of(3, "manifest.json"),
         path_of(2, "claim.json"),
         path_of(2, "resume.json"),

@@ -1,4 +1,4 @@
-"""`kill -9` at every step of the commit protocol: what was acknowledged is there, and the run goes on to its end."""
+"""`kill -9` at every step of the commit protocol loses no acknowledged data."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ SCRIPT = Path(__file__).parent / "commit_steps.py"
 
 @pytest.fixture(scope="module", params=[5, pytest.param(1, marks=pytest.mark.slow)], ids="at each {}".format)
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The run folders of processes that were killed before one of their operations on files each: each, or each fifth.
-
-    To write a file takes four of them, so that of all files together every one is met in either case.
-    """
+    """The runs of processes killed before each, or each fifth, of their file operations."""
     folder = tmp_path_factory.mktemp("killed")
-    # in a process of its own: this one has threads by now, and a child that is forked off may wait for them for ever
+    # in its own process, because a forked child of this threaded one might hang
     command = [sys.executable, SCRIPT, folder, str(request.param)]
     script = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert script.returncode == 0, script.stderr
@@ -41,7 +38,6 @@ def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def acknowledged(folder: Path) -> tuple[int, int]:
-    """Numbers of tokens and positions that the last flush made durable."""
     lines = Path(f"{folder}.acknowledged").read_text().splitlines()
     num_tokens, num_positions = lines[-1].split() if lines else (0, 0)
     return int(num_tokens), int(num_positions)
@@ -64,7 +60,7 @@ def test_what_was_flushed_is_there_wherever_the_process_was_killed(
         for manifest in checkpoints.read_manifests(JOB):
             assert all(checkpoints.read_segment(JOB, entry) for entry in manifest.segments), folder
             assert manifest.drafter is None or checkpoints.read_drafter(JOB, manifest.drafter), folder
-    # a kill leaves files unwritten, never a damaged one
+    # a kill leaves files unwritten, never damaged
     assert {record.getMessage().split(": ")[1].split(";")[0] for record in caplog.records} <= {"found no file"}
 
 
@@ -72,7 +68,7 @@ def test_a_run_that_was_killed_anywhere_is_resumed_to_its_end(
     killed: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.ERROR)
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # only its time would show here
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # fsync would only take time here
     for folder in killed:
         store = Store(str(folder))
         if Run(store, MANIFEST).result(JOB) is None:

@@ -1,4 +1,4 @@
-"""States of layers beside keys and values: named by manifests, replaced by newer ones, dropped by rewinds."""
+"""Layer states in manifests: replaced by newer ones, dropped by rewinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities that are kept are those of the very tokens or none, whatever was rewound, killed or torn."""
+"""Kept log-probabilities belong to exactly their tokens, after any rewind, kill or damage."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ LENGTHS = st.integers(0, 30)
 
 
 def tokens_of(seed: int, num_tokens: int) -> TokenIds:
-    """Few kinds of tokens, so that other texts often agree with them."""
     return np.random.default_rng(seed).integers(0, 2, num_tokens).astype(np.uint32)
 
 
 def logprobs_of(token_ids: TokenIds, num_top: int = NUM_TOP) -> TokenLogprobs:
-    """Return log-probabilities that follow from all tokens up to each place, as a model's do."""
+    """Return log-probabilities that depend on all tokens up to each place."""
     found = TokenLogprobs.empty(len(token_ids), num_top)
     for end in range(1, len(token_ids) + 1):
         digest = hashlib.sha256(token_ids[:end].tobytes()).digest()
@@ -98,12 +97,10 @@ def test_few_files_stay_and_a_number_is_written_few_times() -> None:
 
 
 class KilledError(Exception):
-    """The process is no more."""
+    """The simulated process was killed."""
 
 
 class MortalStore(Store):
-    """Does so many more operations that change files, then none."""
-
     num_left = 10**9
 
     def write(self, path: str, data: bytes) -> None:
@@ -121,16 +118,16 @@ class MortalStore(Store):
 
 
 class Writer:
-    """A job that draws, loops and writes; its output so far, and the checkpoint that it was acknowledged."""
+    """A job that draws, loops and writes."""
 
     def __init__(self, store: Store, chance: random.Random) -> None:
         self.checkpoints, self._chance = CheckpointStore(store, FINGERPRINT), chance
         self.log = TokenLog(np.zeros(0, np.uint32))
-        self.history = {(0, 0): self.log}  # all that it ever had, by progress
+        self.history = {(0, 0): self.log}  # all its logs by progress
         self.acknowledged = (0, 0)
 
     def attempt(self, num_steps: int) -> None:
-        """Go on from what is kept, for so many checkpoints."""
+        """Continue from the store for `num_steps` checkpoints."""
         self.log, logprobs = self.checkpoints.read_log_with_logprobs(JOB, NUM_TOP)
         assert same(logprobs, logprobs_of(self.log.token_ids))
         assert self.log.progress in self.history
@@ -147,7 +144,6 @@ class Writer:
             self.acknowledged = max(self.acknowledged, self.log.progress)
 
     def _advance(self, pending: PendingCheckpoint) -> None:
-        """Some tokens more, and some rewinds: what comes follows from the rewinds and tokens so far."""
         for _ in range(self._chance.randrange(1, 9)):
             num_rewinds, num_tokens = self.log.progress
             chance = np.random.default_rng([num_rewinds, num_tokens])
@@ -165,7 +161,7 @@ class Writer:
 def test_killed_between_any_two_files_a_job_goes_on_from_what_it_had_and_never_from_anything_else(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # only its time would show here
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # fsync would only take time here
     num_killed = 0
     for num_left in range(1, 26, 2):
         store, chance = MortalStore(str(tmp_path / f"{num_left}")), random.Random(seed)

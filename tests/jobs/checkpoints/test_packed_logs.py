@@ -1,4 +1,4 @@
-"""One file holds the token logs of all jobs of a worker: an interval costs one write, and nothing is lost with it."""
+"""One file holds all token logs of a worker, and loses none."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_an_interval_of_a_worker_is_one_write_whatever_number_of_jobs_it_has(
         put(writer, num_tokens)
     assert len(store.written) == 3
     assert store.list("checkpoints") == ["workers"]
-    [name] = store.list(WORKER_LOGS_FOLDER)  # the older ones have gone
+    [name] = store.list(WORKER_LOGS_FOLDER)  # the older ones are deleted
     assert name.startswith("w1-")
     running = packed.read(["w1"])
     assert {job_id: len(attempt.log.token_ids) for job_id, attempt in running.items()} == dict.fromkeys(JOBS, 30)
@@ -92,7 +92,7 @@ def test_a_job_that_leaves_without_a_result_has_its_log_in_its_own_folder(
     assert writer.flush(60)
     assert [len(checkpoints.read_tokens(job_id)) for job_id in JOBS] == [12, 10, 0]
     assert [record.worker_id for job_id in JOBS[:2] for record in checkpoints.history(job_id)] == ["w1", "w1"]
-    assert packed.found(["w1"]).entries[-1].job_id == "c-03"  # until its result is there
+    assert packed.found(["w1"]).entries[-1].job_id == "c-03"  # it stays until its result exists
     writer.forget(["c-03"])
     assert writer.flush(60)
     assert store.list(WORKER_LOGS_FOLDER) == []
@@ -106,7 +106,7 @@ def test_states_of_a_job_say_who_wrote_them_though_its_log_is_packed(
     assert writer.flush(60)
     assert checkpoints.numerics("a-01", NUM) == "cpu"
     assert writer.close("a-01")
-    assert not writer.close("b-02")  # it has nothing of its own to be deleted
+    assert not writer.close("b-02")  # it has no file of its own
 
 
 def test_what_is_whole_of_a_torn_file_is_found(packed: PackedLogs) -> None:
@@ -133,7 +133,7 @@ def test_a_damaged_entry_is_named_and_the_others_are_found(
 ) -> None:
     data = pack(entries(packed))
     second = len(pack(entries(packed)[:1]))
-    for place in (second + 5, data.index(b"SWTOKENS", second) + 60):  # its line, and its log
+    for place in (second + 5, data.index(b"SWTOKENS", second) + 60):  # damage in its line, and in its log
         store.write(f"{WORKER_LOGS_FOLDER}/w1-x-1.logs", data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         packed.put_in_place(packed.found())
         assert [len(checkpoints.read_tokens(job_id)) for job_id in JOBS] == [5, 0, 7]
@@ -169,7 +169,8 @@ def test_logs_are_put_in_place_once_and_whole_wherever_that_was_broken_off(
         packed, checkpoints = PackedLogs(store, FINGERPRINT), CheckpointStore(store, FINGERPRINT)
         packed.write("w1-x-000001.logs", entries(packed))
         packed.write("w1-x-000002.logs", [packed.entry(JOBS[0], NUM, START, TokenLog(output_ids(8)), TIMELINE)])
-        checkpoints.write_tokens(JOBS[2], NUM, output_ids(20))  # written when the job was handed back, after the file
+        # written when the job was returned, after the packed file
+        checkpoints.write_tokens(JOBS[2], NUM, output_ids(20))
         num_steps = last
         with monkeypatch.context() as patch:
             patch.setattr(Store, "write", lambda self, path, data: (step(), write(self, path, data)))

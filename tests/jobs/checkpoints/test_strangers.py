@@ -1,4 +1,4 @@
-"""Files of another job or run are named and left out."""
+"""Files of another job or run are reported and skipped."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def store(request: pytest.FixtureRequest) -> Store:
 
 
 def write_attempt(store: Store, identity: Identity, attempt: int, num_tokens: int) -> None:
-    """All files of an attempt, those that a stranger has at the same place with the same content but for the name."""
+    """Write all files of an attempt."""
     checkpoints = CheckpointStore(store, identity.fingerprint)
     job_id = identity.job_id
     assert claim(checkpoints, job_id, f"worker {attempt}", "cpu") == attempt
@@ -71,7 +71,6 @@ def write_attempt(store: Store, identity: Identity, attempt: int, num_tokens: in
 
 
 def put_stranger_s(store: Store, identity: Identity, name: str, elsewhere: Store) -> None:
-    """Put a stranger's file of that name in the place of the job's second attempt."""
     write_attempt(elsewhere, identity, 1, 9)
     data = elsewhere.read(f"checkpoints/{identity.job_id}/0001/{name}")
     assert data is not None
@@ -98,7 +97,7 @@ def test_a_stranger_s_file_is_named_and_what_is_left_is_used(
 
     assert num_tokens == (5 if name == "tokens.bin" else 9)
     assert len(log.token_ids) == len(logprobs) == (5 if name in ("tokens.bin", "logprobs-0-9-1.bin") else 9)
-    assert num_positions == 8  # the first attempt has all segments, too
+    assert num_positions == 8  # the first attempt also has all segments
     assert (first.worker_id, first.timeline) == ("worker 1", TIMELINE)
     assert second.worker_id == ("" if name == "claim.json" else "worker 2")
     assert second.resume == (None if name == "resume.json" else RESUME)

@@ -1,5 +1,3 @@
-"""A token log gives its tokens back, or says that it is damaged."""
-
 from __future__ import annotations
 
 from functools import partial

@@ -1,5 +1,3 @@
-"""Good input lines, and reading some lines as a file."""
-
 from __future__ import annotations
 
 import json
@@ -20,7 +18,7 @@ OPEN_LIMIT = 1000
 
 
 def read_lines(folder: Path, *lines: Any, run_seed: int = 1) -> tuple[list[JobLine], list[Reject]]:
-    """Read lines: bytes as they are, anything else as JSON."""
+    """Read lines: bytes as they are, other values as JSON."""
     path = folder / "jobs.jsonl"
     path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
     jobs, rejects = read_jobs(str(path), run_seed)
@@ -28,7 +26,6 @@ def read_lines(folder: Path, *lines: Any, run_seed: int = 1) -> tuple[list[JobLi
 
 
 def read(folder: Path, *lines: Any, run_seed: int = 1) -> tuple[list[Job], list[Reject]]:
-    """The jobs of lines as `read_lines` reads them."""
     found, rejects = read_lines(folder, *lines, run_seed=run_seed)
     limits = [[line.max_tokens or OPEN_LIMIT] * max(1, len(line.prompts)) for line in found]
     return [job for line, most in zip(found, limits, strict=True) for job in line.jobs(most)], rejects

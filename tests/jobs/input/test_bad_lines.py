@@ -1,5 +1,3 @@
-"""The message about a bad line names the field, what was found and what was expected."""
-
 from __future__ import annotations
 
 import json

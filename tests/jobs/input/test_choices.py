@@ -1,4 +1,4 @@
-"""Several choices of a line: as many jobs of one name, of which the first is what the line would be alone."""
+"""Choices of a line are jobs of one name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIRST_SEEDS = [
     7,
     4780485997906838156,
     5211299714817303270,
-]  # of a line with seed 7: results do not change from one version to the next
+]  # with seed 7; results must not change between versions
 
 
 def alone(job: Job) -> Job:

@@ -1,5 +1,3 @@
-"""Other things than a job file: pipes, standard input and compressed files are read, odd ones are named."""
-
 from __future__ import annotations
 
 import gzip
@@ -36,7 +34,7 @@ COMPRESSED = [gzip.compress, zstd]
 
 
 def summary(path: str) -> list[tuple[int, str | None]]:
-    """Line numbers of all jobs with their `custom_id`, and of all rejects."""
+    """Return the line numbers of jobs, by `custom_id`, and of rejects."""
     jobs, rejects = read_jobs(path, 1)
     return sorted(
         [(number, job.custom_id) for number, job in jobs] + [(reject.line_number, None) for reject in rejects]
@@ -53,7 +51,7 @@ def test_a_compressed_file_is_read_as_what_it_holds_whatever_its_name(
     path = tmp_path / "jobs.jsonl"
     path.write_bytes(compress(TEXT))
     assert summary(str(path)) == EXPECTED
-    path.write_bytes(compress(TEXT[:50]) + compress(TEXT[50:]))  # as `cat` makes of two
+    path.write_bytes(compress(TEXT[:50]) + compress(TEXT[50:]))  # as `cat` of two files
     assert summary(str(path)) == EXPECTED
 
 

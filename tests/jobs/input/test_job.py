@@ -1,5 +1,3 @@
-"""A `Job` is complete, and its identity is a safe file name."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -59,7 +57,7 @@ LATER = {
 
 
 def test_a_job_of_old_keeps_its_identity_and_new_fields_change_it_where_they_are_used(tmp_path: Path) -> None:
-    """A run folder of before has its checkpoints under this name."""
+    """Older run folders have checkpoints under this name."""
     old = OLD_JOB | {"custom_id": "a/b"}
     (job,), _ = read(tmp_path, old)
     assert job.job_id("fingerprint") == "a-b-1c1a738e8961466c"
@@ -80,13 +78,12 @@ def test_a_bias_and_stop_tokens_are_the_same_in_whatever_order_they_are_given(tm
     assert rejects == []
     assert jobs[0].sampling == jobs[1].sampling
     assert jobs[0].sampling.logit_bias == ((5, -2.5), (17, 1.0))
-    kept = Job.model_validate_json(jobs[0].model_dump_json())  # as a run folder has it
+    kept = Job.model_validate_json(jobs[0].model_dump_json())  # as stored in a run folder
     assert kept == jobs[0]
     assert kept.job_id("model") == jobs[0].job_id("model")
 
 
 def test_job_ids_are_those_of_earlier_versions(tmp_path: Path) -> None:
-    """A file which is submitted again goes on: its jobs have the same ids."""
     jobs, _ = read(tmp_path, GOOD, CHAT)
     assert [job.job_id("model") for job in jobs] == ["good-3ce870ebdfbdbee6", "talk-bfd4f6cd160d8162"]
 

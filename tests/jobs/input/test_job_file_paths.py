@@ -1,5 +1,3 @@
-"""Several job files are read as one: in the order in which they were said, each once, from wherever they are."""
-
 from __future__ import annotations
 
 import errno
@@ -35,8 +33,6 @@ def write(path: Path, *names: str, **fields: Any) -> bytes:
 
 @dataclass
 class FoundLines:
-    """The lines of some files, as they were read."""
-
     reader: JobReader
     jobs: list[tuple[int, JobLine]]
 
@@ -194,7 +190,7 @@ def test_files_and_patterns_in_an_object_store_are_read(folder: Path, s3_store: 
 
 
 class Hub(MemoryFileSystem):  # type: ignore[misc]
-    """Stands in for the hub, where its files are `hf://`'s."""
+    """A stand-in for the hub with `hf://` files."""
 
     protocol = "hf"
     store: dict[str, Any] = {}  # noqa: RUF012

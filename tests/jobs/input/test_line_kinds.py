@@ -1,5 +1,3 @@
-"""A line of a kind that is known is what it would be alone, or is refused for the same reason."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +14,7 @@ FIRSTS: list[dict[str, Any]] = [
     {"custom_id": "first", "prompt": "a text", "max_tokens": 5},
     {"custom_id": "first", "prompt": "a text", "seed": 4, "n": 3, "stop": ["x"], "user": "me"},
     {"custom_id": "first", "prompt": "a text", "messages": None, "max_tokens": 5, "logit_bias": {"5": 1}},
-    {"custom_id": "first", "prompt": "a text", "messages": None, "logprobs": 2},  # which chats say in another way
+    {"custom_id": "first", "prompt": "a text", "messages": None, "logprobs": 2},  # chats express this differently
     {"custom_id": "first", "prompt": "a text", "max_tokens": 5, "min_tokens": 5},
     {"custom_id": "first", "prompt": "a text", "max_tokens": 5, "max_completion_tokens": 5},
     {"custom_id": "first", "messages": CHAT_BODY["messages"], "max_tokens": 5, "reasoning_effort": "low"},
@@ -38,7 +36,7 @@ OWN: list[dict[str, Any]] = [
 
 
 def with_own(line: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """The line with other fields, where its form has them."""
+    """Set fields of the line where its form has them."""
     if "body" not in line:
         return {**line, **own}
     around = {name: value for name, value in own.items() if name == "custom_id"}

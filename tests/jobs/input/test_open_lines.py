@@ -1,5 +1,3 @@
-"""Lines may leave open, or say in several ways, their limit, prompt, messages and template."""
-
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,3 @@
-"""A file of another kind is refused as a whole, in one line that says what it is, what was expected and what to do."""
-
 from __future__ import annotations
 
 import bz2

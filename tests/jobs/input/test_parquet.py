@@ -1,4 +1,4 @@
-"""A Parquet file is read as lines are: each row is a job or a reject, damage is one line, a long file is no burden."""
+"""Rows of a Parquet file become jobs or rejects, in bounded memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def refused(path: Path, *said: str) -> str:
 def test_rows_are_the_jobs_that_the_same_lines_are_and_nulls_are_absent(tmp_path: Path) -> None:
     lines = [{name: column[row] for name, column in TABLE.items()} for row in range(3)]
     (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    path = write(tmp_path / "jobs.dat", TABLE)  # known by its first bytes, whatever its name
+    path = write(tmp_path / "jobs.dat", TABLE)  # recognized by its first bytes, whatever its name
     assert read_jobs(str(path), 1) == read_jobs(str(tmp_path / "jobs.jsonl"), 1)
 
 
@@ -61,7 +61,7 @@ def test_types_of_tables_are_those_of_lines(tmp_path: Path) -> None:
     columns = {
         "custom_id": np.array([7, 8]),
         "prompt": pa.array([b"Once", b"Twice"]),
-        "max_tokens": np.array([5.0, 6.0]),  # as pandas keeps whole numbers with gaps
+        "max_tokens": np.array([5.0, 6.0]),  # as pandas stores whole numbers with gaps
         "temperature": np.array([0.8, 1.0], dtype=np.float32),
         "stop": pa.array([["END"], None]),
         "logit_bias": pa.array([[("17", 2.5)], None], pa.map_(pa.string(), pa.float64())),
@@ -116,7 +116,7 @@ def test_a_struct_says_what_is_not_null_in_it(tmp_path: Path) -> None:
 
 def test_messages_and_bodies_are_structs_or_json(tmp_path: Path) -> None:
     chats = [CHAT["messages"], [{"role": "assistant", "content": None, "name": "Ann"}, *CHAT["messages"]]]
-    # all structs of a column have the same fields: `weight` is no field of a message, and null in each
+    # all structs of a column share their fields: `weight` is no message field, and null in each
     structs = pa.array(
         chats, pa.list_(pa.struct({name: pa.string() for name in ("role", "content", "name", "weight")}))
     )

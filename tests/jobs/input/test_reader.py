@@ -1,4 +1,4 @@
-"""`read_jobs` makes a job or a reject of every line, and a bad one never stops the others."""
+"""Every line becomes a job or a reject, and a bad one stops no other."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_many_bad_lines_are_kept_in_order_beside_the_memory() -> None:
     some = [Reject(number, "\udc80" if number % 3 else None, f"\u2028{number}\n", None) for number in range(3000)]
     tracemalloc.start()
     kept = Rejects(some)
-    assert list(zip(kept, kept, strict=True)) == list(zip(some, some, strict=True))  # two look at it at once
+    assert list(zip(kept, kept, strict=True)) == list(zip(some, some, strict=True))  # two iterators at once
     kept.add(some[0])
     before, _ = tracemalloc.get_traced_memory()
     more = Rejects(Reject(number, None, "why" * 100) for number in range(150_000))

@@ -1,4 +1,4 @@
-"""No field that OpenAI or vLLM know is unknown here: it is taken, told to be without effect, or refused by name."""
+"""Every field of OpenAI and vLLM is used, ignored or refused by name."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_all_that_is_not_supported_is_named_at_once(tmp_path: Path) -> None:
     assert "field 'echo': found true, not supported; expected false, or no such field" in reject.reason
 
 
-# lines of the shapes that batch guides show, with models and texts of our own
+# lines in the shapes of batch guides, with our own models and texts
 EXAMPLES = [
     batch(
         {

@@ -1,5 +1,3 @@
-"""A line that says the same in another way is the same job, as JSON and as a row of a table."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""A manifest, a heartbeat and job records for tests of runs."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -61,7 +59,7 @@ def failed_line(code: str) -> dict[str, Any]:
 
 
 def finish(run: Run, record: JobRecord, text: str, num_tokens: int = 5, **metrics: Any) -> bool:
-    """Give a job a result that needed no worker; returns False where it has one."""
+    """Give a job a result without a worker; return False if it has one."""
     line = success_line(
         record,
         "run",
@@ -82,7 +80,7 @@ def make_record(custom_id: str, line_number: int = 1, prompt: str = "Once") -> J
 
 
 def write_result(run: Run, job_id: str, line: dict[str, Any]) -> bool:
-    """Keep a result in a segment of its own; False where there is one."""
+    """Write a result to its own segment; return False if there is one."""
     is_new = run.result(job_id) is None
     if is_new:
         run.write_segment(job_id, [SealedResult.of(job_id, {"id": line_id(job_id)} | line)])

@@ -1,4 +1,4 @@
-"""A table of jobs as bytes, for tests that change some of them."""
+"""A table of jobs as bytes, to be damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A character that changes in a run folder, or a file of another run, makes no other text."""
+"""A changed character or a foreign file in a run never changes a text."""
 
 from __future__ import annotations
 

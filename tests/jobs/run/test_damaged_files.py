@@ -1,4 +1,4 @@
-"""A damaged file of a run is named, kept, and costs its own job alone; nothing that reads a run is held up by it."""
+"""A damaged file of a run is reported and kept, and costs only its own job."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make_socket(path: Path) -> None:
         os.close(here)
 
 
-SHORT = ("empty", "zeros", "torn", "list", "no-checksum", "neither")  # what tells one kind of line from the other
+SHORT = ("empty", "zeros", "torn", "list", "no-checksum", "neither")  # what separates one kind of line from the other
 OTHER_KINDS: dict[str, Callable[[Path], None]] = {
     "folder": Path.mkdir,
     "pipe": os.mkfifo,
@@ -75,7 +75,6 @@ def records() -> list[JobRecord]:
 
 @pytest.fixture
 def run(tmp_path: Path, records: list[JobRecord]) -> Run:
-    """Three jobs: two with a result, the last with an error."""
     run = Run.create_or_open(str(tmp_path / "run"), MANIFEST)
     run.add_jobs(records)
     for record in records[:2]:
@@ -111,7 +110,7 @@ def test_a_damaged_line_is_named_and_kept_and_its_job_alone_runs_again(
     assert told in invoke("report", run.store.uri, "--output", str(tmp_path / "report.html")).stderr
     status = invoke("status", run.store.uri)
     assert "no driver runs it" in status.stdout
-    if damage in OTHER_KINDS or damage == "empty":  # the others it would have to read: there may be thousands
+    if damage in OTHER_KINDS or damage == "empty":  # finding the others needs reading, perhaps thousands
         assert told in status.stderr
         assert "1 pending" in status.stdout
     again = Run.open(run.store.uri)

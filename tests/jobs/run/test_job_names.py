@@ -1,5 +1,3 @@
-"""Jobs are called alike with and without a look at their prompts."""
-
 from __future__ import annotations
 
 from dataclasses import replace

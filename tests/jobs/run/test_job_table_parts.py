@@ -1,5 +1,3 @@
-"""Tables of jobs are read part by part, in input order or at any place, and say how long their longest job is."""
-
 from __future__ import annotations
 
 import itertools
@@ -31,7 +29,6 @@ def longer(record: JobRecord, max_tokens: int) -> JobRecord:
 
 @pytest.fixture(params=["local", "s3"])
 def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Seven jobs in parts of two, one of which has been extended later, and one more."""
     monkeypatch.setattr(job_table, "ROWS_PER_PART", 2)
     uri = str(tmp_path / "run") if request.param == "local" else request.getfixturevalue("s3_uri")
     run = Run.create_or_open(uri, MANIFEST)

@@ -1,5 +1,3 @@
-"""Log-probabilities in OpenAI's two forms: what stands in a choice, for tokens of every kind."""
-
 from __future__ import annotations
 
 import json
@@ -34,7 +32,7 @@ class Strict(BaseModel):
 
 
 class CompletionLogprobs(Strict):
-    """The log-probabilities of a completion in OpenAI's reference."""
+    """A completion's log-probabilities in OpenAI's reference."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -53,15 +51,13 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(Strict):
-    """The log-probabilities of a chat in OpenAI's reference."""
+    """A chat's log-probabilities in OpenAI's reference."""
 
     content: list[TokenLogprob] | None
     refusal: list[TokenLogprob] | None
 
 
 class Texts:
-    """A tokenizer of a few tokens."""
-
     def token_bytes(self, token_id: int) -> bytes:
         return BYTES[token_id]
 
@@ -110,7 +106,7 @@ def test_a_completion_has_openai_s_four_lists_with_the_drawn_token_among_the_lik
         "top_logprobs": [
             {"Hi": -0.5, " there": -1.5},
             {"bytes:\\xe2": -4.0, "bytes:\\xff": -0.25, "Hi": -3.0},
-            {"bytes:\\x80\\x93": UNLIKELY, "Hi": -1.0},  # two tokens that read alike: the likelier
+            {"bytes:\\x80\\x93": UNLIKELY, "Hi": -1.0},  # of two tokens with one text, the likelier
             {END: 0.0},
         ],
         "text_offset": OFFSETS,

@@ -1,4 +1,4 @@
-"""The output of a line with several choices is one line once all have ended, whatever became of each."""
+"""A line with choices is one output line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def records_of(*prompts: str, n: int = 1) -> list[JobRecord]:
-    """The jobs of a line; a prompt has as many tokens as letters."""
+    """Return the jobs of a line, with one prompt token per letter."""
     line = JobLine("many", prompts, None, None, {"seed": 1}, n, 5)
     jobs = line.jobs([5] * len(prompts))
     return [JobRecord(job.job_id("f1"), job, 2, len(job.prompt or "")) for job in jobs]

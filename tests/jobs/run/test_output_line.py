@@ -1,5 +1,3 @@
-"""Output lines have the form of OpenAI Batch, with usage and metrics."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""A `Run` is one folder that any process can open; its results stay, and its refusals are clear."""
-
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,3 @@
-"""The output of a run has every finished and failed job once, in input order."""
-
 from __future__ import annotations
 
 import errno
@@ -98,7 +96,7 @@ def test_output_of_a_run_without_results_is_empty_and_readable(run: Run) -> None
 
 
 def test_a_table_has_the_same_columns_whatever_became_of_its_jobs(run: Run) -> None:
-    """A program that reads tables of many nights finds every column in each."""
+    """Programs read tables of many nights and need every column."""
     records, schemas = [make_record(name) for name in "ab"], []
     run.add_jobs(records)
     for step in range(3):
@@ -133,7 +131,7 @@ def test_results_are_read_several_at_once_in_order_and_not_far_ahead(run: Run, m
     real, paths, others_are_read = LocalFolder.read, list[str](), threading.Event()
 
     def read(folder: LocalFolder, path: str) -> bytes | None:
-        """The first result comes behind four others."""
+        """Read the output; the first result comes after four others."""
         if path.startswith("results/"):
             paths.append(path)
             if path == paths[0]:

@@ -1,4 +1,4 @@
-"""Results in segments: whole or not at all, read by their indexes, and what is damaged costs its own job alone."""
+"""Damage to a segment of results costs only its own job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sealed(record: JobRecord) -> SealedResult:
 
 
 def make_run(uri: str) -> tuple[Run, list[JobRecord]]:
-    """Five jobs: two in one segment, one in another, one with a segment of its own, one with an error."""
+    """Make five jobs: two in one segment, one in another, one alone, one with an error."""
     run = Run.create_or_open(uri, MANIFEST)
     records = [make_record(name) for name in NAMES]
     run.add_jobs(records)
@@ -123,7 +123,6 @@ def of_another_run(data: bytes) -> bytes:
 
 
 def with_index(data: bytes, index: object, **last: object) -> bytes:
-    """A segment whose last two lines have whole checksums, whatever they say."""
     *lines, _, _ = data.splitlines(keepends=True)
     row = dump_line({"index": index})
     start = sum(map(len, lines))

@@ -1,5 +1,3 @@
-"""Tests that copied output lines have the bytes of lines that are parsed and written anew, and the same refusals."""
-
 from __future__ import annotations
 
 import json
@@ -45,7 +43,7 @@ def line_of(record: JobRecord, run: Run, text: str = TEXT, **others: Any) -> dic
 
 
 def make_run(uri: str) -> tuple[Run, list[JobRecord]]:
-    """A run with a line of every kind, one of which waits to be longer, and one without an end."""
+    """Make a line of every kind, one to be extended and one unfinished."""
     run = Run.create_or_open(uri, MANIFEST)
     records = [make_record(name) for name in NAMES]
     records += [make_chat("chat"), make_chat("thought")]
@@ -65,7 +63,6 @@ def make_run(uri: str) -> tuple[Run, list[JobRecord]]:
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ids of the jobs whose lines were parsed."""
     seen: list[str] = []
 
     def parse(data: bytes, job_id: str, fingerprint: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A run with lines of one choice and of several, how its jobs end, and what its shards hold."""
+"""A run with choices, its jobs' ends, and its shards' contents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rows = list[dict[str, Any]]
 
 
 def records_of(lines: dict[str, int], max_tokens: int = 5) -> list[JobRecord]:
-    """The jobs of lines that are given as custom_id: number of choices."""
+    """Make jobs from custom_id: number of choices."""
     found = []
     for line_number, (custom_id, num_choices) in enumerate(lines.items(), start=1):
         for index in range(num_choices):
@@ -48,7 +48,6 @@ def make_run(uri: str, lines: dict[str, int], shards: str | None = "parquet:3") 
 
 
 def longer(record: JobRecord, max_tokens: int) -> JobRecord:
-    """The job that takes its place when it is extended."""
     sampling = record.job.sampling.model_copy(update={"max_tokens": max_tokens})
     job = record.job.model_copy(update={"sampling": sampling})
     return replace(record, job_id=job.job_id("f1"), job=job, supersedes=record.job_id)
@@ -75,7 +74,6 @@ def shards_of(run: Run, epoch: int = 1, check: Callable[[], None] = lambda: None
 
 
 def files(store: Store) -> dict[str, bytes]:
-    """The shards that are there."""
     return {name: store.read(f"{DATA}/{name}") or b"" for name in store.list(DATA)}
 
 
@@ -87,7 +85,6 @@ def rows_of(name: str, data: bytes) -> Rows:
 
 
 def all_rows(store: Store) -> list[Rows]:
-    """The rows of each shard, in the order of their numbers."""
     return [rows_of(name, data) for name, data in files(store).items()]
 
 

@@ -1,5 +1,3 @@
-"""Shards are as full as they may be: so many rows, so many bytes, and no line is divided."""
-
 from __future__ import annotations
 
 from hypothesis import given
@@ -11,7 +9,6 @@ SIZES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30)), max_size=30)
 
 
 def sized(sizes: list[tuple[int, int]]) -> list[SizedLine]:
-    """Lines of so many choices and bytes."""
     return [
         SizedLine(PlannedLine(custom_id=str(number), jobs=tuple(f"{number}-{i}" for i in range(num_choices))), size)
         for number, (num_choices, size) in enumerate(sizes)

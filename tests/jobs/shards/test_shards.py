@@ -1,4 +1,4 @@
-"""Shards are final, every line that ended is in one of them, and all have the same columns."""
+"""Shards are final, contain every ended line once, and share their columns."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_in_whatever_order_jobs_end_and_drivers_follow_each_job_is_in_one_shard_
         shards = shards_of(run)
         for record in data.draw(st.permutations(records)):
             (fail if data.draw(st.integers(0, 5)) == 0 else finish)(run, record)
-            if data.draw(st.booleans()):  # a driver that ended, or was killed, leaves the rest to the next
+            if data.draw(st.booleans()):  # an ended or killed driver leaves the rest to the next
                 shards = shards_of(run, next(epochs))
             if data.draw(st.booleans()):
                 shards.catch_up(is_end=False)
@@ -141,7 +141,7 @@ def test_what_is_tried_again_after_the_end_has_a_row_more_with_the_next_revision
     before = files(run.store)
     run.clear_errors()
     assert shards_of(run, 2).catch_up(is_end=False) == ([], 0)
-    fail(run, b, message="why once more")  # as it was: nothing new
+    fail(run, b, message="why once more")  # unchanged, so nothing new
     assert shards_of(run, 3).catch_up(is_end=True) == ([], 0)
     finish(run, b)
     shards_of(run, 4).catch_up(is_end=True)
@@ -155,7 +155,7 @@ def test_an_extended_job_has_a_row_for_each_length_that_was_final(tmp_path: Path
     a, b, c = run.jobs()
     finish(run, a)
     shards_of(run).catch_up(is_end=False)
-    finish(run, b, c)  # interrupted before they are in a shard
+    finish(run, b, c)  # interrupted before the shard
     run.add_jobs([longer(record, 9) for record in (a, b, c)])
     assert shards_of(run, 2).catch_up(is_end=False) == ([], 0)
     finish(run, longer(a, 9), longer(b, 9))

@@ -15,20 +15,26 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
 from typing import Literal
 
-Fault = Literal["unavailable", "denied", "refused", "lost", "cut"]
+Fault = Literal["unavailable", "denied", "unknown", "conflict", "refused", "lost", "cut"]
 HOP_HEADERS = {"connection", "transfer-encoding", "content-length", "expect", "keep-alive"}
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 PIECE_BYTES = 2**16
 
 ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{}</Code><Message>As the test wants it.</Message></Error>"
-ERRORS = {"unavailable": (503, "ServiceUnavailable"), "denied": (403, "AccessDenied")}
+ERRORS = {
+    "unavailable": (503, "ServiceUnavailable"),
+    "denied": (403, "AccessDenied"),
+    "unknown": (501, "NotImplemented"),
+    "conflict": (409, "ConditionalRequestConflict"),
+}
 
 
 class FaultProxy:
     """Stands before `upstream` (host:port) and forwards what it does not harm. All chances come from `seed`.
 
-    `chances` holds the probability of each fault: `unavailable` is a 503, `denied` a 403, `refused` a reset before the
-    request is forwarded, `lost` one after it was carried out, `cut` one in the middle of the answer. A `choose` of
+    `chances` holds the probability of each fault: `unavailable` is a 503, `denied` a 403, `unknown` a 501, `conflict` a
+    409, `refused` a reset before the request is forwarded, `lost` one after it was carried out, `cut` one in the middle
+    of the answer. A `choose` of
     one's own picks by method and path.
     """
 

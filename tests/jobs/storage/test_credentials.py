@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.run.output_line import error_line
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.folder_uri import hidden_credentials, shown_uri
 from swiftbatch.jobs.storage.local_folder import LocalFolder
-from swiftbatch.jobs.storage.object_store import hidden_credentials, shown_uri
 from swiftbatch.jobs.storage.retries import NO_RETRIES
 from swiftbatch.jobs.storage.store import Store, StoreError
 from swiftbatch.scheduler.cli import main

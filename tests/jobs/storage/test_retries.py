@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -89,11 +90,11 @@ def test_a_store_that_stumbles_loses_nothing(tmp_path: Path) -> None:
 
         num_calls = 0
 
-        def write_new(self, path: str, data: bytes) -> bool:
+        def write_new_from(self, path: str, source: BinaryIO) -> bool:
             Stumbling.num_calls += 1
             if Stumbling.num_calls % 4 == 1:
                 raise OSError(errno.ESTALE, "Stale file handle")
-            is_written = super().write_new(path, data)
+            is_written = super().write_new_from(path, source)
             if Stumbling.num_calls % 4 == 3:
                 raise OSError(errno.EIO, "Input/output error")
             return is_written

@@ -1,4 +1,4 @@
-"""`swiftbatch chaos`: whatever is killed, every token is the same; and it would say so if one were not."""
+"""`swiftbatch chaos`: kills change no token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swiftbatch.scheduler.chaos.faults import KINDS, plan_kills
 from tests.jobs.run.run_parts import MANIFEST
 
 DEADLINE_SECONDS = 1750
-LOCAL_KINDS = KINDS[:6]  # where nodes have no networks of their own
+LOCAL_KINDS = KINDS[:6]  # for nodes without networks of their own
 
 
 def chaos(*args: str) -> subprocess.CompletedProcess[str]:
@@ -30,12 +30,11 @@ def chaos(*args: str) -> subprocess.CompletedProcess[str]:
         try:
             stdout, stderr = process.communicate(timeout=DEADLINE_SECONDS)
         finally:
-            process.terminate()  # it ends its cluster, if it has not yet
+            process.terminate()  # it also ends its cluster
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def check(process: subprocess.CompletedProcess[str], findings: Path, kinds: Sequence[str], num_kills: int) -> Any:
-    """The report, in which all is well, with kills of all these kinds."""
     assert process.returncode == 0, process.stdout + process.stderr
     print(process.stdout)
     report = json.loads(findings.read_text())
@@ -95,7 +94,7 @@ def test_a_plan_has_every_kind_equally_often_and_comes_from_its_seed() -> None:
 
 
 def write_output(folder: Path, tokens: dict[str, str | None], repeated: int = 1) -> RunOutput:
-    """A run's output with a stand-in for each job's tokens; None for a job that was given up."""
+    """Write stand-ins for tokens; None for a failed job."""
     run = Run.create_or_open(str(folder), MANIFEST)
     lines = []
     for custom_id, text in tokens.items():

@@ -1,4 +1,4 @@
-"""Troubles of nodes begin at nodes without any, end when they are due, and leave nothing behind."""
+"""Faults hit nodes without one, end in time, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None,
 
 
 class Scene:
-    """A cluster of a head and some nodes."""
-
     def __init__(self, num_nodes: int = 2) -> None:
         self.log: list[object] = []
         self.clock = SimulatedClock()
@@ -129,7 +127,6 @@ def cut_off_and_fail() -> None:
 
 
 def is_reached(one: Host, other: Host, seconds: float) -> bool:
-    """Ask the other for a port that is closed: it says so, if the question reaches it."""
     ask = f"import socket; socket.create_connection(('{other.address}', 1), {seconds})"
     done = subprocess.run([*one.prefix, sys.executable, "-c", ask], capture_output=True, text=True)
     return "ConnectionRefusedError" in done.stderr

@@ -1,5 +1,3 @@
-"""The watch over a cluster's head: what it hears, and when it takes the head for lost."""
-
 from __future__ import annotations
 
 import os
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.ray
 
 
 class FakeHead:
-    """Answers as it is told to: a real head that is lost takes the process of the test with it."""
+    """Losing a real head ends the test's process."""
 
     def __init__(self) -> None:
         self.alive: Callable[[], list[bool]] = lambda: [True]
@@ -106,7 +104,7 @@ def test_a_driver_that_was_stopped_does_not_blame_the_head(head: FakeHead, monke
     monkeypatch.setattr(cluster_watch, "POLL_SECONDS", 3600.0)
     watch = ClusterWatch(head, "own")
     now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 38)  # it could not hear the answers meanwhile
+    monkeypatch.setattr(time, "monotonic", lambda: now + 38)  # it could not receive answers meanwhile
     watch.check()
     watch.stop()
 
@@ -149,5 +147,5 @@ except ClusterLostError as error:
     with tempfile.TemporaryDirectory(prefix="cw-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         command, environment = [sys.executable, "-c", program], os.environ | {"RAY_TMPDIR": folder}
         process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert list(Path(folder).glob("*/session_latest/logs/gcs_server.out"))  # Ray's logs may say why
+        assert list(Path(folder).glob("*/session_latest/logs/gcs_server.out"))  # Ray's logs may explain it
     assert (process.returncode, process.stderr) == (2, "the head is gone\n")

@@ -1,4 +1,4 @@
-"""Workers run the driver's code, whatever lies in the folder that the command is given in."""
+"""Workers run the driver's code, whatever the current folder holds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def checkout(folder: Path) -> Path:
 
 
 def in_a_worker(place: Path, folder: Path, digest: str, how: str) -> str:
-    """Tell what a worker imports, or why it refuses, with `place` in front of its path as Ray puts it there."""
+    """Return what a worker imports, or its refusal, with `place` first in its path."""
     command = [sys.executable, "-P", "-c", IN_A_WORKER, str(place), str(folder / PACKAGE), digest, how]
     ran = subprocess.run(command, env=environment_of_code(), capture_output=True, text=True, check=True)
     return str(json.loads(ran.stdout))
@@ -53,7 +53,6 @@ def in_a_worker(place: Path, folder: Path, digest: str, how: str) -> str:
 
 @pytest.fixture
 def users_folder(tmp_path: Path) -> Path:
-    """A user's folder, with files of his own that are called as rooms are, and as libraries that Ray imports."""
     folder = tmp_path / "user's"
     (folder / "metrics").mkdir(parents=True)
     (folder / "metrics" / "__init__.py").write_text("raise SystemExit('a file of the user was run')")
@@ -105,7 +104,7 @@ def test_kernels_belong_to_the_code(tmp_path: Path) -> None:
     (kernels / "lib" / "kernels-new.so").write_bytes(b"compiled")
     digests.append(worker_code.digest_of(package))
     assert len(set(digests)) == 3
-    (kernels / "lib" / "tmp1").mkdir()  # of a compiler at work
+    (kernels / "lib" / "tmp1").mkdir()  # left by a running compiler
     (kernels / "lib" / "tmp1" / "kernels.c").write_text("half of it")
     assert worker_code.digest_of(package) == digests[-1]
 

@@ -1,5 +1,3 @@
-"""The folder of an embedded Ray: where it is, and that none stays for good."""
-
 from __future__ import annotations
 
 import os
@@ -24,7 +22,7 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The place where folders are made: short, as the paths of sockets have to be."""
+    """A short folder, because sockets' paths must be short."""
     folder = tempfile.mkdtemp(prefix="er-", dir="/tmp")
     monkeypatch.setenv("RAY_TMPDIR", folder)
     yield Path(folder)
@@ -102,7 +100,7 @@ def test_where_the_temporary_folder_is_not_there_one_line_says_so(place: Path, m
 
 
 def test_names_that_ray_cannot_take_are_told_of_and_leave_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_cluster, "_start", lambda *_: "a\udcff".encode())  # what it does with its own command line
+    monkeypatch.setattr(ray_cluster, "_start", lambda *_: "a\udcff".encode())  # as it does with its own command line
     with pytest.raises(ClusterError, match=r"Ray takes names in UTF-8 alone, .* rename that folder or file"):
         connect(None, 1).__enter__()
     assert list(place.iterdir()) == []
@@ -131,7 +129,7 @@ main()
 
 
 def test_no_thread_hears_a_signal_while_ray_starts(place: Path, tmp_path: Path) -> None:
-    """Ray's own handler, which ends the process with a trace, would run in a thread that does."""
+    """A receiving thread would run Ray's handler, which ends the process with a trace."""
     jobs = tmp_path / "jobs.jsonl"
     jobs.write_text("".join(f'{{"custom_id": "{name}", "prompt": "It was", "max_tokens": 9}}\n' for name in "ab"))
     command = [sys.executable, "-c", HEARING, "submit", str(jobs), "--run", str(tmp_path / "run")]
@@ -198,7 +196,7 @@ def test_threads_of_a_ray_that_has_gone_say_nothing_behind_the_last_line() -> No
 
 def test_whatever_ray_raises_while_it_starts_becomes_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: object) -> None:
-        raise Exception("The current node timed out during startup.\nmore")  # Ray's own words, and its own class
+        raise Exception("The current node timed out during startup.\nmore")  # Ray's own text and class
 
     monkeypatch.setattr(ray_cluster, "_start", start)
     with (

@@ -1,4 +1,4 @@
-"""Hosts with addresses of their own, as network namespaces: one is cut off, and comes back."""
+"""Hosts as network namespaces: one is cut off and returns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and `ip`"),
 ]
 
-NUM_NODES = 3  # the head and a driver have a host beside, workers are on two of these
+NUM_NODES = 3  # head and driver have one more host; workers use two of these
 NUM_TOKENS = 4000
 JOBS = [
     {"custom_id": name, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0.8, "ignore_eos": True}
@@ -59,7 +59,6 @@ def jobs_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(jobs_file: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The outputs of the jobs on one worker without any trouble."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     command = swiftbatch("submit", jobs_file, "--run", str(run), "--slots", "3")
     subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_SECONDS)
@@ -68,7 +67,6 @@ def undisturbed(jobs_file: str, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 def start(cluster: LocalCluster, host: Host, run: Path, *args: str) -> Driver:
-    """A driver on a host."""
     options = ["--workers", "2", "--checkpoint-seconds", "0.5", "--address", cluster.address]
     return Driver([*host.prefix, *swiftbatch(*args, *options)], cluster.environment, run)
 
@@ -102,7 +100,7 @@ def test_a_driver_host_that_is_cut_off_stops_and_another_one_goes_on(
 
 
 def cut_off_and_back(hosts: NamespaceHosts, cluster: LocalCluster, driver: Driver) -> None:
-    """Cut a host off until its job has been given to another, which is then lost while the first one is back."""
+    """Cut a host off until its job was given to another, which is then lost."""
     node, stale = driver.wait_for(lambda: busy_on(cluster, driver, cluster.raylets))
     job = driver.checkpoints(stale)
     driver.wait_for(lambda: job.name in logged_jobs(driver.run))
@@ -110,12 +108,12 @@ def cut_off_and_back(hosts: NamespaceHosts, cluster: LocalCluster, driver: Drive
     hosts.cut(node.host)
     driver.wait_for(lambda: list(job.glob("*/resume.json")))
     print(f"its job was given to another host after {time.monotonic() - cut_off:.1f} s")
-    assert is_alive(stale.pid)  # it knows nothing of that
+    assert is_alive(stale.pid)  # it has not noticed
     hosts.mend(node.host)
     back = time.monotonic()
     driver.wait_for(lambda: not is_alive(stale.pid))
     print(f"back on the network, its worker ended after {time.monotonic() - back:.1f} s")
-    cluster.kill_raylet(node)  # it has ended: the cluster had given it up
+    cluster.kill_raylet(node)  # it ended, because the cluster gave it up
     new = cluster.add_raylet()
     other, _ = driver.wait_for(lambda: busy_on(cluster, driver, set(cluster.raylets) - {new}))
     cluster.kill_raylet(other)
@@ -123,6 +121,5 @@ def cut_off_and_back(hosts: NamespaceHosts, cluster: LocalCluster, driver: Drive
 
 
 def busy_on(cluster: LocalCluster, driver: Driver, nodes: Collection[Node]) -> tuple[Node, WorkerStatus] | None:
-    """A worker with a job on one of these nodes."""
     workers = [(cluster.node_of(worker.pid), worker) for worker in driver.busy_workers()]
     return next(((node, worker) for node, worker in workers if node in nodes), None)

@@ -1,4 +1,4 @@
-"""A cluster of several nodes: nodes and workers go, with and without notice, and so does the head."""
+"""Nodes, workers and the head leave with and without notice."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ JOBS: list[dict[str, Any]] = [
     for name, prompt in list(PROMPTS.items())[:3]
 ]
 OPTIONS = ["--checkpoint-tokens", "64"]
-# what the supervisor of a submitted job hands to its driver, by that name
+# what a submitted job's supervisor passes to its driver
 SUBMITTED = {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"env_vars": {"NIGHT": "1"}}})}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    """Two nodes beside the head; a test that needs two of them begins with one more."""
+    """Two nodes besides the head; a test that needs both starts one more."""
     with local_cluster(num_cpus=1) as cluster:
         yield cluster
 
@@ -51,7 +51,6 @@ def jobs_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of all jobs in one session that nothing disturbs, without Ray."""
     folder = tmp_path_factory.mktemp("undisturbed")
     run = submit_file(write_jobs(folder / "jobs.jsonl", JOBS), str(folder / "run")).run
     run_all(run, Path(run.manifest.model), dtype=run.manifest.dtype, **PLAINLY)
@@ -70,7 +69,7 @@ def submit(cluster: LocalCluster, jobs_file: str, run: Path, *args: str) -> Driv
 
 
 def wait_for_a_checkpoint(driver: Driver) -> Any:
-    """A worker whose job has a token log, so that something can be lost."""
+    """Return a worker whose job has a log, so that something can be lost."""
     worker = driver.wait_for(driver.busy_workers)[0]
     driver.wait_for(lambda: driver.checkpoints(worker).name in logged_jobs(driver.run))
     return worker
@@ -83,7 +82,6 @@ def assert_same(run: Path, undisturbed: dict[str, Any], num_jobs: int = 2) -> No
 
 
 def num_preemptions(driver: Driver, reason: str) -> float:
-    """Return how many preemptions of that reason the driver's metrics count."""
     address = re.search(r"metrics of the driver at (\S+)", driver.output())
     assert address is not None
     with urllib.request.urlopen(address[1], timeout=60) as page:
@@ -93,16 +91,16 @@ def num_preemptions(driver: Driver, reason: str) -> float:
 
 
 def test_a_submitted_job_sends_its_code_to_the_workers(cluster: LocalCluster, tmp_path: Path, tiny_model: Path) -> None:
-    """Kubernetes runs `swiftbatch nightly` so."""
+    """Kubernetes runs `swiftbatch nightly` like this."""
     (tmp_path / "inbox").mkdir()
     write_jobs(tmp_path / "inbox" / "a.jsonl", [{"custom_id": "x", "prompt": "the quick brown fox", "max_tokens": 8}])
     users = tmp_path / "user's"
     users.mkdir()
-    for name in ("pyarrow", "numpy"):  # which Ray imports in a worker before any code of ours
+    for name in ("pyarrow", "numpy"):  # Ray imports these in a worker before any code of ours
         (users / f"{name}.py").write_text("raise SystemExit('a file of the user was run')")
     where = ["--runs", str(tmp_path / "runs"), "--address", cluster.address, "--model", str(tiny_model)]
     words = ["nightly", str(tmp_path / "inbox"), *where, "--device", "cpu"]
-    command = module_command("swiftbatch.scheduler.cli", *words)  # as installed: its own folder is not on its path
+    command = module_command("swiftbatch.scheduler.cli", *words)  # as installed, without its own folder in the path
     environment = cluster.environment | SUBMITTED
     process = subprocess.run(
         command, cwd=users, env=environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS
@@ -116,7 +114,7 @@ def test_a_drained_node_hands_its_jobs_back_whole(
     cluster: LocalCluster, jobs_file: str, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
     cluster.add_raylet()
-    # one attempt: a strike would end the job
+    # with one attempt a strike would end the job
     with submit(cluster, jobs_file, tmp_path / "run", "--metrics-port", "0", "--max-attempts", "1") as driver:
         worker = wait_for_a_checkpoint(driver)
         node = cluster.node_of(worker.pid)
@@ -131,7 +129,7 @@ def test_a_drained_node_hands_its_jobs_back_whole(
     assert metrics["num_recomputed_tokens"] == 0
 
 
-@pytest.mark.slow  # test_preemption.py asks one of an embedded Ray
+@pytest.mark.slow  # test_preemption.py drains one of an embedded Ray
 def test_a_worker_that_is_asked_to_end_hands_its_jobs_back_whole(
     cluster: LocalCluster, jobs_file: str, undisturbed: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -159,7 +157,6 @@ def test_chaos_runs_on_a_cluster_that_is_there(cluster: LocalCluster, tmp_path: 
 
 
 def goes_on_elsewhere(driver: Driver, lost: WorkerStatus) -> bool:
-    """Tell whether another worker has the first job of one that is lost."""
     return any(lost.jobs[0] in worker.jobs for worker in driver.busy_workers() if worker.id != lost.id)
 
 
@@ -171,7 +168,7 @@ def test_a_killed_node_and_then_a_head_that_is_lost_and_started_anew_lose_nothin
         worker = wait_for_a_checkpoint(driver)
         node = cluster.node_of(worker.pid)
         assert node is not None
-        cluster.kill_raylet(node)  # the other one is there
+        cluster.kill_raylet(node)  # the other one is up
         driver.wait_for(lambda: num_preemptions(driver, "worker_died") + num_preemptions(driver, "node_lost") > 0)
         driver.wait_for(lambda: goes_on_elsewhere(driver, worker))
         assert f"worker {worker.id} is lost" in driver.output()

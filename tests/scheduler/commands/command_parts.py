@@ -1,5 +1,3 @@
-"""Commands as a user types them, job files, and results that need no worker, for tests of commands."""
-
 from __future__ import annotations
 
 import json
@@ -21,7 +19,7 @@ def invoke(*args: str) -> Result:
 
 
 def refusal(*args: str) -> str:
-    """The one line on stderr of a command that is refused with exit code 2."""
+    """Return the one stderr line; the exit code must be 2."""
     result = invoke(*args)
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
@@ -45,7 +43,7 @@ def finish(run: Run, custom_id: str, text: str) -> None:
 
 
 def pretend_to_run(run: Run, seconds_ago: float = 0.0) -> None:
-    """Leave the beat of a driver on another host, so old."""
+    """Write a heartbeat of a driver on another host."""
     alive = {
         "state": "running",
         "driver_host": "elsewhere",

@@ -1,5 +1,3 @@
-"""A job file, and a run made of it."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -18,5 +16,4 @@ def jobs_file(tmp_path: Path) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_model: Path, jobs_file: str) -> Run:
-    """A run with three jobs of which none has run."""
     return submit_file(jobs_file, str(tmp_path / "run"), model=str(tiny_model)).run

@@ -1,5 +1,3 @@
-"""A `swiftbatch nightly` that is at work in another process."""
-
 from __future__ import annotations
 
 import subprocess
@@ -11,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def held_elsewhere(runs: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the runs, until its input ends."""
+    """Start a process that holds the runs until its input ends."""
     program = (
         "import sys; from swiftbatch.jobs.storage.store import Store\n"
         "from swiftbatch.scheduler.runs.folder_lock import hold\n"

@@ -1,5 +1,3 @@
-"""A submitted job file, whose run nobody holds any more."""
-
 from __future__ import annotations
 
 from swiftbatch.scheduler.runs.run_settings import Settings

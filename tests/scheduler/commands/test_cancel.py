@@ -1,5 +1,3 @@
-"""The command `cancel`, with a driver and without one."""
-
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Commands on a line with several choices: it is one line to its user, whatever it is inside."""
+"""Commands treat a line with choices as one line."""
 
 from __future__ import annotations
 

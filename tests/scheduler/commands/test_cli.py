@@ -1,5 +1,3 @@
-"""The command line as a whole: help, speed of start, wrong usage, and what it writes to."""
-
 from __future__ import annotations
 
 import subprocess
@@ -41,7 +39,7 @@ def test_every_command_has_help_with_an_example(path: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("command", ["submit", "nightly", "serve", "resume", "extend"])
 def test_help_is_a_screen_and_a_half_with_each_option_on_a_line_under_a_heading(command: str) -> None:
-    width = 100 - 2  # as click has it on a terminal of 100 columns
+    width = 100 - 2  # click's width on a terminal of 100 columns
     lines = CliRunner().invoke(main, [command, "--help"], terminal_width=width).output.splitlines()
     assert len(lines) <= 80
     options = COMMANDS["swiftbatch", command].params
@@ -75,7 +73,7 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
     imported = {module.split(".")[0] for module in modules}
     assert "swiftbatch.scheduler.cli" in modules
     assert not imported & {"torch", "transformers", "ray", "tokenizers"}
-    assert len(modules) < 700  # some 320 in 0.3 s of a core; torch alone are 1,100, and 5 s
+    assert len(modules) < 700  # about 320 in 0.3 s; torch alone has 1,100 and takes 5 s
 
 
 @pytest.mark.parametrize(

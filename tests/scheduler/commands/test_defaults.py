@@ -1,4 +1,4 @@
-"""A default stands once: with the field that an option sets, or with the option where the field has none."""
+"""Each default has one source, the option's field if it has one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.scheduler.commands.command_parts import COMMANDS
 
 
 def defaults(*models: type) -> dict[str, Any]:
-    """The fields of models with their defaults; those that have none have to be given."""
     found: dict[str, Any] = {}
     for model in models:
         if issubclass(model, BaseModel):

@@ -1,5 +1,3 @@
-"""The command `doctor` on a GPU: a page as it goes, JSON where it is asked for, and an exit code."""
-
 from __future__ import annotations
 
 import json
@@ -36,7 +34,7 @@ def check(name: str, passed: bool) -> Check:
 
 @pytest.fixture(params=[True, False])
 def outcome(request: pytest.FixtureRequest, embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Let the second of two checks pass or fail, on what is taken for a GPU."""
+    """Passes or fails the second of two checks."""
 
     def checked(parts: Parts, report: Callable[[str], None]) -> FirstRun:
         return run_checks(parts, report, [check("machine", True), check("products", request.param)])
@@ -67,7 +65,6 @@ def test_each_check_is_printed_and_the_verdict_is_kept(
 
 
 def known(kernels: CudaKernels) -> Exactness:
-    """The verdict that runs with these kernels find."""
     key = verdict_key(
         locate_model("embedded").fingerprint, "bfloat16", "cuda", 1, hardware_of("cuda"), torch.__version__,
         gpu_doctor.chosen_numerics("cuda", "bfloat16", kernels),

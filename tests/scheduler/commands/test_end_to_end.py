@@ -1,4 +1,4 @@
-"""The promise, through the real command: workers and drivers are killed, and every token is the same."""
+"""Through the real command, workers and drivers are killed, and every token is the same."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ JOBS: list[dict[str, Any]] = [
     },
     {"custom_id": "short", "prompt": "fox", "max_tokens": 40, "ignore_eos": True},
 ]
-OFTEN = ["--checkpoint-seconds", "0.3"]  # so that there is one to resume from early in a job's few seconds
+OFTEN = ["--checkpoint-seconds", "0.3"]  # so that a job of a few seconds has a checkpoint early
 DEADLINE_SECONDS = 240
 
 
@@ -60,7 +60,7 @@ def run_command(*args: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def started(*args: str) -> Iterator[subprocess.Popen[str]]:
-    """A command in a process group of its own, as a shell starts it; its leftovers are ended."""
+    """Start a command in its own process group, and kill leftovers."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process: subprocess.Popen[str] = subprocess.Popen(swiftbatch(*args), start_new_session=True, **pipes)  # type: ignore[call-overload]
     try:
@@ -72,18 +72,17 @@ def started(*args: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def status(run: Path) -> dict[str, Any]:
-    """The output of the command, which runs here: another interpreter would take seconds to start."""
+    """Run `status` in this process, because another interpreter takes seconds to start."""
     return dict(json.loads(CliRunner().invoke(main, ["status", str(run), "--json"]).stdout))
 
 
 def workers(run: Path) -> list[WorkerStatus]:
-    """The workers that the newest heartbeat names; a file is read, since to poll with the command costs a core."""
+    """Return the newest heartbeat's workers from its file, because polling the command costs a core."""
     progress = Run.open(str(run)).progress()
     return [] if progress is None else list(progress.workers)
 
 
 def hold(found: list[WorkerStatus]) -> None:
-    """Stop workers where they are, so that no job ends before one of them is killed."""
     for worker in found:
         os.kill(worker.pid, signal.SIGSTOP)
 
@@ -94,7 +93,6 @@ def bodies(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def outputs(run: Path) -> dict[str, tuple[str, str, int]]:
-    """Text, hash and number of tokens of each result."""
     return {
         custom_id: (
             json.dumps(body["choices"][0].get("text") or body["choices"][0].get("message")),
@@ -118,7 +116,7 @@ def submit_args(jobs_file: str, tiny_model: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(jobs_file: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of the jobs in one session that nothing disturbs, without Ray."""
+    """The results in one undisturbed session without Ray."""
     said = {"model": str(tiny_model), "dtype": "float32", "num_threads": 1}
     run = submit_file(jobs_file, str(tmp_path_factory.mktemp("undisturbed") / "run"), **said).run
     run_all(run, tiny_model, **PLAINLY)
@@ -155,7 +153,7 @@ def test_a_worker_killed_midway_changes_no_token(
     assert 0 < metrics["num_recovered_tokens"] < NUM_TOKENS
 
 
-# test_signals.py ends a run that works in good order each day
+# test_signals.py ends a working run in good order each day
 @pytest.mark.parametrize("is_interrupted", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_driver_and_an_interrupted_one_lose_nothing(
     submit_args: list[str], undisturbed: dict[str, tuple[str, str, int]], tmp_path: Path, is_interrupted: bool
@@ -167,7 +165,7 @@ def test_a_killed_driver_and_an_interrupted_one_lose_nothing(
         process.kill()
         process.wait()
         assert status(run)["state"] == "interrupted"
-        wait_until(lambda: not any(map(is_alive, pids)))  # they don't outlive their driver
+        wait_until(lambda: not any(map(is_alive, pids)))  # they must not outlive their driver
     if is_interrupted:
         interrupt_a_resume(run, pids)
     process_again = run_command("resume", str(run))
@@ -177,7 +175,7 @@ def test_a_killed_driver_and_an_interrupted_one_lose_nothing(
 
 
 def interrupt_a_resume(run: Path, former: list[int]) -> None:
-    """Resume a run, and interrupt the command once it has workers: none of the `former` ones."""
+    """Interrupt the command once it has workers other than `former`."""
     with started("resume", str(run), *OFTEN) as process:
         wait_until(lambda: workers(run) and not set(former) & {worker.pid for worker in workers(run)})
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
@@ -215,7 +213,7 @@ def test_limits_and_a_killed_driver_between_them_change_no_token(
     assert total >= sum(num_tokens for *_, num_tokens in undisturbed.values())
 
 
-@pytest.mark.slow  # test_nightly.py gives the same file again, and a changed one
+@pytest.mark.slow  # test_nightly.py submits the same file again, and a changed one
 def test_the_same_file_again_runs_only_what_is_missing(submit_args: list[str], tmp_path: Path) -> None:
     run, jobs_file = tmp_path / "run", tmp_path / "jobs.jsonl"
     short = {"prompt": "fox", "max_tokens": 20}
@@ -251,7 +249,7 @@ def test_jobs_run_on_a_running_cluster(submit_args: list[str], tmp_path: Path, m
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
     jobs_file = tmp_path / "jobs.jsonl"
     jobs_file.write_text('{"custom_id": "a", "prompt": "fox", "max_tokens": 20}\n')
-    # in a process of its own: Ray reads who may talk to it once per process
+    # in its own process, because Ray reads its access mode once per process
     command = [sys.executable, "-c", CLUSTER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cluster:
         assert cluster.stdout is not None

@@ -1,4 +1,4 @@
-"""`extend` and `prune` as a user types them: what goes on, what does not and why, and what each leaves on the disk."""
+"""`extend` and `prune`: what they do, refuse and leave on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POSITIONS = 4096  # of the tiny model
 
 @pytest.fixture(autouse=True)
 def _without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is unfinished ends at once, at its `max_tokens`."""
+    """Ends all unfinished jobs at their `max_tokens`."""
 
     def finish_all(run: Run, hold: RunLease, queue: JobQueue, *_: object) -> tuple[str, None]:
         records = {record.job_id: record for record in run.jobs()}
@@ -55,7 +55,6 @@ def extend(run: Run, *args: str, code: int = 0) -> str:
 
 
 def lines(run: Run) -> dict[str, int]:
-    """The tokens of each line of the output, in its order."""
     found = [json.loads(line) for line in (run.store.read("output.jsonl") or b"").splitlines()]
     responses = {line["custom_id"]: line["response"] for line in found}
     return {name: response["body"]["usage"]["completion_tokens"] for name, response in responses.items() if response}
@@ -101,7 +100,7 @@ def test_each_job_that_can_t_go_on_is_told_of_with_its_reason_and_the_others_do(
     told = extend(run, "--max-tokens", "25", "b", code=1)
     assert "not extended: job b: --max-tokens: found 25, expected more than the 30 that it may have" in told
     assert "may have 30 tokens already: b\nnothing new to extend" in extend(run, "--max-tokens", "30", "b")
-    told = extend(run, "--max-tokens", "25")  # those that ended by themselves are no fault
+    told = extend(run, "--max-tokens", "25")  # jobs that ended by themselves are no error
     assert "1 job to go on" in told
     assert lines(run) == {"a": 7, "b": 30, "c": 25}
 

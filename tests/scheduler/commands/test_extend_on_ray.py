@@ -1,4 +1,4 @@
-"""`extend` through the real command: its driver is killed midway, and every token is that of one long run."""
+"""`extend` with a killed driver gives the tokens of one long run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ OFTEN = ["--checkpoint-seconds", "0.2"]
 
 
 def made_run(folder: Path, model: Path, max_tokens: int) -> Run:
-    """A run whose jobs have ended at their `max_tokens`, worked on in this process."""
     path = write_jobs(
         folder / f"{max_tokens}.jsonl",
         job("fox", max_tokens, ignore_eos=True),
@@ -38,12 +37,12 @@ def tokens(run: Path) -> dict[str, list[str]]:
 
 
 def recovered(run: Path) -> list[int]:
-    """The tokens that each attempt at job fox but the first has found."""
+    """Return the tokens that each later attempt at job fox recovered."""
     attempts = bodies(run)["fox"]["metrics"]["attempts"]
     return [attempt["resume"]["num_recovered_tokens"] for attempt in attempts[1:]]
 
 
-@pytest.mark.slow  # test_extension.py extends with every engine, and test_end_to_end.py goes on with runs on Ray
+@pytest.mark.slow  # test_extension.py extends with every engine, and test_end_to_end.py resumes on Ray
 def test_the_command_takes_all_jobs_on_from_the_tokens_they_have(tmp_path: Path, tiny_model: Path) -> None:
     folder, single = (Path(made_run(tmp_path, tiny_model, num).store.uri) for num in (FIRST, FIRST + 100))
     with Driver(swiftbatch("extend", str(folder), "--max-tokens", str(FIRST + 100)), os.environ, folder) as driver:

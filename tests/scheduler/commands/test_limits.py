@@ -1,5 +1,3 @@
-"""Commands where a limit is reached before anything has to run: what they say and leave behind."""
-
 from __future__ import annotations
 
 import json
@@ -18,7 +16,6 @@ PAST = "2020-01-01T00:00"
 
 
 def use_up(run: Run, num_tokens: int, worker_seconds: float = 0.0) -> None:
-    """Have a driver behind it that used so much."""
     used = {"num_total_tokens": num_tokens, "worker_seconds": worker_seconds, "reached_limit": "an older one"}
     run.write_progress(current_progress(run).model_copy(update=used))
 
@@ -81,5 +78,5 @@ def test_a_night_leaves_what_reaches_a_limit_to_the_next_one(
     is_over = "--deadline" in limits
     assert ("the deadline has passed: 2 job files are left" in result.stderr) == is_over
     assert ("stopping at --max-total-tokens 50" in result.stdout) == (not is_over)
-    assert (runs / "b.jsonl" / "job-file.json").exists() == (not is_over)  # the limit is that of each run
+    assert (runs / "b.jsonl" / "job-file.json").exists() == (not is_over)  # the limit is per run
     assert not (runs / "a.jsonl" / "job-file.json").exists()

@@ -1,5 +1,3 @@
-"""`submit` with several files, patterns and tables: what is told, kept and refused, and that more files may come."""
-
 from __future__ import annotations
 
 import json
@@ -19,7 +17,6 @@ from tests.scheduler.commands.command_parts import invoke, job, refusal, write_j
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run folder beside some files, in the current folder."""
     monkeypatch.chdir(tmp_path)
     write_jobs(tmp_path / "b.jsonl", job("b1"), "{broken", job("too-long", max_tokens=5000))
     write_jobs(tmp_path / "a.jsonl", job("a1"), job("b1"), job("a2"))
@@ -44,7 +41,7 @@ def test_files_are_one_submission_and_later_files_come_behind(place: str, tiny_m
     assert kept == [("b.jsonl", 2, None), ("b.jsonl", 3, "too-long"), ("a.jsonl", 2, "b1")]
     write_jobs(Path("c.jsonl"), job("c1"), job("a1", max_tokens=21))
     later = submit(["*.jsonl"], place, tiny_model)
-    assert names(later.run) == ["b1", "a1", "a2", "c1"]  # a.jsonl's b1 was refused before, and is the same job
+    assert names(later.run) == ["b1", "a1", "a2", "c1"]  # a.jsonl's b1 was refused before and is the same job
     assert [(reject.file, reject.line_number) for reject in later.rejects] == [
         ("b.jsonl", 1),
         ("b.jsonl", 2),

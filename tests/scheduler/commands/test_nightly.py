@@ -1,4 +1,4 @@
-"""`swiftbatch nightly`: nothing is run twice, what is new is run, and two at once don't get in each other's way."""
+"""`swiftbatch nightly` runs only what is new, and two at once do no harm."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lines(*custom_ids: str, max_tokens: int = 8) -> str:
 
 
 def put(folder: Path, **files: str) -> Path:
-    """Write job files `NAME.jsonl`; '__' in a name stands for '/'."""
+    """Write `NAME.jsonl`; '__' in a name stands for '/'."""
     for name, text in files.items():
         path = folder / f"{name.replace('__', '/')}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,6 @@ def nightly(inbox: Path | str, runs: Path | str, model: Path, *args: str) -> Res
 
 
 def finish(inbox: str, runs: str, path: str, model: Path) -> Run:
-    """Make the run of a job file and give each of its jobs a result, so that no worker is needed."""
     run = submit_file(f"{inbox}/{path}", f"{runs}/{path}", model=str(model)).run
     for record in run.jobs():
         run_parts.finish(run, record, f"text of {record.job.custom_id}", 3)
@@ -61,7 +60,7 @@ def finish(inbox: str, runs: str, path: str, model: Path) -> Run:
 
 
 def traces(runs: Path) -> dict[str, tuple[int, int]]:
-    """Every file of the runs with its inode and time of change: each write of a store makes a new one."""
+    """Return every file's inode and time of change."""
     files = [path for path in runs.rglob("*") if path.is_file() and path.name != file_of("nightly")]
     return {str(path.relative_to(runs)): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
 
@@ -151,7 +150,7 @@ def test_what_is_no_file_in_the_inbox_is_skipped_and_told_and_the_others_are_run
     (inbox / "self.jsonl").symlink_to("self.jsonl")
     (inbox / "b" / "up").symlink_to("..")
     (inbox / "b" / "device.jsonl").symlink_to("/dev/zero")
-    (inbox / "bad.jsonl").symlink_to("/proc/self/mem")  # no one can read its first byte
+    (inbox / "bad.jsonl").symlink_to("/proc/self/mem")  # nobody can read its first byte
     (inbox / "lost+found").symlink_to("nowhere")
     monkeypatch.chdir(inbox)
     with socket.socket(socket.AF_UNIX) as listener:

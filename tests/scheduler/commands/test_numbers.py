@@ -1,5 +1,3 @@
-"""Numbers in options are written with the digits 0 to 9: those of other scripts are refused by every command."""
-
 from __future__ import annotations
 
 import click

@@ -1,5 +1,3 @@
-"""The command `quantize`: what it says, and that its model is one to submit with."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The command `results` and what it writes."""
-
 from __future__ import annotations
 
 import json

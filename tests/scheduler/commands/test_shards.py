@@ -1,5 +1,3 @@
-"""Shards through the commands: asked for with `submit`, gone on with by every other one."""
-
 from __future__ import annotations
 
 import os
@@ -18,7 +16,7 @@ from tests.scheduler.driving import Driver, bodies, swiftbatch
 
 @pytest.fixture
 def sharded(tmp_path: Path, tiny_model: Path, jobs_file: str) -> Run:
-    """A run with three jobs of which none has run, and shards of two rows."""
+    """Three pending jobs, and shards of two rows."""
     settings = Settings({"model": str(tiny_model)}, shards=ShardSettings.parse("jsonl:2"))
     with submission(jobs_file, str(tmp_path / "run"), settings) as submitted:
         return submitted.run

@@ -1,5 +1,3 @@
-"""The command `status` and what it shows of a run; no command takes one of another version."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The commands `submit` and `resume`: what they take in and what they refuse, before anything runs."""
-
 from __future__ import annotations
 
 import os
@@ -60,7 +58,7 @@ def test_help_and_the_pages_say_what_each_engine_drafts_from() -> None:
 def test_a_run_that_was_made_with_a_variant_says_how_it_goes_on(
     tmp_path: Path, tiny_model: Path, jobs_file: str
 ) -> None:
-    place, variant = str(tmp_path / "run"), "token-recycling-static"  # a choice of `submit` in earlier versions
+    place, variant = str(tmp_path / "run"), "token-recycling-static"  # a choice of earlier versions of `submit`
     submit_file(jobs_file, place, model=str(tiny_model), engine="suffix")
     manifest = tmp_path / "run" / "run.json"
     manifest.write_text(manifest.read_text().replace('"suffix"', f'"{variant}"'))

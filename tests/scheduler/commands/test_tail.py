@@ -1,5 +1,3 @@
-"""The command `tail` and what it prints of a job."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -43,7 +41,7 @@ def test_tail_finds_a_running_job_s_tokens_in_its_worker_s_file(run: Run, tiny_m
 
 
 def test_tail_shows_characters_as_soon_as_they_are_sure(run: Run, tiny_model: Path) -> None:
-    """One that can't become whole is U+FFFD; the start of one that may is yet to come."""
+    """A broken character becomes U+FFFD; the start of a possible one is withheld."""
     record, codec = run.jobs()[0], TextCodec(locate_model(str(tiny_model)))
     checkpoints = CheckpointStore.of(run)
     attempt = claim(checkpoints, record.job_id, "w1")

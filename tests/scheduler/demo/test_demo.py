@@ -1,5 +1,3 @@
-"""The demo's parts; `make demo` is the whole."""
-
 from __future__ import annotations
 
 from pathlib import Path

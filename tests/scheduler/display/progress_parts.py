@@ -1,5 +1,3 @@
-"""A heartbeat as a driver would write it, for tests of what users see."""
-
 from __future__ import annotations
 
 from swiftbatch.jobs.run.run_records import Progress, WorkerStatus

@@ -1,5 +1,3 @@
-"""Receivers of messages on this machine: real HTTP servers that answer as a test says, well or badly."""
-
 from __future__ import annotations
 
 import json
@@ -29,8 +27,6 @@ class Request:
 
 @dataclass
 class Inbox:
-    """The requests that a receiver got, those that it did not answer well included."""
-
     url: str = ""
     requests: list[Request] = field(default_factory=list)
     closing: threading.Event = field(default_factory=threading.Event)
@@ -43,8 +39,6 @@ class Inbox:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Keeps the request, then does what the receiver's test says."""
-
     inbox: Inbox
     answer: Callable[[Handler, int], None]
 
@@ -62,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def receiver(answer: Callable[[Any, int], None], tls: ssl.SSLContext | None = None) -> Iterator[Inbox]:
-    """A receiver that calls `answer` with each request's handler and its number, from 1; with `tls` over https."""
+    """Call `answer` with each request's handler and number, from 1; `tls` means https."""
     inbox = Inbox()
     handler = type("OneHandler", (Handler,), {"inbox": inbox, "answer": staticmethod(answer)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -83,7 +77,7 @@ def receiver(answer: Callable[[Any, int], None], tls: ssl.SSLContext | None = No
 
 
 def status(*codes: int) -> Callable[[Any, int], None]:
-    """Answer with these status codes in turn, and with the last one from then on."""
+    """Answer with these status codes in turn, then with the last one."""
 
     def answer(handler: Any, number: int) -> None:
         handler.send_response(codes[min(number, len(codes)) - 1])
@@ -94,19 +88,18 @@ def status(*codes: int) -> Callable[[Any, int], None]:
 
 
 def silence(handler: Any, number: int) -> None:
-    """Never answer."""
     handler.inbox.closing.wait(60)
 
 
 def slow_head(handler: Any, number: int) -> None:
-    """Send the head of an answer without end, a byte at a time."""
+    """Send an endless head, a byte at a time."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
     while not handler.inbox.closing.wait(0.05):
         handler.wfile.write(b"x")
 
 
 def slow_body(handler: Any, number: int) -> None:
-    """Answer well, with a body without end."""
+    """Answer well, with an endless body."""
     handler.send_response(200)
     handler.end_headers()
     while not handler.inbox.closing.wait(0.05):

@@ -1,5 +1,3 @@
-"""A command in a pseudo-terminal, and the screen that its user sees."""
-
 from __future__ import annotations
 
 import fcntl
@@ -20,7 +18,7 @@ UNWANTED = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE")
 
 
 class Terminal:
-    """Runs a command on a screen of a given size; as a context it ends the command with it."""
+    """A command on a screen; the context ends it."""
 
     def __init__(self, command: Sequence[str], columns: int, num_lines: int, kind: str = "xterm-256color") -> None:
         self.screen = pyte.Screen(columns, num_lines)
@@ -44,22 +42,19 @@ class Terminal:
         print("\n".join(self.lines()))
 
     def close(self) -> None:
-        """Close the window, as a user does."""
         if self._master >= 0:
             os.close(self._master)
             self._master = -1
 
     def resize(self, columns: int, num_lines: int) -> None:
-        """Resize the window, as a user does who drags its corner."""
         self.screen.resize(num_lines, columns)
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", num_lines, columns, 0, 0))
 
     def lines(self) -> list[str]:
-        """Return the lines of the screen, without the blanks at the end of each."""
         return [line.rstrip() for line in self.screen.display]
 
     def wait_for(self, condition: Callable[[str], object]) -> list[str]:
-        """The screen as soon as the condition holds for its text."""
+        """Return the screen's text once the condition holds."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not condition("\n".join(self.lines())):
             assert time.monotonic() < deadline, "waited in vain"
@@ -67,18 +62,16 @@ class Terminal:
         return self.lines()
 
     def wait(self) -> int:
-        """Read to the command's end; returns its exit code."""
         while self._read():
             pass
         return self.process.wait(DEADLINE_SECONDS)
 
     def _read(self) -> bool:
-        """Show what the command has written meanwhile; False when it has ended."""
         if not select.select([self._master], [], [], 0.1)[0]:
             return True
         try:
             data = os.read(self._master, 65536)
-        except OSError:  # nobody has the other end any more
+        except OSError:  # the other end is closed
             return False
         self._stream.feed(data)
         return bool(data)

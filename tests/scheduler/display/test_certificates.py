@@ -1,4 +1,4 @@
-"""A receiver over https is believed by its certificate, and one that is not believed gets nothing."""
+"""An https receiver must have a valid certificate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ SECONDS = 60.0
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
-    """A file with the key and the certificate of 127.0.0.1, signed by itself."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "receiver")])
     now = datetime.datetime.now(datetime.UTC)

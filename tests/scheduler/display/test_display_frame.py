@@ -1,5 +1,3 @@
-"""The picture of a run on a terminal: what is in it, and that it fits."""
-
 from __future__ import annotations
 
 import io
@@ -71,7 +69,7 @@ def test_a_terminal_keeps_notes_above_one_picture() -> None:
         shown.note(JobCancelled("b"))
     shown.note(WorkerReady("w2", "h", 1))
     text = output.getvalue()
-    assert "[bold]its process ended" + " again" * 40 + "\n" in text  # a line to copy is not broken
+    assert "[bold]its process ended" + " again" * 40 + "\n" in text  # a line to copy is not wrapped
     assert text.index("w1 is ready") < text.index("tokens/s") < text.rindex("w2 is ready")
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert errors.getvalue() == "job a is given up\n"

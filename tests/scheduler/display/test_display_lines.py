@@ -1,4 +1,4 @@
-"""The output of `submit` without a terminal: plain lines, one line with `--quiet`, objects with `--json`."""
+"""`submit` without a terminal: plain lines, `--quiet`, `--json`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ HOSTILE = "the\x1b[2Jsecond\nrun finished; jobs: all"
 
 @dataclass(frozen=True)
 class Written:
-    """The output of a command and how it ended."""
-
     exit_code: int
     stdout: str
     stderr: str
@@ -35,8 +33,7 @@ class Written:
 
 @contextmanager
 def started(*args: str) -> Iterator[subprocess.Popen[str]]:
-    """A command that is ended with the context."""
-    # as some build servers set it: colours are for terminals all the same
+    # as on some build servers; colours are still for terminals only
     environment = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color"}
     pipe = subprocess.PIPE
     with subprocess.Popen(swiftbatch(*args), stdout=pipe, stderr=pipe, text=True, env=environment) as process:
@@ -66,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(tiny_model: Path, folder: Path) -> dict[str, Written]:
-    """The output of three submissions: to a pipe, to a program, and a quiet one of what is done by then."""
+    """The output of three submissions: to a pipe, to a program, and a quiet one."""
     model = ["--model", str(tiny_model), "--threads", "1", "--dtype", "float32"]
     command = ["submit", str(folder / "jobs.jsonl"), *model, "--run"]
     found = {"json": without_ray(*command, str(folder / "json"), "--json")}
@@ -77,7 +74,7 @@ def written(tiny_model: Path, folder: Path) -> dict[str, Written]:
 
 
 def without_ray(*args: str) -> Written:
-    """A command in this process, with workers that do nothing but write results: events come from the driver alone."""
+    """Run commands with workers that only write results, so that the driver makes all events."""
     with idle_workers():
         ended = CliRunner().invoke(main, args)
     return Written(ended.exit_code, ended.stdout, ended.stderr)

@@ -1,4 +1,4 @@
-"""`submit` and `status --watch` on a terminal: real commands on pseudo-terminals, a worker is killed."""
+"""`submit` and `status --watch` on pseudo-terminals, with a killed worker."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ NUM_LINES = 40
 
 @dataclass(frozen=True)
 class Seen:
-    """The screens of one run, and how its command and its watcher ended."""
-
     run: Path
     narrow: list[str]  # 80 columns, both jobs running
     wide: list[str]  # 140 columns, a moment later
     last: list[str]  # after the command's end
     exit_code: int
-    is_cursor_hidden: bool  # while it draws: a killed process could not bring it back
-    watched: list[str]  # `status --watch` in 80 columns after its end
+    is_cursor_hidden: bool  # while it draws, because a killed process could not show it again
+    watched: list[str]  # `status --watch` in 80 columns after the end
     watch_code: int
     watch_json: list[str]
 
@@ -61,7 +59,7 @@ def seen(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def _with_more_positions(model: Path, copy: Path) -> Path:
-    """A copy of a model that takes jobs of several seconds, however fast the machine is."""
+    """Copy a model with more positions, for jobs of several seconds."""
     shutil.copytree(model, copy)
     config = copy / "config.json"
     config.write_text(config.read_text().replace('"max_position_embeddings": 4096', '"max_position_embeddings": 16384'))
@@ -90,7 +88,7 @@ def test_80_columns_show_the_run_its_workers_and_their_jobs(seen: Seen) -> None:
     assert figures[1].startswith("tokens ")
     assert figures[1].endswith("of up to 10,000")
     assert figures[2] == "jobs   2 running; 1 line rejected"
-    assert " tokens/step" in figures[3]  # and the share of chains, where some were drawn
+    assert " tokens/step" in figures[3]  # with the share of chains, if any
     assert figures[4].startswith("safety checkpoint ")
     assert figures[5].startswith("w1 on ")
     assert "2 jobs, " in figures[5]

@@ -1,5 +1,3 @@
-"""The progress that a user sees while a run goes on: lines and objects, without a run."""
-
 from __future__ import annotations
 
 import io

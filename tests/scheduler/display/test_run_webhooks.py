@@ -1,4 +1,4 @@
-"""Webhooks of commands: a run's end, its jobs' ends if asked, no secrets; and what is told of a dead receiver."""
+"""Webhooks of commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run without jobs: to go on with it ends at once, without Ray."""
+    """Has no jobs, so it ends at once without Ray."""
     monkeypatch.setenv("SWIFTBATCH_WEBHOOK_SECRET", SECRET)
     return make_run(tmp_path / "run", {})
 
@@ -92,7 +92,7 @@ def test_each_end_of_a_job_is_posted_where_asked_for(run: Run) -> None:
 
 
 def stop(target: Receiver, is_opened: bool) -> None:
-    """Fail like a command whose run has to stop, or which is refused before it has one."""
+    """Fail before or after the run is opened."""
     with posting(RecordingDisplay(), target, True) as display:
         if is_opened:
             display.note(OPENED)

@@ -1,5 +1,3 @@
-"""Messages against real servers on this machine: taken, tried again, given up, and never waited for beyond a bound."""
-
 from __future__ import annotations
 
 import base64
@@ -149,7 +147,7 @@ def test_a_receiver_that_hangs_is_waited_for_within_the_bound(
     target, started = Receiver.parse("http://127.0.0.1:9/", SECRET), clock.now
     sender = WebhookSender(target)
     sender.finish(END, 12)
-    assert tries == pytest.approx([5.0, 5.0, 1.9])  # no try takes all of the time
+    assert tries == pytest.approx([5.0, 5.0, 1.9])  # no attempt takes all the time
     assert clock.now - started == pytest.approx(12)
     assert sender.failure == "no answer within 5.0 s"
     assert target.patience == pytest.approx(PATIENCE_SECONDS - 12)
@@ -183,7 +181,7 @@ def test_a_last_message_overtakes_those_that_wait_for_a_server_in_trouble() -> N
         sender = WebhookSender(Receiver.parse(inbox.url, SECRET))
         for number in range(50):
             sender.put(WebhookMessage("job.ended", {"number": number}))
-        inbox.wait_for(2)  # the first job's message is being tried again and again
+        inbox.wait_for(2)  # the first job's message is still being retried
         sender.finish(END, 60)
         told = list(dict.fromkeys(request.headers["webhook-id"] for request in inbox.requests))
     assert len(told) == 51
@@ -200,10 +198,11 @@ def test_what_a_slow_receiver_does_not_take_in_time_is_told_of() -> None:
         sender = WebhookSender(Receiver.parse(inbox.url, SECRET))
         for number in range(50):
             sender.put(WebhookMessage("job.ended", {"number": number}))
-        sender.finish(END, 5.0)  # for all it would take 25
+        sender.finish(END, 5.0)  # all of it would take 25
         assert END.id in {request.headers["webhook-id"] for request in inbox.requests}
     assert sender.failure is not None
-    ways = r"it was too slow for the last \d+|no answer within 0\.\d s|it took no message.*"  # how busy a machine is
+    # depends on the machine's load
+    ways = r"it was too slow for the last \d+|no answer within 0\.\d s|it took no message.*"
     assert re.fullmatch(ways, sender.failure)
 
 

@@ -1,5 +1,3 @@
-"""`status --watch` follows a run by its folder alone, cheaply, for as long as a driver may be at work."""
-
 from __future__ import annotations
 
 import os
@@ -34,7 +32,6 @@ def run(tmp_path: Path) -> Run:
 
 
 def beat(run: Run, **changes: object) -> Progress:
-    """Write what a driver in this process would."""
     alive = {"state": "running", "updated": time.time(), "driver_host": socket.gethostname(), "driver_pid": os.getpid()}
     progress = current_progress(run).model_copy(update=alive | changes)
     run.write_progress(progress)
@@ -42,7 +39,7 @@ def beat(run: Run, **changes: object) -> Progress:
 
 
 def watched(run: Run, acts: list[Callable[[], object]]) -> tuple[Progress, RecordingDisplay]:
-    """Watch a run while `acts` happen, one after the other, each after a beat that was shown."""
+    """Watch a run while `acts` happen, each after a shown heartbeat."""
     display, remaining = RecordingDisplay(), iter(acts)
     display.on_update = lambda progress: next(remaining, lambda: None)()
     return watch(run, display), display
@@ -120,8 +117,8 @@ def test_each_look_reads_one_small_file(run: Run, monkeypatch: pytest.MonkeyPatc
     _, display = watched(run, [lambda: None] * 5 + [lambda: beat(run, state="finished")])
     assert len(display.updates) == 7
     beats = [path for path in read if path == "progress.json"]
-    assert len(beats) < len(display.updates) + 4  # a few more at begin and end
-    assert len(read) - len(beats) < 5  # once, when no driver is at work any more
+    assert len(beats) < len(display.updates) + 4  # a few more at the beginning and end
+    assert len(read) - len(beats) < 5  # once, when no driver works any more
 
 
 def test_a_terminal_that_can_not_redraw_gets_lines(run: Run) -> None:

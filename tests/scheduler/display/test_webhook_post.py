@@ -1,5 +1,3 @@
-"""Addresses and secrets of webhooks: which are taken, and that neither is ever shown."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""One embedded Ray for all tests of this folder: it takes seconds to start and to end."""
+"""One embedded Ray for this folder, because it takes seconds to start."""
 
 from __future__ import annotations
 

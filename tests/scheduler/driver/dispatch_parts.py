@@ -1,6 +1,6 @@
-"""A driver with workers in its own process that do nothing but write results, and how much it does.
+"""A driver with in-process workers that only write results.
 
-The driver, its fleet and the run folder are the real ones. Left out are Ray, and the wait for the disk.
+Driver, fleet and run folder are real; Ray and disk waits are left out.
 """
 
 from __future__ import annotations
@@ -33,20 +33,16 @@ from tests.scheduler.driver.driver_parts import RecordingDisplay, make_driver, m
 from tests.work_counts import Work, counted_calls
 
 NUM_WORKERS, NUM_SLOTS = 4, 4
-WINDOW = 50  # slices: the quietest so many tell what a job costs, others have a heartbeat
+WINDOW = 50  # slices: the cheapest stretch without a heartbeat shows a job's cost
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Stands for a reference to an answer: it is there at once."""
-
     value: object
 
 
 @dataclass
 class Method:
-    """Called as a method of a Ray actor is."""
-
     function: Callable[..., object]
 
     def remote(self, *args: object) -> Answer:
@@ -55,8 +51,6 @@ class Method:
 
 @dataclass
 class Dispatched:
-    """A run that goes through the driver, and what the driver itself does, workers and test left out."""
-
     run: Run
     num_jobs: int
     num_handed_out: int = 0
@@ -67,7 +61,7 @@ class Dispatched:
     status: dict[str, Any] = field(default_factory=dict)
 
     def calls_per_job(self) -> float:
-        """Return calls per job in the quietest stretch, without a heartbeat, while at least half of the jobs wait."""
+        """Return the cheapest stretch while at least half of the jobs wait."""
         half = self.course[: len(self.course) // 2]
         return min((end - start) / (m - n) for (n, start), (m, end) in zip(half, half[WINDOW:], strict=False))
 
@@ -80,22 +74,18 @@ class Dispatched:
 
     @contextmanager
     def slice(self) -> Iterator[None]:
-        """A worker runs inside the block."""
         before = self.total.num_calls
         self.course.append((self.num_handed_out, before - self.others.num_calls))
         yield
         self.others.num_calls += self.total.num_calls - before
 
     def count(self) -> None:
-        """One more job has reached a worker."""
         self.num_handed_out += 1
         if self.num_handed_out == self.num_jobs // 2:
             self.num_status_calls, self.status = ask_status(self.run)
 
 
 class NoOpWorker:
-    """Finishes every job in the slice in which it gets it."""
-
     def __init__(self, dispatched: Dispatched) -> None:
         self._dispatched = dispatched
         info = WorkerInfo("here", os.getpid(), None, node_id="node", numerics="", num_free_positions=1_000_000)
@@ -105,7 +95,7 @@ class NoOpWorker:
         with self._dispatched.slice():
             results = [self._result(assignment.record) for assignment in orders.assignments]
             if results:
-                run = Run.open(self._dispatched.run.store.uri)  # the driver's remembers nothing of it
+                run = Run.open(self._dispatched.run.store.uri)  # a new object, so that the driver's caches stay unused
                 run.write_segment(results[0].job_id, results)
             jobs = [(assignment.job_id, assignment.record.job.sampling.max_tokens) for assignment in orders.assignments]
             finished = [JobOutcome("finished", *job) for job in jobs]
@@ -129,7 +119,7 @@ class NoOpWorker:
 
 @contextmanager
 def idle_workers() -> Iterator[None]:
-    """Have commands in this process start no Ray, and workers that do nothing but write results."""
+    """Make commands start no Ray, and workers that only write results."""
     cluster = SimpleNamespace(
         is_embedded=True, num_cpus_per_worker=lambda: 1, num_gpus_per_worker=lambda device: 0, watch=None
     )
@@ -147,20 +137,20 @@ def idle_workers() -> Iterator[None]:
 
 
 def ask_status(run: Run) -> tuple[int, dict[str, Any]]:
-    """Calls that `swiftbatch status` makes, and its answer."""
+    """Return the calls of `swiftbatch status` and its answer."""
     with counted_calls() as work:
         result = CliRunner().invoke(main, ["status", run.store.uri, "--json"])
     return work.num_calls, json.loads(result.stdout)
 
 
 def with_driver(folder: Path, num_jobs: int, patch: pytest.MonkeyPatch) -> tuple[Dispatched, Driver]:
-    """A run and the driver for it, which has read the run folder already."""
+    """Yield a run and its loaded driver."""
     dispatched = Dispatched(make_run(folder, {f"job-{i}": 8 + i % 50 for i in range(num_jobs)}), num_jobs)
     patch.setattr(ray_actors, "create_actor", lambda *_, **__: NoOpWorker(dispatched))
     patch.setattr(ray_actors, "wait", lambda calls, seconds: calls)
     patch.setattr(ray_actors, "answer", lambda call: call.value)
     patch.setattr(ray_actors, "kill", lambda actor: None)
-    patch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time, not the driver's
+    patch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time is not the driver's
     cluster: Any = SimpleNamespace(
         is_embedded=True, num_cpus_per_worker=lambda: 1, num_gpus_per_worker=lambda device: 0, watch=None
     )

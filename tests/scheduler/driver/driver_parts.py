@@ -1,5 +1,3 @@
-"""A run of counting jobs, a driver for it, and what came out."""
-
 from __future__ import annotations
 
 import time
@@ -38,7 +36,7 @@ COUNTING = "tests.worker.session.counting_session"  # a session that counts inst
 
 
 class RecordingDisplay:
-    """Keeps what the driver shows, and may act on it."""
+    """Records what the driver shows, and may act on it."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -55,7 +53,7 @@ class RecordingDisplay:
 
 @contextmanager
 def counting_cluster() -> Iterator[Cluster]:
-    """An embedded Ray whose workers find the counting session."""
+    """Start an embedded Ray whose workers find the counting session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
         with connect(None, num_workers=2) as cluster:
@@ -63,7 +61,7 @@ def counting_cluster() -> Iterator[Cluster]:
 
 
 def make_run(folder: Path, jobs: dict[str, int], seed: int = SEED, prompts: Mapping[str, int] = {}) -> Run:
-    """A run with jobs given as custom_id: max_tokens; `prompts` are those of more than a token."""
+    """`jobs` is custom_id: max_tokens; `prompts` are the longer ones."""
     manifest = RunManifest(
         run_id="run",
         created=time.time(),
@@ -88,7 +86,7 @@ def make_run(folder: Path, jobs: dict[str, int], seed: int = SEED, prompts: Mapp
         job = Job(custom_id=custom_id, url="/v1/completions", prompt="count", sampling=sampling)
         records.append(JobRecord(job.job_id("f"), job, line_number, prompts.get(custom_id, 1)))
     run.add_jobs(records)
-    run.write_rejects([])  # as a submit does behind its jobs: without, a run that has none is one that was cut short
+    run.write_rejects([])  # written after the jobs, as `submit` does: without it the submission counts as cut short
     return run
 
 
@@ -122,7 +120,7 @@ def make_context(
 
 
 def last_beat_of_a_stopped(driver: Driver, run: Run, display: RecordingDisplay) -> Progress:
-    """The last beat of a driver that is asked to stop behind a hundred tokens."""
+    """Stop the driver after a hundred tokens."""
     display.on_update = lambda progress: driver.request_stop() if progress.num_generated_tokens > 100 else None
     assert driver.run() == "interrupted"
     progress = run.progress()
@@ -170,13 +168,11 @@ def token_hash(run: Run, custom_id: str) -> str:
 
 
 def undisturbed_hash(num_tokens: int) -> str:
-    """The hash of as many tokens as the counting session makes of the usual seed where nothing disturbs it."""
     positions = np.arange(num_tokens, dtype=np.uint32)
     return tokens_sha256(SEED + positions + positions % TOKENS_PER_SLICE)
 
 
 def assert_undisturbed(run: Run, jobs: Mapping[str, int]) -> None:
-    """Each job's result has the tokens that it would have had without any loss."""
     assert {name: token_hash(run, name) for name in jobs} == {
         name: undisturbed_hash(max_tokens) for name, max_tokens in jobs.items()
     }

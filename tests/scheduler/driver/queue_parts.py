@@ -1,5 +1,3 @@
-"""Jobs that wait in arrays, as a driver has them that has just read its run."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

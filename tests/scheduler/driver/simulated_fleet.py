@@ -1,6 +1,6 @@
-"""Workers that only count, in a time of their own: what the driver's dispatch makes of memory and of the end of a run.
+"""Counting workers in simulated time.
 
-The queue, its dispatch and the intake of reports are the real ones, and so is the choice of jobs that have to leave.
+Queue, dispatch, intake of reports and choice of evicted jobs are real.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orde
 from tests.jobs.run.run_parts import write_result
 from tests.scheduler.driver.driver_parts import make_context, make_run
 
-SLICE = 0.5  # seconds of a worker between two reports
+SLICE = 0.5  # seconds between two reports of a worker
 
 
 @dataclass(frozen=True)
 class StepModel:
-    """Seconds of a step that gives each of a worker's jobs a token."""
+    """Seconds of a step that gives each job a token."""
 
     base: float
     per_job: float
@@ -45,8 +45,6 @@ class StepModel:
 
 @dataclass(frozen=True)
 class SimulatedSequence:
-    """The lengths of a sequence."""
-
     num_prompt_tokens: int
     num_generated_tokens: int
 
@@ -56,7 +54,7 @@ class SimulatedSequence:
 
 @dataclass(eq=False)
 class SimulatedJob:
-    """Stands for a `RunningJob`: its assignment, and a sequence that has a length."""
+    """Its sequence only has a length."""
 
     assignment: Assignment
     num_tokens: int
@@ -72,16 +70,16 @@ class SimulatedJob:
 
 @dataclass(eq=False)
 class SimulatedWorker:
-    """A worker's jobs; each slice it advances them, and hands back those that its memory does not hold."""
+    """Advances its jobs and returns those that exceed its memory."""
 
     run: Run
-    lengths: Mapping[str, int]  # the jobs' tokens by names
+    lengths: Mapping[str, int]  # final tokens by name
     step: StepModel
     jobs: dict[str, SimulatedJob] = field(default_factory=dict)
     reserve: Backlog = field(default_factory=Backlog)
-    tokens: dict[str, int] = field(default_factory=dict)  # of jobs that it had, as checkpoints have them
+    tokens: dict[str, int] = field(default_factory=dict)  # tokens of earlier jobs, as in checkpoints
     most_pages: int = 0  # in use at any time
-    seconds_left: float = 0.0  # of a step that the last slice began
+    seconds_left: float = 0.0  # of a step begun in the last slice
 
     def work(self, orders: Orders, tokens: dict[str, int]) -> WorkReport:
         report = WorkReport([JobOutcome("unbegun", job_id) for job_id in self.reserve.follow(orders)])
@@ -143,8 +141,6 @@ class SimulatedWorker:
 
 
 class SimulatedRun:
-    """A run on workers of one kind, each on a machine of its own."""
-
     def __init__(
         self,
         folder: Path,
@@ -156,7 +152,7 @@ class SimulatedRun:
         step: StepModel,
         prompts: Mapping[str, int] = {},
     ) -> None:
-        """`limits` are `max_tokens` of jobs by their names, `lengths` the tokens at which they end."""
+        """`limits` are `max_tokens` by job name, `lengths` the tokens at which they end."""
         self.run = make_run(folder, dict(limits), prompts=prompts)
         self.workers = {f"w{i}": SimulatedWorker(self.run, lengths, step) for i in range(num_workers)}
         self.speed, self.pace = Speed(0.0), StepPace()
@@ -177,7 +173,6 @@ class SimulatedRun:
         self._intake = ReportIntake(context, AttemptSettlement(context))
 
     def to_the_end(self) -> float:
-        """Run all jobs; returns the seconds that it took."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", lambda descriptor: None)  # the disk's time
             return self._to_the_end()
@@ -207,8 +202,6 @@ class SimulatedRun:
 
 
 class _Fleet:
-    """A fleet as the dispatch sees it."""
-
     def __init__(self, run: SimulatedRun) -> None:
         self._run, self.speed, self.pace = run, run.speed, run.pace
 

@@ -1,4 +1,4 @@
-"""No two attempts at a job have one number, and each is counted, whatever is killed; the loop waits for no file."""
+"""Attempt numbers are unique and counted under any kill."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def store(tmp_path: Path) -> Store:
 
 
 def kept(attempts: Attempts) -> None:
-    """Have the counts written as with a beat, and wait for that."""
     attempts.keep()
     attempts._pool.submit(lambda: None).result(SECONDS)
 
@@ -34,7 +33,7 @@ def test_drivers_give_no_number_twice_and_a_later_one_gives_greater_ones(store: 
 
 
 def test_files_of_a_later_epoch_from_elsewhere_give_no_number_twice(store: Store) -> None:
-    """The run's `drivers/` are gone, and with them its epochs; the first driver's worker goes on meanwhile."""
+    """The run's `drivers/` was deleted, and the first driver's worker continues meanwhile."""
     there = [9_000_003]
     numbers = []
     for epoch in (1, 2, 3):
@@ -42,7 +41,7 @@ def test_files_of_a_later_epoch_from_elsewhere_give_no_number_twice(store: Store
         attempts.note_found("job", there)
         numbers += [attempts.begin("job")[0], attempts.begin("job")[0]]
         if epoch == 2:
-            there = [9_000_003, numbers[-1]]  # the first driver's have left no file
+            there = [9_000_003, numbers[-1]]  # the first driver's left no file
     assert [*there[:1], *numbers] == sorted({*there[:1], *numbers})
 
 
@@ -54,7 +53,7 @@ def test_attempts_that_leave_no_file_are_counted_over_drivers(store: Store) -> N
     second = Attempts.read(store, 2)
     assert second.begin("kills") == (2_000_001, 3)
     assert list(second.counted()) == ["kills"]
-    assert Attempts.read(store, 3).count("kills") == 2  # the second driver was killed before it wrote anything
+    assert Attempts.read(store, 3).count("kills") == 2  # the second driver was killed before any write
     kept(second)
     assert store.list(FOLDER) == ["0002.json"]
     assert Attempts.read(store, 3).count("kills") == 3
@@ -134,7 +133,7 @@ def test_a_store_that_fails_for_good_stops_the_loop(store: Store, monkeypatch: p
 
 
 def test_a_job_that_is_tried_again_gets_all_its_attempts_wherever_its_driver_died(store: Store) -> None:
-    """The driver was killed between the job's error and its next beat."""
+    """The driver was killed between the job's error and its next heartbeat."""
     killed = Attempts(store, 1, {})
     for job_id in ("failed", "other"):
         killed.begin(job_id)

@@ -1,4 +1,4 @@
-"""Thousands of small jobs through one driver: each is as much work as among hundreds, and `status` stays quick."""
+"""A job costs a driver as much among thousands as among hundreds."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.work_counts import counted_calls
 pytestmark = pytest.mark.ray
 
 FEW, MANY = 500, 1_500
-NUM_WAITING = 600  # jobs whose memory is looked at
-MOST_CALLS_PER_JOB = 20  # to count those that have ended in a folder: twice what is needed
-BYTES_PER_DONE_JOB = 500  # its id, and the place of its result: the output is written by them at the end
-BYTES_OF_LENGTHS = 300_000  # of the tables of lengths to expect, however many jobs there are
-CALLS_FOR_A_LOOK = 4  # at a job, at the least; a heartbeat that was written meanwhile takes 800 in all
-SAME = 1.5  # work for a job among many against among few: a look at every job makes it almost 3
+NUM_WAITING = 600  # jobs whose memory is measured
+MOST_CALLS_PER_JOB = 20  # twice what is needed, to count ended jobs in a folder
+BYTES_PER_DONE_JOB = 500  # its id and its result's place, to write the output
+BYTES_OF_LENGTHS = 300_000  # tables of expected lengths, for any number of jobs
+CALLS_FOR_A_LOOK = 4  # least calls per job; a heartbeat meanwhile takes 800 in all
+SAME = 1.5  # cost among many over cost among few; visiting every job makes it almost 3
 
 
 @pytest.fixture(scope="module")
 def few_and_many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Dispatched, Dispatched]]:
     with pytest.MonkeyPatch.context() as patch:
-        dispatch(tmp_path_factory.mktemp("first"), FEW, patch)  # imports, and the first use of everything
+        dispatch(tmp_path_factory.mktemp("first"), FEW, patch)  # imports and first uses
         few = dispatch(tmp_path_factory.mktemp("few"), FEW, patch)
         yield few, dispatch(tmp_path_factory.mktemp("many"), MANY, patch)
 
@@ -41,7 +41,7 @@ def test_a_job_is_as_much_work_for_the_driver_among_many_as_among_few(
 
 
 def own_bytes() -> int:
-    """Return the bytes that lines of swiftbatch itself have allocated and still hold, as traced."""
+    """Return the bytes held by lines of swiftbatch."""
     gc.collect()
     own = [tracemalloc.Filter(True, f"{ROOT}/swiftbatch/*")]
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(own).traces)

@@ -1,4 +1,4 @@
-"""The driver on a real Ray: jobs go out, workers are killed, and every result is there once and the same."""
+"""The driver on a real Ray whose workers are killed."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_model_that_a_worker_refuses_ends_the_run_at_the_first_one_in_one_line
         make_driver(run, cluster, display, session="RefusingSession").run()
     assert sum("is lost" in note for note in display.notes) <= 2  # both started at once
     assert current_progress(run).jobs["pending"] == 1
-    time.sleep(1.0)  # what Ray would print of a worker that nobody waits for
+    time.sleep(1.0)  # Ray would print a lost worker that nobody waits for
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -184,7 +184,7 @@ def test_a_worker_with_another_model_ends_the_run_though_others_have_the_right_o
     display.on_update = kill_the_first
     with pytest.raises(DriverError, match=r"^model counting: its weights are not the file that was expected$"):
         make_driver(run, cluster, display, workers=1, session="OtherModelSession").run()
-    assert sum("is lost" in note for note in display.notes) == 2  # the one that was killed, and the one in its place
+    assert sum("is lost" in note for note in display.notes) == 2  # the killed one, and its replacement
     assert current_progress(run).jobs["pending"] == 1
 
 

@@ -1,5 +1,3 @@
-"""The driver's heartbeat: what it says of a run, and what is made of one that has stopped."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""The lengths that jobs are expected to have, by what has ended in the run."""
-
 from __future__ import annotations
 
 import random
@@ -34,7 +32,7 @@ def test_jobs_that_reached_their_limits_let_others_of_any_limit_be_expected_to()
 
 @pytest.mark.parametrize("num_tokens", [0, 500, 2000])
 def test_jobs_that_still_run_do_not_let_others_look_short(num_tokens: int) -> None:
-    """Jobs that have ended by now are the short ones of a batch that began together."""
+    """Jobs that have ended by now are the short ones of their batch."""
     rng = random.Random(0)
     lengths, now = [min(LIMIT, int(rng.expovariate(1 / 3000)) + 1) for _ in range(4000)], 2500
     known = LengthStatistics()
@@ -45,7 +43,7 @@ def test_jobs_that_still_run_do_not_let_others_look_short(num_tokens: int) -> No
     law = fmean(min(num_tokens + rng.expovariate(1 / 3000), now) for _ in range(4000))
     expected = known.forecast(RunningLengths.of(running)).final_tokens(PROMPT, num_tokens, LIMIT)
     true_mean = fmean(length for length in lengths if length > num_tokens)
-    assert law < true_mean < expected <= LIMIT  # nobody has seen what comes behind `now`: up to the limit, for all
+    assert law < true_mean < expected <= LIMIT  # nothing is known beyond `now`, so it expects up to the limit
 
 
 def test_a_job_never_is_expected_to_end_before_now_or_behind_its_limit() -> None:

@@ -1,4 +1,4 @@
-"""Workers that do not start are started anew a number of times, by the reason why; what nodes do is no reason."""
+"""Failed starts of workers are retried by reason; lost nodes do not count."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_workers_that_die_while_they_start_together_count_as_one_try_and_those_t
     answers = failing(monkeypatch, ray_actors._explain(error))
     with pytest.raises(DriverError, match="no worker starts, 3 tries"):
         driver.run()
-    assert len(answers) == num_waves * NUM_WORKERS  # a node that dies takes all of them along
+    assert len(answers) == num_waves * NUM_WORKERS  # a dying node takes all of them along
 
 
 def test_workers_whose_node_goes_while_they_start_are_started_as_often_as_that_happens(
@@ -58,7 +58,7 @@ def test_workers_whose_node_goes_while_they_start_are_started_as_often_as_that_h
 
 
 def failing(patch: pytest.MonkeyPatch, why: tuple[str, str], num_failing: int = 1000) -> list[object]:
-    """The calls to workers, of which so many fail first; they come without a pause."""
+    """Make calls to workers fail the first `num_failing` times, without pauses."""
     answers: list[object] = []
     answer = ray_actors.answer
 

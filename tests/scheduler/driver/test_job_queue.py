@@ -1,5 +1,3 @@
-"""The queue: which job is taken next, what a lost attempt costs it, and totals that add up whatever happens."""
-
 from __future__ import annotations
 
 import random
@@ -27,7 +25,6 @@ def held(queue: JobQueue, worker_id: str) -> list[str]:
 
 
 def give_other(queue: JobQueue, worker_id: str, now: float) -> None:
-    """Let a worker have a job, so that the next one it takes has a neighbour."""
     queue.add(entry("other", 1000))
     assert take(queue, worker_id, now) == "other"
 
@@ -52,7 +49,7 @@ def test_jobs_like_those_that_ended_soon_are_taken_last_once_enough_have_ended()
     assert 0 < queue.num_expected_left < queue.num_tokens_left
 
 
-KINDS = {"story": 20, "classified": 900}  # and the tokens of their prompts
+KINDS = {"story": 20, "classified": 900}  # with the tokens of their prompts
 
 
 def test_the_lowest_priority_is_taken_before_any_longer_job_also_after_it_was_put_back() -> None:
@@ -61,7 +58,7 @@ def test_the_lowest_priority_is_taken_before_any_longer_job_also_after_it_was_pu
         [("later", 900, 7), ("longest", 500, 0), ("plain", 50, 0), ("soon", 10, -1), ("first", 20, -(2**63))], start=1
     ):
         queue.add(entry(name, max_tokens, line_number), priority=priority)
-    assert queue.take("w1", 0.0, lambda growth: growth.end != 30) is None  # it alone is asked about, and stays
+    assert queue.take("w1", 0.0, lambda growth: growth.end != 30) is None  # only it is asked about, and stays
     assert [take(queue, "w1", 0.0) for _ in range(2)] == ["first", "soon"]
     queue.release("soon")
     assert [take(queue, "w1", 0.0) for _ in range(5)] == ["soon", "longest", "plain", "later", None]
@@ -154,9 +151,9 @@ def test_a_job_lost_twice_without_progress_runs_alone() -> None:
         queue.progress("good", int(now) + 10)
         queue.lose("suspect", now)
         queue.lose("good", now)
-    assert taken == ["suspect", "good"] * 2  # one loss alone makes no suspect
+    assert taken == ["suspect", "good"] * 2  # one loss makes no suspect
     give_other(queue, "w2", 20.0)
-    assert take(queue, "w2", 20.0) == "good"  # the longer suspect is passed over beside a neighbour
+    assert take(queue, "w2", 20.0) == "good"  # the longer suspect is skipped beside a neighbour
     assert take(queue, "w1", 20.0) == "suspect"
     queue.add(entry("new", 10))
     assert queue.take("w1", 20.0) is None
@@ -193,7 +190,7 @@ def test_a_suspect_that_proves_itself_late_may_have_neighbours_again() -> None:
         queue.lose("a", now)
     give_other(queue, "w2", 20.0)
     assert take(queue, "w2", 20.0) is None
-    queue.progress("a", 50)  # the report of an attempt that was believed lost
+    queue.progress("a", 50)  # the report of an attempt believed lost
     assert take(queue, "w2", 20.0) == "a"
     assert take(queue, "w1", 20.0) is None
 
@@ -215,7 +212,7 @@ def test_a_job_that_ended_while_it_waited_is_not_taken() -> None:
 
 
 def test_order_and_totals_hold_over_any_sequence_of_events() -> None:
-    """The plain rules, computed anew each time over all jobs, say the same."""
+    """Compares with the plain rules, computed anew over all jobs."""
     rng = random.Random(5)
     queue = JobQueue(max_attempts=100)
     left = {f"j{i}": entry(f"j{i}", rng.choice([5, 50, 500]), line_number=i) for i in range(60)}
@@ -327,7 +324,7 @@ def test_no_job_that_may_have_to_run_alone_waits_in_a_reserve() -> None:
 
 
 def test_what_is_known_of_a_worker_s_jobs_is_what_a_look_at_each_would_tell() -> None:
-    """The queue's knowledge is kept up to date in all that happens to jobs."""
+    """Compares the queue's incremental knowledge with a look at each job."""
     rng, queue, now = random.Random(2), JobQueue(max_attempts=50), 0.0
     for number in range(300):
         queue.add(entry(f"j{number}", rng.randint(20, 900), number))

@@ -1,5 +1,3 @@
-"""A run that reaches a limit stops with all tokens kept, and goes on to what it would have been."""
-
 from __future__ import annotations
 
 import time
@@ -46,7 +44,7 @@ def test_at_each_limit_all_is_written_and_a_larger_one_goes_on_to_the_same_token
         assert ("--max-total-tokens" if number == 1 else "--max-worker-hours") in beat.reached_limit
         assert beat.running == {}
         assert 100 <= beat.num_total_tokens == beat.num_generated_tokens < 860  # none lost, none generated again
-        assert beat.worker_seconds > before  # those of the first driver count on
+        assert beat.worker_seconds > before  # the first driver's count is continued
         before = beat.worker_seconds
     assert make_driver(run, cluster, RecordingDisplay(), workers=1, slots=2).run() == "finished"
     assert last_beat(run).reached_limit is None

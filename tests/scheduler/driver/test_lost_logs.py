@@ -1,4 +1,4 @@
-"""The token logs of a worker that is gone are put where its jobs are resumed from, before anybody resumes them."""
+"""A lost worker's logs are moved before its jobs resume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ TOKENS = np.arange(40, dtype=np.uint32)
 
 
 def write_logs(run: Run, names: list[str], worker_id: str = "w1") -> None:
-    """The start that a worker writes of its jobs, the first attempts of the first driver."""
     logs = PackedLogs.of(run)
     start = AttemptStart(worker_id=worker_id, claimed=12.5, numerics="cpu", attempt=1)
     entries = [logs.entry(job_id(run, name), 1_000_001, start, TokenLog(TOKENS), None) for name in names]
@@ -44,7 +43,7 @@ def test_a_lost_worker_s_jobs_wait_for_their_logs_and_go_on_from_them(tmp_path: 
     write_logs(run, ["a", "b"])
     write_logs(run, ["b"], "w12")
     intake.take_in(Lost(worker, "worker_died", "its process ended"))
-    assert queue.counts()["running"] == 2  # nobody has them before their logs are there
+    assert queue.counts()["running"] == 2  # nobody gets them before their logs are in place
     deadline = time.monotonic() + SECONDS
     while queue.counts()["running"] and time.monotonic() < deadline:
         intake.settle()
@@ -77,7 +76,7 @@ def test_what_a_killed_worker_has_left_half_written_goes_with_its_logs(tmp_path:
     half = tmp_path / "run" / WORKER_LOGS_FOLDER / f".w1-x-000002.logs.{'0' * 32}"
     half.write_bytes(b"half")
     put_logs_in_place(run)
-    assert half.exists()  # a worker of the driver before may be writing it just now
+    assert half.exists()  # an earlier driver's worker may still be writing it
     put_logs_in_place(run, have_all_gone=True)
     assert not half.exists()
     half.write_bytes(b"half")

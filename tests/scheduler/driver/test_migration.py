@@ -1,4 +1,4 @@
-"""At the end of a run, idle workers take half-done jobs over from workers that hold several."""
+"""At a run's end, idle workers take half-done jobs from others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_an_idle_worker_takes_a_job_over_from_one_that_holds_several(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "MIN_MOVE_SECONDS", 0.1)
-    # long enough to be under way still when the last worker of a busy machine has started
+    # long enough to still run when a busy machine's last worker starts
     jobs = {"unlogged-1": 2400, "unlogged-2": 2360, "unlogged-3": 2320, "unlogged-4": 2280, "a": 50, "b": 40}
     run, display, counters = make_run(tmp_path / "run", jobs), RecordingDisplay(), DriverCounters()
     driver = make_driver(run, cluster, display, workers=3, slots=2, attempts=1, counters=counters)
@@ -32,7 +32,7 @@ def test_an_idle_worker_takes_a_job_over_from_one_that_holds_several(
     moved = [found for name in jobs if (found := result_metrics(run, name))["num_attempts"] > 1]
     assert moved
     for each in moved:
-        assert len(set(each["workers"])) > 1  # another worker goes on with it
+        assert len(set(each["workers"])) > 1  # another worker continues it
         assert each["num_recovered_tokens"] == each["num_reported_tokens"] > 0
 
 

@@ -1,4 +1,4 @@
-"""Jobs that become longer than was expected: the youngest go back, no older one leaves for them, and all end."""
+"""Jobs longer than expected: the youngest are returned, and all end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ STEP = StepModel(base=0.04, per_job=0.002)
 
 
 def drawn(rng: random.Random, num_jobs: int, limit: int) -> dict[str, int]:
-    """Lengths of which some are far longer than most."""
     return {f"job {number}": min(limit, int(rng.expovariate(5 / limit)) + 1) for number in range(num_jobs)}
 
 
@@ -24,7 +23,7 @@ def drawn(rng: random.Random, num_jobs: int, limit: int) -> dict[str, int]:
 def test_no_job_makes_an_older_one_leave_and_hand_backs_are_no_more_than_ends(
     tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The simulated worker asserts the first. The driver believes that no job grows, so memory runs out often."""
+    """The simulated worker asserts the first. The driver expects no growth, so memory runs out often."""
     monkeypatch.setattr(Forecast, "final_tokens", lambda self, num_prompt_tokens, num_tokens, max_tokens: num_tokens)
     limit, lengths = 1000, drawn(random.Random(num_workers), 40, 1000)
     sizes = {"num_workers": num_workers, "num_pages": pages_of(limit), "step": STEP}
@@ -46,7 +45,7 @@ def test_jobs_that_end_as_others_did_rarely_have_to_leave(tmp_path: Path) -> Non
 
 
 def test_memory_is_shared_by_long_jobs_at_different_lengths_and_short_ones_beside_them(tmp_path: Path) -> None:
-    """Slots for the longest job would hold two at a time: five times its steps, and then what the short ones take."""
+    """Slots for the longest job would hold two at a time."""
     limits = {f"long {number}": 1600 for number in range(10)} | {f"short {number}": 100 for number in range(60)}
     sizes = {"num_workers": 1, "num_pages": 2 * pages_of(1600) + 10, "step": StepModel(base=0.05, per_job=0.0)}
     run = SimulatedRun(tmp_path, limits, limits, **sizes)
@@ -58,7 +57,7 @@ def test_memory_is_shared_by_long_jobs_at_different_lengths_and_short_ones_besid
 def test_jobs_longer_than_the_horizon_take_turns_and_end_sooner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than two run while they are short, as above; the youngest waits with its tokens when they are long."""
+    """The youngest waits when the jobs are long."""
     monkeypatch.setattr(kv_capacity, "HORIZON", 160)
     limits = {f"long {number}": 1600 for number in range(10)} | {f"short {number}": 100 for number in range(60)}
     sizes = {"num_workers": 1, "num_pages": 2 * pages_of(1600) + 10, "step": StepModel(base=0.05, per_job=0.0)}

@@ -1,4 +1,4 @@
-"""Workers that have to go hand their jobs back whole, and no job is blamed for it."""
+"""Workers that must leave return their jobs whole and without blame."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_worker_that_is_told_to_end_hands_its_jobs_back_whole_and_unblamed(tmp
             os.kill(busy[0], numbers.pop(0))
 
     display.on_update = terminate
-    # one attempt: a strike would end the job
+    # with one attempt a strike would end the job
     assert make_driver(run, cluster, display, workers=1, attempts=1, counters=counters).run() == "finished"
     assert counters.num_preemptions == {"worker_terminated": 2}
     metrics = result_metrics(run, "unlogged")
@@ -87,7 +87,7 @@ def test_a_worker_with_nothing_to_do_that_gets_sigterm_is_replaced(tmp_path: Pat
         if not ended and progress.jobs["finished"] == 1 and idle and busy:
             ended.extend([*idle, *busy])
             os.kill(idle[0], signal.SIGTERM)
-            os.kill(busy[0], signal.SIGKILL)  # its job goes to the idle one first, which takes no more work
+            os.kill(busy[0], signal.SIGKILL)  # its job goes to the idle worker first, which takes no more work
 
     display.on_update = terminate
     assert make_driver(run, cluster, display, counters=counters).run() == "finished"
@@ -96,8 +96,6 @@ def test_a_worker_with_nothing_to_do_that_gets_sigterm_is_replaced(tmp_path: Pat
 
 
 def drain_once(cluster: Cluster, counters: DriverCounters, patch: pytest.MonkeyPatch) -> Callable[[Progress], None]:
-    """Lets the only node drain until a job was handed back: a cluster of one can't be drained and go on."""
-
     def drain(progress: Progress) -> None:
         if progress.num_generated_tokens > 100 and not counters.num_preemptions:
             patch.setattr(cluster.watch, "draining", lambda: {progress.workers[0].node_id: 30.0})
@@ -121,13 +119,13 @@ def test_workers_on_a_draining_node_stop_and_others_take_their_jobs(
 
 
 class ClusterSuspendedError(BaseException):
-    """Ends a driver as the head's pod does, once its workers have drained."""
+    """Ends a driver after its workers drained."""
 
 
 def test_a_run_whose_cluster_is_suspended_goes_on_at_the_next_admission_with_the_same_tokens(
     tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kueue suspends a cluster that it preempts: every pod is told to end at the same time."""
+    """Kueue preempts a cluster by ending all its pods at once."""
     jobs = {"unlogged-a": 500, "unlogged-b": 500}
     run, display, counters = make_run(tmp_path / "run", jobs), RecordingDisplay(), DriverCounters()
 
@@ -186,14 +184,14 @@ def test_a_stopped_worker_is_replaced_and_its_late_return_changes_nothing(tmp_pa
 
 @dataclass
 class SilentFleet:
-    """Two workers that never answer, and a clock that the test moves."""
+    """Two workers never answer, and the clock is manual."""
 
     fleet: Fleet
     killed: list[object]
     clock: list[float]
 
     def wait(self, seconds: float) -> list[str]:
-        """Let the time pass, with many looks; returns the ids of workers that were given up."""
+        """Advance the clock in small steps; return the workers given up."""
         events = []
         for _ in range(int(seconds * 2)):
             self.clock[0] += 0.5

@@ -1,5 +1,3 @@
-"""Jobs whose prompts begin alike come to the same worker, as far as no other has to wait for it."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -26,7 +24,7 @@ from tests.scheduler.driver.test_job_queue import entry, take
 
 
 def queue_of(*jobs: tuple[str, int, int | None]) -> JobQueue:
-    """Jobs of (name, tokens, group), in file order."""
+    """Make jobs of (name, tokens, group) in file order."""
     queue = JobQueue(max_attempts=5)
     for line_number, (name, max_tokens, group) in enumerate(jobs, start=1):
         queue.add(entry(name, max_tokens, line_number), prompt=SharedPrompt(group, 64))
@@ -109,7 +107,7 @@ def test_jobs_that_wait_in_arrays_are_taken_as_those_that_were_added_one_by_one(
             running.remove(f"j{now % len(jobs)}")
         elif action in (1, 2) and running:
             running.pop(0)
-        longest = 5 if action == 4 else 9  # tokens that there is room for
+        longest = 5 if action == 4 else 9  # tokens that fit
         entries_taken = [
             queue.take(f"w{worker}", now, lambda growth, longest=longest: growth.end <= 10 + longest)
             for queue in (one_by_one, from_arrays)

@@ -1,4 +1,4 @@
-"""The state that a new driver finds in a run folder: what is done, what is left, and how far each job was."""
+"""What a new driver finds in a run folder."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_job_is_counted_where_it_stands(run: Run) -> None:
 
 
 def test_attempts_at_jobs_that_finished_since_they_were_counted_are_forgotten(run: Run) -> None:
-    """The last driver was killed before it heard of a result; whoever fails may be tried again."""
+    """The last driver was killed before it knew of a result."""
     a, b, c, *_ = run.jobs()
     finish(run, a, 4)
     run.write_error(b.job_id, error_line(b, "attempts_failed", "its workers died"))
@@ -77,7 +77,7 @@ def test_attempts_at_jobs_that_finished_since_they_were_counted_are_forgotten(ru
 
 
 def test_cancelled_jobs_are_written_several_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits for a disk or a store: one after the other, a hundred thousand took twenty minutes."""
+    """Each waits for a store: one by one, a hundred thousand took twenty minutes."""
     write, meeting = LocalFolder.write, threading.Barrier(2, timeout=60)
 
     def beside_another(folder: LocalFolder, path: str, data: bytes) -> None:

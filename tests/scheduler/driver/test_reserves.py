@@ -1,4 +1,4 @@
-"""Jobs in reserve: no slot waits for the driver, no end for a reserve, and what never began has had no attempt."""
+"""No slot waits for the driver, and unbegun jobs have no attempt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_short_jobs_leave_no_slot_empty_while_others_wait(tmp_path: Path, monkey
 
 
 def test_at_the_end_nobody_waits_for_the_reserve_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One worker's jobs come to their limits, the other's end at once: it gets what the first has not begun."""
+    """One worker's jobs are long, the other's end at once."""
     monkeypatch.setattr("swiftbatch.scheduler.driver.dispatch.MOST_SLOTS", 1)
     monkeypatch.setattr(WorkerCapacity, "num_for_backlog", lambda *_: 3)
     limits = {f"job {number}": 200 for number in range(8)}
@@ -64,7 +64,7 @@ def test_at_the_end_nobody_waits_for_the_reserve_of_another(tmp_path: Path, monk
 
 
 class Parts:
-    """A worker that runs job a, and has b and c in reserve."""
+    """A worker that runs job a and has b and c in reserve."""
 
     def __init__(self, folder: Path) -> None:
         self.run: Run = make_run(folder, {"a": 90, "b": 80, "c": 70})
@@ -85,7 +85,6 @@ class Parts:
         return [self.attempts.count(each) for each in (self.a, self.b, self.c)]
 
     def lose_worker(self) -> None:
-        """Lose it, and wait until its token logs are where others look for them."""
         self.intake.take_in(Lost(self.worker, "worker_died", "its process ended"))
         while self.queue.num_in_backlog:
             self.intake.settle()
@@ -134,7 +133,7 @@ def test_each_outcome_of_a_job_has_its_end_and_all_but_one_tell_that_it_has_begu
     assert Counter(parts.queue.counts()) - before == ({} if state == "pending" else {state: 1})
     assert parts.queue.num_waiting == (state == "pending")
     assert parts.context.counters.num_preemptions == (Counter() if preemption is None else Counter({preemption: 1}))
-    assert parts.attempts.count(parts.b) == (kind not in ("unbegun", "finished"))  # of a finished job none is counted
+    assert parts.attempts.count(parts.b) == (kind not in ("unbegun", "finished"))  # a finished job's are not counted
 
 
 def test_of_a_lost_worker_s_reserve_those_are_blamed_that_have_left_files(parts: Parts) -> None:
@@ -148,8 +147,8 @@ def test_of_a_lost_worker_s_reserve_those_are_blamed_that_have_left_files(parts:
     ]
     assert parts.context.counters.num_preemptions["worker_died"] == 2
     assert (parts.queue.num_waiting, parts.queue.num_in_backlog) == (3, 0)
-    assert parts.attempts.begin(parts.c)[0] > number  # who is lost may still work on
-    assert parts.queue.reserve("w2", 0.0) is None  # c never waits in a reserve again, and the others wait a while
+    assert parts.attempts.begin(parts.c)[0] > number  # a lost worker may still work
+    assert parts.queue.reserve("w2", 0.0) is None  # c is never reserved again, and the others wait a while
     assert parts.queue.take("w2", 0.0) is not None
 
 
@@ -178,4 +177,4 @@ def test_a_job_that_had_ended_on_a_lost_worker_is_not_blamed(parts: Parts) -> No
     parts.lose_worker()
     assert [parts.queue.find(each).strikes.num for each in (parts.a, parts.b)] == [0, 1]
     assert parts.attempts.strikes(parts.a) is None
-    assert parts.attempts.strikes(parts.b) == parts.queue.find(parts.b).strikes  # which the next driver reads
+    assert parts.attempts.strikes(parts.b) == parts.queue.find(parts.b).strikes  # read by the next driver

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
@@ -14,6 +13,7 @@ import pytest
 
 from swiftbatch.jobs.input.rejects import Reject
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.jobs.storage.store import StoreError
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.run_lease import LeaseEpoch, RunLease, RunTakenError
 from swiftbatch.scheduler.runs import submission
@@ -61,24 +61,12 @@ def test_of_many_claims_at_once_one_holds_the_run(uri: str) -> None:
     assert Run.planned(uri, MANIFEST).store.list("drivers") == [f"{held[0].number:04d}.json"]
 
 
-def test_one_holds_the_run_where_the_server_knows_no_conditions(s3_uri: str, s3_proxy: FaultProxy) -> None:
-    num_claims = itertools.count(1)
-    s3_proxy.hidden_headers = {"if-none-match", "if-match"}
-
-    def delay(method: str, path: str) -> float:
-        """The claims arrive one by one, each when the one before believes that it holds the run."""
-        return next(num_claims) / 2 if method == "PUT" and "/drivers/0001.json" in path else 0
-
-    s3_proxy.delay = delay
-    ends = claims_at_once(s3_uri)
-    assert sum(isinstance(end, LeaseEpoch) for end in ends) == 1
-
-
-def test_a_bid_for_a_run_that_a_killed_command_left_is_passed_over(s3_uri: str) -> None:
-    run = Run.create_or_open(s3_uri, MANIFEST)
-    run.store.write("drivers/0001.0123456789abcdef.bid", b"{torn")
-    assert LeaseEpoch.begin(run).number == 1
-    assert run.store.list("drivers") == ["0001.json"]
+def test_nobody_holds_a_run_whose_server_knows_no_conditions(s3_uri: str, s3_proxy: FaultProxy) -> None:
+    s3_proxy.hidden_headers = {"if-none-match"}
+    run = Run.planned(s3_uri, MANIFEST)
+    with pytest.raises(StoreError, match="the server ignores"):
+        LeaseEpoch.begin(run)
+    assert run.store.list("drivers") == []
 
 
 def test_of_two_submits_to_a_new_run_at_once_one_is_taken_in_whole_and_the_other_changes_nothing(

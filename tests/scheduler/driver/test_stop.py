@@ -1,5 +1,3 @@
-"""A run that stops before its end, by its user, with its cluster or with its store, loses nothing."""
-
 from __future__ import annotations
 
 import itertools
@@ -39,7 +37,7 @@ def test_a_stopped_driver_has_all_checkpoints_written_and_the_next_one_goes_on(
     jobs = {"unlogged-1": 400, "unlogged-2": 400, "short": 20}
     run, display = make_run(tmp_path / "run", jobs), RecordingDisplay()
     progress = last_beat_of_a_stopped(make_driver(run, cluster, display), run, display)
-    assert progress.running == {}  # nothing was left without a checkpoint
+    assert progress.running == {}  # nothing lacks a checkpoint
     assert not progress.workers
     assert progress.jobs["running"] == 0
     num_known = sum(num_logged(run, name) for name in jobs) + (20 if run.ended()[0] else 0)
@@ -91,7 +89,7 @@ def test_a_lost_cluster_ends_the_run_after_checkpoints_were_written(
     monkeypatch.setattr(Fleet, "begin_drain", noted)
     with pytest.raises(ClusterLostError, match="not answered"):
         make_driver(run, cluster, display, workers=1, grace=3600.0).run()
-    assert drains == [("cluster_lost", LOST_CLUSTER_SECONDS)]  # Ray itself would end the driver before an hour
+    assert drains == [("cluster_lost", LOST_CLUSTER_SECONDS)]  # Ray itself would end the driver sooner than an hour
     assert num_logged(run, "unlogged") > 100
     progress = run.progress()
     assert progress is not None
@@ -128,12 +126,12 @@ def test_the_first_failure_of_the_store_is_the_one_that_is_told(
     display.on_update = break_store
     with pytest.raises(StoreError, match=r"failure 1\b"):
         make_driver(run, cluster, display, workers=1).run()
-    assert next(num_failures) == 3  # the last beat was tried as well
+    assert next(num_failures) == 3  # the last heartbeat was tried as well
 
 
 def test_a_beat_tells_what_lost_jobs_had_until_they_run_again(tmp_path: Path, cluster: Cluster) -> None:
     run, display = make_run(tmp_path / "run", {"kills-workers": 1000}), RecordingDisplay()
     assert make_driver(run, cluster, display, workers=1, attempts=2).run() == "finished"  # it is given up
     waiting = [update.running for update in display.updates if update.jobs["pending"] and update.num_generated_tokens]
-    assert {"kills-workers": 20} in waiting  # should the driver die now, they count as recomputed
+    assert {"kills-workers": 20} in waiting  # if the driver died now, they would be recomputed
     assert display.updates[-1].running == {}

@@ -1,4 +1,4 @@
-"""The end of a run: whoever holds the job that decides it gets no more beside it, and all workers end together."""
+"""At the end of a run the deciding job gets no more neighbours."""
 
 from __future__ import annotations
 
@@ -30,11 +30,7 @@ def run_of(folder: Path, lengths: dict[str, int], num_workers: int) -> Simulated
 
 
 def bound(lengths: dict[str, int], num_workers: int) -> float:
-    """Seconds below which nobody can stay who knows all lengths: each job is among as few as let it end by then.
-
-    A longest job that needs steps of its own costs the others full ones: the longest job alone, and all work in full
-    steps, spread evenly, would be less than what any schedule can reach.
-    """
+    """Return a lower bound in seconds: each job among as few as let it end in time."""
     tokens, num_jobs = np.array([*lengths.values()]), np.arange(1, MOST_SLOTS + 1)
     steps = STEP.base + STEP.per_job * num_jobs
 
@@ -130,7 +126,7 @@ def test_one_giant_job_among_many_ends_a_run_within_a_tenth_of_the_least_time(
 def test_the_longest_job_is_relieved_of_a_short_one_only_where_it_ends_seconds_sooner(
     seconds: float, moved: list[str]
 ) -> None:
-    """Two jobs beside each other take twice the seconds for a token each."""
+    """Two jobs on a worker take twice the seconds per token."""
     queue, worker = JobQueue(5), Worker("w1", None, None)
     for number, (name, num_tokens) in enumerate([("long", 300), ("short", 40)]):
         queue.add(JobEntry(name, name, number, 1, num_tokens))

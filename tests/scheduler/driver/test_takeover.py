@@ -1,4 +1,4 @@
-"""One driver holds a run. Others are told who and since when; one that was overtaken stops and touches nothing."""
+"""One driver holds a run; an overtaken one stops and changes nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def dead_pid() -> int:
 
 
 def beat(run: Run, *, host: str, pid: int, age: float, state: str = "running") -> Progress:
-    """Write a driver's beat that is `age` seconds old."""
     now = time.time()
     changes = {
         "state": state,
@@ -51,7 +50,6 @@ def beat(run: Run, *, host: str, pid: int, age: float, state: str = "running") -
 
 
 def overtaken(run: Run) -> LeaseEpoch:
-    """The hold of a driver that took the run from one that was silent for a while."""
     progress = current_progress(run)
     silent = {"state": "running", "driver_host": "elsewhere", "driver_process": None, "updated": time.time() - 100}
     run.write_progress(progress.model_copy(update={**silent, "epoch": 99}))
@@ -116,7 +114,7 @@ def test_a_run_whose_folder_has_gone_is_held_no_more(run: Run) -> None:
 def test_of_two_claims_to_one_epoch_the_one_that_stands_holds(run: Run) -> None:
     epoch = LeaseEpoch.begin(run)
     other = epoch.claim.model_copy(update={"driver_id": "another", "host": "elsewhere", "pid": 5})
-    run.store.write("drivers/0001.json", other.model_dump_json().encode())  # as an object store would let it
+    run.store.write("drivers/0001.json", other.model_dump_json().encode())  # as an object store would allow
     with pytest.raises(RunTakenError, match="process 5 on elsewhere"):
         epoch.check()
 
@@ -159,7 +157,7 @@ def test_what_a_dead_driver_last_reported_counts_as_recomputed(run: Run, cluster
     driver.request_stop()
     driver.run()
     held = beat(run, host=HERE, pid=dead_pid, age=0)
-    run.write_progress(held.model_copy(update={"running": {"a": 150}}))  # of which no checkpoint was written
+    run.write_progress(held.model_copy(update={"running": {"a": 150}}))  # it lacks a checkpoint
     assert make_driver(run, cluster, display, workers=1, slots=2).run() == "finished"
     assert result_metrics(run, "a")["num_reported_tokens"] == 150
     assert result_metrics(run, "b")["num_reported_tokens"] == 0
@@ -168,7 +166,7 @@ def test_what_a_dead_driver_last_reported_counts_as_recomputed(run: Run, cluster
 def test_to_cancel_a_run_whose_driver_is_silent_keeps_that_driver_from_going_on(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (cancellation, driver_heartbeat):  # how long it is waited for
+    for module in (cancellation, driver_heartbeat):  # the longest wait
         monkeypatch.setattr(module, "STALE_SECONDS", 0.5)
     silent = LeaseEpoch.begin(run)
     beat(run, host="elsewhere", pid=1, age=100)

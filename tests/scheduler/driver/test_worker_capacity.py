@@ -1,5 +1,3 @@
-"""A worker takes as many jobs as its memory is expected to hold, and no more than were asked for."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -131,7 +129,7 @@ def test_a_worker_whose_memory_ran_out_takes_none_until_one_of_the_others_has_le
 
 
 def test_each_worker_has_room_for_one_where_none_has_a_job_left_of_those_that_its_memory_held() -> None:
-    """Each handed a job back while the last of its others ended."""
+    """Each returned a job just before the last of its others ended."""
     workers = [worker(10**9), worker(10**9)]
     for one in workers:
         one.num_fitting = 0

@@ -1,4 +1,4 @@
-"""A command that gets a signal at a chosen moment, and what it leaves behind."""
+"""A command that gets a signal at a chosen moment, and what it leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_HANDLER_YET = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP)
 
 @dataclass
 class Submission:
-    """A `submit` in a process group of its own, whose Ray has a folder of its own to write to."""
+    """A `submit` in its own process group."""
 
     run: Path
     ray_folder: Path
@@ -39,7 +39,6 @@ class Submission:
             time.sleep(0.02)
 
     def end(self, number: signal.Signals, to_group: bool) -> int:
-        """Send a signal, and wait for the exit code."""
         (os.killpg if to_group else os.kill)(self.process.pid, number)
         return self.process.wait(DEADLINE_SECONDS)
 
@@ -47,15 +46,14 @@ class Submission:
         return any(self.ray_folder.glob("*/session_*/sockets/*"))
 
     def state(self) -> str | None:
-        """Return the state that `progress.json` says; None without one."""
         path = self.run / "progress.json"
         return json.loads(path.read_text())["state"] if path.exists() else None
 
     def left_behind(self) -> list[str]:
-        """Processes of its Ray, and files in its folder, a moment after its end."""
+        """Return Ray's processes and files shortly after its end."""
         deadline = time.monotonic() + 60
         while (left := self._left()) and time.monotonic() < deadline:
-            time.sleep(0.05)  # the kernel ends some of them with the command, and that takes a moment
+            time.sleep(0.05)  # the kernel needs a moment to end them
         return left
 
     def _left(self) -> list[str]:
@@ -65,7 +63,7 @@ class Submission:
 
 @contextmanager
 def heard(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A command that hears all signals; it is ended with the context."""
+    """Run a command with all signals at their defaults."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_hear_all
     ) as process:
@@ -110,6 +108,6 @@ def submission(folder: Path, model: Path, *options: str) -> Iterator[Submission]
 
 
 def _hear_all() -> None:
-    """Hear all signals, also where the tests run under `nohup` or in the background of a shell."""
+    """Reset signals that `nohup` or a shell's background ignores."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

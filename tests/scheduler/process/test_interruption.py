@@ -1,4 +1,4 @@
-"""Signals to a process: they ask once in good order, then at once; the same told twice is told once."""
+"""Signals: the first asks for an orderly end, the second ends at once, repeats are ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swiftbatch.scheduler.process.signals import call_interruptibly, held, inter
 
 @pytest.fixture(autouse=True)
 def _own_handlers() -> Iterator[None]:
-    """Signals raise, also where the tests run under nohup or in the background of a shell."""
+    """Lets signals raise, also under nohup or in a shell's background."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number in before:
         signal.signal(number, signal.default_int_handler)
@@ -56,7 +56,7 @@ def test_behind_the_context_signals_do_what_they_did_before() -> None:
 
 def test_what_is_told_twice_at_once_is_told_once() -> None:
     asked: list[None] = []
-    with held(lambda: asked.append(None)):  # a closed terminal, `timeout` and service managers do so
+    with held(lambda: asked.append(None)):  # as a closed terminal, `timeout` and service managers do
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)
     assert len(asked) == 1
@@ -90,7 +90,7 @@ def test_a_call_raises_what_it_raises_and_its_thread_lives_until_it_is_told() ->
     ended = threading.Event()
     threads: list[threading.Thread] = []
     call_interruptibly(lambda: threads.append(threading.current_thread()), ended)
-    assert threads[0].is_alive()  # the kernel ends what a thread has started when the thread ends
+    assert threads[0].is_alive()  # the kernel ends what a thread started when the thread ends
     ended.set()
     threads[0].join(60)
     assert not threads[0].is_alive()
@@ -209,6 +209,6 @@ except KeyboardInterrupt:
 
 
 def test_a_signal_that_python_drops_is_told_again_without_a_traceback() -> None:
-    # it is raised in a destructor here, as it may be in a callback of an import
+    # raised in a destructor here, as it may be in an import's callback
     ended = subprocess.run([sys.executable, "-c", DROPS], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stderr) == (130, "")

@@ -1,5 +1,3 @@
-"""A process is known by more than its number: containers and restarts give the same number to others."""
-
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""A command that is told to end does so at any moment: soon, in one line, with code 130, and leaves nothing behind."""
+"""A signal at any moment ends a command soon, in one line and with 130."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.scheduler.process.signal_parts import JOB, NO_HANDLER_YET, Submission
 
 pytestmark = pytest.mark.ray
 
-SOON_SECONDS = 60  # for a machine with other things to do; a Ray that is waited for in vain takes as long
+SOON_SECONDS = 60  # for a busy machine; waiting for Ray in vain takes as long
 
 
 def check_end(command: Submission, exit_code: int) -> None:
@@ -55,11 +55,10 @@ def test_a_group_that_is_told_to_end_while_workers_start_is_gone_soon(tmp_path: 
         check_end(command, command.end(signal.SIGHUP, to_group=True))
         assert time.monotonic() - started < SOON_SECONDS
         assert "nothing is lost" in command.output()
-        assert "is lost:" not in command.output()  # workers hear of it from the driver alone
+        assert "is lost:" not in command.output()  # only the driver tells workers
 
 
 def newest_beat(run: Path, pid: int) -> Progress | None:
-    """The newest beat of that driver; None before the first."""
     try:
         progress = Run.open(str(run)).progress()
     except RunError:
@@ -76,7 +75,6 @@ def num_tokens(run: Path, pid: int) -> int:
 
 
 def is_in(mask: str, pid: int, number: signal.Signals) -> bool:
-    """Tell whether a signal is in a process's mask: `SigIgn` of those it ignores, `SigCgt` of those it handles."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (bits,) = (int(line.split()[1], 16) for line in lines if line.startswith(f"{mask}:"))
     return bool(bits >> (number - 1) & 1)
@@ -151,11 +149,11 @@ def test_under_nohup_a_run_outlives_its_terminal_and_is_drained_without_one(tmp_
             assert terminal.process.poll() is None
             time.sleep(0.05)
         assert is_in("SigIgn", pid, signal.SIGHUP)  # a drain takes a moment, too
-        os.killpg(pid, signal.SIGTERM)  # workers hear of it from the driver alone
+        os.killpg(pid, signal.SIGTERM)  # only the driver tells workers
         assert terminal.process.wait(DEADLINE_SECONDS) == 130
     beat = newest_beat(run, pid)
     assert beat is not None
-    assert (beat.state, beat.running) == ("interrupted", {})  # nothing was left without a checkpoint
+    assert (beat.state, beat.running) == ("interrupted", {})  # nothing lacks a checkpoint
     opened = Run.open(str(run))
     checkpoints = CheckpointStore.of(opened)
     finished, _ = opened.ended()

@@ -1,5 +1,3 @@
-"""Extending jobs of a run that sessions on the tiny model work on, for tests of it."""
-
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -25,13 +23,12 @@ def extend(run: Run, model: Path, max_tokens: int, custom_ids: Collection[str] =
 
 
 def run_all(run: Run, model: Path, **changes: object) -> None:
-    """Have a new worker run what has no result."""
     worker = session(run, model, **changes)
     to_the_end(worker, *(claimed(run, record) for record, line in run.output_lines() if line is None))
 
 
 def finish(run: Run, record: JobRecord, reason: str = "length", num_tokens: int | None = None) -> None:
-    """Write the result of a job, and keep its tokens, as a worker does; the tokens are 0, 1, 2 and so on."""
+    """Write a job's result and kept tokens 0, 1, 2, ... as a worker does."""
     ids = np.arange(record.job.sampling.max_tokens if num_tokens is None else num_tokens, dtype=np.uint32)
     text = f"{len(ids)} tokens of {record.job.name}"
     line = success_line(

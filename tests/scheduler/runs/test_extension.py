@@ -1,4 +1,4 @@
-"""A job that is extended has the tokens that it would have had with the larger limit from the start."""
+"""An extended job has the tokens of one with the larger limit from the start."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def job(max_tokens: int, **drawn: object) -> JobRecord:
 
 @pytest.fixture(scope="module")
 def at_once(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> str:
-    """The digest of the job that has the larger limit from the start."""
+    """The digest of a job with the larger limit from the start."""
     run, single = make_run(tmp_path_factory.mktemp("at-once") / "run"), job(LONGER)
     run.add_jobs([single])
     run_all(run, tiny_model, engine="autoregressive")

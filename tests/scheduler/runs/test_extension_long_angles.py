@@ -1,4 +1,4 @@
-"""A job whose model's angles follow from its length (longrope) is extended on its side of the bound, never across."""
+"""A longrope job is extended on its side of the bound, never across."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.worker.session.session_parts import body, digest, make_run, record
 
 pytestmark = pytest.mark.long
 
-NUM_PROMPT_TOKENS = 5  # as the records of these tests say
+NUM_PROMPT_TOKENS = 5  # as in these tests' records
 MOST_SHORT = SHORT_LENGTH - NUM_PROMPT_TOKENS
 
 

@@ -1,5 +1,3 @@
-"""The settings that a new run says of itself."""
-
 from __future__ import annotations
 
 import importlib.metadata
@@ -43,7 +41,7 @@ print(with_model(manifest, locate_model("embedded")).device, "torch" in sys.modu
 
 @pytest.mark.skipif(has_cuda(), reason="a machine with a GPU needs torch to tell")
 def test_a_new_run_is_described_without_torch(tmp_path: Path) -> None:
-    """`submit` starts seconds sooner without torch."""
+    """Without torch `submit` starts seconds sooner."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert process.stdout == "cpu False\n"
@@ -96,7 +94,7 @@ def test_a_new_run_has_the_rows_that_its_jobs_use_and_goes_on_with_them(
             (200, replace(CLUSTER, num_slots=8)),
         )
     ]
-    assert found == [128, 64, 64, 64]  # 128: the GPUs of a cluster are not known here
+    assert found == [128, 64, 64, 64]  # 128, because a cluster's GPUs are unknown here
     monkeypatch.setattr(manifests, "has_cuda", lambda: True)
     monkeypatch.setattr(manifests, "gpu_here", lambda: (9, 80 * 10**9))
     wide = with_rows(new, files, jobs_of(200, 6000), replace(CLUSTER, address=None))

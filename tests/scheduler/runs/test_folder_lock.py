@@ -1,5 +1,3 @@
-"""One `swiftbatch nightly` at a time holds a folder of runs; a dead one or an overtaken one is in nobody's way."""
-
 from __future__ import annotations
 
 import os

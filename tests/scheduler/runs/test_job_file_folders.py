@@ -1,5 +1,3 @@
-"""The promises of the job files in a folder."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,4 +1,4 @@
-"""An `extend` that is killed between any two of its changes to a run has lost nothing, and is in nobody's way."""
+"""An `extend` killed between any two changes loses and blocks nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOMENTS = 30  # the least number of them
 
 
 def ended_run(uri: str, folder: Path, model: Path) -> Run:
-    """Two lines, three jobs, each of which ended with 20 tokens; job a has a state that was kept."""
+    """Make two lines with three jobs that ended at 20 tokens; job a has a kept state."""
     path = write_jobs(folder / "jobs.jsonl", job("a"), job("b", n=2))
     run = submit_file(path, uri, model=str(model)).run
     for record in run.jobs():
@@ -55,13 +55,11 @@ def as_a_process_that_is_no_more() -> Iterator[pytest.MonkeyPatch]:
 
 
 def lengths(run: Run) -> list[int]:
-    """The tokens of each choice of each line of the output."""
     bodies = [line["response"]["body"] for line in run.joined_lines()]
     return [choice.get("usage", body["usage"])["completion_tokens"] for body in bodies for choice in body["choices"]]
 
 
 def check(uri: str, model: Path, max_tokens: int) -> None:
-    """Nothing is lost: all jobs have their lines, and go on from their 20 tokens when it is said again."""
     run = Run.open(uri)
     assert lengths(run) == [20, 20, 20]
     extend(run, model, max_tokens)
@@ -107,7 +105,8 @@ def test_in_an_object_store_jobs_go_on_as_well_and_what_is_kept_is_dropped(
     assert len(kept_of(run).states) == 1
     check(f"{s3_uri}/run", tiny_model, 30)
     for record in run.jobs():
-        assert CheckpointStore.of(run).attempts(record.job_id) == [1]  # finished here by no worker, which clears it
+        # finished here without a worker, which would clear it
+        assert CheckpointStore.of(run).attempts(record.job_id) == [1]
     assert prune(run, logs=True, state=True).startswith("freed ")
     assert (kept_of(run).logs, kept_of(run).states) == ({}, {})
 
@@ -130,4 +129,4 @@ def test_of_two_at_once_one_extends_and_the_other_is_refused(run: Run, tiny_mode
         thread.join()
     assert [record.job.name for record in run.jobs()] == NAMES
     assert len({record.job.sampling.max_tokens for record in run.jobs()}) == 1
-    assert ends.count(3) == 1  # the other one was refused, or came later and found jobs that have not ended
+    assert ends.count(3) == 1  # the other was refused, or found jobs that have not ended

@@ -1,4 +1,4 @@
-"""Shards that are there stay, and each job is in one, whatever is killed and whoever takes the run over meanwhile."""
+"""Each job stays in one shard under kills and takeovers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drive(uri: str) -> None:
-    """Shards are written when five of six jobs have ended, and again at the end, where one has failed."""
+    """Write shards when five of six jobs have ended, and at the end, with one failed."""
     run = Run.open(uri)
     *most, last = run.jobs()
     with RunLease(run) as hold:
@@ -85,7 +85,7 @@ def test_after_a_kill_at_any_moment_the_next_driver_completes_the_shards(
 
 
 class Interrupted:
-    """Calls something before the `number`th operation on a store, or on the claim of a run, that a driver makes."""
+    """Calls something before the `number`th operation of a driver on a store or claim."""
 
     def __init__(self, number: int, call: Callable[[], None]) -> None:
         self.left, self._call = number, call
@@ -105,7 +105,7 @@ class Interrupted:
                 return real(*args)
 
             patch.setattr(store, name, stepped)
-        if not has_exclusive_create:  # as an object store, where both have looked before either writes
+        if not has_exclusive_create:  # as in an object store, where both look before either writes
 
             def overwrite(path: str, source: BinaryIO) -> None:
                 self.step()
@@ -115,7 +115,9 @@ class Interrupted:
 
 
 def overtaken(run: Run, number: int, has_exclusive_create: bool) -> tuple[bool, bool]:
-    """A second driver claims the run before the `number`th step of the first; whether it did, and the first noticed."""
+    """Let a second driver claim the run before the first one's `number`th step; return whether it did and the first
+    noticed.
+    """
     first_job, *most, last = run.jobs()
     finish(run, *most)
     is_claimed = was_noticed = False
@@ -129,7 +131,7 @@ def overtaken(run: Run, number: int, has_exclusive_create: bool) -> tuple[bool, 
     def overtake() -> None:
         nonlocal is_claimed
         is_claimed = True
-        finish(run, first_job)  # which changes all shards that are yet to be planned
+        finish(run, first_job)  # which changes all unplanned shards
         shards_of(run, 2).catch_up(is_end=False)
         seen.update(files(run.store))
 

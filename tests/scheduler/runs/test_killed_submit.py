@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from swiftbatch.jobs.run.priorities import priorities_of
 from swiftbatch.jobs.run.run import MANIFEST, Run
-from swiftbatch.jobs.storage.object_store import ObjectFolder
+from swiftbatch.jobs.storage.object_store import PROBE, ObjectFolder
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.cli import main
 from swiftbatch.scheduler.driver import run_lease
@@ -64,12 +64,17 @@ class States:
 
     def watch_objects(self, files: Files, patch: pytest.MonkeyPatch) -> None:
         """Follow every change to objects, `files` at first."""
-        put, delete, delete_folder = ObjectFolder._put, ObjectFolder.delete, ObjectFolder.delete_folder
+        delete, delete_folder = ObjectFolder.delete, ObjectFolder.delete_folder
 
-        def noted(objects: ObjectFolder, path: str, data: memoryview) -> None:
-            put(objects, path, data)
-            files[path] = bytes(data)
-            self.add(dict(files))
+        def noted(put: Callable[..., bool | None]) -> Callable[..., bool | None]:
+            def call(objects: ObjectFolder, path: str, data: memoryview) -> bool | None:
+                is_put = put(objects, path, data)
+                if is_put is not False and path != PROBE:
+                    files[path] = bytes(data)
+                    self.add(dict(files))
+                return is_put
+
+            return call
 
         def forgotten(objects: ObjectFolder, path: str) -> None:
             delete(objects, path)
@@ -82,7 +87,8 @@ class States:
                 del files[path]
             self.add(dict(files))
 
-        patch.setattr(ObjectFolder, "_put", noted)
+        for name in ("_put", "_create"):
+            patch.setattr(ObjectFolder, name, noted(getattr(ObjectFolder, name)))
         patch.setattr(ObjectFolder, "delete", forgotten)
         patch.setattr(ObjectFolder, "delete_folder", all_forgotten)
 

@@ -1,5 +1,3 @@
-"""The options of `submit` and `resume`, what they become, and what a run that had to stop tells its user."""
-
 from __future__ import annotations
 
 import json
@@ -29,7 +27,7 @@ from tests.scheduler.driver.driver_parts import make_run
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A run without jobs: to go on with it ends at once, without Ray."""
+    """Has no jobs, so it ends at once without Ray."""
     return make_run(tmp_path / "run", {})
 
 
@@ -99,7 +97,7 @@ def test_a_model_that_no_kernels_compute_on_a_gpu_is_told_of_before_workers_star
 
 
 def test_it_is_told_in_the_run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The driver of this test ends at once: this machine may have no GPU."""
+    """The driver ends at once, because there may be no GPU."""
     sizes = {"max_position_embeddings": 1024, "vocab_size": 97}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **sizes}))
     told = events_of_a_drive(run, monkeypatch, str(tmp_path), Cluster(False, num_gpus=1, watch=None), Settings())
@@ -107,7 +105,7 @@ def test_it_is_told_in_the_run(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_memory_that_was_asked_for_holds_so_many_positions_and_is_no_question_on_a_gpu() -> None:
-    """0.02 GB, of which one position of the embedded model takes 4,096 bytes."""
+    """0.02 GB, of which a position of the embedded model takes 4,096 bytes."""
     on_cpus, on_a_gpu = (Cluster(True, num_gpus=number, watch=None) for number in (0, 1))
     assert launch._most_positions(MANIFEST, Settings(kv_memory=0.02), on_cpus) == 4882
     assert launch._most_positions(MANIFEST, Settings(), on_cpus) is None

@@ -1,4 +1,4 @@
-"""The order in which jobs begin, by their lines and by later submissions; no job becomes another by it."""
+"""The order in which jobs begin, from lines and later submissions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tests.scheduler.commands.submit_parts import submit_file
 
 
 def order(run: Run) -> list[str]:
-    """The names of the unfinished jobs in the order in which workers get them."""
     queue = load_queue(run, 5)
     taken = iter(lambda: queue.take("w1", 0.0), None)
     return [entry.name for entry in taken]
@@ -39,7 +38,7 @@ def test_the_same_line_with_another_priority_is_the_same_job_and_the_newest_one_
     job_ids = run.job_ids()
     assert order(run) == ["c", "a", "b"]
     assert order(submit(tmp_path, tiny_model, job("a", 30), job("c", 20, priority=9))) == ["a", "b", "c"]
-    assert priorities_of(run.store) == {"b": 2, "c": 9}  # of what is not in the file the priority stays
+    assert priorities_of(run.store) == {"b": 2, "c": 9}  # lines that the file lacks keep their priority
     assert run.job_ids() == job_ids
 
 

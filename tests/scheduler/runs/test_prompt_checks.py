@@ -1,5 +1,3 @@
-"""Settings that a line leaves open are fixed as it is submitted, once and for all; any without effect are told once."""
-
 from __future__ import annotations
 
 import json
@@ -228,7 +226,7 @@ def test_fields_that_only_the_model_can_tell_to_be_wrong_are_rejects_with_their_
 
 
 def test_a_bias_of_a_token_without_a_text_is_a_reject(tmp_path: Path, tiny_model: Path) -> None:
-    """Vocabularies are padded to a round number: nothing of that ever comes, so no bias means anything."""
+    """Padding tokens never come, so a bias on them means nothing."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     first, ending = config["vocab_size"], config["vocab_size"] + 2
@@ -272,7 +270,7 @@ def test_a_budget_of_thinking_needs_markers_which_the_run_keeps(tmp_path: Path, 
 def test_markers_that_were_found_are_kept_and_so_is_that_there_were_none(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The markers that another version would find are of no matter to a run that is there."""
+    """Another version's markers do not matter to an existing run."""
     thinker = Path(shutil.copytree(tiny_model, tmp_path / "thinker"))
     (thinker / "chat_template.jinja").write_text("<think>{{ messages[0].content }}</think>")
     path = write_jobs(tmp_path / "jobs.jsonl", LIMITED)
@@ -283,7 +281,7 @@ def test_markers_that_were_found_are_kept_and_so_is_that_there_were_none(
         with monkeypatch.context() as patch:
             patch.setattr(thinking, "_own", lambda _: ("the", "fox"))
             manifest = Run.open(place).manifest
-            assert computation_of(manifest, Settings()).thinking_markers == kept  # what workers are started with
+            assert computation_of(manifest, Settings()).thinking_markers == kept  # workers start with them
             assert TextCodec(locate_model(str(model)), manifest.thinking_markers).markers == found
         assert found is None or found.texts == kept
     with pytest.raises(RunError, match=r"was made without thinking_markers, found \('fox', 'dog'\)"):
@@ -291,7 +289,7 @@ def test_markers_that_were_found_are_kept_and_so_is_that_there_were_none(
 
 
 def test_a_structure_that_can_t_be_met_is_a_reject_with_the_library_s_reason(tmp_path: Path, tiny_model: Path) -> None:
-    """Whichever field it came in; equal structures are the same job, whichever that is."""
+    """Equal structures in either field give the same job."""
     schema = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
     said: list[dict[str, Any]] = [
         {"structured_outputs": {"json": schema}},

@@ -1,5 +1,3 @@
-"""The whole API in this process, on a folder of runs, without the thread that would start drivers."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Batches in folders, without a server or a driver."""
-
 from __future__ import annotations
 
 import io
@@ -18,8 +16,6 @@ from tests.scheduler.serve.server_parts import request
 
 
 class Folder:
-    """The files and batches of a folder of runs, as a server that starts there finds them."""
-
     def __init__(self, uri: str) -> None:
         self.store = Store(uri)
         self.files = StoredFiles(self.store)
@@ -33,12 +29,12 @@ class Folder:
         return self.batches.create(file.id, "/v1/completions", "1h", seconds, None, None)
 
     def found(self, batch: Batch) -> Batch:
-        """The batch as the next server finds it."""
+        """Read the batch as the next server does."""
         return self.again().batches.get(batch.id, None)
 
 
 def submit(batch: Batch, model: Path, tmp_path: Path, *lines: object) -> Run:
-    """Put lines into the run of a batch, as its driver does first of all."""
+    """Put lines into a batch's run, as its driver does first."""
     path = tmp_path / f"{batch.id}.jsonl"
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     return submit_file(str(path), batch.store.uri, model=str(model)).run

@@ -1,4 +1,4 @@
-"""A real Chromium without a window, driven through its own WebDriver."""
+"""A real headless Chromium, driven by WebDriver."""
 
 from __future__ import annotations
 
@@ -19,23 +19,20 @@ ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-s
 
 
 class Browser:
-    """One window."""
-
     def __init__(self, driver_url: str) -> None:
         options = {"args": ARGUMENTS, "binary": CHROMIUM}
         wanted = {
             "browserName": "chrome",
             "goog:chromeOptions": options,
             "goog:loggingPrefs": {"browser": "ALL"},
-            "unhandledPromptBehavior": "ignore",  # an alert must not go away before it is seen
+            "unhandledPromptBehavior": "ignore",  # an alert must stay until it is seen
         }
         made = _asked(f"{driver_url}/session", {"capabilities": {"alwaysMatch": wanted}})
         self._url = f"{driver_url}/session/{made['sessionId']}"
 
     def show(self, width: int, height: int = 900, is_dark: bool = False) -> None:
-        """Be a screen of this many pixels."""
         self.cdp("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
-        self.cdp("Emulation.setScrollbarsHidden", hidden=True)  # else they take room on a screen of a phone
+        self.cdp("Emulation.setScrollbarsHidden", hidden=True)  # otherwise they take room on a phone's screen
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.cdp("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -43,20 +40,18 @@ class Browser:
         _asked(f"{self._url}/url", {"url": url})
 
     def run(self, script: str, *args: object) -> Any:
-        """Run a script in the page, and return its result."""
         return _asked(f"{self._url}/execute/sync", {"script": script, "args": args})
 
     def cdp(self, command: str, **parameters: object) -> Any:
-        """A command of the browser's own protocol."""
+        """Send a command of the browser's own protocol."""
         return _asked(f"{self._url}/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def picture(self, is_whole: bool = False) -> bytes:
-        """Return a picture of what is seen, or of the whole page, as PNG."""
         data = self.cdp("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole)["data"]
         return base64.b64decode(data)
 
     def complaints(self) -> list[str]:
-        """Return the console's messages since the last call: broken policies and errors are among them."""
+        """Return new console messages, such as violated policies."""
         return [entry["message"] for entry in _asked(f"{self._url}/se/log", {"type": "browser"})]
 
     def close(self) -> None:

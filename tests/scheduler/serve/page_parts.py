@@ -1,5 +1,3 @@
-"""The page over batches in folders, without drivers; and what a page holds."""
-
 from __future__ import annotations
 
 import io
@@ -55,7 +53,6 @@ def app_of(runs: Path, api_keys: Path | None = None, webhook_hosts: str | None =
 
 
 def client_of(app: FastAPI) -> TestClient:
-    """A browser without a script."""
     return TestClient(app, base_url=ORIGIN, follow_redirects=False)
 
 
@@ -73,13 +70,11 @@ def token_of(client: TestClient, path: str = "/") -> str:
 def new_batch(
     service: Service, filename: str = "jobs.jsonl", metadata: dict[str, str] | None = None, owner: str | None = None
 ) -> Batch:
-    """A batch that nobody runs."""
     file = service.files.add(io.BytesIO(b"{}\n"), filename, "batch", owner)
     return service.batches.create(file.id, "/v1/completions", "24h", 86400.0, metadata, owner)
 
 
 def submit(batch: Batch, names: Sequence[str], rejects: Sequence[Reject] = ()) -> tuple[Run, list[JobRecord]]:
-    """The run of a batch, with all of its lines."""
     run = Run.create_or_open(batch.store.uri, MANIFEST.model_copy(update={"created": time.time()}))
     records = [record(name) for name in names]
     run.add_jobs(records)
@@ -88,7 +83,7 @@ def submit(batch: Batch, names: Sequence[str], rejects: Sequence[Reject] = ()) -
 
 
 def in_progress(service: Service, names: Sequence[str] = ("done", "going", "lost", "waiting")) -> Batch:
-    """A batch with a job in each state: the first is finished, the second running, the third has failed."""
+    """Make a batch with a finished, a running and a failed job."""
     batch = new_batch(service, metadata={"name": "Letters"})
     run, records = submit(batch, names, [Reject(9, "torn", "not JSON")])
     finish(run, records[0], [], time.time())
@@ -101,20 +96,18 @@ def in_progress(service: Service, names: Sequence[str] = ("done", "going", "lost
 
 
 def write_text(run: Run, job: JobRecord, text: str) -> None:
-    """Write the text that a job has so far."""
     checkpoints = CheckpointStore.of(run)
     tokens = TextCodec(locate_model("embedded")).encode_prompt(text)
     checkpoints.write_tokens(job.job_id, claim(checkpoints, job.job_id, "w1"), np.array(tokens, dtype=np.uint32))
 
 
 def words_of(page: str) -> str:
-    """Return the words of a page that people read."""
     return " ".join(unescape(re.sub("<[^>]*>", " ", page)).split())
 
 
 @contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
-    """The app behind a real port: its address."""
+    """Serve the app on a real port; yield its address."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -1,5 +1,3 @@
-"""A real server in a process of its own, and batches that are run by it."""
-
 from __future__ import annotations
 
 import json
@@ -16,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 from tests.jobs.checkpoints.checkpoint_parts import logged_jobs
 from tests.scheduler.driving import wait_until
 
-if TYPE_CHECKING:  # a third of a second, which most processes that collect tests need not spend
+if TYPE_CHECKING:  # these take a third of a second, which test collection should not spend
     from openai import OpenAI
     from openai.types import Batch
 
 DEADLINE_SECONDS = 240
-OFTEN = ("--checkpoint-seconds", "0.2")  # so that there is one to go on from early in a job's few seconds
+OFTEN = ("--checkpoint-seconds", "0.2")  # so that a job of a few seconds has a checkpoint early
 OVER = ("completed", "failed", "expired", "cancelled")
 
 
 @dataclass
 class Server:
-    """A server that runs, and the real client of its API."""
+    """A running server and OpenAI's real client."""
 
     process: subprocess.Popen[str]
     url: str
@@ -59,7 +57,7 @@ class Server:
         ).id
 
     def ended(self, batch_id: str) -> Batch:
-        """The batch, once it has ended; each question costs both sides what the batch could use."""
+        """Poll rarely, to leave the batch the machine."""
         client = self.client
         return wait_until(lambda: batch if (batch := client.batches.retrieve(batch_id)).status in OVER else None, 0.5)
 
@@ -95,14 +93,14 @@ def request(custom_id: str, max_tokens: int = 20, **fields: object) -> dict[str,
 
 
 def until_half_done(run: Path) -> dict[Path, bytes]:
-    """Wait until a job has a checkpoint and another one its result; the results then."""
+    """Wait until one job has a checkpoint and another a result; return the results."""
     segments = "results/segments/*.seg"
     wait_until(lambda: logged_jobs(run) and next(run.glob(segments), None))
     return {path: path.read_bytes() for path in run.glob(segments)}
 
 
 def bodies(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return all but the times: texts, why they ended, the hashes of their tokens, and how many there are."""
+    """Return everything except times."""
     assert len(lines) == len({line["custom_id"] for line in lines})
     found = {line["custom_id"]: line["response"]["body"] for line in lines}
     return {
@@ -115,7 +113,6 @@ def without_metrics(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def drivers_of(server: Server) -> list[int]:
-    """The processes of the drivers of a server."""
     children = Path(f"/proc/{server.process.pid}/task").glob("*/children")
     pids = [int(pid) for path in children for pid in path.read_text().split()]
     return [pid for pid in pids if b"batch_driver_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]

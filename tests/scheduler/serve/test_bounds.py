@@ -1,4 +1,4 @@
-"""Clients that send too much are refused, before it is anywhere, and take nobody's place."""
+"""Clients that send too much are refused early and block nobody."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_form_without_its_boundary_is_refused_in_silence(
     answer = client.post("/v1/files", content=b"y", headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
-    assert caplog.records == []  # else they stand on the server's standard error
+    assert caplog.records == []  # otherwise they appear on the server's stderr
 
 
 def test_a_body_that_does_not_end_is_refused_and_leaves_nothing(client: TestClient, service: Service) -> None:

@@ -1,4 +1,4 @@
-"""A damaged file of one batch is told of, and hides no other batch."""
+"""A damaged file of one batch hides no other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.scheduler.serve.server_parts import wait_until
 
 
 def put_in_place(path: Path, content: bytes | None) -> None:
-    """A file with this in it, or for None a folder."""
+    """None makes a folder."""
     path.unlink(missing_ok=True)
     if content is None:
         path.mkdir()
@@ -113,7 +113,6 @@ def test_a_batch_with_a_damaged_run_answers_beside_the_others(tmp_path: Path) ->
 
 
 def damaged_batch(folder: Folder, model: Path, tmp_path: Path) -> Batch:
-    """One whose first job is finished."""
     batch = folder.create()
     submit_two(batch, model, tmp_path, 1)
     batch.store.write(MANIFEST, b"{torn")

@@ -1,5 +1,3 @@
-"""A download can go on where it was cut off, and a time after which files would go is checked and never kept silent."""
-
 from __future__ import annotations
 
 import io
@@ -74,7 +72,7 @@ def test_a_head_tells_the_size_and_the_version(client: TestClient, place: str) -
 
 
 def test_a_download_that_goes_on_never_mixes_two_versions(service: Service, client: TestClient) -> None:
-    """The end of a batch that is made anew has the same id, as after its run was mended."""
+    """A batch's end is made anew with the same file id, as after a repair."""
     file_id = delivered_file_id("batch_a", "output")
     service.files.add(io.BytesIO(DATA), "x", "batch_output", None, file_id)
     place = f"/v1/files/{file_id}/content"

@@ -1,5 +1,3 @@
-"""The gate: who comes in, and as whom, with keys and without any."""
-
 from __future__ import annotations
 
 import pytest
@@ -81,7 +79,7 @@ def test_what_tells_of_everybody_is_for_keys_that_say_so(keyed: TestClient, path
         ("[::1]:8080", 200),
         ("evil.example", 403),
         ("localhost.evil.example:8080", 403),
-        ("evil.example:8080@127.0.0.1", 200),  # what a browser sends has no user
+        ("evil.example:8080@127.0.0.1", 200),  # browsers never send a user part
         ("10.0.0.1", 403),
         ("[::", 403),
         ("", 403),

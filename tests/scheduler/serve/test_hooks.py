@@ -1,4 +1,4 @@
-"""Every end of a batch is told, signed, until it is taken; and no batch makes the server post where it may not."""
+"""Every batch's end is posted until taken, and only to allowed hosts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from tests.scheduler.serve.server_parts import wait_until
 
 
 class Server:
-    """Batches and their webhooks, as a server that starts on the folder finds them."""
-
     started: ClassVar[list[Server]] = []  # by one test
 
     def __init__(self, folder: Path, url: str | None = None, hosts: str | None = None) -> None:
@@ -50,7 +48,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def stopped() -> Iterator[None]:
-    """Servers of a test that fails are stopped, too: their threads would hold up the end of all tests."""
+    """Stops a failed test's servers, whose threads would delay the end of all tests."""
     yield
     while Server.started:
         Server.started.pop().hooks.stop()
@@ -92,10 +90,10 @@ def test_what_a_killed_server_had_to_tell_the_next_one_tells(tmp_path: Path) -> 
         server = Server(tmp_path, away.url, "127.0.0.1=loopback")
         ids = {server.ended(away.url).id for _ in range(3)}
         away.wait_for(2)
-        server.hooks.stop()  # nothing was taken, all is in the store
+        server.hooks.stop()  # nothing was taken, everything is in the store
     assert {name.removesuffix(".json") for name in left(tmp_path)} == ids
     with receiver(status(200)) as inbox:
-        server = Server(tmp_path, inbox.url)  # batches' own address is not allowed any more, and is given up
+        server = Server(tmp_path, inbox.url)  # the batches' own address is no longer allowed and is given up
         wait_until(lambda: not left(tmp_path))
         server.hooks.stop()
     assert {request.message["data"]["id"] for request in inbox.requests} == ids
@@ -129,7 +127,7 @@ def test_one_that_is_away_holds_up_no_other_and_is_given_up_after_days(
         server.hooks.stop()
     told = capfd.readouterr().err
     assert told.count("is given up") == 5
-    assert "dead" not in told  # a path may be all that keeps strangers out
+    assert "dead" not in told  # the path may be a secret
 
 
 @pytest.mark.parametrize(
@@ -207,7 +205,7 @@ def test_no_batch_names_a_host_that_is_not_allowed(url: str) -> None:
 def test_a_name_that_leads_inside_is_not_posted_to_and_the_address_that_was_looked_at_is_the_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The name server says one thing when it is first asked, and another from then on."""
+    """The name server gives one address at first, and another later."""
     answers: list[str] = []
 
     def resolve(host: str, port: int, **_: Any) -> list[Any]:

@@ -1,5 +1,3 @@
-"""A request that comes twice with one idempotency key makes one batch, or one file."""
-
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +28,7 @@ def test_the_same_request_again_returns_the_first_batch_also_after_a_restart(tmp
     first = create(client, file_id, metadata={"for": "a test"}).json()
     assert create(client, file_id, metadata={"for": "a test"}).json() == first
     assert create(client, file_id, {}).json()["id"] != create(client, file_id, {}).json()["id"]
-    again = client_of(service_on(tmp_path))  # on what a killed server left
+    again = client_of(service_on(tmp_path))  # on a killed server's leftovers
     assert create(again, file_id, metadata={"for": "a test"}).json() == first
     assert (
         create(again, file_id, {"Idempotency-Key": "night-18"}, metadata={"for": "a test"}).json()["id"] != first["id"]

@@ -1,5 +1,3 @@
-"""Keys are read from lines of a file that may change, and only their hashes are ever kept."""
-
 from __future__ import annotations
 
 import hashlib
@@ -29,7 +27,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def write(path: Path, *lines: str) -> None:
-    """Write a file as an editor does: another file takes the name."""
     new = path.with_suffix(".new")
     new.write_text("\n".join(lines))
     new.rename(path)
@@ -39,7 +36,7 @@ def test_a_new_key_is_random_and_its_line_holds_the_hash_alone() -> None:
     (secret, line), (other, _) = make_key("alice"), make_key("alice")
     assert secret != other
     assert secret.startswith("sb_")
-    assert len(secret) == len("sb_") + 43  # 256 bits, 6 in a character
+    assert len(secret) == len("sb_") + 43  # 256 bits, 6 per character
     assert line == f"alice:sha256:{hashlib.sha256(secret.encode()).hexdigest()}"
     result = invoke("serve", "--make-key", "alice")
     assert result.exit_code == 0
@@ -102,7 +99,7 @@ def test_a_file_that_changes_is_read_again_and_a_broken_one_keeps_the_keys(tmp_p
     assert [keyring.find(secret) for secret in (new, "", "\udcff", old + " ")] == [None] * 4
 
     write(path, new_line)
-    assert keyring.find(new) is None  # the file is looked at once a second
+    assert keyring.find(new) is None  # the file is checked once a second
     clock[0] += 1
     assert keyring.find(new) is not None
     assert keyring.find(old) is None

@@ -1,5 +1,3 @@
-"""Servers that are killed again and again, at any moment of a batch, lose nothing: the bytes are those of `submit`."""
-
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""A key sees its own files and batches; those of others answer as ids that never were."""
+"""A key sees only its own files and batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def client(tmp_path: Path) -> TestClient:
 
 
 def requests_for(file_id: str, batch_id: str) -> list[tuple[str, str, object]]:
-    """Everything that one can ask with ids."""
     of_files = [("GET", ""), ("GET", "/content"), ("DELETE", "")]
     of_batches = [("GET", ""), ("POST", "/cancel"), *[("GET", f"/{what}") for what in WATCHED]]
     return [

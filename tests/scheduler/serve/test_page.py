@@ -1,5 +1,3 @@
-"""The page: all figures are there, and its forms work without a script."""
-
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""The page holds words that mean harm: none gets out of its place, headers are strict, colours can be told apart."""
+"""The page escapes hostile texts."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_colours_can_be_told_apart() -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """Return the contrast of two colours as the guidelines for accessible pages (WCAG) define it."""
+    """Return the contrast by WCAG."""
     lighter, darker = sorted((_luminance(one), _luminance(other)), reverse=True)
     return (lighter + 0.05) / (darker + 0.05)
 

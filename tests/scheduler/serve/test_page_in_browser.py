@@ -1,5 +1,3 @@
-"""The page in a real Chromium, where there is one: nothing hostile runs, figures change, files are dropped."""
-
 from __future__ import annotations
 
 import time
@@ -59,11 +57,11 @@ def test_hostile_words_run_nothing_and_fit_every_screen(service: tuple[Service, 
         for width in (390, 1200):
             browser.show(width, is_dark=width == 390)
             browser.open(f"{service[1]}{path}")  # an alert would make the next command fail
-            wait_until(lambda: not browser.run(TOO_WIDE))  # a busy machine lays it out at the old width first
+            wait_until(lambda: not browser.run(TOO_WIDE))  # a busy machine first lays it out at the old width
             assert HOSTILE[0] in browser.run("return document.body.textContent")
     assert browser.complaints() == []
     browser.open(service[1])
-    browser.run(TRY_TO_RUN)  # if a word got out of its place all the same
+    browser.run(TRY_TO_RUN)  # in case a text was not escaped
     complaints: list[str] = []
     wait_until(lambda: complaints.extend(browser.complaints()) or len(complaints) >= 2 or browser.run(HAS_RUN))
     assert not browser.run(HAS_RUN)

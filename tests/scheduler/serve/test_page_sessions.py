@@ -1,5 +1,3 @@
-"""Sessions at the page: who comes in, for how long, and whose forms are taken."""
-
 from __future__ import annotations
 
 import time
@@ -32,7 +30,6 @@ def client(tmp_path: Path, key_file: Path) -> TestClient:
 
 
 def log_in(client: TestClient, secret: str = SECRET) -> str:
-    """The session's id."""
     answer = client.post("/login", data={"key": f" {secret}\n", "form_token": token_of(client, "/login")})
     assert (answer.status_code, answer.headers["Location"]) == (303, "/")
     return str(client.cookies[COOKIE])
@@ -70,7 +67,7 @@ def test_a_login_sets_a_cookie_that_says_nothing(client: TestClient) -> None:
     assert "Secure" not in cookie
     assert SECRET not in cookie
     assert "alice" not in cookie
-    assert client.cookies[COOKIE] != before  # nobody logs somebody in to a session that they know
+    assert client.cookies[COOKIE] != before  # nobody can plant a session that they know
     assert is_in(client)
     assert client.post("/logout", data={"form_token": token}).status_code == 403
     https = TestClient(client.app, base_url=ORIGIN.replace("http", "https"))
@@ -80,7 +77,7 @@ def test_a_login_sets_a_cookie_that_says_nothing(client: TestClient) -> None:
 @pytest.mark.parametrize(
     "secret",
     ["", "none", SECRET[:-1], SECRET + "x", LINE, LINE.rpartition(":")[2]],
-    ids=["nothing", "none", "cut short", "longer", "its line", "its hash"],  # the same in every process of a test run
+    ids=["nothing", "none", "cut short", "longer", "its line", "its hash"],  # equal in every process of a test run
 )
 def test_a_wrong_key_is_no_login(client: TestClient, secret: str) -> None:
     answer = client.post("/login", data={"key": secret, "form_token": token_of(client, "/login")})
@@ -203,7 +200,7 @@ def test_without_keys_forms_carry_tokens_too(tmp_path: Path) -> None:
     ("headers", "status"),
     [
         ({"Origin": ORIGIN, "Sec-Fetch-Site": "same-origin"}, 303),
-        ({"Origin": "null"}, 303),  # what browsers say that were told to say nothing
+        ({"Origin": "null"}, 303),  # browsers told to hide the origin send this
         ({"Origin": "null", "Sec-Fetch-Site": "cross-site"}, 403),
         ({"Origin": "http://evil.example"}, 403),
     ],

@@ -1,4 +1,4 @@
-"""Names that clients read are of places below the folder of runs, and tell nothing of where that is."""
+"""Clients see paths below the folder of runs, never above."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_places_are_named_below_the_folder_of_runs(uri: str) -> None:
 
 
 def damage(service: Service) -> list[str]:
-    """The ids of a batch whose driver said a path, of one that can't be read, and of one with a report."""
+    """Return unreadable batches whose driver named a path, or that have a report."""
     told, torn, whole = new_batch(service), in_progress(service), in_progress(service)
     torn.store.write("run.json", b"{torn")
     service.keeper._courses[told.id] = Course(told, problem=f"cannot read {service.files.uri('file-1')}: gone")

@@ -1,4 +1,4 @@
-"""Polls are answered from memory, as the routes would: as new, to the same owners, and from folders read seldom."""
+"""Polls from memory equal the routes' answers, and read folders rarely."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def client(service: Service) -> Iterator[TestClient]:
 
 @pytest.fixture
 def batch(service: Service, client: TestClient, tiny_model: Path, tmp_path: Path) -> Batch:
-    """A batch that is in progress."""
     batch_id = client.post("/v1/batches", json=batch_of(upload(client))).json()["id"]
     batch = service.batches.get(batch_id, None)
     submit_two(batch, tiny_model, tmp_path, 1)
@@ -44,14 +43,13 @@ def batch(service: Service, client: TestClient, tiny_model: Path, tmp_path: Path
 
 @pytest.fixture
 def stopped_clock(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Stop the clock, so that nothing that is remembered grows old."""
+    """Stops the clock, so that nothing remembered expires."""
     now = [time.monotonic() + 3600]
     monkeypatch.setattr("swiftbatch.scheduler.serve.batch_status.time.monotonic", lambda: now[0])
     return now
 
 
 def polls_of(client: TestClient, batch: Batch) -> list[object]:
-    """Return the state of a batch by each way of asking for it."""
     path = f"/v1/batches/{batch.id}"
     listed = {each["id"]: each["status"] for each in client.get("/v1/batches").json()["data"]}
     return [client.get(path).json()["status"], client.get(f"{path}/progress").json()["status"], listed[batch.id]]

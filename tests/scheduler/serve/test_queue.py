@@ -1,4 +1,4 @@
-"""The next batch is that of the owner who had least lately; then priority and age decide."""
+"""The next batch is chosen by its owner's recent tokens, then priority and age."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_an_owner_stands_by_all_its_batches_and_a_running_one_weighs_from_its_be
 
 
 def served_tokens(rounds: int, weigh: Callable[[str], int]) -> dict[str, int]:
-    """Return the tokens that each owner gets of one place when all always have batches waiting, as `weigh` says."""
+    """Return each owner's tokens from one place while all have waiting batches."""
     had: dict[str, list[Usage]] = {"a": [], "b": [], "c": []}
     now = NOW
     for number in range(rounds):

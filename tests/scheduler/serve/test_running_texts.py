@@ -1,5 +1,3 @@
-"""The texts of running jobs so far: whole characters, wherever the tokens that are shown begin and end."""
-
 from __future__ import annotations
 
 import time

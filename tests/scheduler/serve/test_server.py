@@ -1,7 +1,4 @@
-"""The real `openai` client against a real server: upload, create, poll, output, errors, cancel, list over pages.
-
-Each start of a driver takes seconds, so few batches have to do.
-"""
+"""The real `openai` client against a real server, whose drivers take seconds to start."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ CHAT = {
 }
 MAX_FILE_BYTES = 100_000
 NUM_TOKENS = 2500
-# log-probabilities are looked up at each step: eight plain steps at once would end before a kill
+# with log-probabilities, eight plain steps at once can't end before a kill
 LONG = (request("short", 5), request("drawn", NUM_TOKENS, min_p=0.02, logprobs=1))
 
 
@@ -98,13 +95,13 @@ def test_a_batch_from_upload_to_its_two_files_also_over_a_killed_server(
 
 
 def goes_on_after_a_kill(undisturbed: dict[str, Any], model: Path, runs: Path) -> None:
-    """Another server is killed amid the long lines; the next one goes on with the batch, to the same bytes."""
+    """Kill a server amid the long lines; the next one continues to the same bytes."""
     with serving(runs, model, *OFTEN) as server:
         batch_id = server.create(*LONG)
         finished = until_half_done(runs / "batches" / batch_id)
         [driver] = drivers_of(server)
         server.kill()
-        wait_until(lambda: not is_there(driver))  # it doesn't outlive its server
+        wait_until(lambda: not is_there(driver))  # it must not outlive its server
     with serving(runs, model, *OFTEN) as server:
         assert [batch.id for batch in server.client.batches.list()] == [batch_id]
         ended = server.ended(batch_id)
@@ -159,7 +156,6 @@ def test_a_cancelled_batch_and_an_expired_one_deliver_what_is_finished_and_lists
 
 
 def are_listed_over_pages(server: Server) -> None:
-    """Files and batches, which wait behind older ones: no driver starts for them."""
     client = server.client
     ids = [server.upload(request(f"p{number}")) for number in range(5)]
     newest = [file.id for file in client.files.list(limit=2, purpose="batch")]

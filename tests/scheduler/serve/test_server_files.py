@@ -1,5 +1,3 @@
-"""Files and batches are there once they are whole, listed in order, and no name that a client gives is a path."""
-
 from __future__ import annotations
 
 import io

@@ -1,4 +1,4 @@
-"""A server that ends tells those that it is still answering, and shows no traceback."""
+"""A server's end answers open requests and shows no traceback."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Clients that send or read too slowly are cut off."""
-
 from __future__ import annotations
 
 import io
@@ -27,7 +25,7 @@ OK = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, str]]:
-    """The port of a server of little patience, and the id of a long file there."""
+    """The port of an impatient server, and the id of a long file."""
     for name in ("HEAD_SECONDS", "READ_SECONDS", "WINDOW_SECONDS"):
         monkeypatch.setattr(request_limits, name, SOON)
     service = service_on(tmp_path / "runs")
@@ -38,7 +36,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[in
         http=request_limits.Connection,
         lifespan="off",
         log_config=None,
-        timeout_graceful_shutdown=1,  # else a client that is not cut off holds up the end of the tests
+        timeout_graceful_shutdown=1,  # otherwise a connected client delays the end of the tests
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
@@ -49,7 +47,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[in
 
 
 def answer(port: int, pieces: Sequence[bytes], pause: float, pause_before_reading: float = 0.0) -> bytes:
-    """All that comes back until the server closes the connection. Raises TimeoutError where it does not."""
+    """Return everything until the server closes the connection.
+
+    Raises TimeoutError.
+    """
     found = bytearray()
     with socket.create_connection(("127.0.0.1", port), timeout=WAIT_SECONDS) as client:
         try:
@@ -82,5 +83,5 @@ def test_whoever_sends_or_reads_in_drops_is_cut_off(server: tuple[int, str]) -> 
     assert silent.result() == torn_head.result() == head_in_drops.result() == b""
     assert after_another.result().count(b"HTTP/1.1 200") == 1
     assert torn_body.result().startswith(b"HTTP/1.1 408")
-    assert body_in_drops.result()[:12] in (b"HTTP/1.1 408", b"")  # the answer is lost where drops come behind it
+    assert body_in_drops.result()[:12] in (b"HTTP/1.1 408", b"")  # the answer is lost if more drops follow
     assert len(no_reader.result()) < LONG_BYTES

@@ -1,4 +1,4 @@
-"""Every state of a batch follows from its folder alone, and its end is the same however often it is begun."""
+"""A batch's status follows from its folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def status(folder: Folder, batch: Batch) -> Status:
 
 
 def settled(folder: Folder, batch: Batch) -> Status:
-    """The status once the next server has seen to it, which finds the batch at its end."""
     new = folder.again()
     assert settle(new.batches, new.files, new.batches.get(batch.id, None), None)
     return status(folder, batch)
@@ -165,8 +164,6 @@ def test_a_running_batch_is_read_once_a_second(
 
 
 class Driver:
-    """A stand-in for a driver, of which only what is asked to cancel is there."""
-
     def __init__(self, has_begun: bool) -> None:
         self.has_begun = has_begun
         self.is_asked_to_end = False

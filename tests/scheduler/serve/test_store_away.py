@@ -1,5 +1,3 @@
-"""A server outlives the times when its storage is away, and what it could not do then is not half done."""
-
 from __future__ import annotations
 
 import threading

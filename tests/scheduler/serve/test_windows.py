@@ -1,5 +1,3 @@
-"""The completion window of a batch: a whole number with its unit, in the digits 0 to 9."""
-
 from __future__ import annotations
 
 import pytest

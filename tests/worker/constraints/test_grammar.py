@@ -1,4 +1,4 @@
-"""Grammars: what one lets come depends on the tokens alone, and what can't be one is refused with the reason."""
+"""A grammar's masks depend on the tokens alone."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SCHEMA = {
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_mask_is_that_of_one_who_only_read_the_tokens(codec: TextCodec, seed: int) -> None:
-    """The masks agree also where the library knows what has to come, and how it is to be cut into tokens."""
+    """Masks agree also where the library knows the text and its tokens in advance."""
     chance, built, token_ids = random.Random(seed), rule(codec, json=SCHEMA), []
     state = GrammarConstraint(built)
     for _ in range(150):
@@ -95,7 +95,7 @@ def test_a_token_that_can_t_come_is_refused_and_changes_nothing() -> None:
 
 
 def test_limits_that_count_what_was_looked_at_are_begun_anew(codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts look at more than plain decoding does, and may not be what a job fails of."""
+    """Drafts look at more than plain decoding, and must not make a job fail."""
     schema = {"type": "array", "items": {"type": "string", "pattern": "^([a-c]{2,9}|[d-f]{3,8})+$"}}
     text = '["abcabcab", "dddeeef", "abcdddefefef", "ccccc"]'
     token_ids = codec.encode(text, add_special_tokens=False)
@@ -205,7 +205,7 @@ HARD = (
 def test_what_is_hard_to_follow_takes_little_at_each_token(
     codec: TextCodec, structure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library's fuel is the same on all machines: a twentieth of what a token may take is enough."""
+    """The library's fuel is equal on all machines; a twentieth per token suffices."""
     monkeypatch.setattr(Grammar._built, "__defaults__", (TRIED_FUEL,))
     chance, state = random.Random(1), GrammarConstraint(rule(codec, **structure))
     for _ in range(30):
@@ -226,7 +226,7 @@ def test_what_is_hard_to_follow_takes_little_at_each_token(
 )
 def test_a_grammar_s_letters_are_what_their_escapes_say(codec: TextCodec, said: str, text: str) -> None:
     matcher = rule(codec, grammar=said).matcher()
-    halves = (text[:5], text[5:])  # none of which is a special token
+    halves = (text[:5], text[5:])  # none is a special token
     encoded = [token_id for half in halves for token_id in codec.encode(half, add_special_tokens=False)]
     assert matcher.try_consume_tokens(encoded) == len(encoded)
     assert matcher.is_accepting()
@@ -265,7 +265,7 @@ def test_a_number_that_can_be_written_is_taken(codec: TextCodec, value: float) -
 
 def test_the_range_of_64_bit_numbers_is_taken(codec: TextCodec) -> None:
     rule(codec, json={"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1})
-    built = rule(codec, json={"type": "integer", "minimum": -1e300, "maximum": 7})  # and what is beyond it
+    built = rule(codec, json={"type": "integer", "minimum": -1e300, "maximum": 7})  # and what exceeds it
     for text, num_taken in (("-123", 4), ("7", 1), ("8", 0)):
         token_ids = [codec.encode(letter, add_special_tokens=False)[0] for letter in text]
         assert built.matcher().try_consume_tokens(token_ids) == num_taken

@@ -1,4 +1,4 @@
-"""JSON schemas as programs write them are taken: references of any name, formats that say nothing of the text."""
+"""JSON schemas as programs write them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ def codec(embedded_files: ModelFiles) -> TextCodec:
 
 
 def lets(codec: TextCodec, schema: dict[str, Any], text: str) -> bool:
-    """Tell whether a whole text is one of a schema's."""
     given = structure_of({"json": schema})
     assert given is not None
     matcher = codec._grammars.grammar(given).matcher()
@@ -92,7 +91,7 @@ def test_a_reference_leads_to_its_definition_whatever_the_name_and_however_it_is
 
 
 def test_a_decimal_number_as_text_has_a_digit(codec: TextCodec) -> None:
-    """A pattern that pydantic writes begins with a look-ahead."""
+    """A pattern from pydantic starts with a look-ahead."""
     schema = {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}
     assert [text for text in ("", "-", ".", "+.", "7", "-7.25", ".5") if lets(codec, schema, f'"{text}"')] == [
         *("7", "-7.25", ".5")

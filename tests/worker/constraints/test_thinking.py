@@ -1,4 +1,4 @@
-"""The place of a thought, against the definition; a budget, and a structure behind it."""
+"""A thought's place against its definition; budgets, and structures after it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPENINGS: tuple[Opening, ...] = ("anywhere", "first", "never")
 
 
 def find(output: list[int], marker: tuple[int, ...], start: int) -> int | None:
-    """Return, from the definition, the tokens up to the end of the first marker that lies behind `start`."""
+    """Return the tokens up to the end of the first marker after `start`."""
     for i in range(start, len(output) - len(marker) + 1):
         if tuple(output[i : i + len(marker)]) == marker:
             return i + len(marker)
@@ -79,7 +79,7 @@ def test_the_last_marker_of_a_prompt_is_found() -> None:
 def test_no_thought_is_longer_than_its_budget_and_nothing_else_is_forced(
     pair: tuple[tuple[int, ...], tuple[int, ...]], budget: int, opening: Opening
 ) -> None:
-    """Texts are random: a token is forced where so many are thought, and it goes on with the marker that was begun."""
+    """Texts are random; at the budget, a begun marker is completed."""
     chance, end, num_forced = random.Random(budget), pair[1], 0
     rule = ThinkingRule(Thinking(Markers(*pair), opening == "never", opening), budget)
     for _ in range(40):
@@ -152,7 +152,7 @@ def test_a_structure_begins_behind_the_thought_or_with_the_text_that_has_none(
 def test_a_tree_that_is_taken_as_it_is_would_have_been_left_as_it_is(
     is_open: bool, text: dict[str, list[str]] | None
 ) -> None:
-    """No time is spent on a tree where anything may come: what says so is right."""
+    """The quick check must not skip a tree that would change."""
     chance, num_free = random.Random(5), 0
     thinking = Thinking(
         Markers((1, 3), (2, 0)), is_open, "anywhere" if text is None else "never" if is_open else "first"
@@ -194,7 +194,7 @@ def test_a_tree_is_masked_from_where_the_budget_is_used_up_and_the_marker_is_dra
 
 
 def test_half_a_marker_that_the_model_wrote_is_gone_on_with() -> None:
-    """The budget ends in it: no second beginning of the marker is written behind the first."""
+    """The budget ends inside the marker, which must not begin again."""
     rule = ThinkingRule(Thinking(Markers((1,), (3, 4, 5)), True), 3)
     given = Constraints(running(rule, 0, 3, 4)).of_tree(DraftTree())
     assert given.masks is not None

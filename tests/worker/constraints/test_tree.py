@@ -1,5 +1,3 @@
-"""Trees lose the nodes that can't come, and each row gets the tokens that may come behind it."""
-
 from __future__ import annotations
 
 import random
@@ -90,8 +88,6 @@ def test_without_rules_a_tree_is_as_it_was() -> None:
 
 
 class Forced:
-    """A rule of another kind: after some tokens one is forced, and until then anything may come."""
-
     def __init__(self, behind: int, token_id: int) -> None:
         self._behind, self._token_id, self._num = behind, token_id, 0
 
@@ -118,14 +114,14 @@ def test_a_rule_may_have_nothing_to_say_and_several_hold_at_once() -> None:
     tree = DraftTree([0, 4, 1, 2, 2], [ROOT, ROOT, 0, 2, 1])
     forced = Constraints(sequence((Forced(1, 1),))).of_tree(tree)
     assert forced.masks is not None
-    assert forced.numbers == [0, 1, 2, 3]  # "c" behind "ab" is not what is forced there
+    assert forced.numbers == [0, 1, 2, 3]  # "c" after "ab" is not forced there
     anything = np.full(1, 0xFFFFFFFF, dtype=np.uint32)
     assert np.array_equal(forced.masks.words, [*(anything,), *(mask_of((1,), VOCAB),) * 2, *(anything,) * 2])
     assert Constraints(sequence((Forced(9, 1),))).of_tree(tree).masks is None
     both = Constraints(sequence((Forced(1, 1), grammar(**CHOICE)))).of_tree(tree)
     assert both.numbers == [0, 1, 2, 3]
     assert both.masks is not None
-    assert np.array_equal(both.masks.words[2], mask_of((), VOCAB))  # "ab" is there, and "b" is forced
+    assert np.array_equal(both.masks.words[2], mask_of((), VOCAB))  # after "ab", "b" is forced
 
 
 def test_where_bad_words_leave_nothing_a_walk_ends_in_front_of_it_with_the_reason() -> None:

@@ -1,4 +1,4 @@
-"""A vocabulary of eight tokens over which a language can be written down, and the grammar of that language."""
+"""A vocabulary of eight tokens, and grammars over it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ VOCAB = END + 1
 
 
 class Pieces:
-    """A tokenizer with all that the library asks of one: these words, and behind them the end."""
-
     bos_token_id = None
 
     def __init__(self, words: tuple[str, ...]) -> None:
@@ -30,7 +28,7 @@ class Pieces:
 
 
 def grammar(words: tuple[str, ...] = WORDS, **structure: Any) -> Grammar:
-    """Make a grammar over these tokens and the end. Raises ConstraintError, as `Grammar` does."""
+    """Raises ConstraintError."""
     wrapped = LLTokenizer(TokenizerWrapper(Pieces(words)))
     given = structure_of(structure)
     assert given is not None
@@ -38,7 +36,7 @@ def grammar(words: tuple[str, ...] = WORDS, **structure: Any) -> Grammar:
 
 
 def allowed_behind(texts: set[str], text: str, words: tuple[str, ...] = WORDS) -> list[int]:
-    """Return the tokens behind which, by definition, one of the texts can still come, and the end where one has."""
+    """Return by definition the tokens after which a text can still come, and the end."""
     found = [i for i, word in enumerate(words) if any(each.startswith(text + word) for each in texts)]
     return found + [len(words)] * (text in texts)
 

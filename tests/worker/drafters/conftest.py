@@ -1,5 +1,3 @@
-"""The target of tests of trainings."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Parts for tests of drafters: costs that are the same on every machine, and one tree from the contract's list."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -16,7 +14,7 @@ from swiftbatch.worker.sampling.sequence import Sequence
 
 
 def free_rows() -> StepCosts:
-    """Rows cost nothing, so that all nodes pay; forwards take so long that what drafting takes is no matter."""
+    """All nodes pay, and drafting is negligible."""
     return StepCosts((64, 8192), np.array([[4.0] * 6, [5.0] * 6]))
 
 
@@ -26,13 +24,12 @@ def dear_rows() -> StepCosts:
 
 
 def proposed(drafter: Drafter, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-    """Return the tree that a drafter proposes for a sequence alone."""
     [tree] = drafter.propose([DraftRequest(sequence, max_nodes, max_depth)])
     return tree
 
 
 def run_to_ends(engine: Engine, *sequences: Sequence) -> Engine:
-    """Run sequences together; afterwards all have their slots yet."""
+    """Sequences keep their slots."""
     for sequence in sequences:
         engine.start(sequence)
     while any(sequence.finish_reason is None for sequence in sequences):
@@ -41,7 +38,6 @@ def run_to_ends(engine: Engine, *sequences: Sequence) -> Engine:
 
 
 def run_together(engine: Engine, sequences: Iterable[Sequence]) -> None:
-    """Run sequences to their ends; afterwards no slot is taken."""
     for sequence in run_to_ends(engine, *sequences).sequences:
         engine.stop(sequence)
 
@@ -49,7 +45,7 @@ def run_together(engine: Engine, sequences: Iterable[Sequence]) -> None:
 def check_resumed(
     target: TargetModel, sequence: Sequence, num_tokens: int, undisturbed: Drafter, resumed: Drafter
 ) -> DraftTree:
-    """The tree that a drafter proposes behind so many tokens, which is that of one that takes over there."""
+    """Check the tree after `num_tokens` against that of a resumed drafter; return it."""
     engine = Engine(target, undisturbed)
     slot = engine.start(sequence)
     while sequence.num_generated_tokens < num_tokens:
@@ -62,7 +58,7 @@ def check_resumed(
 
 
 def check_same_entries(undisturbed: SelfSpeculationDrafter, resumed: SelfSpeculationDrafter) -> None:
-    """The partial caches of two drafters for sequence `a` hold the same."""
+    """Check that two drafters' partial caches for sequence `a` agree."""
     ours, theirs = (drafter._tracked["a"].partial for drafter in (undisturbed, resumed))
     num_entries = ours._num_sequence_entries
     assert theirs._num_sequence_entries == num_entries

@@ -1,4 +1,4 @@
-"""The contract that every drafter of the catalogue keeps to, on a small real model."""
+"""The contract of every drafter, on a small real model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.long
 
 PARAMS = SamplingParams(max_tokens=4000, temperature=1.0, min_p=0.1, seed=7)
 GREEDY = SamplingParams(max_tokens=4000, temperature=0.0, seed=7)
-MANIFOLD = "auto"  # it drafts in most ways of the others
+MANIFOLD = "auto"  # it drafts in most of the others' ways
 NO_TARGET: Any = None
 
 
@@ -42,8 +42,6 @@ def check_structure(tree: DraftTree, max_nodes: int, max_depth: int, vocab_size:
 
 
 class Generation:
-    """One sequence on a real target, decoded step by step with a drafter."""
-
     def __init__(
         self, target: TargetModel, drafter: Drafter, prompt: list[int], params: SamplingParams, name: str = "a"
     ) -> None:
@@ -146,7 +144,7 @@ class TestEveryDrafter:
     def test_state_goes_into_a_fresh_drafter(
         self, tiny_target: TargetModel, name: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        ticks = itertools.count(step=0.001)  # plans follow measured times: here everything takes the same
+        ticks = itertools.count(step=0.001)  # plans follow measured times, which are all equal here
         monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
         drafter, generation = self.warm(tiny_target, name, params)
         fresh = create_bench_drafter(name, tiny_target, free_rows)
@@ -155,7 +153,7 @@ class TestEveryDrafter:
         fresh.restore(generation.sequence, {key: array.copy() for key, array in state.items()})
         for _ in range(5):
             assert proposed(fresh, generation.sequence, 8, 6) == proposed(drafter, generation.sequence, 8, 6)
-            # both have to propose what is verified: they learn from what became of it
+            # both must propose what is verified, because they learn from the outcome
             proposed(fresh, generation.sequence, 8, max_tree_depth(generation.cache.length))
             fresh.update(generation.sequence, generation.step(drafter))
 

@@ -1,7 +1,4 @@
-"""The promises beyond the contract of the drafters that need no trained parts.
-
-They run on a table of logits by last token, drawn from with our sampler.
-"""
+"""Further promises of drafters without trained parts."""
 
 from __future__ import annotations
 
@@ -29,11 +26,12 @@ VOCAB = 64
 PARAMS = SamplingParams(max_tokens=4000, temperature=1.0, min_p=0.1, seed=7)
 GREEDY = SamplingParams(max_tokens=4000, temperature=0.0, seed=7)
 NO_CACHE: Any = None
-TABLE: Any = SimpleNamespace(vocab_size=VOCAB, files=SimpleNamespace(path=Path()))  # what drafters without weights need
+# all that drafters without weights need
+TABLE: Any = SimpleNamespace(vocab_size=VOCAB, files=SimpleNamespace(path=Path()))
 
 
 class TableTarget:
-    """Logits depend on the last token alone: the smallest target that token recycling can learn by heart."""
+    """Logits depend on the last token."""
 
     def __init__(self, seed: int = 0) -> None:
         self._logits = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2.5
@@ -88,7 +86,7 @@ def test_autoregressive_proposes_nothing() -> None:
     ("prompt", "expected"),
     [
         ([1, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3], [9, 7, 2, 3]),  # three tokens match further back than two do
-        ([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3], [8, 1, 2, 3]),  # of two places the later one
+        ([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3], [8, 1, 2, 3]),  # the later of two places
         ([5, 3, 9, 6, 3], [9, 6, 3]),  # one token only
         ([4, 4], [4]),  # up to the end
         ([1, 2, 3], []),
@@ -136,7 +134,7 @@ def test_drafting_with_the_noise_accepts_more() -> None:
     for name in ("token-recycling", "token-recycling-no-noise"):
         drafter, sequence = warm(name, num_steps=100)
         lengths[name] = mean_acceptance_length(generate(drafter, sequence, 30, max_nodes=4))
-    # The matrix knows this target by heart, so with the noise most of the four nodes lie on the drawn path.
+    # The matrix knows this target, so with the noise most of the four nodes are on the drawn path.
     assert lengths["token-recycling"] > 3
     assert lengths["token-recycling"] > 1.5 * lengths["token-recycling-no-noise"]
 
@@ -213,7 +211,7 @@ def test_what_followed_a_pair_counts_beside_what_followed_the_token() -> None:
     sequence = new_sequence([1, 2, 7, 5, 2, 8, 1, 2], GREEDY)
     drafter.start(sequence, NO_CACHE)
     top_ids = np.tile(np.arange(40, 40 + TOP_K), (8, 1))
-    top_ids[1, 0], top_ids[4, 0] = 7, 8  # 7 behind (1, 2), then 8 behind (5, 2)
+    top_ids[1, 0], top_ids[4, 0] = 7, 8  # 7 after (1, 2), then 8 after (5, 2)
     top_logprobs = np.tile(np.log(np.array([0.9] + [0.01] * 7, dtype=np.float32)), (8, 1))
     top_logprobs[4, 0] = np.log(0.6)
     known = sequence.token_ids[:-1]

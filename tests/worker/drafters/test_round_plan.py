@@ -1,4 +1,4 @@
-"""The rounds and nodes that a draft gets: by measured costs, the length of the cache and the running acceptance."""
+"""The rounds and nodes of a draft."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LENGTHS = (64, 8192, 49_152)
 
 
 def costs(row_seconds: float = 0.00005) -> StepCosts:
-    """4 ms a forward, and for every 1,000 cached positions 0.4 ms, and some more for each row."""
+    """4 ms a forward, 0.4 ms per 1,000 cached positions, and `row_seconds` per row."""
     seconds = [[0.004 + n / 1000 * (0.0004 + row_seconds * rows) for rows in ROW_COUNTS] for n in LENGTHS]
     return StepCosts(LENGTHS, np.array(seconds))
 
 
 def learned(acceptance: float, tree_acceptance: float = 0.4, row_seconds: float = 0.00005) -> MeasuredPlanner:
-    """A planner that has seen chains accepted with `acceptance` per token, and trees by their first node."""
+    """The planner has seen chains with `acceptance` per token, and trees by their first node."""
     planner = MeasuredPlanner(costs(row_seconds), BUDGET)
     random = np.random.default_rng(0)
     for _ in range(400):
@@ -37,7 +37,7 @@ def learned(acceptance: float, tree_acceptance: float = 0.4, row_seconds: float 
 def test_trees_go_straight_to_a_short_cache_and_chains_to_a_long_one() -> None:
     planner = learned(acceptance=0.95)
     assert planner.plan(500, 1, 63).num_rounds == 0
-    assert learned(acceptance=1.0, tree_acceptance=0.01).plan(BUDGET, 1, 63).num_rounds == 0  # all is seen in a round
+    assert learned(acceptance=1.0, tree_acceptance=0.01).plan(BUDGET, 1, 63).num_rounds == 0  # a round sees everything
     assert planner.plan(100_001, 1, 63).num_rounds > 0
 
 

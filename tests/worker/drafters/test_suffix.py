@@ -1,4 +1,4 @@
-"""The suffix automaton against a brute-force reading of the same tokens, and what the suffix drafter makes of it."""
+"""The suffix automaton against brute force, and its drafter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def state_of(automaton: SuffixAutomaton, tokens: list[int]) -> int:
 
 
 def ends(tokens: list[int], part: list[int]) -> set[int]:
-    """All places behind an occurrence of `part`."""
     return {i + len(part) for i in range(len(tokens) - len(part) + 1) if tokens[i : i + len(part)] == part}
 
 
@@ -121,7 +120,7 @@ def test_growing_costs_amortised_constant_time_and_memory(name: str, monkeypatch
 
 
 def num_bytes(automaton: SuffixAutomaton) -> int:
-    """Memory held by arrays and dicts, integer objects included."""
+    """Count arrays, dicts and integers."""
     parts = (automaton._length, automaton._link, automaton._count, automaton._only_token, automaton._only_target)
     branches = automaton._branches
     size = sum(part.itemsize * len(part) for part in parts) + branches.__sizeof__()

@@ -1,4 +1,4 @@
-"""A new engine with a trained part is one folder and one line of the catalogue; nothing else knows of it."""
+"""A new engine with a trained part is one folder and one catalogue line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def target(tiny_model: Path) -> TargetModel:
 
 
 def generated(target: TargetModel, drafter: Drafter) -> tuple[list[int], int]:
-    """Output tokens, and how many of them were drafted."""
     engine = Engine(target, drafter)
     sequence = Sequence("a", [5, 9, 2, 7], PARAMS, target.vocab_size)
     engine.start(sequence)

@@ -1,5 +1,3 @@
-"""`train all` makes a model with all its parts and its card, also where it is killed, and other programs load it."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -39,13 +37,12 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(data: Path, output: Path) -> list[str]:
-    """Train all, and return what is reported."""
     said: list[str] = []
     train_all(data, output, TARGET, said.append, TEXTS, DRAFT, GRIFFIN)
     return said
 
 
-@pytest.mark.slow  # each training has its own tests, its end by a kill too
+@pytest.mark.slow  # each training has its own tests, also of kills
 def test_everything_is_made_in_order_once_and_told_of_in_the_card(
     books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Two levels of speculation: the same tokens whatever the drafts see, one forward for all, resumable drafts."""
+"""Two levels of speculation give equal tokens and resumable drafts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(target: TargetModel, drafter: Drafter, *sequences: Sequence) -> Engine:
 
 @pytest.fixture(autouse=True)
 def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten periods, so that a short text is summarised more than once."""
+    """Shortens periods, so that a short text is summarised repeatedly."""
     monkeypatch.setattr(sparse_cache, "NUM_RECENT", 48)
     monkeypatch.setattr(sparse_cache, "PERIOD", 32)
 
@@ -118,7 +118,7 @@ def test_a_sequence_without_room_for_a_partial_cache_drafts_without_rounds(
 def always(
     target: TargetModel, chain_length: int, cache: str, num_nodes: int | None = None, **changes: int
 ) -> SelfSpeculationDrafter:
-    """A drafter that always drafts chains of one length, and below them up to `num_nodes` in all."""
+    """Draft chains of a fixed length, with up to `num_nodes` below."""
     options = TokenSwiftOptions(cache=PARTIAL_CACHES[cache], draft_rounds=1, **changes)  # type: ignore[arg-type]
     drafter = tokenswift(target, free_rows, None, options)
     drafter._planner = Planner(RoundPlan(chain_length, 5, chain_length, num_nodes or chain_length))
@@ -129,7 +129,7 @@ def always(
     "sampler", [pytest.param(name, marks=() if name in ENDS else pytest.mark.slow) for name in SAMPLERS]
 )
 def test_drafts_that_see_the_whole_cache_are_accepted(target: TargetModel, sampler: str) -> None:
-    """The forward with a partial cache is the target's own, tree mask, positions, noise and penalty included."""
+    """The partial forward is the target's own, with tree mask, positions, noise and penalty."""
     drafter = always(target, 8, "full")
     counters = run(target, drafter, new_sequence(target, sampler, 300)).counters
     assert drafter.counters.num_rounds > 30
@@ -150,7 +150,7 @@ def test_a_resumed_job_has_the_same_partial_cache_and_n_grams(target: TargetMode
 
 
 def test_a_summarised_cache_gives_plain_decoding_s_tokens(target: TargetModel) -> None:
-    """Long enough for summaries: most of the text is one entry per chunk."""
+    """Most of the text is summarised by one entry per chunk."""
     plain, drafted = (new_sequence(target, "T=1, min-p 0.1, penalty", 180) for _ in range(2))
     run(target, create_drafter("autoregressive", target, free_rows), plain)
     drafter = always(target, 8, "summary", budget=SMALL_BUDGET)
@@ -309,7 +309,6 @@ def test_rounds_on_the_kernels_load_no_second_copy_of_the_model() -> None:
 
 
 def first_tree(target: TargetModel, **changes: object) -> DraftTree:
-    """The draft tree behind one step with the paper's options."""
     drafter = tokenswift(target, free_rows, None, replace(TOKENSWIFT_PAPER, num_ngrams=0, **changes))  # type: ignore[arg-type]
     sequence = new_sequence(target, "T=0", 50)
     engine = Engine(target, drafter)

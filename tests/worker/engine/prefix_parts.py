@@ -1,5 +1,3 @@
-"""Texts that begin alike, and engines that read them."""
-
 from __future__ import annotations
 
 import math
@@ -28,7 +26,6 @@ def sequence(target: TargetModel, name: str, prompt: Items[int], num_tokens: int
 
 
 def new_engine(target: TargetModel, engine_name: str = "autoregressive", room: float = math.inf) -> Engine:
-    """Return an engine that keeps so many bytes of prefixes as `room` says."""
     kept = KeptPrefixes(target.cache_shape.bytes_per_position(), lambda: room / MEMORY_SHARE - kept.num_bytes)
     return Engine(target, create_bench_drafter(engine_name, target, free_rows), sharing=PrefixSharing(kept))
 
@@ -39,7 +36,6 @@ def to_the_end(engine: Engine, sequences: Iterable[Sequence]) -> None:
 
 
 def decode(engine: Engine, sequences: Items[Sequence], num_shared_tokens: int = 0) -> list[Slot]:
-    """Run sequences to their end in one batch; returns what was theirs."""
     slots = [engine.start(sequence, None, num_shared_tokens) for sequence in sequences]
     to_the_end(engine, sequences)
     for sequence in sequences:
@@ -48,5 +44,4 @@ def decode(engine: Engine, sequences: Items[Sequence], num_shared_tokens: int = 
 
 
 def rows_of(slot: Slot) -> bytes:
-    """Keys and values of a prompt, bit for bit."""
     return np.ascontiguousarray(slot.cache.kv(0, slot.sequence.num_prompt_tokens)).tobytes()

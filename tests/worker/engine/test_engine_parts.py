@@ -1,4 +1,4 @@
-"""Engines with trained parts: what is missing or another model's is told before anything starts."""
+"""Missing or foreign trained parts are reported before anything starts."""
 
 from __future__ import annotations
 

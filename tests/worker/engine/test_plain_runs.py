@@ -1,4 +1,4 @@
-"""Plain steps that pass in one native call bring the tokens of steps one by one, and leave the same behind."""
+"""Several plain steps in one native call equal single steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.model.kind_parts import native_target
 
 pytestmark = needs_kernels
-LENGTHS = (60, 30)  # of prompts: runs go over the end of a block, each sequence's own
+LENGTHS = (60, 30)  # of prompts; runs pass the end of a block in each sequence
 NUM_TOKENS = 4 * MOST_STEPS
 SAMPLERS: dict[str, dict[str, object]] = {
     "T=0": {"temperature": 0.0},
@@ -36,14 +36,14 @@ def target(tiny_model: Path) -> TargetModel:
 
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Call `undo` for runs."""
+    """`undo` switches to single steps."""
     monkeypatch.setattr(PlainRuns, "most_steps", lambda *_: 1)
     return monkeypatch
 
 
 @pytest.fixture(autouse=True)
 def _quick_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long steps take here: runs are as long as can be."""
+    """Makes runs as long as possible."""
     monkeypatch.setattr("swiftbatch.worker.engine.engine.MOST_SECONDS", 1e9)
 
 
@@ -57,10 +57,7 @@ def begun(target: TargetModel, fields: dict[str, object], engine: Engine | None 
 
 
 def outcome(engine: Engine, drafts: bool = False) -> list[tuple[object, ...]]:
-    """All that is left of each sequence when all have ended; keys and values in front of its last token as bytes.
-
-    A last token that was drafted has keys and values, too; which ones are depends on the time that steps take.
-    """
+    """Return keys and values before the last token too: those of a drafted last token depend on time."""
     found = []
     slots = list(engine._slots.values())
     while any(sequence.finish_reason is None for sequence in engine.sequences):

@@ -1,4 +1,4 @@
-"""The prompts that are kept of jobs that have ended: for others that begin alike, within a limit, in nobody's way."""
+"""Prompts of ended jobs are kept for others that begin alike."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bytes_of(target: TargetModel, num_prompts: int) -> int:
 
 
 def num_read(target: TargetModel, seeds: list[int], num_shared: int = LENGTH, num_kept: float = 9.0) -> list[int]:
-    """Tokens that jobs behind each other read, each with one of some prompts, where so many prompts have room."""
+    """Return the tokens read by consecutive jobs, with room for `num_kept`."""
     engine, found = new_engine(target, room=bytes_of(target, 1) * num_kept), []
     for number, seed in enumerate(seeds):
         before = engine.counters.num_read_tokens
@@ -49,11 +49,11 @@ def test_a_copy_of_what_was_kept_has_the_bits_and_tokens_of_a_prompt_read_alone(
     book = text(1, LENGTH, target.vocab_size)
     engine, longer = new_engine(target), book[:150] + text(2, 60, target.vocab_size)
     [alone] = decode(new_engine(target), [sequence(target, "bb", longer)])
-    decode(engine, [sequence(target, "a", book)], 128)  # the driver knows of whole blocks
+    decode(engine, [sequence(target, "a", book)], 128)  # the driver knows whole blocks
     [behind] = decode(engine, [sequence(target, "bb", longer)], 128)
     assert rows_of(behind) == rows_of(alone)
     assert behind.sequence.output_ids.tolist() == alone.sequence.output_ids.tolist()
-    assert engine.counters.num_copied_tokens == 150  # and not 128: what is kept is a little more
+    assert engine.counters.num_copied_tokens == 150  # not 128, because a little more is kept
 
 
 def test_what_was_used_least_recently_goes_first(target: TargetModel) -> None:
@@ -65,7 +65,7 @@ def test_where_none_has_room_every_job_reads_its_own(target: TargetModel) -> Non
 
 
 def test_wrong_news_of_what_is_shared_costs_memory_and_nothing_else(target: TargetModel) -> None:
-    """Two prompts may have one key by accident; tokens are compared before anything is copied."""
+    """Two prompts may share a key by accident; tokens are compared before a copy."""
     assert num_read(target, [1, 2, 1], num_shared=10_000) == [199, 199, 0]
 
 

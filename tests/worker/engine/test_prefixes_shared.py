@@ -1,4 +1,4 @@
-"""A beginning that several sequences have is read once, and each has the bits and the tokens that it has alone."""
+"""A common beginning is read once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_SHARED = 300
 
 
 def three(target: TargetModel, num_tokens: int = 8) -> list[Sequence]:
-    """The last two have more in common than with the first."""
+    """The last two share more than with the first."""
     book = text(1, NUM_SHARED, target.vocab_size)
     tails = [text(2, 40, target.vocab_size), text(3, 100, target.vocab_size)]
     prompts = [book + tails[0], book + tails[1], book + tails[1][:90] + tails[0]]
@@ -144,7 +144,7 @@ PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 def test_tokens_read_are_those_of_the_prompts_trie_in_blocks_at_most(
     tiny: TargetModel, shapes: list[tuple[list[int], int]], num_at_once: int
 ) -> None:
-    """Prompts of two blocks in random order, each with an end of its own, a few at a time; told of as a driver does."""
+    """Prompts have two blocks and own ends, in random order."""
     blocks = [text(seed, SHORTEST, tiny.vocab_size) for seed in (1, 2)]
     prompts = [
         [*(token for block in path for token in blocks[block]), *text(100 + number, length, tiny.vocab_size)]

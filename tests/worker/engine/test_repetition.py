@@ -1,5 +1,3 @@
-"""A loop is found at the token where the plain definition has it, however the text got there."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -15,7 +13,7 @@ GUARD = loop_guard("stop") or RepetitionDetection()
 
 
 def ends_in_a_loop(token_ids: list[int], detection: RepetitionDetection) -> bool:
-    """Tell whether a text ends in a loop, by what vLLM says of its parameters."""
+    """Decide by vLLM's description."""
     for size in range(max(1, detection.min_pattern_size), detection.max_pattern_size + 1):
         pattern, count = token_ids[-size:], detection.min_count
         if len(token_ids) >= size * count and token_ids[-size * count :] == pattern * count:
@@ -31,7 +29,7 @@ def detections(draw: st.DrawFn) -> RepetitionDetection:
 
 
 def texts() -> st.SearchStrategy[list[int]]:
-    """Return texts of few tokens, and of patterns that come again."""
+    """Generate texts of few tokens, and with repeated patterns."""
     patterns = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=9), st.integers(1, 6))
     return st.lists(patterns, max_size=6).map(lambda parts: [token for part, count in parts for token in part * count])
 
@@ -40,7 +38,7 @@ def texts() -> st.SearchStrategy[list[int]]:
 def test_a_loop_is_found_where_the_plain_definition_has_it(
     detection: RepetitionDetection, text: list[int], num_known: int
 ) -> None:
-    """The loop is found also where the first tokens were there before, as after a resume."""
+    """Also if the first tokens were known before, as after a resume."""
     known = text[:num_known]
     detector = LoopDetector(detection, np.array(known, dtype=np.int64))
     assert detector.is_loop() == ends_in_a_loop(known, detection)
@@ -64,7 +62,7 @@ def test_a_loop_is_found_wherever_the_window_has_moved(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 15, 16, 50, 64, 200, 256])
 def test_the_guard_finds_patterns_of_all_sizes_within_a_few_repetitions(size: int) -> None:
-    """Short ones by their multiples."""
+    """Multiples reveal short ones."""
     detector = LoopDetector(GUARD, np.arange(1000, 2000))
     for num_tokens in range(1, 4 * size + 65):
         detector.push(num_tokens % size)

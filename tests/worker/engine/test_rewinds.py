@@ -1,4 +1,4 @@
-"""A loop is taken back and drawn anew: the same tokens with every engine, and as a plain definition has them."""
+"""A loop is removed and drawn anew."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prompts(embedded_files: object) -> list[list[int]]:
 
 
 class Plain:
-    """Outcomes without rewinds in the engine: of each noise stream a text without an end, cut where it loops."""
+    """By definition, each noise stream has an endless text, cut at its loop."""
 
     def __init__(self, target: TargetModel, prompts: list[list[int]]) -> None:
         self.target, self._prompts = target, prompts
@@ -80,7 +80,7 @@ class Plain:
 
 
 def before_the_repetitions(output: list[int]) -> list[int]:
-    """Return an output that ends in one pattern twice up to the pattern's first end, for the shortest such pattern."""
+    """Return an output cut after the first of its shortest repeated pattern."""
     whole = next(n for n in range(1, len(output)) if output[-n:] == output[-2 * n : -n])
     loop = output[-2 * whole :]
     size = next(n for n in range(1, whole + 1) if loop[n:] == loop[:-n])
@@ -96,7 +96,6 @@ def plain(target: TargetModel, prompts: list[list[int]]) -> Plain:
 
 
 def run(target: TargetModel, engine_name: str, sequences: list[Sequence]) -> list[Outcome]:
-    """Run sequences in one batch to their ends."""
     engine = Engine(target, create_bench_drafter(engine_name, target, free_rows))
     for sequence in sequences:
         engine.start(sequence)
@@ -144,7 +143,7 @@ def test_these_texts_have_rewinds_and_loops_behind_the_last_one(plain: Plain, se
 def test_a_sequence_that_is_resumed_around_its_rewinds_goes_on_with_the_same_tokens(
     plain: Plain, engine_name: str
 ) -> None:
-    """Right before, right after and behind the last: what a log has then is the tokens and the rewinds."""
+    """Before, at and after the last rewind, from the log's tokens and rewinds."""
     endings = plain.outcomes("adjusted")
     number = max(range(len(endings)), key=lambda i: len(endings[i][1]))
     output, rewinds, _ = endings[number]

@@ -1,5 +1,3 @@
-"""A sequence ends at its end-of-sequence token, its stop string or its last token, whichever engine decodes it."""
-
 from __future__ import annotations
 
 import pytest
@@ -30,7 +28,6 @@ def rule(params: SamplingParams, output: str = "", eos: frozenset[int] = frozens
 
 
 def text_after(params: SamplingParams, output: str, eos: frozenset[int] = frozenset()) -> str:
-    """Return the text of a sequence that ended there."""
     sequence = Sequence("s", [5], params, 200)
     sequence.eos_token_ids = eos
     sequence.extend([ord(c) for c in output])
@@ -82,7 +79,7 @@ def test_a_stop_token_ends_and_is_in_the_text_where_that_is_asked_for(included: 
 def test_an_end_of_sequence_token_that_has_a_text_is_none_of_it_as_a_stop_token(
     fields: dict[str, bool], text: str
 ) -> None:
-    """Some tokenizers do not say of it that it is a special token."""
+    """Some tokenizers do not mark it as special."""
     params = SamplingParams(max_tokens=99, **fields)
     assert text_after(params, "one #", eos=frozenset({ord("#")})) == text
 
@@ -99,7 +96,7 @@ def test_nothing_ends_a_text_before_its_least_number_of_tokens_but_the_last_toke
 
 @pytest.mark.parametrize("num_kept", [0, 4, 40])
 def test_text_is_cut_where_the_sequence_was_stopped_and_not_before(num_kept: int) -> None:
-    """A stop string counts where it ends behind the first tokens, wherever it began."""
+    """A stop string counts if it ends after the first tokens, wherever it began."""
     output = "x" * num_kept + "END" + "x" * num_kept + "END"
     for min_tokens in (num_kept + 3, 2 * num_kept + 4, 2 * num_kept + 5):
         params = SamplingParams(max_tokens=99, min_tokens=min_tokens, stop=("END",))

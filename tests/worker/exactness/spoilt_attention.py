@@ -1,4 +1,4 @@
-"""Attention whose rows depend on their neighbours in the last bit, on any processor."""
+"""Attention whose rows depend on neighbours in the last bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTEGERS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 def attend_with_neighbours(module: Any, query: torch.Tensor, *tensors: Any, **asked: Any) -> tuple[torch.Tensor, None]:
-    """The engine's attention; a row with another real row behind it has the last bit of its every number flipped."""
+    """Flip the last bits of a row that another real row follows."""
     output, _ = attend_in_groups(module, query, *tensors, **asked)  # [1, num_rows, num_heads, head_dim]
     bits = output.view(INTEGERS[output.dtype])
     num_rows = sum(len(group) for group in asked["row_groups"])
@@ -25,7 +25,6 @@ def attend_with_neighbours(module: Any, query: torch.Tensor, *tensors: Any, **as
 
 @contextlib.contextmanager
 def rows_that_depend_on_neighbours() -> Iterator[None]:
-    """Let every model use that attention."""
     AttentionInterface.register(ATTENTION_NAME, attend_with_neighbours)
     yield
     AttentionInterface.register(ATTENTION_NAME, attend_in_groups)

@@ -1,4 +1,4 @@
-"""`doctor` says what it measured, and a run's manifest knows it afterwards."""
+"""`doctor` reports its measurements, and a manifest records them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_where_the_kernels_come_from_is_said(tiny_model: Path, monkeypatch: pyte
 
 def test_a_machine_whose_rows_differ_is_told_so(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OVERRIDE, NO_KERNELS)
-    monkeypatch.setattr(diagnose, "__defaults__", (60,))  # rows, since nearly each one differs
+    monkeypatch.setattr(diagnose, "__defaults__", (60,))  # rows; nearly every one differs
     with rows_that_depend_on_neighbours():
         result = CliRunner().invoke(main, ["doctor", "--model", str(tiny_model), "--device", "cpu", "--json"])
     assert (result.exit_code, result.stderr) == (0, "")
@@ -80,7 +80,7 @@ main()
 
 def test_a_log_holds_the_verdict_and_no_progress_bars(tiny_model: Path) -> None:
     command = [sys.executable, "-c", OF_FEW_ROWS, "doctor", "--model", str(tiny_model)]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": ""}  # bars as a user has them
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TQDM_DISABLE": ""}  # progress bars as users have them
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (process.returncode, process.stderr) == (0, "")
     assert "plain decoding" in process.stdout

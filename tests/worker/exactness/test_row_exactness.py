@@ -1,4 +1,4 @@
-"""Rows of random draft trees against plain decoding, bit by bit, and that the probe finds rows that differ."""
+"""Rows of random trees equal plain decoding bit by bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 
 def by_transformers(target: TargetModel) -> TargetModel:
-    """The same model without kernels of ours, whose rows can be spoilt."""
+    """Load the model without our kernels, so that rows can be spoilt."""
     return TargetModel(target.transformers, target.files)
 
 
@@ -47,7 +47,7 @@ def test_the_probe_finds_attention_whose_rows_depend_on_their_neighbours(
 def test_the_probe_finds_linear_layers_whose_rows_depend_on_the_row_count(
     embedded_targets: dict[str, TargetModel],
 ) -> None:
-    """A layer that flips its last bits where it has more rows than plain decoding gives it."""
+    """The layer flips its last bits with more rows than plain decoding's."""
     target = by_transformers(embedded_targets["bfloat16"])
 
     def spoil(_module: object, _inputs: object, output: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ def test_the_probe_finds_linear_layers_whose_rows_depend_on_the_row_count(
 def test_the_probe_finds_rows_of_a_target_whose_logits_hold_until_its_next_forward(
     embedded_targets: dict[str, TargetModel],
 ) -> None:
-    """The logits hold as on a GPU. Roots with nodes below them differ here: the next forward overwrites their row."""
+    """Logits hold until the next forward, as on a GPU, which overwrites the roots."""
     target = TargetModel(copy.copy(embedded_targets["bfloat16"].forwards), embedded_targets["bfloat16"].files)
     run, kept = target.forwards.run, torch.zeros(64, target.vocab_size)
 
@@ -79,7 +79,7 @@ def test_the_probe_finds_rows_of_a_target_whose_logits_hold_until_its_next_forwa
 
 
 def test_shapes_whose_single_rows_take_another_kernel_are_exact_too(tmp_path: Path) -> None:
-    """2048 -> 512 in bf16: a product of one row has other bits than one of several (measured)."""
+    """2048 -> 512 in bf16: a one-row product has other bits (measured)."""
     config = LlamaConfig(
         vocab_size=128,
         hidden_size=2048,

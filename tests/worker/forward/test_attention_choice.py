@@ -1,4 +1,4 @@
-"""Layers of `transformers` models attend in the kernels, exactly, to what torch attends to; chunks in torch."""
+"""Layers of `transformers` models attend in our kernels as in torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.worker.model.kind_parts import EACH_KIND, target_that_drops, tiny_con
 pytestmark = [pytest.mark.long, needs_kernels]
 
 VARIANT = (VARIANTS or ["none"])[0]
-MIXED = ("llama4_text",)  # some layers with chunks, some without
+MIXED = ("llama4_text",)  # some layers have chunks
 WINDOWED = ("cohere2", "gemma2", "gemma3_text", "gpt_oss", "mistral", "olmo3")
 PROBED = ("gemma", "olmoe", "deepseek_v3", *WINDOWED, *MIXED)
-WITH_WINDOWS_OF_OTHERS = ("cohere2", "gemma3_text", "olmo3")  # as mistral has them; gemma2 and gpt_oss ask for more
+WITH_WINDOWS_OF_OTHERS = ("cohere2", "gemma3_text", "olmo3")  # as mistral; gemma2 and gpt_oss need more
 
 
 def num_in_kernels(target: TargetModel) -> int:
@@ -78,7 +78,7 @@ def test_kernels_and_torch_say_nearly_the_same_of_the_same_weights() -> None:
 
 
 def test_the_numerics_name_what_attends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that moves between both is therefore no longer called exact."""
+    """So a job that moves between both is no longer called exact."""
     in_torch = attention_kernel("cpu", torch.bfloat16)
     for kind, attends in (
         ("olmo", "{} attention"),

@@ -1,4 +1,4 @@
-"""Rules for devices that this machine may not have: rows, kernels, timings and names follow from the device."""
+"""Rules for devices that this machine may lack."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ VERSION_FILE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu J
 
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Path) -> dict[str, TargetModel]:
-    """The tiny model as `transformers` runs it, by dtype."""
     files, cpu = locate_model(str(tiny_model)), torch.device("cpu")
     return {name: TargetModel(load_transformers(files, dtype, cpu), files) for name, dtype in DTYPES.items()}
 
@@ -51,7 +50,7 @@ def test_the_host_s_cpu_decides_nothing_about_rows_on_a_gpu(monkeypatch: pytest.
 
 @pytest.fixture
 def no_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A CPU on which torch's kernel raises, as with AMX and without AVX-512."""
+    """Torch's kernel raises, as with AMX and without AVX-512."""
 
     def refuse(*_: object) -> None:
         raise RuntimeError("pack_vnni2 is only supported when avx512 is supported")
@@ -76,7 +75,7 @@ def test_where_the_flash_kernel_raises_attention_by_definition_is_row_exact(
 
 
 class EventOfAGPU:
-    """Counts as done when the device has come so far; notes what is asked of it."""
+    """Completes when the device gets there, and records queries."""
 
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
@@ -161,7 +160,7 @@ def test_what_a_shell_says_to_torch_s_libraries_is_named(monkeypatch: pytest.Mon
 
 
 def test_products_have_another_name_where_one_dnn_takes_other_instructions() -> None:
-    """The library looks once in a process."""
+    """The library checks once per process."""
     code = "import torch; from swiftbatch.worker.forward.hardware import torch_gemms as name"
     command = [sys.executable, "-c", f"{code}; torch.set_num_threads({torch.get_num_threads()}); print(name())"]
     found = []
@@ -179,7 +178,7 @@ def test_the_driver_s_version_is_read_where_the_kernel_tells_it(tmp_path: Path) 
 
 
 def test_costs_are_measured_at_the_longest_length_too(tiny: dict[str, TargetModel]) -> None:
-    """Attention would seem to cost nothing behind one length alone, however long the text becomes."""
+    """At one length alone, attention would seem free for any length."""
     target = tiny["float32"]
     longest = (target.files.max_positions - TILE_ROWS) // BLOCK * BLOCK
     assert BLOCK < longest < PROBE_LENGTHS[1]

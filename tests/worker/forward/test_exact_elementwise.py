@@ -1,5 +1,3 @@
-"""Exponentials of a row have the same bits whichever rows and threads share their call."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.model.kind_parts import tiny_config, tiny_model
 
-NUM_ROWS, WIDTH = 24, 14336  # three threads share the rows out in the midst of two of them
+NUM_ROWS, WIDTH = 24, 14336  # three threads split two of the rows
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu, tanh": lambda rows: functional.gelu(rows, approximate="tanh"),

@@ -1,4 +1,4 @@
-"""A job's own length chooses its model's angles (longrope), for all of its text and whatever runs beside it."""
+"""A job's own length chooses longrope angles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.worker.model.folders import saved_as
 from tests.worker.model.long_angles import LONG_ANGLES, MOST_POSITIONS, PHI4_MINI, SHORT_LENGTH, text
 
 SHORT_JOB, LONG_JOB = SHORT_LENGTH, SHORT_LENGTH + 1
-ROUNDING = 3e-4  # of the greatest logit, in float32
+ROUNDING = 3e-4  # share of the greatest logit, in float32
 
 
 @pytest.fixture(scope="module", params=LONG_ANGLES)
@@ -49,7 +49,7 @@ def phi(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 
 
 def read(target: TargetModel, max_length: int, token_ids: Sequence[int]) -> tuple[torch.Tensor, FullKVCache]:
-    """Logits of all tokens of a job of at most so many, and its cache."""
+    """Return the logits of all tokens of a job of at most `max_length`, and its cache."""
     cache, logits = target.new_cache(max_length), []
     while cache.length < len(token_ids):
         logits.append(target.logits(target.read(cache, list(token_ids[cache.length :]))))
@@ -57,7 +57,7 @@ def read(target: TargetModel, max_length: int, token_ids: Sequence[int]) -> tupl
 
 
 def of_transformers(files: ModelFiles, token_ids: Sequence[int]) -> torch.Tensor:
-    """Logits of a forward over all tokens at once, whose number chooses the factors."""
+    """Run one forward over all tokens, whose number chooses the factors."""
     model = load_causal_lm(files, torch.float32)
     with torch.inference_mode():
         return model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()  # type: ignore[no-any-return]
@@ -213,7 +213,7 @@ def test_where_our_kernels_do_not_run_such_a_model_is_refused_when_it_is_loaded(
 
 
 def test_what_does_not_turn_is_not_scaled(phi: TargetModel) -> None:
-    """A quarter of each head stands still in Phi-4-mini; transformers scales the other pairs by both lengths."""
+    """A quarter of each head is not rotated in Phi-4-mini; transformers scales the other pairs."""
     rotary = read_decoder_config(PHI4_MINI).rotary
     assert rotary.scaling == pytest.approx((1 + np.log(MOST_POSITIONS / SHORT_LENGTH) / np.log(SHORT_LENGTH)) ** 0.5)
     table = angles(rotary, np.array([0, SHORT_LENGTH]), torch.float32)

@@ -1,5 +1,3 @@
-"""Rows behind a partial cache, and queries: what both kinds of forwards say of them."""
-
 from __future__ import annotations
 
 import functools
@@ -44,7 +42,6 @@ def forwards(request: pytest.FixtureRequest, loaded: dict[tuple[str, str], Forwa
 
 @pytest.fixture(params=list(DTYPES))
 def both(request: pytest.FixtureRequest, loaded: dict[tuple[str, str], Forwards]) -> tuple[Forwards, Forwards]:
-    """Ours, and those of `transformers`."""
     return loaded["native", request.param], loaded["transformers", request.param]
 
 
@@ -63,7 +60,6 @@ def tokens(vocab_size: int) -> list[int]:
 
 
 def read(forwards: Forwards, length: int) -> FullKVCache:
-    """A cache of the first tokens."""
     cache = FullKVCache(forwards.cache_shape, length + 200)
     while cache.length < length:
         forwards.read(cache, tokens(forwards.vocab_size)[cache.length : length])
@@ -71,7 +67,7 @@ def read(forwards: Forwards, length: int) -> FullKVCache:
 
 
 def rows_of(forwards: Forwards, num_entries: int, num_nodes: int, seed: int, is_biased: bool) -> SparseRows:
-    """Rows behind noise, the same for all forwards of a dtype."""
+    """Rows are equal for all forwards of a dtype."""
     numbers, shape = random.Random(seed), forwards.cache_shape
     noise = torch.Generator().manual_seed(seed)
     full = FullKVCache(shape, num_entries)
@@ -110,7 +106,7 @@ def test_rows_behind_everything_say_what_the_full_cache_says_in_every_round(forw
     partial = everything_of(forwards.cache_shape, full)
     numbers = random.Random(length)
     for _ in range(3):
-        room = BLOCK - 1 - full.length % BLOCK  # of the full cache: a partial one has no such edge
+        room = BLOCK - 1 - full.length % BLOCK  # the full cache's edge; a partial one has none
         tree = random_tree(numbers, min(20, room), full.length, forwards.vocab_size)
         root = numbers.randrange(forwards.vocab_size)
         checked = forwards.check([partial_rows(partial, root, full.length, tree)])
@@ -151,7 +147,7 @@ def test_a_bias_of_the_logarithm_of_three_weighs_as_three_equal_entries(forwards
 def test_neither_other_rows_nor_what_was_left_behind_the_entries_change_a_bit(
     loaded: dict[tuple[str, str], Forwards], dtype: str, num_entries: int
 ) -> None:
-    """A resumed job, whose cache was made anew, therefore has the same drafts."""
+    """So a resumed job, whose cache was rebuilt, has the same drafts."""
     forwards = loaded["native", dtype]
     alone, among = (rows_of(forwards, num_entries, 20, 5, is_biased=True) for _ in range(2))
     among.cache._buffer[..., num_entries:, :].normal_()

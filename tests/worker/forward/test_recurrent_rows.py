@@ -1,4 +1,4 @@
-"""Layers with a state in place of keys and values: rows have the same bits in trees, in prompts and alone."""
+"""In layers with states rows have the same bits in trees, prompts and alone."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ def caches(target: TargetModel) -> tuple[FullKVCache, FullKVCache]:
 
 
 def decode(target: TargetModel, cache: FullKVCache, token_id: int) -> torch.Tensor:
-    """One token, plainly; returns its logits."""
     [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
     cache.commit([])
     return outputs.logits[0]
@@ -137,7 +136,7 @@ def test_the_last_block_can_be_rolled_back_exactly(target: TargetModel) -> None:
     assert_same_states(ours, plain)
     begun, _ = caches(target)
     read(target, begun, 3)
-    ours.roll_back(3)  # of a whole block, the state that it began with would not be seen any more
+    ours.roll_back(3)  # a whole block would hide the state at its beginning
     assert_same_states(ours, begun)
 
 
@@ -178,7 +177,7 @@ def test_a_cache_that_may_return_goes_on_from_states_that_it_has_kept(target: Ta
 
 @pytest.mark.parametrize(("length", "expected"), [(300, 128), (260, 192), (150, 128)])
 def test_a_copy_goes_on_as_a_cache_that_has_read_the_same(target: TargetModel, length: int, expected: int) -> None:
-    """The copy goes on from what was kept in time, or from a boundary that is not far."""
+    """The copy continues from a state kept in time, or from a near boundary."""
     source, ours, plain = target.new_cache(900), *caches(target)
     source.retain(0, 140)
     read(target, source, length)

@@ -1,4 +1,4 @@
-"""Costs of forwards that have 64 rows in any case: rows of all sequences are free up to there, then all cost anew."""
+"""Forwards with 64 fixed rows cost nothing more up to there, then as much again."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ FORWARD, ROW_AND_POSITION = 0.01, 1e-7
 
 
 class ClockOfAGPU:
-    """Says what forwards would take, and runs none of them."""
-
     def __init__(self) -> None:
         self.timed: list[list[int]] = []  # the tokens of each forward
 
@@ -41,7 +39,7 @@ class ClockOfAGPU:
         assert isinstance(call, functools.partial)
         [rows] = call.args[0]
         self.timed.append(rows.token_ids)
-        num_groups = -(-len(rows) // 16)  # rows that share what is read of the cache
+        num_groups = -(-len(rows) // 16)  # rows that share one read of the cache
         return FORWARD + 16 * num_groups * rows.first_entry * ROW_AND_POSITION
 
 
@@ -93,7 +91,7 @@ def test_sequences_share_as_many_rows_as_the_run_s_forwards_have(
 def test_a_whole_forward_of_rows_with_experts_is_timed_and_not_guessed(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts beyond those that 32 rows meet are few: 128 rows do not take four times as long."""
+    """32 rows meet almost all experts, so 128 rows do not take four times as long."""
     target = cuda_target(locate_model(str(tiny_model)), torch.float32, num_slots=1, longest_job=200, num_rows=128)
     monkeypatch.setattr(target.forwards, "has_experts", True)
 
@@ -128,14 +126,13 @@ ACCEPTANCE = [(0.98, 0.05, 0.05, 0.05), (0.9, 0.8, 0.6, 0.3), (0.7, 0.7, 0.7, 0.
 def test_shares_promise_no_less_than_any_others(
     costs: StepCosts, acceptance: tuple[float, ...], lengths: tuple[int, ...]
 ) -> None:
-    """All that four sequences can have is tried: the search looks at few of these choices."""
+    """Compares with all choices of four sequences."""
     tokens = np.array([[1.0 + sum(s**i for i in range(1, n + 1)) for n in NODE_CHOICES] for s in acceptance])
     own = costs.own_seconds(NUM_ROWS, np.array(lengths))
     all_chosen = np.array(list(itertools.product(range(len(NODE_CHOICES)), repeat=4)))
     every = np.arange(4)
 
     def rates(chosen: np.ndarray) -> np.ndarray:
-        """Return the tokens per second of `chosen [num_choices, 4]`."""
         shared = np.array([0.0, *(costs.shared_seconds(rows) for rows in range(1, 129))])
         seconds = shared[NUM_ROWS[chosen].sum(axis=1)] + own[every, chosen].sum(axis=1)
         result: np.ndarray = tokens[every, chosen].sum(axis=1) / seconds
@@ -157,11 +154,11 @@ def test_a_clock_that_sees_nothing_leaves_every_choice_open() -> None:
 
 
 NUM_EXPERTS, NUM_CHOSEN, NUM_LAYERS = 128, 8, 4
-BASE, PER_EXPERT = 0.01, 0.001  # seconds of a step beside its experts, and of each that is read in all layers
+BASE, PER_EXPERT = 0.01, 0.001  # seconds of a step without experts, and per expert over all layers
 
 
 def distinct(num_rows: int, share: float) -> float:
-    """Experts of a layer that rows meet which choose evenly; of those beyond one row's a share alone."""
+    """Return the experts met by evenly choosing rows."""
     apart = NUM_EXPERTS * (1 - (1 - NUM_CHOSEN / NUM_EXPERTS) ** num_rows)
     return NUM_CHOSEN + share * (apart - NUM_CHOSEN)
 
@@ -171,7 +168,7 @@ def step_seconds(num_rows: int, share: float) -> float:
 
 
 def routed_costs(counts: ExpertCounts, probed: float = 1.0) -> StepCosts:
-    """The numbers that probes would find; `probed` is the share of experts that rows of other tokens meet."""
+    """`probed` is the share of experts that the probes' rows meet."""
     seconds = np.array([[step_seconds(rows, probed) for rows in ROW_COUNTS]] * 2)
     alike, apart = ([NUM_LAYERS * distinct(rows, share) for rows in ROW_COUNTS] for share in (0.0, probed))
     spread = ExpertSpread(ROW_COUNTS, seconds[0] - step_seconds(1, 0.0), np.array(alike), np.array(apart), counts)
@@ -184,7 +181,7 @@ def true_rate(num_nodes: int, accepted: float, share: float) -> float:
 
 
 def settled_choice(costs: StepCosts, counts: ExpertCounts, accepted: float, share: float) -> int:
-    """The nodes that one sequence drafts once real steps were seen, with a look now and then."""
+    """Return the nodes drafted by one sequence after real steps."""
     tokens = np.array([[1.0 + sum(accepted ** (1 + each) for each in range(nodes)) for nodes in NODE_CHOICES]])
     choice = 0
     for _ in range(12):
@@ -200,7 +197,7 @@ def settled_choice(costs: StepCosts, counts: ExpertCounts, accepted: float, shar
 def test_drafts_are_never_chosen_where_the_experts_of_real_steps_make_them_lose(
     accepted: float, share: float, probed: float
 ) -> None:
-    """Probes may have met any number: with half as many experts they make drafts look too good."""
+    """Probes that meet half as many experts make drafts look too good."""
     counts = ExpertCounts()
     chosen = settled_choice(routed_costs(counts, probed), counts, accepted, share)
     plain, best = (max(true_rate(nodes, accepted, share) for nodes in all_nodes) for all_nodes in ((0,), NODE_CHOICES))
@@ -226,7 +223,7 @@ def test_before_real_steps_tell_rows_count_as_many_experts_as_rows_may_meet() ->
 def test_rounds_promise_what_the_experts_of_real_steps_let_them_bring(
     attention: float, share: float, probed: float
 ) -> None:
-    """Rounds of one row behind a long text: whatever probes met, rounds look neither better nor worse than they are."""
+    """Rounds of one row after a long text must not look better or worse by what probes met."""
 
     def behind_a_long_text(costs: StepCosts) -> StepCosts:
         by_rows = attention * (1 + 0.05 * np.array(ROW_COUNTS))

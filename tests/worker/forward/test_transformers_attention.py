@@ -77,7 +77,7 @@ def test_a_row_has_the_same_bits_in_a_batch_of_any_size_on_two_threads(num_kv_he
 def test_a_row_of_one_head_of_keys_has_the_bits_on_three_threads_that_it_has_among_others(
     dtype: torch.dtype, group: int
 ) -> None:
-    """A call of one head alone has its products shared out among threads, where torch is left to itself."""
+    """A call with one head splits its products over threads, if torch may."""
     torch.set_num_threads(3)
     torch.manual_seed(0)
     query, tail = torch.randn(16, 1, group, 40).to(dtype), torch.randn(16, 1, 64, 40).to(dtype)

@@ -1,4 +1,4 @@
-"""Ids without a text are never drawn: not where their logits are the best, and not by bias or at high temperature."""
+"""Ids without a text are never drawn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def padded_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with more rows than its tokenizer has tokens; those are what it says most."""
+    """Has more rows than tokens, and prefers them."""
     folder = tmp_path_factory.mktemp("padded")
     codec = TextCodec(locate_model(str(tiny_model)))
     codec._tokenizer.save_pretrained(folder)
@@ -70,7 +70,7 @@ def test_a_token_without_a_text_never_comes_with_any_drafter(target: TargetModel
     for engine_name in ("token-recycling", "auto"):
         assert decode(target, engine_name, sequences()) == plain
     shown = sequences(logprobs=5)
-    assert decode(target, "autoregressive", shown) == plain  # step by step, where the others are drawn in chains
+    assert decode(target, "autoregressive", shown) == plain  # step by step, while the others are drawn in chains
     assert all(not undrawn(target) & set(each.kept_logprobs.top_ids.flatten().tolist()) for each in shown)  # type: ignore[union-attr]
 
 

@@ -1,4 +1,4 @@
-"""Libraries that tests alone use, compiled once for each state of the source: the next run finds them below `build`."""
+"""Libraries for tests, compiled once per state of the source below `build`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FOLDER = ROOT / "build" / "tested_kernels"
 
 
 def compiled_once(variant: str, compiler: list[str], flags: Sequence[str]) -> Path:
-    """Return a library of this variant, of this source, by this compiler with these flags."""
+    """Compile once per state of the source."""
     parts = (source_digest(), EMULATED_TILES.read_text(encoding="utf-8"), *compiler, *flags)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     path = FOLDER / f"{variant}-{digest[:16]}.so"
     FOLDER.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes meanwhile finds what the first one compiled
+        fcntl.flock(lock, fcntl.LOCK_EX)  # others find what the first one compiled
         if not (path.is_file() and is_whole(path)):
             compile_library(variant, path, compiler, flags)
     return path

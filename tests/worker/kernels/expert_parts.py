@@ -1,5 +1,3 @@
-"""Random experts for the kernels' tests: every way of choosing, of gates, and of what all rows meet."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +14,7 @@ Normal = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The experts of a layer, and the columns of what all rows meet beside them."""
+    """A layer's experts, and the columns of the shared part."""
 
     routing: Routing = field(default_factory=lambda: Routing(8, 2, Score.SOFTMAX))
     intermediate: int = 48
@@ -31,7 +29,7 @@ class ExpertShape:
 
 
 def random_experts(shape: ExpertShape, hidden: int, normal: Normal) -> ExpertWeights:
-    """Weights of a layer, from `normal`, which makes numbers of the model's dtype."""
+    """`normal` makes numbers of the model's dtype."""
     count = shape.routing.num_experts
 
     def linear(columns: int, depth: int) -> Linear:

@@ -1,4 +1,4 @@
-"""Random decoders, caches and rows for the kernels' tests; no transformers, nothing larger than the shapes need."""
+"""Random decoders, caches and rows for kernel tests, without transformers."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ MAX_LENGTH = 4500
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of decoder: what the kernels treat in ways of their own."""
+    """A kind of decoder, as far as the kernels distinguish."""
 
     head_dim: int = 64
     num_kv_heads: int = 1
     group: int = 2
-    hidden: int = 48  # no multiple of the 32 that products of bf16 take at a time
+    hidden: int = 48  # no multiple of the 32 of bf16 products
     intermediate: int = 80
     vocab: int = 100  # no multiple of 16
     has_bias: bool = False
     has_qk_norm: bool = False
     is_tied: bool = True
     dtype: torch.dtype = BF16
-    is_scaled: bool = False  # embeddings, what layers add, logits; and its second layer turns no heads
+    is_scaled: bool = False  # embeddings, residuals and logits; its second layer rotates nothing
     windows: tuple[int | None, int | None] = (None, None)  # of its layers
     has_other_angles: bool = False  # its first layer
     norms: tuple[str, ...] = ("input_norm", "mlp_norm")
@@ -67,8 +67,8 @@ class Shape:
     qk_norms_differ: bool = False
     caps: tuple[float, float] = (0.0, 0.0)  # of scores and of logits
     growth: QueryGrowth | None = None
-    experts: ExpertShape | None = None  # in its second layer alone, whose heads then have sinks, too
-    latent: MLASizes | None = None  # then the heads of a cache are one, and `group` are those of queries
+    experts: ExpertShape | None = None  # only in its second layer, whose heads then also have sinks
+    latent: MLASizes | None = None  # a cache then has one head, and `group` counts query heads
 
 
 BEHIND = ("output_norm", "down_norm")
@@ -144,14 +144,14 @@ SHAPES = (
     *WITH_EXPERTS.values(),
 )
 
-LATENTS = (  # of heads that share a vector some more than are taken together, and widths that fill no products of bf16
+LATENTS = (  # more heads share a vector than are computed together, and widths that fit no bf16 products
     Shape(head_dim=64, group=20, latent=MLASizes(48, 0, 32, 16, 16)),
     Shape(head_dim=112, group=3, latent=MLASizes(80, 48, 16, 32, 48), dtype=FLOAT32),
 )
 
 
 def random_weights(shape: Shape) -> DecoderWeights:
-    """The same ones at every call, with a list of layers of its own: a decoder takes them out of it."""
+    """Make the same weights in a new list, because a decoder empties it."""
     weights = _random_weights(shape)
     return dataclasses.replace(weights, layers=[*weights.layers])
 
@@ -184,7 +184,6 @@ def _random_weights(shape: Shape) -> DecoderWeights:
 
 @functools.cache
 def other_rotation(head_dim: int) -> Rotary:
-    """The rotation of a layer that turns heads otherwise than the others, as layers with windows of Gemma 3."""
     return Rotary(default_frequencies(1e6, head_dim))
 
 
@@ -251,7 +250,7 @@ def _latent_attention(
 
 
 def random_griffin(shape: Shape, num_parts: int, expansion: int) -> GriffinWeights:
-    """Around the first layer of `random_weights`; a head only where there is a second fusion."""
+    """The draft model's layer is `random_weights`' first; the head needs a second fusion."""
     generator, hidden = torch.Generator().manual_seed(3), shape.hidden
 
     def linear(*sizes: int) -> Linear:
@@ -292,7 +291,7 @@ def cache_shape(shape: Shape) -> CacheShape:
 
 
 def random_cache(shape: Shape, length: int, room: int = 64) -> FullKVCache:
-    """`length` committed positions of noise; NaN in every slot that nobody has written."""
+    """Make `length` committed positions of noise, and NaN elsewhere."""
     cache = FullKVCache(cache_shape(shape), length + room)
     cache.rows.buffer[..., :length, :] = noise(shape)[..., :length, :]
     cache.rows.buffer[..., length:, :] = float("nan")
@@ -301,7 +300,7 @@ def random_cache(shape: Shape, length: int, room: int = 64) -> FullKVCache:
 
 
 def coded_cache(shape: Shape, kv_dtype: KVDtype, length: int, room: int = 64) -> FullKVCache:
-    """A cache of `length` positions of noise in codes."""
+    """Make `length` positions of coded noise."""
     cache = FullKVCache(dataclasses.replace(cache_shape(shape), kv_dtype=kv_dtype), length + room)
     cache.clear()
     if length:
@@ -311,7 +310,7 @@ def coded_cache(shape: Shape, kv_dtype: KVDtype, length: int, room: int = 64) ->
 
 
 def random_tree(numbers: random.Random, num_nodes: int, length: int, vocab: int) -> DraftTree:
-    """A tree below the position `length` that stays within its block."""
+    """Make a tree after position `length` inside its block."""
     parents, depths = [], {ROOT: 0}
     for node in range(num_nodes):
         above = [each for each, depth in depths.items() if depth < max_tree_depth(length)]
@@ -323,7 +322,7 @@ def random_tree(numbers: random.Random, num_nodes: int, length: int, vocab: int)
 
 
 def tree_of_few_tokens(chance: random.Random, most_nodes: int, vocab: int) -> DraftTree:
-    """Make a tree of few tokens, so that draws are often among them; siblings differ."""
+    """Draws often match among few tokens; siblings differ."""
     tree = DraftTree()
     for _ in range(chance.randrange(most_nodes)):
         parent, token_id = chance.randrange(ROOT, len(tree)), chance.randrange(vocab)
@@ -334,7 +333,6 @@ def tree_of_few_tokens(chance: random.Random, most_nodes: int, vocab: int) -> Dr
 
 
 def path_to(tree: DraftTree, node: int) -> list[int]:
-    """Nodes from below the root to `node`."""
     path: list[int] = []
     while node != ROOT:
         path.insert(0, node)
@@ -343,7 +341,7 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
 
 
 def decoded_alone(decoder: NativeDecoder, cache: FullKVCache, token_ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Tokens behind a cache, one forward of one row each; the last one's hidden state and logits."""
+    """Return the last hidden state and logits."""
     for token_id in token_ids:
         hidden, logits = decoder.forward([tree_rows(cache, token_id, DraftTree())])
         cache.advance(1)
@@ -353,7 +351,6 @@ def decoded_alone(decoder: NativeDecoder, cache: FullKVCache, token_ids: list[in
 
 
 def whole(outputs: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Hidden states and logits of a forward that gave both."""
     hidden, logits = outputs
     assert hidden is not None
     assert logits is not None
@@ -365,7 +362,6 @@ def chain(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
 
 
 def scanned_noise(shape: Shape, num_chunks: int, num_best: int, first: int = 16) -> ScannedKeys:
-    """Scanned keys of a cache of noise, of which a little more than the chunks is committed."""
     length = first + num_chunks * SCAN_CHUNK + 70
     cache = random_cache(shape, length)
     keys = ScannedKeys([cache.stored(layer) for layer in range(2)], first, length, num_best)
@@ -374,7 +370,7 @@ def scanned_noise(shape: Shape, num_chunks: int, num_best: int, first: int = 16)
 
 
 def random_partial_rows(numbers: random.Random, shape: Shape, num_entries: int, num_nodes: int) -> SparseRows:
-    """Rows behind so many entries, of which some first ones may have biases, at a position of their own."""
+    """Make rows after `num_entries`, some with biases."""
     bias = np.array([numbers.uniform(-2, 4) for _ in range(numbers.randrange(num_entries + 1))], dtype=np.float32)
     cache = everything_of(cache_shape(shape), random_cache(shape, num_entries), bias if len(bias) else None)
     tree = random_tree(numbers, num_nodes, 0, shape.vocab)

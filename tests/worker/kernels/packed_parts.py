@@ -1,4 +1,4 @@
-"""Random packed matrices, and decoders whose products are packed, with their dequantized twins."""
+"""Random packed matrices and decoders, with dequantized twins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ PRODUCTS = ("query", "key", "value", "output", "gate", "up", "down")
 def random_packed(
     code: Code, columns: int, depth: int, group: int, *, has_offsets: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> PackedMatrix:
-    """All codes that are numbers, with scales of 11 significant bits."""
     generator = torch.Generator().manual_seed(columns + depth)
     codes = torch.randint(0, 256, (columns, depth * CODE_BITS[code] // 8), generator=generator, dtype=torch.uint8)
     if code == "e4m3":
@@ -34,7 +33,7 @@ def random_packed(
 
 
 def packed_weights(shape: Shape, code: Code, group: int, *, has_offsets: bool = False) -> DecoderWeights:
-    """`random_weights` with a packed matrix in each product, and in an untied head. `group` 0: whole depths."""
+    """Pack `random_weights`' products and untied head; `group` 0 means whole depths."""
 
     def packed(linear: AnyLinear) -> AnyLinear:
         columns, depth = linear.weight.shape
@@ -45,7 +44,6 @@ def packed_weights(shape: Shape, code: Code, group: int, *, has_offsets: bool = 
 
 
 def twin_of(weights: DecoderWeights) -> DecoderWeights:
-    """The same decoder, dequantized."""
     return with_products(weights, plain_linear)
 
 

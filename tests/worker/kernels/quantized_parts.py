@@ -1,4 +1,4 @@
-"""Packed matrices of random codes for the kernels' tests, and decoders that have them."""
+"""Random packed matrices and their decoders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: tuple[tuple[Code, int, bool], ...] = (  # codes, the size of a group, whe
     ("e4m3", 16, False),
     ("iq4_nl", 8, False),
     ("uint8", 2, True),
-    ("uint4", 2, True),  # too small for the kernels: these take its numbers
+    ("uint4", 2, True),  # too small for the kernels, which take its numbers
 )
 
 
@@ -41,7 +41,7 @@ def random_packed(
     scale_dtype: torch.dtype = torch.float16,
     seed: int = 0,
 ) -> PackedMatrix:
-    """Random codes; scales of both signs and with zeros among them, as long as their dtype holds."""
+    """Scales have both signs, and some are zero."""
     num_columns, depth = shape
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (num_columns, depth * CODE_BITS[code] // 8), generator=generator, dtype=torch.uint8)
@@ -56,7 +56,7 @@ def random_packed(
 
 
 def two_level_packed(code: Code, shape: tuple[int, int], group_size: int, *, offsets: bool) -> PackedMatrix:
-    """Scales as Q4_K and Q6_K have them: a half for eight groups times a whole number for each, some of them zeros."""
+    """Make scales as in Q4_K and Q6_K: a half per eight groups times integers, some zero."""
     matrix = random_packed(code, shape, group_size)
     generator = torch.Generator().manual_seed(1)
     units = torch.randn(2, shape[0], shape[1] // group_size // 8, 1, generator=generator).half().float() / 512
@@ -70,7 +70,7 @@ def two_level_packed(code: Code, shape: tuple[int, int], group_size: int, *, off
 
 
 def packed_weights(shape: Shape) -> DecoderWeights:
-    """A decoder whose layers and head are packed in turns of all kinds, so that they mix within its matrices."""
+    """Mix all packings within the matrices."""
     plain = random_weights(shape)
     turns = _turns()
 
@@ -92,8 +92,6 @@ def packed_weights(shape: Shape) -> DecoderWeights:
 
 
 def dequantized(weights: DecoderWeights) -> DecoderWeights:
-    """The twin: the same numbers, none of them packed."""
-
     def plain_layer(layer: LayerWeights) -> LayerWeights:
         own = {name: each.plain() for name in LINEARS if (each := getattr(layer, name)) is not None}
         if layer.experts is None:

@@ -1,4 +1,4 @@
-"""The kernels' work in plain torch, on any device: what they are tested against, rounded where they round."""
+"""The kernels' work in plain torch, with the same roundings."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def xielu(rows: Tensor, curve: Tensor) -> Tensor:
-    """XIELU (Huang and Schlag 2024): a square above 0, an exponential below."""
+    """Compute xIELU (Huang and Schlag 2024)."""
     squares, exponentials, share, bound = curve
     bent = (torch.expm1(rows.minimum(bound)) - rows) * exponentials
     return torch.where(rows > 0, squares * rows * rows, bent) + share * rows
 
 
 class ReferenceDecoder:
-    """A dense decoder over the rows of any number of sequences; sums are float32 in torch's own order."""
+    """A dense decoder; sums are float32 in torch's order."""
 
     def __init__(self, weights: DecoderWeights) -> None:
         self.sizes = weights.sizes
@@ -47,7 +47,6 @@ class ReferenceDecoder:
         layers: range | None = None,
         state: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute what `NativeDecoder.forward` computes."""
         layers = range(self.sizes.num_layers) if layers is None else layers
         device = self._weights.embedding.device
         rows = torch.tensor([token_id for group in groups for token_id in group.token_ids], device=device)
@@ -63,7 +62,7 @@ class ReferenceDecoder:
         return hidden, self.logits(hidden) if with_logits else None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[num_rows, hidden]` to `[num_rows, vocab] float32`."""
+        """Map `[num_rows, hidden]` to `[num_rows, vocab] float32`."""
         logits, cap = _product(hidden.float(), self._weights.head) * self.sizes.logit_scale, self.sizes.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 
@@ -80,7 +79,6 @@ class ReferenceDecoder:
         self._add(state, self._fed_forward(normed, weights), weights.down_norm)
 
     def _fed_forward(self, normed: Tensor, weights: LayerWeights) -> Tensor:
-        """The products that all rows meet, experts that each row chooses, or both."""
         down = None if weights.down is None else self._linear(self._activated(normed, weights), weights.down)
         if weights.experts is None:
             assert down is not None
@@ -102,7 +100,7 @@ class ReferenceDecoder:
         state.copy_(self._rounded(state + self._rounded(part * self.sizes.residual_scale)))
 
     def _heads(self, normed: Tensor, weights: LayerWeights, groups: Sequence[Rows]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the model's dtype, `[num_rows, heads, head_dim]`, turned by their positions."""
+        """Return rotated queries, keys and values, `[num_rows, heads, head_dim]` in the model's dtype."""
         positions = np.array([position for group in groups for position in group.positions])
         rotary = weights.rotary or self._weights.rotary
         table = angles(rotary, positions * (not weights.is_nope), self.sizes.dtype).to(normed.device)
@@ -121,7 +119,6 @@ class ReferenceDecoder:
         return query, key, value
 
     def _turned(self, rows: Tensor, norm: Tensor | None, turns: list[Tensor]) -> Tensor:
-        """Heads of queries or keys, normed and turned."""
         sizes = self.sizes
         rows = self._norm(rows, norm) if sizes.joins_heads else rows
         heads = rows.unflatten(1, (-1, sizes.head_dim))
@@ -161,7 +158,7 @@ def reference_attention(
     view: AttentionView = SEES_ALL,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Compute what `native_attention` computes, with numbers of `dtype` from scores to sums."""
+    """Compute with numbers of `dtype` from scores to sums."""
     output = torch.empty_like(query)
     ends = list(itertools.accumulate(len(group) for group in groups))
     for group, end in zip(groups, ends, strict=True):
@@ -185,7 +182,7 @@ def reference_attention(
 
 
 def _weights(scores: Tensor, view: AttentionView) -> Tensor:
-    """The softmax of `[num_kv_heads, heads of each, num_keys]`, of which sinks have their share."""
+    """Return `[num_kv_heads, heads of each, num_keys]`, with sinks."""
     if view.sinks is None:
         return torch.softmax(scores, dim=-1)
     sinks = view.sinks.to(scores.dtype).view(*scores.shape[:2], 1)
@@ -198,6 +195,5 @@ def _product(rows: Tensor, linear: Linear) -> Tensor:
 
 
 def _turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """`[num_rows, heads, head_dim]` turned by angles `[num_rows, 1, head_dim]`."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat((-second, first), dim=-1) * sines

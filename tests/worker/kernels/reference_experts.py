@@ -1,4 +1,4 @@
-"""Experts in plain torch: the choice of the kernels to the bit, and products in torch's own order of sums."""
+"""Experts in plain torch, with the kernels' exact choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rounded = Callable[[Tensor], Tensor]
 def reference_choice(
     routing: Routing, logits: Tensor, choice_bias: Tensor | None, rounded: Rounded
 ) -> tuple[Tensor, Tensor]:
-    """Choices and weights `[num_rows, num_chosen]` of logits `[num_rows, num_experts] float32`."""
+    """Return choices and weights `[num_rows, num_chosen]` of `[num_rows, num_experts] float32` logits."""
     logits = rounded(logits) if routing.rounds_logits else logits
     scores = {
         Score.SOFTMAX: lambda: logits.double().softmax(-1).float(),
@@ -42,7 +42,7 @@ def reference_choice(
 
 
 def _mixed(routing: Routing, logits: Tensor, choices: Tensor) -> Tensor:
-    """The weights of a sparse mixer: of each choice its share among those that are left and near enough."""
+    """Return each choice's share among those left and near enough."""
     left, weights = logits.clone(), []
     for choice in choices.unbind(1):
         most = logits.gather(1, choice[:, None])
@@ -63,13 +63,13 @@ def _chosen(routing: Routing, scores: Tensor) -> Tensor:
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """The numbers of the best, ties to the lower number."""
+    """Ties go to the lower number."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def reference_experts(experts: ExpertWeights, rows: Tensor, activate: Callable[[Tensor], Tensor], rounded: Rounded,
                       shared: Tensor | None) -> Tensor:  # fmt: skip
-    """Compute what experts add for rows `[num_rows, hidden]`, with the part that all rows meet."""
+    """Compute the output of `[num_rows, hidden]`."""
     logits = _product(rows, experts.router)
     choices, weights = reference_choice(experts.routing, logits, experts.choice_bias, rounded)
     read = rows if experts.latent is None else rounded(_product(rows, experts.latent[0]))

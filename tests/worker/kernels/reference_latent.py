@@ -1,4 +1,4 @@
-"""Latent attention in plain torch: what the kernels' is tested against, rounded where they round."""
+"""Latent attention in plain torch, with the kernels' roundings."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from swiftbatch.worker.kernels.decoder_weights import DecoderSizes, LayerWeights
 from swiftbatch.worker.kernels.quantized_weights import plain_linear
 
-EPSILON = 1e-6  # of the norms of latent vectors, whatever that of the others is
+EPSILON = 1e-6  # of the norms of latent vectors, independent of the others'
 Rounding = Callable[[Tensor], Tensor]
-Turning = Callable[[Tensor], Tensor]  # of heads `[num_rows, num_heads, rope_dim]` by their positions
+Turning = Callable[[Tensor], Tensor]  # rotates heads `[num_rows, num_heads, rope_dim]` by their positions
 
 
 def latent_heads(
     normed: Tensor, weights: LayerWeights, sizes: DecoderSizes, rounded: Rounding, turned: Turning
 ) -> tuple[Tensor, Tensor]:
-    """Queries `[num_rows, num_heads, entry_dim]` as they meet the cache, and its entries `[num_rows, 1, entry_dim]`."""
+    """Return queries `[num_rows, num_heads, entry_dim]` and cache entries `[num_rows, 1, entry_dim]`."""
     latent = sizes.latent
     assert latent is not None
     rows = normed
@@ -35,7 +35,7 @@ def latent_heads(
 
 
 def latent_values(found: Tensor, weights: LayerWeights, sizes: DecoderSizes, rounded: Rounding) -> Tensor:
-    """Values `[num_rows, num_heads * value_dim]` of what heads `[num_rows, num_heads, entry_dim]` have found."""
+    """Return `[num_rows, num_heads * value_dim]` of heads `[num_rows, num_heads, entry_dim]`."""
     assert sizes.latent is not None
     ups = _matrix(weights, "value_up").unflatten(0, (sizes.num_heads, -1))
     return rounded(torch.einsum("nhr,hvr->nhv", found[..., : sizes.latent.rank].float(), ups)).flatten(1)

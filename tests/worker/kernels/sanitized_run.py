@@ -1,10 +1,7 @@
-"""A program: random row tables through a library built to find wrong reads and writes.
+"""Runs random row tables through a sanitized library.
 
-Its arguments are the library's path, and how many rounds there are of each kind.
-
-Right tables give finite logits, spoiled ones a ValueError; anything else ends the process with the sanitizer's report.
-Draws, walks and candidates of random rows likewise, tables of a GPU's rows, the trees of token recycling and what it
-learns, and causal attention with its gradients.
+Its arguments are the library's path and the rounds of each kind. Right tables must give finite logits, spoiled ones
+ValueError; otherwise the sanitizer ends the process.
 """
 
 from __future__ import annotations
@@ -64,14 +61,14 @@ from tests.worker.sampling.native.sampling_parts import any_params, any_row, cas
 LENGTHS: tuple[int, ...] = (0, 1, 63, 64, 65, 250, 256, 300, 2047, 2049, 4100)
 CAUSAL_LENGTHS = (1, 2, 63, 64, 65, 129, 300, 700)
 GRIFFINS = ((0, 0), (1, 0), (2, 0), (1, 48), (2, 80))  # parts of the input, and the width of the expansion
-MOST_SCANNING = 127  # rows that may see scanned keys, and the chunks of these: each row looks at all keys
+MOST_SCANNING = 127  # rows that scan, and their chunks: each row reads all keys
 MOST_CHUNKS = 3
 SPOILED = (-(2**31), -1, 0, 1, 63, 64, 65, 2**20, 2**31 - 1, 2**40)
 
 
 @functools.cache
 def sanitized() -> ctypes.CDLL:
-    """Open the library once: each look whether it is whole reads it from the disk."""
+    """Open once, because each integrity check reads it from disk."""
     return open_library(Path(sys.argv[1]))
 
 
@@ -92,7 +89,6 @@ def random_rows(numbers: random.Random, shape: Shape) -> SequenceRows | SparseRo
 
 
 def spoil(numbers: random.Random, rows: SequenceRows | SparseRows) -> SequenceRows | SparseRows:
-    """The same with one number of its table changed."""
     value = numbers.choice(SPOILED)
     name = numbers.choice([field.name for field in dataclasses.fields(rows) if field.name not in ("cache", "scanned")])
     field = getattr(rows, name)
@@ -125,7 +121,6 @@ def fuzz(shape: Shape, weights: DecoderWeights, numbers: random.Random, num_roun
 
 
 def fill_tables(numbers: random.Random, shape: Shape, groups: list[SequenceRows | SparseRows]) -> None:
-    """The rows in a table as a GPU reads it, which is no larger than they need."""
     page, has_windows = numbers.choice(((None, False), (BLOCK, False), (2 * BLOCK, True)))
     groups = [dataclasses.replace(each, boundary=each.first_entry) if each.is_partial else each for each in groups]
     sizes = (len(groups), 80 * BLOCK, numbers.choice((1, 4, 16)), 2**20, shape.vocab, 1, page)
@@ -159,7 +154,7 @@ def fuzz_recycling(vocab: int, numbers: random.Random, num_rounds: int) -> None:
 
 
 def random_text(numbers: random.Random, vocab: int, end: int) -> TextCandidates:
-    """Candidates behind tokens below `vocab`; they themselves are below `end`."""
+    """Candidates are below `end`, tokens below `vocab`."""
     num_rows = numbers.randrange(1, 40)
     token_ids, ids = (
         [numbers.randrange(most) for _ in range(num_rows * each)] for most, each in ((vocab, 1), (end, 8))
@@ -215,14 +210,14 @@ def fuzz_causal(numbers: random.Random, num_rounds: int) -> None:
 
 if __name__ == "__main__":
     rounds = int(sys.argv[2])
-    if rounds == 1:  # long texts, and rows that look at all of their keys, take most of the time
+    if rounds == 1:  # long texts, and rows that read all keys, take most of the time
         LENGTHS, MOST_SCANNING, MOST_CHUNKS = LENGTHS[:8], 12, 2
     cuda_row_table.chosen_library = tile_packing.chosen_library = sanitized  # type: ignore[attr-defined]
     native_recycler.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
     scan_cache.load_library = lambda _: sanitized()  # type: ignore[attr-defined]
     causal_attention.load_library = native_decoder.load_library = sampling_calls.load_library = lambda _: sanitized()  # type: ignore[assignment]
     sampling_calls.chosen_variant = lambda: "sanitized"
-    # a single round has every second shape, plain and packed weights in turns, and each form of draft models once
+    # one round covers every second shape, plain and packed in turns, and each draft form once
     for number, each in enumerate(SHAPES if rounds > 1 else SHAPES[::2]):
         made = (random_weights, packed_weights)
         for make in made if rounds > 1 else [made[number % 2]]:

@@ -1,4 +1,4 @@
-"""Causal attention for training: outputs and gradients right to the rounding of bf16, the same bits every time."""
+"""Causal attention for training is right up to bf16 rounding."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from swiftbatch.worker.kernels.instruction_sets import NO_KERNELS, OVERRIDE, cho
 
 BF16 = torch.bfloat16
 SCALING = 0.125
-HEADS = ((4, 2), (4, 4), (6, 2), (3, 1))  # of queries, of keys and values
+HEADS = ((4, 2), (4, 4), (6, 2), (3, 1))  # query heads, key-value heads
 CASES = (
     *((length, HEADS) for length in (1, 2, 63, 64, 65, 129, 300)),
     pytest.param(1025, HEADS[:1], marks=pytest.mark.slow),
 )
 MOST_OF_TORCH = 1.5
-NOTHING = 1e-5  # what rounding leaves of gradients that are zero
+NOTHING = 1e-5  # rounding's rest of zero gradients
 needs_causal = pytest.mark.skipif(chosen_variant() not in FAST_VARIANTS, reason="torch serves on this processor")
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -35,7 +35,7 @@ def _same_threads() -> Iterator[None]:
 
 
 def random_heads(batch_size: int, num_heads: int, num_kv_heads: int, length: int, size: float = 1.0) -> list[Tensor]:
-    """Query, key, value and a gradient of the output, as views of `[batch, length, heads, 64]`."""
+    """Make views of `[batch, length, heads, 64]`."""
     generator = torch.Generator().manual_seed(length + num_heads)
     counts = (num_heads, num_kv_heads, num_kv_heads, num_heads)
     drawn = [torch.randn(batch_size, length, count, 64, generator=generator) for count in counts]
@@ -44,7 +44,6 @@ def random_heads(batch_size: int, num_heads: int, num_kv_heads: int, length: int
 
 
 def gradients_of(attend: Attend, heads: list[Tensor], scaling: float = SCALING) -> list[Tensor]:
-    """The output and the gradients of query, key and value."""
     inputs = [each.detach().requires_grad_() for each in heads[:3]]
     output = attend(*inputs, scaling)
     return [output.detach(), *torch.autograd.grad(output, inputs, heads[3])]
@@ -100,7 +99,7 @@ def test_what_lies_otherwise_in_memory_gives_the_same_bits() -> None:
     expected = gradients_of(causal_attention, heads)
     wide = [torch.zeros(2, each.shape[1], 130, 128, dtype=BF16) for each in heads]
     for room, each in zip(wide, heads, strict=True):
-        room[..., 3:67] = each  # rows that begin at no boundary of what vectors take
+        room[..., 3:67] = each  # unaligned rows
     lying = (
         [each.contiguous() for each in heads],
         [each.transpose(2, 3).contiguous().transpose(2, 3) for each in heads],
@@ -126,7 +125,7 @@ def test_every_call_and_every_number_of_threads_gives_the_same_bits(length: int,
 @needs_causal
 @pytest.mark.parametrize("size", [1e3, 1e9])
 def test_extreme_scores_give_numbers(size: float) -> None:
-    """Softmaxes of one key each: the output is a row of values, and nothing is NaN."""
+    """Each softmax has one key: outputs are rows of values without NaN."""
     heads = random_heads(1, 4, 2, 200, size)
     output, *gradients = gradients_of(causal_attention, heads)
     assert all(torch.isfinite(each).all() for each in (output, *gradients))
@@ -143,7 +142,7 @@ def test_nothing_that_comes_later_changes_a_bit() -> None:
 
 
 def split_heads(heads: list[Tensor], num_before: int) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-    """The later positions of all, and what keys and values are before them."""
+    """Split off the later positions, and keys and values before them."""
     return [each[:, :, num_before:] for each in heads], (heads[1][:, :, :num_before], heads[2][:, :, :num_before])
 
 
@@ -158,7 +157,7 @@ def test_the_end_of_a_text_attends_as_in_the_whole_to_the_bit(num_before: int, l
 
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_gradients_stop_at_what_is_before(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients of the later positions are the whole text's, where nothing else of it has a gradient."""
+    """Gradients of the later positions equal the whole text's, where nothing else has one."""
     if not is_compiled:
         monkeypatch.setenv(OVERRIDE, NO_KERNELS)
     heads, num_before = random_heads(2, 4, 2, 192 + 100), 192
@@ -177,7 +176,7 @@ def test_gradients_stop_at_what_is_before(is_compiled: bool, monkeypatch: pytest
 
 @pytest.mark.parametrize("spoilt", ["query", "key"])
 def test_scores_that_are_no_numbers_are_seen_in_the_output(spoilt: str) -> None:
-    """Else a training would go on with damaged weights, since its loss is a number."""
+    """Otherwise a training would continue with damaged weights, because its loss is finite."""
     heads = {name: torch.randn(1, 2, 70, 64, dtype=torch.bfloat16) for name in ("query", "key", "value")}
     heads[spoilt][0, 0, 66, 3] = torch.nan
     output = causal_attention(**heads, scaling=0.125)

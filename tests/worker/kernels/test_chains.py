@@ -1,4 +1,4 @@
-"""Chains that are drawn in one native call are those of rounds one by one, whatever changes the draws."""
+"""Chains drawn in one native call equal rounds one by one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def target(tiny_model: Path) -> TargetModel:
 
 
 def opened(target: TargetModel, fields: dict[str, object], lengths: tuple[int, ...] = LENGTHS) -> list[Chain]:
-    """Chains without tokens behind random texts, all of which the partial caches hold."""
+    """Make empty chains after random texts that the partial caches hold."""
     made = []
     for number, length in enumerate(lengths):
         text = np.random.default_rng(number).integers(5, 60, length).tolist()
@@ -85,7 +85,7 @@ def test_it_draws_what_rounds_one_by_one_draw(target: TargetModel, sampler: str)
     found, expected = (opened(target, SAMPLERS[sampler]) for _ in range(2))
     draw(target, found, 5)
     assert [chain.num_bare_rounds for chain in found] == [NUM_ROUNDS - 5] * 2
-    draw(target, found, NUM_ROUNDS - 5)  # behind what is there already
+    draw(target, found, NUM_ROUNDS - 5)  # after existing tokens
     round_by_round(target, expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.drawn == theirs.drawn
@@ -125,5 +125,5 @@ def test_what_would_reach_beyond_a_cache_or_a_sequence_is_refused(target: Target
             forwards.draw_chains([rows], [sampler], num_rounds)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="1 rows of 1 groups for 2 sequences"):
         forwards.draw_chains([row], [sampler, sampler], 5)  # type: ignore[list-item]
-    draw(target, [chain], 5)  # nothing of it has changed anything
+    draw(target, [chain], 5)  # nothing was changed
     assert len(chain.drawn) == 5

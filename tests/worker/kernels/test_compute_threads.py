@@ -1,5 +1,3 @@
-"""Memory that a team's calls read is freed once nobody may look at it: behind a later call, or with the team."""
-
 from __future__ import annotations
 
 import gc
@@ -59,7 +57,7 @@ def test_caches_and_biases_stay_just_while_a_late_helper_may_read_them(
 
 
 def test_all_who_compute_with_as_many_threads_of_a_library_share_a_team_while_one_of_them_lives() -> None:
-    library, num_threads = load_library(VARIANTS[0]), 61  # no decoder of another test has so many
+    library, num_threads = load_library(VARIANTS[0]), 61  # no other test's decoder has as many
     team = shared_team(library, num_threads)
     assert shared_team(library, num_threads) is team
     assert shared_team(library, num_threads - 1) is not team

@@ -1,5 +1,3 @@
-"""The code for AMX, with tiles in software: what it adds up is right, and each row's bits are its own."""
-
 from __future__ import annotations
 
 import random

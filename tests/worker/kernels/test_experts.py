@@ -1,4 +1,4 @@
-"""Experts in the kernels: the choice to the bit, ties, groups, and rows that are their own in any company."""
+"""Experts in the kernels choose exactly and by row."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ROUTINGS = {
 
 
 def telling_weights(routing: Routing, dtype: torch.dtype, router: Tensor, choice_bias: Tensor | None) -> DecoderWeights:
-    """A decoder of one layer whose experts give nothing but a one each, at the place of their own number."""
+    """Expert number n only adds a one at place n."""
     count = routing.num_experts
     weights = random_weights(Shape(hidden=HIDDEN, dtype=dtype, experts=ExpertShape(routing)))
     layer = weights.layers[1]
@@ -67,7 +67,7 @@ def telling_weights(routing: Routing, dtype: torch.dtype, router: Tensor, choice
 
 
 def told(weights: DecoderWeights, variant: str, states: Tensor) -> Tensor:
-    """The weights of all experts for rows of these states, whose numbers behind the first ones choose."""
+    """Return all experts' weights for rows of these states."""
     decoder, groups = NativeDecoder(weights, 2, variant), []
     for _ in range(len(states)):
         groups.append(tree_rows(random_cache(Shape(dtype=weights.sizes.dtype), 10), 1, DraftTree()))
@@ -105,7 +105,7 @@ def test_a_router_that_gives_no_numbers_ends_no_process() -> None:
 
 @functools.cache
 def rows_alone(shape: Shape, variant: str, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Hidden states and logits of single rows, each in a call of its own."""
+    """Return hidden states and logits of single-row calls."""
     found = [
         whole(native(shape, variant).forward([tree_rows(random_cache(shape, 5 + row % 7), row, DraftTree())]))
         for row in range(num_rows)
@@ -177,7 +177,7 @@ def test_a_router_whose_numbers_have_no_end_shows(name: str) -> None:
     router = torch.randn(ROUTINGS[name].num_experts, HIDDEN)
     router[1, 3] = torch.inf
     weights = telling_weights(ROUTINGS[name], FLOAT32, router, None)
-    states = torch.randn(3, HIDDEN).abs()  # of expert 1 the score is endless, in all rows
+    states = torch.randn(3, HIDDEN).abs()  # expert 1 has an infinite score in all rows
     assert torch.isnan(told(weights, VARIANTS[0], states)).any(dim=1).all()
 
 

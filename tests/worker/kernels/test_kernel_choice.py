@@ -1,5 +1,3 @@
-"""A choice of a GPU's kernels that would not run is refused in a line, never passed over."""
-
 from __future__ import annotations
 
 import importlib.metadata

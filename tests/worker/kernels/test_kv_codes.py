@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits are the numbers that they stand for, for whoever reads them, on every instruction set."""
+"""8-bit keys and values equal their numbers in every reader."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ KINDS = [(kv_dtype, dtype) for kv_dtype in KV_DTYPES for dtype in (BF16, FLOAT32
 
 
 def rows_of(number: int, dtype: torch.dtype) -> Tensor:
-    """Rows of keys of two heads `[number, 2, 64]`: of all sizes, of zeros, and with what no code stands for."""
+    """Make keys of two heads `[number, 2, 64]` of all sizes, zeros, and values without codes."""
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(number, 2, 64, generator=generator) * 2.0 ** torch.randint(-9, 9, (number, 2, 1))
     rows[0] = 0.0
     rows[1, 0, 3], rows[1, 1, 5] = float("inf"), float("nan")
-    rows[2] *= torch.linspace(0, 1, 64) ** 8  # down to numbers of the smallest exponent
+    rows[2] *= torch.linspace(0, 1, 64) ** 8  # down to the smallest exponent
     return rows.to(dtype)
 
 
 def twin_of(cache: FullKVCache) -> FullKVCache:
-    """A cache of the numbers that another one's rows stand for."""
     shape = dataclasses.replace(cache.shape, kv_dtype=None)
     twin = FullKVCache(shape, cache.rows.buffer.shape[-2], cache.shape.numbers(cache.rows.buffer))
     twin.advance(cache.length)

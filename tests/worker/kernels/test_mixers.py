@@ -1,4 +1,4 @@
-"""Layers with a state or a convolution in the kernels: the same bits in all builds, of packed weights too; refusals."""
+"""Layers with state or convolution have equal bits in all builds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ABSENT = dict.fromkeys(("query", "key", "value", "output"))
 
 
 def weights(name: str, dtype: torch.dtype = FLOAT32, packs: bool = False, unpacks: bool = False) -> DecoderWeights:
-    """A layer with a mixer, with attention beside it where its name says so, and one that attends through gates."""
+    """Make one layer with a mixer, and one with gated attention."""
     plain, sizes = random_weights(Shape(dtype=dtype, head_dim=64, num_kv_heads=2)), SIZES[name]
     torch.manual_seed(3)
     shapes = {role: (columns, HIDDEN) for role, columns in sizes.columns().items()} | {"output": (HIDDEN, sizes.width)}
@@ -67,7 +67,7 @@ def new_cache(made: DecoderWeights) -> FullKVCache:
 
 
 def outputs(made: DecoderWeights, variant: str, num_threads: int = 1) -> Tensor:
-    """Hidden states of prompts, trees and single rows of two sequences in common calls, and the states behind them."""
+    """Return hidden states and states of two sequences' prompts, trees and single rows."""
     rng, caches = random.Random(2), [new_cache(made) for _ in range(2)]
     decoder, found = NativeDecoder(made, num_threads, variant), []
     for cache, length in zip(caches, (100, 40), strict=True):
@@ -157,7 +157,7 @@ def test_a_number_that_is_lost_shows_wherever_it_stands(name: str) -> None:
         layers[role] = (dataclasses.replace(mixing, mixer=mixer), gated)
     for role, damaged in layers.items():
         for variant in VARIANTS:
-            made = dataclasses.replace(whole, layers=list(damaged))  # which a decoder takes out of it
+            made = dataclasses.replace(whole, layers=list(damaged))  # a decoder takes them out
             cache = new_cache(made)
             hidden, _ = NativeDecoder(made, 1, variant).forward(known_rows(cache, list(range(9))))
             assert torch.isnan(hidden[-1]).any(), (role, variant)

@@ -1,4 +1,4 @@
-"""A row's bits are its own: whatever shares its forward, wherever its ancestors lie, however many threads there are."""
+"""A row's bits do not depend on neighbours, ancestors' places or threads."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_all_instruction_sets_without_products_of_bf16_give_the_same_bits(dtype:
 
 @pytest.fixture
 def one_core() -> Iterator[None]:
-    """Helpers that start now share the caller's core, so that they are late all the time."""
+    """Helpers share the caller's core, so that they are always late."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     yield
@@ -139,7 +139,7 @@ def test_a_child_of_a_fork_starts_threads_of_its_own(variant: str) -> None:
     rows = [chain(random_cache(shape, 4160), [1, 2, 3])]
     _, want = whole(native(shape, variant, 2).forward(rows))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from Python 3.12 on
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, since Python 3.12
         child = os.fork()
     if child == 0:
         _, found = whole(native(shape, variant, 2).forward(rows))

@@ -1,4 +1,4 @@
-"""The kernels say what `transformers` says: as near to float64 as torch itself, for every kind of model."""
+"""The kernels are as near to float64 as torch."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def build(config: PretrainedConfig, dtype: torch.dtype = FLOAT32) -> Any:
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:  # else ones and zeros
             parameter.add_(0.2 * torch.randn_like(parameter))
-    for parameter in model.parameters():  # and not the rotary frequencies, which a loaded model has in float32
+    for parameter in model.parameters():  # without rotary frequencies, which loaded models have in float32
         parameter.data = parameter.data.to(BF16).to(dtype)
     return model
 
@@ -107,7 +107,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def decoded(decoder: NativeDecoder | ReferenceDecoder, num_kv_heads: int, head_dim: int) -> Tensor:
-    """Logits of all tokens, block by block."""
+    """Return all logits, block by block."""
     cache = FullKVCache(CacheShape(2, num_kv_heads, head_dim, decoder.sizes.dtype, torch.device("cpu")), len(TOKENS))
     logits = []
     for start in range(0, len(TOKENS), 64):
@@ -125,7 +125,7 @@ def test_every_kind_is_as_near_to_float64_as_transformers_own_forward(kind: str,
     ids = torch.tensor([TOKENS])
     exact = build(KINDS[kind], torch.float64)(ids).logits[0]
     model = build(KINDS[kind], dtype)
-    share = 1.1 if dtype == BF16 else 1.5  # float32 sums of ours go one by one, torch's in blocks of its choice
+    share = 1.1 if dtype == BF16 else 1.5  # our float32 sums are sequential, torch's in blocks of its choice
     bound = share * error(model(ids).logits[0], exact)
     weights = decoder_weights(model)
     assert weights is not None
@@ -148,14 +148,13 @@ def test_a_model_with_a_part_of_another_class_is_left_to_transformers() -> None:
 
 
 def num_far(found: Tensor, reference: Tensor, shape: Shape) -> int:
-    """Count the rows that are far from the reference's."""
     bound = 1e-5 if shape.dtype == FLOAT32 else 0.06
     errors = (found.float() - reference.float()).abs().amax(-1)
     return int((errors > bound * reference.float().abs().max()).sum())
 
 
 def num_elsewhere(shape: Shape) -> int:
-    """Count the rows that may meet another expert than in the reference: two weigh the same but for a bit."""
+    """Count the rows that may choose another expert, with weights equal up to a bit."""
     return 3 if shape.experts is not None and shape.dtype == BF16 else 0
 
 
@@ -190,7 +189,7 @@ def test_the_reference_says_the_same_behind_partial_caches(shape: Shape) -> None
 def test_attention_alone_is_the_references(head_dim: int, dtype: torch.dtype) -> None:
     shape = Shape(head_dim=head_dim, num_kv_heads=2, group=3, dtype=dtype)
     groups = [chain(random_cache(shape, length), list(range(1, 9))) for length in (3, 300)]
-    generator = torch.Generator().manual_seed(head_dim)  # the bound is near to what other numbers give
+    generator = torch.Generator().manual_seed(head_dim)  # the bound is tight for other numbers
     query, key, value = (torch.randn(16, heads, head_dim, generator=generator).to(dtype) for heads in (6, 2, 2))
     want = reference_attention(groups, 1, query, key, value, 0.1)
     bound = 1e-6 if dtype == FLOAT32 else 0.01

@@ -1,4 +1,4 @@
-"""Products of packed matrices have the bits of products of their numbers, in every build and for any number of rows."""
+"""Packed products have the bits of their numbers' products, in every build."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ pytestmark = [pytest.mark.long, needs_kernels]
 PACKED_EXPERTS = (WITH_EXPERTS["gpt_oss"], WITH_EXPERTS["glm4_moe in float32"])
 
 CODES = sorted(TABLES)
-COLUMNS = 200  # no multiple of 16 * 8, so that there is a panel with fewer blocks, and a block with fewer columns
+COLUMNS = 200  # no multiple of 16 * 8, so that some panels and blocks are incomplete
 DEPTHS = {8: 48, 16: 80, 32: 160, 64: 192, 128: 1280, 144: 144, 288: 576}  # by the size of a group
 ROW_COUNTS = (1, 2, 3, 8, 9, 32)
-MOST_ROWS = 130  # more than a block of rows; with the smallest groups alone: rows know nothing of a group's size
+MOST_ROWS = 130  # more than a block of rows, only with the smallest groups, of which rows are independent
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def emulated() -> Path:
 
 
 class Product:
-    """Rows times a packed matrix, and times its numbers, in one build."""
+    """Rows times a packed matrix, and times its numbers."""
 
     def __init__(self, team: Team, matrix: PackedMatrix) -> None:
         self._team, self._library = team, with_roof(team.library)
@@ -121,7 +121,7 @@ def test_scales_of_two_levels_have_the_bits_of_the_floats_that_they_stand_for(va
     for dtype in (BF16, FLOAT32):
         matrix = two_level_packed("uint4", (COLUMNS, 512), 32, offsets=True)
         scales = matrix.scales.clone()
-        scales[40, 3] = 1.0009765625  # one group of all whose scale is no small multiple of what the others share
+        scales[40, 3] = 1.0009765625  # one group's scale is no small multiple of the others' common part
         for each in (
             matrix,
             dataclasses.replace(matrix, scales=scales),
@@ -173,9 +173,9 @@ def test_numbers_that_the_kernels_would_not_give_to_the_bit_are_taken_as_numbers
     codes, scales = matrix.codes.clone(), matrix.scales.clone()
     codes[3, 5] = 255  # no number
     assert quantized_rows(dataclasses.replace(matrix, codes=codes)) is None
-    scales[3, 1] = 2.0**120  # widened by way of a larger one
+    scales[3, 1] = 2.0**120  # converted through a larger number
     assert quantized_rows(dataclasses.replace(matrix, scales=scales)) is None
-    scales[3, 1] = 2.0**-126  # its numbers lie below what is no zero to products
+    scales[3, 1] = 2.0**-126  # its numbers are below what products treat as nonzero
     assert quantized_rows(dataclasses.replace(matrix, scales=scales)) is None
     zeros = torch.zeros_like(codes)
     assert quantized_rows(dataclasses.replace(matrix, codes=zeros, scales=scales)) is not None

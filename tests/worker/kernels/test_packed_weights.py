@@ -1,5 +1,3 @@
-"""A packed matrix stands for the numbers of its definition."""
-
 import pytest
 import torch
 
@@ -20,7 +18,6 @@ def packed(code: Code, offsets: bool = False, dtype: torch.dtype = torch.bfloat1
 
 
 def one_by_one(matrix: PackedMatrix) -> list[list[float]]:
-    """The definition, a number at a time."""
     values = []
     for column in range(COLUMNS):
         values.append([])

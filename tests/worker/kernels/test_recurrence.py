@@ -1,4 +1,4 @@
-"""States in the compiled kernels: held against the plain recurrence in float64, with the same bits in any company."""
+"""Compiled head states against the float64 recurrence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swiftbatch.worker.kernels.instruction_sets import load_library, runnable_va
 from swiftbatch.worker.kernels.recurrence import Steps, native_fold, native_steps
 
 HEADS, KEY_HEADS, KEY_DIM = 4, 2, 24
-TREE = [-1, 0, 0, 1, -2, 4, 4, 2, 3]  # parents of rows: two of them go on from states
+TREE = [-1, 0, 0, 1, -2, 4, 4, 2, 3]  # parents of rows: two continue from states
 VARIANTS = runnable_variants()
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no kernels run here")
@@ -24,7 +24,6 @@ def team(variant: str = VARIANTS[0] if VARIANTS else "", num_threads: int = 1) -
 
 
 def made(num_rows: int, width: int, corrects: bool = True, num_decays: int = 1) -> tuple[Steps, list[Tensor]]:
-    """Steps and two states."""
     torch.manual_seed(width)
     keys = torch.nn.functional.normalize(torch.randn(num_rows, KEY_HEADS, KEY_DIM), dim=-1)
     decays = 0.8 + 0.2 * torch.rand(num_rows, HEADS, num_decays)
@@ -39,7 +38,6 @@ def part(steps: Steps, rows: list[int]) -> Steps:
 
 
 def plain(steps: Steps, states: list[Tensor], parents: list[int]) -> tuple[Tensor, Tensor]:
-    """The recurrence as its papers write it."""
     own: list[Tensor] = []
     updates, found = [], []
     for row, parent in enumerate(parents):

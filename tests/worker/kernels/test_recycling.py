@@ -1,4 +1,4 @@
-"""Token recycling in C drafts and learns what it does in Python, in every instruction set that this machine runs."""
+"""Token recycling in C equals Python's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 pytestmark = needs_kernels
 
 VOCAB, LARGE_VOCAB = 300, 128_256
-NUM_TOKENS = 40  # the last of a vocabulary, which stand in the tables' texts
+NUM_TOKENS = 40  # the last of a vocabulary, used in the tables' texts
 SAMPLED = SamplingParams(max_tokens=9, seed=2**40 + 3)
 PARAMS = {
     "plain": SAMPLED,
@@ -40,7 +40,7 @@ Write = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def random_write(numbers: np.random.Generator, num_rows: int, vocab_size: int = VOCAB) -> Write:
-    """Candidates behind some tokens, among them many that come twice, and the pairs of some rows."""
+    """Many candidates repeat, and some rows have pairs."""
     token_ids = vocab_size - 1 - numbers.integers(0, NUM_TOKENS, num_rows)
     ids = vocab_size - 1 - np.argsort(numbers.random((num_rows, NUM_TOKENS + 9)), axis=1)[:, :TOP_K]
     logits = -np.sort(-3 * numbers.standard_normal((num_rows, TOP_K + 4)).astype(np.float32), axis=1)
@@ -56,7 +56,6 @@ def arrays_of(tables: RecyclingTables) -> list[np.ndarray]:
 
 
 def with_writes(make: Callable[[RecyclingTables], Recycler], num_writes: int, vocab_size: int = VOCAB) -> Recycler:
-    """A recycler that has learned what all others learn."""
     numbers, made = np.random.default_rng(1), make(RecyclingTables(vocab_size))
     for _ in range(num_writes):
         made.write([TextCandidates(*random_write(numbers, int(numbers.integers(0, 33)), vocab_size))])
@@ -80,7 +79,7 @@ def sequence(params: SamplingParams, *token_ids: int, vocab_size: int = VOCAB) -
 
 
 def sequences(params: SamplingParams) -> Iterator[Sequence]:
-    """Ends of texts, most of which stand in the tables; of the last nothing does."""
+    """Most text ends are in the tables; nothing of the last is."""
     numbers = np.random.default_rng(2)
     for _ in range(12):
         yield sequence(params, *numbers.integers(VOCAB - NUM_TOKENS, VOCAB, int(numbers.integers(1, 20))).tolist())
@@ -105,7 +104,7 @@ def test_trees_are_those_of_the_reference(variant: str, name: str, learned: Recy
             assert tree == tree_of(learned, text, max_nodes, max_depth)
             sizes.add(len(tree))
     assert {0, 1} <= sizes
-    assert max(sizes) >= 4  # where the noise counts for nothing, all trees are chains
+    assert max(sizes) >= 4  # without noise all trees are chains
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -149,7 +148,7 @@ def test_the_ends_of_a_large_vocabulary_are_drafted_from() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_pairs_that_share_a_row_take_it_over(variant: str) -> None:
-    """Pairs may come within one call, where the last one has the row."""
+    """If pairs of one call share a row, the last one gets it."""
     recyclers = [(tables := RecyclingTables(LARGE_VOCAB), make(tables)) for make in (python, native(variant))]
     pairs = recyclers[0][0].pairs
     keys = [key for key in range(200_000) if pairs._index(key) == pairs._index(5)][:4]
@@ -184,7 +183,7 @@ def test_candidates_that_are_as_likely_come_in_the_order_of_the_reference(varian
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_of_nothing_stay_unknown(variant: str) -> None:
-    """The target's rows with NaN come as candidates that are as unlikely as can be."""
+    """The target's NaN rows are candidates of the lowest likelihood."""
     tables = RecyclingTables(VOCAB)
     found = NativeRecycler(tables, True, variant)
     text = sequence(SAMPLED, 3, 4)

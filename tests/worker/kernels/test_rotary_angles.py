@@ -1,4 +1,4 @@
-"""Rotary frequencies are those of transformers, and follow from a config's words alone."""
+"""Rotary frequencies equal transformers'."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def of_transformers(parameters: dict[str, Any], head_dim: int) -> NDArray[np.flo
 
 @pytest.mark.parametrize("stretch", STRETCHES)
 def test_llama3_frequencies_are_those_of_transformers(stretch: str) -> None:
-    """The difference is one unit in the last place at most, by which powers of processors differ."""
+    """At most one unit in the last place, by which processors' powers differ."""
     ours, theirs = rotary_of(*STRETCHES[stretch]).frequencies, of_transformers(*STRETCHES[stretch])
     assert ours.dtype == theirs.dtype == np.float32
     assert np.abs(ours.view(np.int32) - theirs.view(np.int32)).max() <= 1
@@ -182,7 +182,7 @@ def test_a_model_that_spins_without_end_is_left_to_transformers() -> None:
 
 
 def test_rotations_that_earlier_versions_rounded_otherwise_have_numerics_of_their_own() -> None:
-    """A job that they began does not go on with its old cache."""
+    """Their jobs do not resume with old caches."""
     variant = chosen_variant()
     if variant is None:
         pytest.skip("no kernels run here")

@@ -1,5 +1,3 @@
-"""Calls that would read or write beyond a buffer raise ValueError, and never crash."""
-
 from __future__ import annotations
 
 import dataclasses

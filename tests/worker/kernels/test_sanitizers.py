@@ -1,4 +1,4 @@
-"""The kernels under the sanitizers for addresses and undefined behaviour, with random row tables, right and wrong."""
+"""The kernels under address and undefined-behaviour sanitizers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.worker.kernels.kernel_parts import VARIANTS, needs_kernels
 
 pytestmark = pytest.mark.long
 
-OWN, *OTHERS = VARIANTS or ["none"]  # what this machine uses, and what else it can run
+OWN, *OTHERS = VARIANTS or ["none"]  # this machine's choice, and what else it can run
 IN_SOFTWARE = [EMULATED] if CAN_EMULATE else []
-# -O1 takes half as long again to compile, and runs no faster; so do checks that are compiled in at every place
+# -O1 compiles half as long again and runs no faster, as do checks inlined everywhere
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g1", "-Og")
 FLAGS += ("--param", "asan-instrumentation-with-call-threshold=0")
-# half of the compiler's work: checks before reads and writes that the other sanitizer finds when they happen
+# half of the compile time: checks before accesses that the other sanitizer catches
 NOT_TWICE = "-fno-sanitize=null,alignment,object-size,pointer-overflow"
 
 
 def sanitizer() -> tuple[list[str], str] | None:
-    """A compiler that has them, and the library that a process must be started with; None where there is none."""
+    """Return a compiler and the library to preload, if any."""
     compiler = os.environ.get("CC") or shutil.which("gcc")
     if not compiler:
         return None

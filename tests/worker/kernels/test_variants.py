@@ -1,5 +1,3 @@
-"""The variants of the kernels: which are built, chosen and loaded, and what is said where it goes wrong."""
-
 from __future__ import annotations
 
 import shutil
@@ -85,7 +83,7 @@ def test_a_library_is_stale_once_the_source_changes_and_gone_where_that_does_not
 def test_a_library_that_is_in_use_is_whole_and_the_same_while_it_is_compiled_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler looks at what lies in the library's place, as a process would that starts meanwhile."""
+    """The compiler checks the library's place, as another process would."""
     path, seen = tmp_path / "lib" / "kernels-portable.so", tmp_path / "seen"
     compiler = tmp_path / "compiler"
     compiler.write_text(
@@ -116,7 +114,7 @@ def test_a_library_that_is_in_use_is_whole_and_the_same_while_it_is_compiled_ane
 def test_a_process_keeps_its_kernels_whatever_is_compiled_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A training looked for them at every step: it took others where its own were just being compiled."""
+    """A training looked for kernels at every step and took others during a compile."""
     monkeypatch.delenv(OVERRIDE, raising=False)
     monkeypatch.setattr(build, "LIBRARIES", shutil.copytree(build.LIBRARIES, tmp_path / "lib"))
     assert chosen_variant() == VARIANTS[0]
@@ -134,7 +132,7 @@ def test_a_library_of_something_else_is_refused(tmp_path: Path) -> None:
 @needs_kernels
 @pytest.mark.parametrize("size", [0, 4096, -1])
 def test_a_library_that_is_not_as_it_was_compiled_is_refused(size: int, tmp_path: Path) -> None:
-    """The system's loader would end the process where a part is missing."""
+    """The system's loader would end the process at a missing part."""
     path = build.library_path(VARIANTS[0])
     for file in (path, path.with_suffix(".sha256")):
         shutil.copy(file, tmp_path)
@@ -146,7 +144,7 @@ def test_a_library_that_is_not_as_it_was_compiled_is_refused(size: int, tmp_path
 
 @needs_kernels
 def test_a_library_of_another_source_is_refused(tmp_path: Path) -> None:
-    """The older functions take other arguments: a checkout brought up to date without `make` ended every worker."""
+    """A checkout updated without `make` ended every worker."""
     path = build.library_path(VARIANTS[0])
     shutil.copy(path, tmp_path)
     older = f"{'0' * 64} {path.with_suffix('.sha256').read_text().split()[1]}"
@@ -173,7 +171,7 @@ def test_without_a_compiler_the_build_says_where_one_comes_from(monkeypatch: pyt
 
 
 def test_instructions_that_the_system_denies_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AMX is denied in a sandbox, say: the next set serves, where a worker could not start before."""
+    """A sandbox may deny AMX; then the next set is used."""
     monkeypatch.delenv(OVERRIDE, raising=False)
     [fastest, *others] = runnable_variants()
     monkeypatch.setattr("swiftbatch.worker.kernels.instruction_sets.ASKING", (fastest,))

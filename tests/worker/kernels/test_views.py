@@ -1,4 +1,4 @@
-"""Windows, soft caps and sinks: what a row sees follows from its own position, and its bits from its own keys alone."""
+"""With windows, soft caps and sinks a row depends on its own position and keys alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def team(variant: str, num_threads: int) -> Team:
 
 
 def random_inputs(shape: Shape, num_rows: int, seed: int = 0) -> Inputs:
-    """Queries, keys and values of rows."""
     generator = torch.Generator().manual_seed(seed)
     heads = (shape.num_kv_heads * shape.group, shape.num_kv_heads, shape.num_kv_heads)
     query, key, value = (
@@ -71,7 +70,6 @@ def attend(
 
 
 def alone(cache: FullKVCache, path: list[int], inputs: Inputs, view: AttentionView, variant: str) -> Tensor:
-    """The last row of a path, every row of which is a call of its own."""
     for row in path:
         query, key, value = (each[row : row + 1] for each in inputs)
         output = attend([tree_rows(cache, 0, DraftTree())], (query, key, value), view, variant)
@@ -120,7 +118,7 @@ def test_a_row_among_others_has_the_bits_that_it_has_alone(
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("window", [1, 63, 65, 200, 257, 2049])
 def test_every_row_of_a_block_sees_its_own_window_whatever_the_others_see(variant: str, window: int) -> None:
-    """The first of 64 rows in a call see chunks of the prefix in front of the windows of the others."""
+    """The first of 64 rows see chunks before the others' windows."""
     for shape in SHAPES:
         cache, inputs = random_cache(shape, 2304), random_inputs(shape, 64)
         own, view = copy.deepcopy(cache), view_of(shape, window)
@@ -160,7 +158,7 @@ def test_all_instruction_sets_without_products_of_bf16_give_the_same_bits(dtype:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_blocks_that_no_row_sees_are_never_read(variant: str) -> None:
-    """A cache may therefore forget them."""
+    """So a cache may forget them."""
     for shape in SHAPES:
         cache, inputs, view = random_cache(shape, 2304), random_inputs(shape, 30), view_of(shape, 100)
         want = attend([chain(cache, [0] * 30)], inputs, view, variant)

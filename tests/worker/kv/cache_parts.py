@@ -1,4 +1,4 @@
-"""Caches of a few layers with random rows in them, and small blocks for those outside the device."""
+"""Caches of few layers with random rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swiftbatch.worker.kv import offload_hosts as cache_hosts
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.sparse_cache import Queries, SparseCache
 
-BLOCK = 64  # positions, so that short texts are read in blocks as well
+BLOCK = 64  # positions, so that short texts also span blocks
 MAX_LENGTH = 1000
 
 
@@ -32,18 +32,16 @@ def rows_of(shape: CacheShape, num_rows: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def write(cache: FullKVCache, shape: CacheShape, num_rows: int) -> None:
-    """Rows behind the committed ones, in all layers."""
     for layer in range(shape.num_layers):
         cache.write(layer, cache.length, *rows_of(shape, num_rows))
 
 
 def held(cache: FullKVCache, shape: CacheShape) -> list[torch.Tensor]:
-    """Every layer's committed keys and values, as the device has them."""
     return [part[:, : cache.length].cpu().clone() for layer in range(shape.num_layers) for part in cache.layer(layer)]
 
 
 def random_cache(shape: CacheShape, max_length: int) -> FullKVCache:
-    """A cache with random rows wherever there is room, the same ones each time; none of them is committed."""
+    """None of the rows is committed."""
     cache, generator = FullKVCache(shape, max_length), torch.Generator().manual_seed(0)
     for layer in range(shape.num_layers):
         for part in cache.layer(layer):
@@ -52,7 +50,7 @@ def random_cache(shape: CacheShape, max_length: int) -> FullKVCache:
 
 
 def queries_at(shape: CacheShape, position: int) -> torch.Tensor:
-    """Two random queries for each head of keys, `[num_layers, num_kv_heads, 2, head_dim]`, the same at a position."""
+    """Return `[num_layers, num_kv_heads, 2, head_dim]`, fixed per position."""
     size = (shape.num_layers, shape.num_kv_heads, 2, shape.head_dim)
     return torch.randn(size, generator=torch.Generator().manual_seed(position))
 
@@ -60,7 +58,7 @@ def queries_at(shape: CacheShape, position: int) -> torch.Tensor:
 def use_side_by_side(
     ours: FullKVCache, theirs: FullKVCache, max_length: int, rng: random.Random, num_steps: int
 ) -> None:
-    """Do the same with both, trees, steps back, replays and loads: they hold the same after each step."""
+    """Compare both caches after each step."""
     for _ in range(num_steps):
         if theirs.length > max_length - 40 or rng.random() < 0.1:
             length = rng.randrange(theirs.length + 1)
@@ -95,7 +93,7 @@ class EverythingCache(SparseCache):
 
 
 def everything_of(shape: CacheShape, full: FullKVCache, bias: np.ndarray | None = None) -> EverythingCache:
-    """Return a cache of all that a full one holds, with a bias of its first entries."""
+    """The first entries have a bias."""
     cache = EverythingCache(shape, full.length)
     cache.follow(full, lambda position: torch.empty(0))
     cache.bias = bias

@@ -1,4 +1,4 @@
-"""Streams that do all they are given as late as they may: who forgets to wait reads what was there before."""
+"""A missing wait reads old data on these streams."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import torch
 
 
 class LazyEvent:
-    """A point in a lazy stream."""
-
     def __init__(self, stream: LazyStream, num_queued: int) -> None:
         self._stream, self._num_queued = stream, num_queued
 
@@ -18,11 +16,11 @@ class LazyEvent:
 
 
 def _nothing() -> None:
-    """Work that is done and holds on to nothing."""
+    pass
 
 
 class LazyStream:
-    """Computes, and copies, when an event behind that is waited for, and not before."""
+    """Works only when a later event is awaited."""
 
     def __init__(self) -> None:
         self._queued: list[Callable[[], object]] = []
@@ -31,7 +29,6 @@ class LazyStream:
 
     @property
     def num_waiting(self) -> int:
-        """The number of calls that it was given and has not done."""
         return len(self._queued) - self._num_done
 
     def submit(self, work: Callable[[], object]) -> None:

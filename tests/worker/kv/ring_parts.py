@@ -1,4 +1,4 @@
-"""Forwards over a layer ring without a model: a layer sees what it finds and writes random rows, when it must."""
+"""Forwards over a layer ring without a model."""
 
 from __future__ import annotations
 
@@ -18,22 +18,18 @@ NUM_SLOTS = 2
 
 
 class EagerLane(LazyStream):
-    """Copies at once, as far as it need not wait: who forgets that it must overwrites what is still read."""
+    """Copies as early as possible, so that a missing wait overwrites data in use."""
 
     def submit(self, work: Callable[[], object]) -> None:
         work()
 
 
 class Pair(NamedTuple):
-    """One sequence in two caches."""
-
     ours: FullKVCache
     theirs: FullKVCache
 
 
 class Written(NamedTuple):
-    """Rows of a forward in one slot, and what they are to find in each layer before them."""
-
     visit: Visit
     first_entry: int
     rows: list[torch.Tensor]  # of each layer [2, num_kv_heads, num_rows, head_dim]
@@ -41,7 +37,7 @@ class Written(NamedTuple):
 
 
 class RingForwards:
-    """A computation as late as it may be, with lanes of the kinds that are asked for."""
+    """A computation as late as possible."""
 
     def __init__(self, num_layers: int, coming: LazyStream, going: LazyStream) -> None:
         self.shape = shape(num_layers)
@@ -51,11 +47,10 @@ class RingForwards:
         self.num_wrong = 0
 
     def pair(self) -> Pair:
-        """A new sequence."""
         return Pair(self.arena.new_cache(LENGTH), FullKVCache(self.shape, LENGTH))
 
     def forward(self, runs: list[tuple[Pair, int, int]]) -> None:
-        """Queue a forward of each pair's rows: from which entry on, and how many."""
+        """`runs` has each pair's first entry and number of rows."""
         ring, written = self.arena.ring, [self._written(*run) for run in runs]
         ring.begin([each.visit for each in written])
         for layer in range(self.shape.num_layers):
@@ -64,11 +59,10 @@ class RingForwards:
             ring.leave(layer)
 
     def finish(self) -> None:
-        """Wait for all that was queued to compute."""
         self.computation.record_event().synchronize()
 
     def step(self, pairs: list[Pair], sizes: list[int], paths: list[list[int]]) -> None:
-        """Trees whose accepted paths are committed."""
+        """Run trees and commit their accepted paths."""
         self.forward([(pair, pair.ours.length, size) for pair, size in zip(pairs, sizes, strict=True)])
         for pair, path in zip(pairs, paths, strict=True):
             for cache in pair:

@@ -1,4 +1,4 @@
-"""One layer of random keys and values that are scanned, and what attention to them should give, in float64."""
+"""One layer of random scanned keys and values."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.worker.kv.cache_parts import everything_of
 
 NUM_CHUNKS = 3
 LENGTH = NUM_CHUNKS * SCAN_CHUNK
-NUM_ENTRIES = 64  # that rows see beside the scanned keys
+NUM_ENTRIES = 64  # entries seen beside the scanned keys
 
 
 class Text:
-    """A cache of one layer, jointly normal but for what a test puts into it."""
+    """A one-layer cache, jointly normal except for tests' changes."""
 
     def __init__(self, head_dim: int = 64, dtype: torch.dtype = torch.float32, num_kv_heads: int = 2) -> None:
         self.shape = CacheShape(1, num_kv_heads, head_dim, dtype, torch.device("cpu"))
@@ -38,33 +38,32 @@ class Text:
         self.entries = everything_of(self.shape, self.full.prefix(NUM_ENTRIES))
 
     def keep(self, kept: CacheShape) -> None:
-        """Keep the text's rows as a cache of this shape does."""
         full = FullKVCache(kept, LENGTH)
         full.rows.buffer[:] = kept.kept(self.full.rows.buffer)
         full.advance(LENGTH)
         self.full, self.entries = full, everything_of(kept, full.prefix(NUM_ENTRIES))
 
     def scanned(self, num_best: int, first: int = 0, lengths: tuple[int, ...] = (LENGTH,)) -> ScannedKeys:
-        """All keys from `first` on, taken in by as many calls as there are lengths."""
+        """Scan in one call per length."""
         keys = ScannedKeys([self.full.stored(0)], first, LENGTH, num_best, self.shape.dtype)
         for length in lengths:
             keys.extend(length)
         return keys
 
     def rows(self, num_rows: int, scanned: ScannedKeys | None) -> SparseRows:
-        """A chain of rows behind the entries."""
+        """Return a chain of rows after the entries."""
         self.entries.scanned = scanned
         return partial_rows(self.entries, 0, LENGTH, DraftTree.chain([0] * (num_rows - 1)))
 
     def attend(self, query: Tensor, num_best: int, variant: str, num_threads: int = 1, first: int = 0) -> Tensor:
-        """Return the attention of rows `[num_rows, num_heads, head_dim]` to all keys; the rows' own are zero."""
+        """Return `[num_rows, num_heads, head_dim]`; the rows' own keys are zero."""
         own = torch.zeros(len(query), self.shape.num_kv_heads, self.shape.head_dim, dtype=self.shape.dtype)
         rows = self.rows(len(query), self.scanned(num_best, first))
         team = Team(load_library(variant), num_threads)
         return native_attention(team, [rows], 0, query, own, own, self.shape.head_dim**-0.5)
 
     def expected(self, query: Tensor, first: int = 0) -> Tensor:
-        """Return the exact attention of the same rows to the entries, all keys from `first` on and their own."""
+        """Attend exactly to entries, keys from `first` on, and the rows' own."""
         num_rows, num_heads, head_dim = query.shape
         keys, values = (part[:, :LENGTH].double() for part in self.full.layer(0))
         seen = torch.cat([torch.arange(NUM_ENTRIES), torch.arange(first, LENGTH)])
@@ -78,12 +77,11 @@ class Text:
 
 
 def queries(text: Text, num_rows: int = 3, group: int = 2, deviation: float = 2.0) -> Tensor:
-    """Return queries whose scores deviate by about so much."""
+    """Return queries whose scores deviate by about this much."""
     generator = torch.Generator().manual_seed(7)
     size = (num_rows, text.shape.num_kv_heads * group, text.shape.head_dim)
     return (deviation * torch.randn(size, generator=generator)).to(text.shape.dtype)
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """Root mean square, beside that of what is expected."""
     return float(((found.double() - expected).square().mean() / expected.square().mean()).sqrt())

@@ -1,4 +1,4 @@
-"""Jobs whose caches are slots of one buffer get the tokens that they get in caches of their own."""
+"""Jobs with slots of one buffer get separate caches' tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPT = "The lighthouse keeper counted the ships each evening, and on the ninth
 
 
 class SlottedTarget(TargetModel):
-    """Takes its caches from an arena full of numbers that are none."""
+    """Takes caches from an arena full of NaN."""
 
     def use_slots(self, max_length: int) -> KVArena:
         self.arena = KVArena(self.cache_shape, NUM_SLOTS, max_length)
@@ -45,7 +45,6 @@ def prompt_ids(target: TargetModel, number: int) -> list[int]:
 
 
 def let_helpers_end(target: TargetModel) -> None:
-    """A helper of the kernels that came too late may still read caches, which are kept for so long."""
     if isinstance(target.forwards, NativeForwards):
         team = target.forwards.team
         while team.library.team_is_busy(team.handle):
@@ -54,7 +53,7 @@ def let_helpers_end(target: TargetModel) -> None:
 
 
 def generate(target: TargetModel, engine_name: str) -> list[list[int]]:
-    """Four jobs, two at a time: the last two come into slots that others have left."""
+    """Run two of four jobs at a time, so that the last two reuse slots."""
     engine, outputs = Engine(target, create_drafter(engine_name, target, free_rows)), []
     for first in (0, NUM_SLOTS):
         sequences = []

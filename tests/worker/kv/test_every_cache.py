@@ -1,5 +1,3 @@
-"""Every cache of a target, on the device or outside it, does the same."""
-
 from __future__ import annotations
 
 import math
@@ -24,7 +22,7 @@ NewCache = Callable[[CacheShape], FullKVCache]
 ON_CPU = ("device", "arena", "staged", "pages", "file", "offloaded arena")
 ON_GPU = ("pinned", "arena on a gpu", "offloaded arena on a gpu")
 NUM_PAGES = 40
-PIECE_BYTES = 1 << 15  # so that checkpoints go in many pieces
+PIECE_BYTES = 1 << 15  # so that checkpoints take many pieces
 STAGING: dict[str, Callable[[CacheShape], Staging | None]] = {  # of arenas
     "arena": lambda shape: None,
     "staged": lambda shape: Staging(EagerLane(), LazyStream(), PIECE_BYTES),
@@ -37,7 +35,7 @@ STREAMS: dict[str, Callable[[torch.device], Streams]] = {  # of offloaded arenas
 
 
 class EagerLane(LazyStream):
-    """Copies at once, as the computation of these tests does."""
+    """Copies at once, as these tests compute at once."""
 
     def submit(self, work: Callable[[], object]) -> None:
         work()
@@ -140,7 +138,7 @@ class TestEveryCache:
     ) -> None:
         copy = new_cache(shape)
         copy.copy_from(cache, 130)
-        write(copy, shape, 3)  # which brings the layers as they are now
+        write(copy, shape, 3)  # fetches the layers as they are now
         copy.copy_from(cache, 290)
         assert (copy.length, copy.num_copied) == (290, 290)
         for ours, theirs in zip(held(copy, shape), held(cache, shape), strict=True):
@@ -155,7 +153,7 @@ class TestEveryCache:
     def test_what_is_loaded_takes_the_place_of_what_was_rolled_back(
         self, cache: FullKVCache, shape: CacheShape
     ) -> None:
-        write(cache, shape, 1)  # which brings the layers as they are now
+        write(cache, shape, 1)  # fetches the layers as they are now
         other = cache.kv(0, 300)[:, ::-1].copy()
         cache.roll_back(0)
         cache.load(other)
@@ -201,7 +199,7 @@ def in_pinned_memory(sizes: CacheShape, folder: Path) -> FullKVCache:
 def test_any_use_gives_the_rows_of_a_cache_on_the_device(
     tmp_path: Path, num_layers: int, seed: int, kept: Callable[[CacheShape, Path], FullKVCache]
 ) -> None:
-    """Trees, chains, steps back, views that run ahead and layers in any order, on both caches side by side."""
+    """Trees, chains, steps back, views ahead and layers in any order."""
     rng, sizes = random.Random(seed), shape(num_layers)
     ours = kept(sizes, tmp_path)
     theirs = FullKVCache(sizes, MAX_LENGTH)

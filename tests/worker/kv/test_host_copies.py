@@ -1,4 +1,4 @@
-"""Positions go to the host and back beside the computation, in pieces, and wait for just what they must."""
+"""Positions are copied in pieces beside the computation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swiftbatch.worker.kv.host_copies import CudaLane, Staging
 from tests.worker.kv.lazy_stream import LazyStream
 
 SIZE = (3, 2, 2, 50, 8)  # a slot's rows
-PIECE = 7 * 3 * 2 * 2 * 8 * 2  # bytes of seven positions: fifty are eight pieces, the last one shorter
+PIECE = 7 * 3 * 2 * 2 * 8 * 2  # bytes of seven positions: fifty make eight pieces, the last one shorter
 
 
 def random_rows(seed: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_no_copy_is_larger_than_a_buffer(staging: Staging, lane: LazyStream) -> 
 
 
 def test_a_piece_is_under_way_while_the_one_before_is_taken(staging: Staging, lane: LazyStream) -> None:
-    """Two pieces are queued before the first wait, and there is never more than one wait without a piece behind it."""
+    """Two pieces are queued before the first wait."""
     steps: list[str] = []
     copy, run = lane.copy, lane.run
     lane.copy = lambda *tensors: (steps.append("copy"), copy(*tensors))  # type: ignore[method-assign,assignment,func-returns-value]

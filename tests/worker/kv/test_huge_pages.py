@@ -1,5 +1,3 @@
-"""Caches ask for large pages, and are whole where the system gives none."""
-
 from __future__ import annotations
 
 import mmap
@@ -17,13 +15,11 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def num_huge_kib() -> int:
-    """Kibibytes of this process in large pages."""
     match = re.search(r"AnonHugePages:\s*(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
     return int(match[1]) if match else 0
 
 
 def num_resident_kib() -> int:
-    """Kibibytes of this process that lie in memory."""
     match = re.search(r"Rss:\s*(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
     assert match is not None
     return int(match[1])
@@ -41,7 +37,7 @@ def test_what_a_cache_has_filled_comes_to_lie_in_large_pages_and_keeps_its_bits(
 
 
 def test_a_cache_takes_no_more_memory_than_its_positions() -> None:
-    """Memory is counted in pages of 4 KB, of each layer's and head's keys and values."""
+    """Memory counts in 4 KB pages of each layer's and head's keys and values."""
     kv = np.zeros((64, 2000, 64), np.uint16)
     cache = FullKVCache(CacheShape(8, 4, 64, torch.bfloat16, torch.device("cpu")), 100_000)
     before = num_resident_kib()
@@ -58,13 +54,13 @@ def test_the_memory_of_layers_with_a_window_is_given_back_as_the_text_grows() ->
     for _ in range(10):
         cache.load(np.ones((64, 800, 64), np.float32))
     assert cache.num_held <= held.of(8000)
-    most = (held.of(8000) + 800) * shape.bytes_per_position() / 1024 + 2 * 64 * 4  # beside two pages a head
+    most = (held.of(8000) + 800) * shape.bytes_per_position() / 1024 + 2 * 64 * 4  # plus two pages per head
     assert num_resident_kib() - before < 1.3 * most
     assert most < 0.4 * 8000 * shape.bytes_per_position() / 1024
 
 
 def test_a_cache_leaves_room_for_others_in_the_system_s_table_of_areas() -> None:
-    """The table has some 65,000 entries a process; one for every head of every layer would fill it."""
+    """A process has about 65,000 areas; one per head and layer would use them up."""
 
     def num_areas() -> int:
         return len(Path("/proc/self/maps").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""A job whose cache has no room on the host is refused with the numbers, and only that job."""
+"""A job whose cache does not fit the host is refused alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HUGE = 2**31 - 1  # tokens
 
 @pytest.fixture
 def endless_model(tiny_model: Path, tmp_path: Path) -> Path:
-    """The tiny model with more positions than any host has room for."""
+    """Has more positions than any host can hold."""
     folder = shutil.copytree(tiny_model, tmp_path / "endless-model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**40}))
@@ -175,7 +175,7 @@ def test_runs_made_before_have_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_container_has_what_its_own_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node's memory is another's: whoever took it would be ended by the kernel."""
+    """The node's memory is not the container's."""
     monkeypatch.setattr(free_memory, "OWN_GROUP", tmp_path)
     unlimited = KVRoom(MEMORY, 4096).free_bytes()
     assert unlimited > 1_000_000

@@ -1,4 +1,4 @@
-"""Two layers on the device serve as all of them, whenever the copies run: every row is where it is read, in time."""
+"""Two device layers serve as all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same_rows(pair: Pair) -> bool:
 def test_any_use_finds_the_rows_of_a_cache_on_the_device(
     new_forwards: Callable[[int], RingForwards], num_layers: int, seed: int
 ) -> None:
-    """Trees, texts, trees in two parts, steps back, resumes, views and new jobs, on both slots or on one."""
+    """Trees, texts, split trees, steps back, resumes, views and new jobs."""
     rng, forwards = random.Random(seed), new_forwards(num_layers)
     torch.manual_seed(seed)
     pairs = [forwards.pair(), forwards.pair()]
@@ -63,7 +63,7 @@ def take_a_step(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -
 
 
 def read_a_text(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -> None:
-    """Nobody waits between its blocks."""
+    """Wait for nothing between blocks."""
     for _ in range(3):
         num_rows = rng.randrange(1, 12)
         forwards.forward([(pair, pair.ours.length, num_rows) for pair in pairs])
@@ -86,7 +86,6 @@ def go_back(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -> No
 
 
 def resume(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -> None:
-    """Load what another one had in the place of what was there."""
     for pair in pairs:
         length = rng.randrange(pair.ours.length + 1)
         kv = pair.theirs.kv(length, pair.theirs.length)[:, ::-1].copy()
@@ -107,7 +106,7 @@ def run_again(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -> 
 
 
 def look(forwards: RingForwards, pairs: list[Pair], rng: random.Random) -> None:
-    """Look at a layer on the device, as late as everything is computed, and at one on the host."""
+    """Compare a late view of a device layer, and one of a host layer."""
     for pair in pairs:
         layer, length = rng.randrange(forwards.shape.num_layers), pair.ours.length
         expected = torch.stack(pair.theirs.layer(layer))[:, :, :length].clone()
@@ -151,7 +150,7 @@ def test_a_new_job_finds_nothing_of_the_one_that_had_its_slot() -> None:
 
 
 class CountingLane(EagerLane):
-    """Notes how many positions each copy brings."""
+    """Records the positions of each copy."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A cache outside the device gives the same tokens as one on it, leaves memory alone, and does not hide a full disk."""
+"""An offloaded cache gives equal tokens in little memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def generate(target: TargetModel, engine_name: str, setting: str) -> list[list[int]]:
-    """Two jobs at a time, over several blocks."""
+    """Run two jobs at a time over several blocks."""
     engine, codec = Engine(target, create_drafter(engine_name, target, free_rows)), TextCodec(target.files)
     sequences = []
     for i in range(2):
@@ -118,7 +118,6 @@ def test_measured_costs_tell_of_a_slow_disk(
 
 
 def resident_bytes(rows: torch.Tensor) -> int:
-    """Return how many bytes of a mapped file the system keeps in memory."""
     num_bytes = rows.numel() * rows.element_size()
     pages = (ctypes.c_ubyte * -(-num_bytes // mmap.PAGESIZE))()
     failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(rows.data_ptr()), ctypes.c_size_t(num_bytes), pages)
@@ -196,13 +195,12 @@ def test_a_cache_that_ended_leaves_no_open_file(tmp_path: Path) -> None:
     assert _num_open_files(tmp_path)
     brings = cache.rows._layers._thread
     del cache
-    brings.shutdown()  # it may still bring what it was last asked for
+    brings.shutdown()  # it may still fetch the last request
     gc.collect()
     assert not _num_open_files(tmp_path)
 
 
 def _num_open_files(folder: Path) -> int:
-    """Count this process's open files that lie in a folder; what else it opens meanwhile is not counted."""
     return sum(os.path.realpath(file).startswith(f"{folder}/") for file in Path("/proc/self/fd").iterdir())
 
 

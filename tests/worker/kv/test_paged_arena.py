@@ -1,4 +1,4 @@
-"""A pool of pages for all caches of a worker: rows are those of a cache alone, wherever its pages lie and whose."""
+"""A pool of pages holds the rows of separate caches."""
 
 from __future__ import annotations
 

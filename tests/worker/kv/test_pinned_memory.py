@@ -1,4 +1,4 @@
-"""Memory for caches of a GPU is pinned as large as it was asked for, told of where that fails, and given back once."""
+"""GPU cache memory is pinned as requested, and freed once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = 100_003
 
 
 class Runtime:
-    """A stand-in for CUDA's runtime, which notes what it is told."""
+    """A stand-in for CUDA's runtime that records calls."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}

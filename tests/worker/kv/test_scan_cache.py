@@ -1,4 +1,4 @@
-"""A scanned cache holds first and newest positions whole, and whole chunks between them as scanned keys."""
+"""A scanned cache keeps first and newest positions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_resumed_job_draws_from_the_same_bits(full: FullKVCache) -> None:
 
 
 def test_the_target_draws_nearly_what_it_draws_with_all_keys(target: TargetModel) -> None:
-    """The text has words of the model, behind four chunks; a window of the newest positions comes less near."""
+    """The text has the model's words after four chunks."""
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(3, target.vocab_size, (4600,), generator=generator).tolist()
     full = target.new_cache(len(prompt) + 40)

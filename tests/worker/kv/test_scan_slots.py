@@ -1,4 +1,4 @@
-"""Scanned texts in slots of a GPU: what the kernels on a CPU have of them, whoever was there before, as planned."""
+"""Scanned texts in GPU slots equal the CPU's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def arena() -> SparseArena:
 
 
 def full_cache(seed: int) -> FullKVCache:
-    """The second slot of an arena, with noise."""
     slots = KVArena(SHAPE, 2, LONGEST)
     slots.buffer.copy_(torch.randn(slots.buffer.shape, generator=torch.Generator().manual_seed(seed)))
     first, second = slots.new_cache(LONGEST), slots.new_cache(LONGEST)
@@ -67,7 +66,7 @@ def texts_of(arena: SparseArena) -> ScannedTexts:
 @pytest.mark.parametrize("lengths", [(2900,), (10, 1400, 2300, 2301, 2900)], ids=str)
 def test_a_slot_has_what_is_scanned_on_a_cpu(arena: SparseArena, lengths: tuple[int, ...]) -> None:
     texts = texts_of(arena)
-    followed(arena, full_cache(1), 2900)  # and is gone: the next one has its slot
+    followed(arena, full_cache(1), 2900)  # dropped, so that the next one has its slot
     full = full_cache(0)
     cache = followed(arena, full, *lengths)
     keys = ScannedKeys([full.stored(layer) for layer in range(2)], NUM_PINNED, LONGEST, NUM_BEST)
@@ -78,7 +77,7 @@ def test_a_slot_has_what_is_scanned_on_a_cpu(arena: SparseArena, lengths: tuple[
     assert cache.num_entries == 2900 - 2 * SCAN_CHUNK
     num_bytes = 2 * SCAN_CHUNK * 16 // 4
     is_same = texts.codes[:, slot, :, :num_bytes] == keys._codes[..., :num_bytes]
-    assert is_same.float().mean() > 0.999  # but for keys that lie on the border of a level
+    assert is_same.float().mean() > 0.999  # except keys at the border of a level
     for name in ("means", "spreads", "moments"):
         found, expected = getattr(texts, name)[:, slot], getattr(keys, f"_{name}")
         if name == "means":
@@ -104,7 +103,7 @@ def test_slots_take_what_was_planned_for_them(arena: SparseArena) -> None:
 
 
 def test_among_many_jobs_those_that_fit_at_their_longest_have_room_for_their_texts() -> None:
-    """The others therefore have pages: rounds are for few long jobs."""
+    """The others have only pages, because rounds are for few long jobs."""
     gpu = GPUMemory(10**9, 5)
     wanted = SlotsWanted(LONGEST, scanned_best=NUM_BEST)
     few, many = (with_rounds(NO_DRAFTS, wanted, SIZES, each) for each in (gpu, gpu.with_rows(256)))

@@ -1,4 +1,4 @@
-"""Scanned keys: the best are read exactly, the others weigh as a cloud, and nothing depends on who shares the call."""
+"""Scanned keys: exact best ones, and a cloud of the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_best_few_and_the_cloud_of_the_others_come_close(deviation: float, v
     query = queries(text, deviation=deviation)
     expected = text.expected(query)
     assert error(text.attend(query, 128, variant), expected) < 0.25
-    # where two of three chunks are missing it is far off
+    # without two of three chunks it is far off
     assert error(text.attend(query, 128, variant, first=LENGTH - SCAN_CHUNK), expected) > 0.5
 
 
@@ -66,7 +66,7 @@ def test_codes_and_moments_are_the_same_however_the_text_came() -> None:
 
 
 def test_many_heads_are_taken_in_by_any_number_of_threads_as_each_layer_alone() -> None:
-    """More than wait side by side."""
+    """More than are queued at once."""
     shape, length = CacheShape(5, 16, 16, torch.bfloat16, torch.device("cpu")), 2 * SCAN_CHUNK
     full = FullKVCache(shape, length)
     for layer in range(shape.num_layers):

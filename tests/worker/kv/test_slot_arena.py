@@ -1,5 +1,3 @@
-"""One buffer for all caches of a worker: a job has a slot, no other is touched, and it comes back."""
-
 from __future__ import annotations
 
 import copy

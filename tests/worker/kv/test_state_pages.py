@@ -1,4 +1,4 @@
-"""Roll-backs of caches with states into pages of several, where no page is free: states and positions stay together."""
+"""Roll-backs of states and positions stay together in shared pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def arena() -> KVArena:
 
 
 def read_to(cache: FullKVCache, end: int) -> None:
-    """Have positions up to `end`, as forwards of a block each leave them."""
     while cache.length < end:
         num_rows = min(BLOCK, end - cache.length)
         cache.layer_states.fold_to(cache.length // BLOCK * BLOCK)
@@ -39,14 +38,14 @@ def test_who_finds_no_page_to_go_back_into_has_no_state_behind_its_positions(are
     cache = arena.new_cache(LENGTH)
     cache.retain(0, kept)
     read_to(cache, 2 * PAGE)
-    arena.pool.share(cache.pages)  # another has these as well
+    arena.pool.share(cache.pages)  # another cache shares these
     arena.pool.take(arena.pool.num_free)
     cache.roll_back(2 * PAGE - BLOCK + 5)
     assert (cache.length, cache.boundary) == (kept, kept)
 
 
 def test_entries_on_both_sides_of_a_ring_s_end_are_two_parts() -> None:
-    """No text that tests read is long enough for inputs in front of a boundary to lie so."""
+    """No tested text is long enough to wrap its inputs around the ring."""
     ahead, behind = (slice(0, 1), slice(258, 259)), (slice(1, 3), slice(0, 2))
     assert list(_in_ring(2 * 259 - 1, 2 * 259 + 2, 259)) == [ahead, behind]
     assert list(_in_ring(259, 262, 259)) == [(slice(0, 3), slice(0, 3))]

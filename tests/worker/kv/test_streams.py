@@ -1,4 +1,4 @@
-"""Whoever copies beside the computation is behind it, whichever stream and thread it is on, and whichever asks."""
+"""A copy comes after the computation, on any stream and thread."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ SIZE = (2, 2, 10, 8)
 
 
 class Streams:
-    """Every thread has a current stream of its own, as torch has it."""
-
     def __init__(self) -> None:
         self._current = threading.local()
 

@@ -1,4 +1,4 @@
-"""A summarised cache holds important chunks whole, one entry for every other chunk, and the newest positions."""
+"""A summarised cache keeps important chunks, and one entry per other chunk."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_most_important_chunks_are_whole_and_the_others_one_entry_each(full:
 
 
 def test_summaries_weigh_what_the_positions_they_stand_for_weigh(full: FullKVCache) -> None:
-    """Attention over the entries is attention over the whole text where all positions are alike."""
+    """Attention over the entries equals that over a text of equal positions."""
     for layer in range(SHAPE.num_layers):
         keys, values = full.layer(layer)
         keys[:] = keys[:, :1].clone()

@@ -1,4 +1,4 @@
-"""Pages of layers with a window: given back when no row sees them, and all else as in a cache that forgets nothing."""
+"""Window layers' pages are freed once unseen."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def new_cache(arena: KVArena) -> FullKVCache:
 
 
 def read_to(end: int, *caches: FullKVCache) -> None:
-    """Have the same rows in all caches, a few at a time."""
+    """Fill all caches with the same rows."""
     while caches[0].length < end:
         start, count = caches[0].length, min(50, end - caches[0].length)
         rows = ROWS[:, start : start + count]
@@ -127,7 +127,7 @@ def test_a_cache_goes_back_as_far_as_its_rows_see_what_is_there_and_else_to_wher
 
 @pytest.mark.parametrize("end", [230, 300])
 def test_one_that_goes_back_into_a_page_that_another_has_too_gets_its_own(end: int) -> None:
-    """The way back ends in front of what is forgotten, or at its beginning."""
+    """The roll-back ends before what is forgotten, or at its beginning."""
     arena = arena_of()
     one, other, alone = new_cache(arena), new_cache(arena), FullKVCache(replace(SHAPE, windows=()), LENGTH)
     one.retain(0, 300)

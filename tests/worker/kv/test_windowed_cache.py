@@ -1,4 +1,4 @@
-"""Layers with a window forget what no row sees any more, and nothing that anybody may still ask for."""
+"""Window layers forget only what no row can need."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _forgotten_numbers_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def filled(length: int, shape: CacheShape = SHAPE) -> FullKVCache:
-    """A cache whose entries are their positions."""
+    """Make a cache whose entries are their positions."""
     cache = new_cache_of(shape, 4000)
     extend(cache, length)
     return cache
@@ -55,7 +55,6 @@ def extend(cache: FullKVCache, length: int) -> None:
 
 
 def first_held(cache: FullKVCache, layer: int = 0) -> int:
-    """The first position behind those that a layer has forgotten."""
     lost = cache.stored(layer)[0][0, : cache.length, 0].isnan().nonzero()
     return int(lost[-1]) + 1 if len(lost) else 0
 
@@ -121,7 +120,7 @@ def test_a_cache_goes_back_as_far_as_its_rows_see_what_is_there_and_else_to_wher
 
 
 def test_segments_that_begin_in_what_is_forgotten_make_the_cache_read_again() -> None:
-    """A rewind takes the segment back that it falls into."""
+    """A rewind drops the segment that it falls into."""
     cache = filled(0)
     cache.retain(0)
     cache.release(640)
@@ -142,7 +141,7 @@ def test_a_view_of_a_beginning_forgets_nothing_of_its_cache() -> None:
 @pytest.mark.parametrize("kind", ["mistral", "gpt_oss", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_rows_have_the_same_bits_whatever_was_forgotten(tmp_path: Path, kind: str, kv_dtype: None) -> None:
-    """Tiles of a prompt, then trees: forgotten numbers are none, so a row that met one would be none as well."""
+    """Forgotten numbers are NaN and would spread."""
     target = native_target(kind, tmp_path)
     if kv_dtype is not None:
         target = TargetModel.load(target.files, "float32", "cpu", None, kv_dtype=kv_dtype)

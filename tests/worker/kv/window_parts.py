@@ -1,4 +1,4 @@
-"""Caches that forget more often than in earnest, and whose forgotten numbers are none."""
+"""Caches that forget often, leaving NaN."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVERY = 64
 
 
 def spoil_what_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let layers forget after a few positions; what they forget is NaN, or codes that are far off."""
+    """Let layers forget after few positions, leaving NaN or wrong codes."""
     monkeypatch.setattr(sliding_window_cache, "FORGETS_EVERY", EVERY)
     monkeypatch.setattr(sliding_window_cache, "give_back", spoil)
 
@@ -25,7 +25,7 @@ def spoil(rows: torch.Tensor) -> None:
 
 
 def spoil_free_pages(arena: KVArena) -> None:
-    """Let pages be full of NaN that no sequence has, now and whenever one is given back."""
+    """Fill pages now and whenever one is freed."""
     pool, buffer, page = arena.windowed.pool, arena.windowed.buffer, arena.page
     give_back = pool.give_back
 

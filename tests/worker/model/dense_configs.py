@@ -1,7 +1,6 @@
-"""The config.json files that Llama, Mistral, Qwen and MiMo are published with, and words that tools add.
+"""Published config.json files of Llama, Mistral, Qwen and MiMo, and keys that tools add.
 
-Keys and values as they stand there; widths, layers, vocabularies and windows are cut down, so that weights can be made
-and windows are shorter than texts.
+Sizes are cut down, with windows shorter than texts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The config.json files that models with experts are published with; widths, layers and vocabularies are cut down."""
+"""Published config.json files of models with experts, cut down."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ WITH_SHARED_EXPERTS: dict[str, dict[str, Any]] = {  # that every row meets
         "max_position_embeddings": 32768,
         "max_window_layers": 62,
         "model_type": "dots1",
-        "n_group": 4,  # as models of DeepSeek's have groups
+        "n_group": 4,  # as DeepSeek's models have groups
         "num_key_value_heads": 2,
         "pretraining_tp": 1,
         "rms_norm_eps": 1e-05,
@@ -269,7 +269,7 @@ WITH_EXPERTS = ROUTED | WITH_SHARED_EXPERTS
 
 
 def write_experts(published: dict[str, Any], folder: Path) -> None:
-    """A tiny model with random weights of a spread that routes rows to different experts."""
+    """Write a random model whose rows meet different experts."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**published))
     for each in [*model.parameters(), *(buffer for key, buffer in model.named_buffers() if "correction" in key)]:

@@ -1,5 +1,3 @@
-"""Folders of random models with the config.json that others are published with."""
-
 from __future__ import annotations
 
 import copy
@@ -15,11 +13,11 @@ from swiftbatch.worker.model.model_files import ModelFiles
 
 
 def saved_as(config: dict[str, Any], folder: Path) -> ModelFiles:
-    """A random model of a published config, which lies beside the weights word by word."""
+    """Save a random model beside its unchanged published config."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**copy.deepcopy(config))
-    )  # it writes into what it reads
+    )  # a copy, because it changes its argument
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Tiny random models of every kind that runs here, and the table that says how near they are to transformers."""
+"""Tiny random models of every kind, and the table of their distance to transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from swiftbatch.worker.model.text_config import NESTING, SAME_AS, text_view
 
 VOCAB_SIZE = 97
 NUM_POSITIONS = 1024
-LATER = (  # kinds whose parts others have as well: what a test asks of every kind is asked of them in slow tests
+LATER = (  # kinds whose parts others also have; slow tests cover them
     *("afmoe", "cohere2_moe", "exaone_moe", "flex_olmo", "granite_swa", "granitemoe_swa", "granitemoeshared"),
     *("hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder", "jais2", "laguna", "mellum", "solar_open", "vaultgemma"),
 )
@@ -63,8 +63,8 @@ LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-FOUR = {"num_hidden_layers": 4}  # of three forms; or the last alone is another; or their sinks are lost among experts
-THREE = {"num_hidden_layers": 3}  # two with states, then one that attends and keeps what these made wrong
+FOUR = {"num_hidden_layers": 4}  # three forms; or only the last differs; or experts would hide their sinks
+THREE = {"num_hidden_layers": 3}  # two with states, then one that attends and keeps their errors
 RECURRENT = THREE | {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -83,7 +83,7 @@ MAMBA = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
-CONVOLUTIONS = {  # by how many layers there are
+CONVOLUTIONS = {  # by number of layers
     number: {"num_hidden_layers": number, "layer_types": types, "conv_L_cache": 3, "conv_bias": False}
     for number, types in ((3, ["conv", "conv", "full_attention"]), (4, ["conv", "full_attention"] * 2))
 }
@@ -119,7 +119,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         },
     },
     "dots1": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1},
-    "granite": {"attention_multiplier": 0.125},  # at 1 the last bit of a score decides what a row sees
+    "granite": {"attention_multiplier": 0.125},  # at 1 a score's last bit decides what a row sees
     "granite_swa": OWN_THETAS,
     "granitemoe_swa": {**OWN_THETAS, "shared_intermediate_size": 48},
     "granitemoeshared": {"shared_intermediate_size": 48},
@@ -131,8 +131,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
     },
     "mellum": {"layer_types": WINDOWS},
-    "helium": {"head_dim": 16},  # its heads are as wide together as a row
-    "olmoe": {"hidden_size": 128},  # its norms span the heads together
+    "helium": {"head_dim": 16},  # its heads together are as wide as a row
+    "olmoe": {"hidden_size": 128},  # its norms span all heads
     "smollm3": FOUR | {"sliding_window": None},
     "qwen2": LAST_WINDOWED,
     "qwen3": LAST_WINDOWED,
@@ -161,10 +161,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(kind: str, window: int = 100, has_wide_heads: bool = False) -> PreTrainedConfig:
-    """Two to six small layers; windows and chunks of so few positions that texts of 300 tokens pass them.
-
-    Wide heads are such as the kernels take.
-    """
+    """Windows are exceeded by 300 tokens; wide heads fit the kernels."""
     sizes = {**SIZES, "sliding_window": window, "attention_chunk_size": window, **OWN_SIZES.get(kind, {})}
     if has_wide_heads:
         sizes |= {"qk_nope_head_dim": 48} if "qk_nope_head_dim" in sizes else {"head_dim": 64, "hidden_size": 256}
@@ -172,7 +169,7 @@ def tiny_config(kind: str, window: int = 100, has_wide_heads: bool = False) -> P
 
 
 def tiny_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Any:
-    """Random weights, norms and sinks included: at their initial ones and zeros a mistake in them would not show."""
+    """Make random norms and sinks too: their initial ones and zeros would hide mistakes."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval().requires_grad_(False)
     for parameter in model.parameters():
@@ -184,14 +181,14 @@ def tiny_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
 def tiny_target(
     kind: str, dtype: torch.dtype = torch.float32, window: int = 100, variant: str | None = None
 ) -> TargetModel:
-    """Make a small target; with `variant` heads are wide, and plain layers attend in its kernels."""
+    """With `variant`, plain layers use its kernels."""
     model = tiny_model(tiny_config(kind, window, variant is not None), dtype)
     files = ModelFiles(kind, Path(kind), Digests({}, {}), NUM_POSITIONS, VOCAB_SIZE)
     return TargetModel(TransformersForwards(model, files, variant), files)
 
 
 def target_that_drops(asked: str, monkeypatch: pytest.MonkeyPatch, variant: str | None = None) -> TargetModel:
-    """A model that asks for a `span`, a `softcap` or `sinks`, and attends without."""
+    """Lose the model's `span`, `softcap` or `sinks`."""
     target = tiny_target({"span": "mistral", "softcap": "gemma2", "sinks": "gpt_oss"}[asked], variant=variant)
     if asked == "span":
         target.transformers.spans = [FULL] * len(target.transformers.spans)
@@ -202,7 +199,6 @@ def target_that_drops(asked: str, monkeypatch: pytest.MonkeyPatch, variant: str 
 
 
 def save_tiny(config: PreTrainedConfig, folder: Path) -> None:
-    """Save a tiny model as its kind is published: without the keys of other kinds that tiny configs have."""
     tiny_model(config).save_pretrained(folder)
     said = json.loads((folder / "config.json").read_text())
     foreign = (set(SIZES) | {"sliding_window", "attention_chunk_size", *RECURRENT}) - set(type(config)().to_dict())
@@ -210,13 +206,12 @@ def save_tiny(config: PreTrainedConfig, folder: Path) -> None:
 
 
 def native_target(kind: str, folder: Path, dtype: str = "float32") -> TargetModel:
-    """A tiny model with heads that the kernels take, loaded from a folder."""
     save_tiny(tiny_config(kind, has_wide_heads=True), folder)
     return TargetModel.load(locate_model(str(folder)), dtype, "cpu")
 
 
 def asks_for(target: TargetModel) -> str:
-    """Return the words for what a kind's attention needs beside keys and values."""
+    """Name what a kind's attention needs besides keys and values."""
     words = sorted(
         {"full": "", "window": "sliding window", "chunk": "chunks"}[span.kind] for span in target.transformers.spans
     )
@@ -235,7 +230,7 @@ def asks_for(target: TargetModel) -> str:
 
 
 def where_it_runs(kind: str) -> tuple[str, str]:
-    """The code that computes a kind as it is published, on a CPU and on a GPU."""
+    """Name what computes a published kind, on a CPU and on a GPU."""
     if kind in HYBRID_ARCHITECTURES or (kind in DENSE_KINDS and kind not in RECURRENT_ARCHITECTURES):
         return "kernels", "kernels"
     config = text_view(tiny_config(kind, has_wide_heads=True).to_dict())
@@ -243,7 +238,7 @@ def where_it_runs(kind: str) -> tuple[str, str]:
 
 
 def table() -> str:
-    """The page of kinds: `docs/models.md`."""
+    """Return `docs/models.md`."""
     rows = []
     for kind in SUPPORTED_ARCHITECTURES:
         target = tiny_target(kind)
@@ -254,7 +249,6 @@ def table() -> str:
 
 
 def gguf_section() -> str:
-    """The part of the page that is about GGUF files."""
     types = (each.name for each in READABLE.values())
     return GGUF.replace("GGUF_ARCHITECTURES", ", ".join(ARCHITECTURES)).replace("GGUF_TYPES", ", ".join(types))
 

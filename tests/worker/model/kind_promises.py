@@ -1,4 +1,4 @@
-"""Promises that every kind of decoder keeps in our kernels, and the texts and parts that they are tried with."""
+"""Promises of every kind of decoder in our kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_RECOVERED = 50, 28, 15
 
 
 def save_parts(folder: Path, config: PreTrainedConfig) -> None:
-    """Put all parts that engines draft with, untrained, beside a model that lies in a folder."""
     parts = folder / PARTS_FOLDER
     saved(parts / DRAFT_FOLDER, AutoConfig.for_model(**PUBLISHED["Llama 3.2 1B"]))
     fingerprint = locate_model(str(folder)).fingerprint
@@ -35,21 +34,19 @@ def save_parts(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def loaded(folder: Path, dtype: str, kv_offload: str | None = None) -> TargetModel:
-    """The model of a folder in our kernels."""
     target = TargetModel.load(locate_model(str(folder)), dtype, "cpu", kv_offload)
     assert isinstance(target.forwards, NativeForwards)
     return target
 
 
 def sequences(target: TargetModel, temperature: float = 1.0) -> list[Sequence]:
-    """Two prompts."""
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=3, ignore_eos=True)
     texts = torch.randint(3, target.vocab_size, (2, NUM_PROMPT_TOKENS), generator=torch.Generator().manual_seed(5))
     return [Sequence(f"s{i}", text.tolist(), params, target.vocab_size) for i, text in enumerate(texts)]
 
 
 def check_texts_are_those_of_transformers(target: TargetModel) -> None:
-    """Logits of a text, and greedy texts."""
+    """Compare logits and greedy texts."""
     found = compare(target)
     assert found.agrees, found
     assert found.num_same_choices == found.num_rows
@@ -60,7 +57,6 @@ def check_texts_are_those_of_transformers(target: TargetModel) -> None:
 
 
 def check_engines_give_plain_tokens_beside_a_resumed_job(target: TargetModel) -> None:
-    """Each of `ENGINES` against plain decoding of one sequence at a time."""
     plain = [decode(target, "autoregressive", [text])[0] for text in sequences(target)]
     for engine in ENGINES:
         fresh, resumed = sequences(target)
@@ -69,7 +65,7 @@ def check_engines_give_plain_tokens_beside_a_resumed_job(target: TargetModel) ->
 
 
 def check_a_disk_changes_no_text(folder: Path, caches: Path) -> None:
-    """Texts with keys and values in memory, and in the folder `caches`."""
+    """Compare with texts of caches in memory."""
     outputs = []
     for kv_offload in (None, str(caches)):
         target = loaded(folder, "bfloat16", kv_offload)

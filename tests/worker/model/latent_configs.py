@@ -1,4 +1,4 @@
-"""The config.json files of models that keep a latent vector per position, cut down as those with experts are."""
+"""Published config.json files with latent attention, cut down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config.json files of dense decoders that differ from Llama in projections, angles, scales or windows."""
+"""Published config.json files of decoders near Llama."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi models as they are published, whose angles follow from a job's length; layers and lengths are cut."""
+"""Phi models with longrope angles, cut down."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_POSITIONS = 4096
 
 
 def _factors(seed: int, most: float, number: int) -> list[float]:
-    """Return factors that grow from dimension to dimension, as the published ones do."""
+    """Grow with the dimension, as published factors do."""
     numbers = random.Random(seed)
     return sorted(round(numbers.uniform(1.0, most), 3) for _ in range(number))
 
@@ -87,6 +87,5 @@ LONG_ANGLES = {
 
 
 def text(num_tokens: int, seed: int = 0) -> Sequence[int]:
-    """Tokens of these models' vocabulary, none of them special."""
     numbers = random.Random(seed)
     return [numbers.randrange(3, 97) for _ in range(num_tokens)]

@@ -1,4 +1,4 @@
-"""The config.json files of dense decoders with other norms, activations, heads or soft caps than Llama's."""
+"""Published config.json files with other norms, activations, heads or soft caps."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ OTHER_LAYERS: dict[str, dict[str, Any]] = {
 
 
 UNTIED = {key: value for key, value in EVERYWHERE.items() if key != "tie_word_embeddings"}
-OTHER_LAYERS |= {  # soft caps, and positions from which queries grow, are cut down as well
+OTHER_LAYERS |= {  # soft caps, and positions where queries begin to grow, are cut down as well
     "Gemma 2 27B": {
         **{key: value for key, value in UNTIED.items() if key != "hidden_act"},
         "architectures": ["Gemma2ForCausalLM"],

@@ -1,7 +1,4 @@
-"""The config.json files of models whose rows meet no experts but those that a router chooses.
-
-Widths, layers and vocabularies are cut down.
-"""
+"""Published config.json files with routed experts only, cut down."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ ROUTED: dict[str, dict[str, Any]] = {
         "rope_scaling": None,
         "rope_theta": 1000000.0,
         "router_aux_loss_coef": 0.001,
-        "shared_expert_intermediate_size": 0,  # as the Coder of 480B has it
+        "shared_expert_intermediate_size": 0,  # as in the Coder of 480B
         "sliding_window": None,
         "use_sliding_window": False,
     },

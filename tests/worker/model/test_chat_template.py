@@ -1,5 +1,3 @@
-"""The input of a chat template: parts where it goes over them, names and variables where it reads them."""
-
 from __future__ import annotations
 
 import shutil

@@ -1,4 +1,4 @@
-"""Numbers of a config that no forward can take: refused in a line before anything starts, whatever they are."""
+"""Configs that no forward can take are refused before the start."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ ODD: tuple[Any, ...] = (-1, 0, 0.5, 1e30, math.nan, "x", None, [], True)
 DEVICES: tuple[Literal["cpu", "cuda"], ...] = ("cpu", "cuda")
 NOWHERE = Path("/nowhere")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-NOT_OF_NUMBERS = (  # counts that are other models' counts
+NOT_OF_NUMBERS = (  # counts that mean something in other models
     *("its weights lack", "its weights hold", "its weights have"),
-    "Initializing zero-element tensors",  # a warning, of parts that these weights have and no layer is made of
+    "Initializing zero-element tensors",  # a warning about parts without a layer
 )
 
 
 def places(config: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The places of a config that hold numbers, nothing, or lists, also within its parts."""
+    """Return all places with numbers, null or lists, also nested."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from ((key, *place) for place in places(value))
@@ -59,7 +59,6 @@ def changed(config: dict[str, Any], place: tuple[str, ...], value: Any) -> dict[
 
 
 def told(config: dict[str, Any]) -> str | None:
-    """The answer of `inspect` from a config alone, or why it refuses it, in one line."""
     refusal = what_refuses(config, NOWHERE)
     if refusal is None:
         view = text_view(config)
@@ -171,7 +170,7 @@ def test_whatever_a_number_is_replaced_by_it_is_taken_or_refused_in_a_line(name:
 
 
 def dies(folder: Path, config: dict[str, Any]) -> str | None:
-    """Say how a worker fails with a config that `inspect` calls runnable; None where it does not."""
+    """Return how a worker fails with a config that `inspect` accepts, if it does."""
     (folder / "config.json").write_text(json.dumps(config))
     found = inspect_model(str(folder))
     assert found.model_dump_json()
@@ -180,7 +179,7 @@ def dies(folder: Path, config: dict[str, Any]) -> str | None:
     try:
         target = TargetModel.load(locate_model(str(folder)), "float32", "cpu")
         target.logits(target.read(target.new_cache(8), [3, 4, 5]))
-    except Exception as error:  # of any kind: that is what is looked for
+    except Exception as error:  # any error is a finding
         return str(error)
     return None
 

@@ -1,7 +1,4 @@
-"""Dense decoders whose layers are not Llama's, from their files through our kernels: the texts of transformers.
-
-Configs as they are published; widths, layers and vocabularies are cut down.
-"""
+"""Dense decoders other than Llama give transformers' texts."""
 
 from __future__ import annotations
 
@@ -58,7 +55,6 @@ ACTIVATION_NAMES = {"glm4": "activation_fn", "starcoder2": "act"}  # in their cl
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models by their kinds, with all parts that engines draft with."""
     found = {}
     for kind, name in FORMS.items():
         published = OTHER_FORMS[name] | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -80,7 +76,7 @@ def test_logits_and_greedy_texts_are_those_of_transformers(kind: str, folders: d
 def test_what_is_computed_number_by_number_is_rounded_to_bf16_where_transformers_rounds(
     kind: str, folders: dict[str, Path]
 ) -> None:
-    """Products and rotations are left out: their roundings between are left away."""
+    """Inner roundings of products and rotations are skipped."""
     files = locate_model(str(folders[kind]))
     weights, theirs = dense_weights(files, torch.bfloat16), load_causal_lm(files, torch.bfloat16).model
     assert weights is not None
@@ -89,7 +85,7 @@ def test_what_is_computed_number_by_number_is_rounded_to_bf16_where_transformers
     assert torch.equal(reference._rounded(weights.embedding.float() * sizes.embedding_scale), rows.float())
     assert torch.equal(reference._norm(rows.float(), weights.final_norm), theirs.norm(rows).float())
     wide, mlp = 4 * torch.randn(300, sizes.intermediate, dtype=torch.bfloat16), theirs.layers[0].mlp
-    if sizes.activation != Activation.XIELU:  # there every operation is rounded, here the result alone
+    if sizes.activation != Activation.XIELU:  # transformers rounds every operation there, the kernels only the result
         activate = getattr(mlp, ACTIVATION_NAMES.get(kind, "act_fn"))
         assert torch.equal(reference._rounded(ACTIVATIONS[sizes.activation](wide.float())), activate(wide).float())
     by_type = {"layer_type": "full_attention"} if kind == "olmo3" else {}

@@ -1,4 +1,4 @@
-"""Dense decoders are read without transformers, and only where that gives the very model that transformers has."""
+"""Dense decoders are read without transformers if that gives its exact model."""
 
 from __future__ import annotations
 
@@ -171,13 +171,13 @@ def test_of_shards_only_those_count_that_the_index_names(llama: Path, tmp_path: 
     assert ours is not None
     assert torch.equal(ours.layers[1].up.weight, tensors["model.layers.1.mlp.up_proj.weight"])
     _, other = shards
-    save_file(tensors, tmp_path / other, metadata={"format": "pt"})  # half of them twice: nobody knows which count
+    save_file(tensors, tmp_path / other, metadata={"format": "pt"})  # half of them twice, so that neither is trusted
     assert dense_weights(files_in(tmp_path), BF16) is None
 
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of tensors read before that somebody still holds, at every tensor that is read."""
+    """The bytes of earlier tensors still held at every read."""
     notes: list[int] = []
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     empty = torch.empty
@@ -216,7 +216,7 @@ def test_on_the_cpu_the_tensors_that_were_read_are_those_that_are_kept(llama: Pa
 
 @pytest.mark.long
 def test_a_worker_with_the_embedded_model_needs_no_models_of_transformers() -> None:
-    """A worker therefore starts seconds sooner."""
+    """So a worker starts seconds sooner."""
     program = (
         "import sys; from swiftbatch.worker.model.model_files import locate_model\n"
         "from swiftbatch.worker.forward.target_model import TargetModel; import swiftbatch.worker.session.session\n"
@@ -229,7 +229,7 @@ def test_a_worker_with_the_embedded_model_needs_no_models_of_transformers() -> N
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "olmo"])
 def test_a_head_that_is_the_tied_embedding_once_more_changes_nothing(kind: str, tmp_path: Path) -> None:
-    """Qwen3 0.6B is published so; the kernels' own reader and transformers both take it."""
+    """Qwen3 0.6B is published so."""
     config = config_of("llama") if kind == "llama" else AutoConfig.for_model(kind, **SIZES, tie_word_embeddings=True)
     files = saved(tmp_path, config)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The tokens that end a text: those of the generation config (else of the config), and the tokenizer's own."""
+"""End tokens come from the generation config (or config) and the tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path: Path, tiny_model: Path) -> Path:
 
 
 def changed(file: Path, **values: Any) -> None:
-    """Change a file of JSON; None takes a value away."""
+    """None removes a value."""
     said = {**(json.loads(file.read_text()) if file.exists() else {}), **values}
     file.write_text(json.dumps({name: value for name, value in said.items() if value is not None}))
 
@@ -79,13 +79,13 @@ def test_a_config_counts_where_no_generation_config_names_an_end(model: Path) ->
     assert eos_token_ids_of(locate_model(str(model))) == {7}
     changed(model / "generation_config.json", eos_token_id=[8, 10**6, -1])
     assert eos_token_ids_of(locate_model(str(model))) == {8}
-    changed(model / "tokenizer_config.json", eos_token="<|absent|>")  # which the library adds behind the model's
+    changed(model / "tokenizer_config.json", eos_token="<|absent|>")  # the library adds it after the model's
     assert eos_token_ids_of(locate_model(str(model))) == {8}
 
 
 @pytest.mark.parametrize("engine", ["autoregressive", "token-recycling"])
 def test_a_fine_tune_s_text_ends_at_the_tokenizer_s_end_of_a_turn(tmp_path: Path, model: Path, engine: str) -> None:
-    """Its generation config is the base model's most often, and names the end of a text alone."""
+    """Its generation config is often the base model's."""
     names = listed(model)
     changed(model / "generation_config.json", eos_token_id=7)
     changed(model / "tokenizer_config.json", eos_token=names[9])

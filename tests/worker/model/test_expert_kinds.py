@@ -1,4 +1,4 @@
-"""Models with experts, from their files through our kernels: the texts of transformers, exact in any company."""
+"""Models with experts in our kernels give transformers' texts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DECODED = ("Qwen3 30B A3B", "gpt-oss 120B", "GLM 4.5", "GLM 4.7 Flash")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models by their names, with weights of a spread that routes rows to different experts."""
+    """Tiny models whose rows meet different experts."""
     found = {}
     for name, published in CONFIGS.items():
         found[name] = tmp_path_factory.mktemp("model")
@@ -49,7 +49,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def with_parts(folders: dict[str, Path]) -> dict[str, Path]:
-    """Some of them with all parts that engines draft with."""
     for name in DECODED:
         save_parts(folders[name], AutoConfig.for_model(**CONFIGS[name]))
     return folders
@@ -65,7 +64,7 @@ def test_logits_and_greedy_texts_are_those_of_transformers(name: str, folders: d
 def test_a_forward_is_that_of_transformers_whatever_its_caches_round(
     kv_dtype: KVDtype, folders: dict[str, Path]
 ) -> None:
-    """Rows whose experts nearly tie meet others then: that is told, and is no fault of the forward."""
+    """Rows whose experts nearly tie may meet others."""
     files = locate_model(str(folders["Mixtral 8x7B"]))
     found = compare(TargetModel.load(files, "bfloat16", "cpu", kv_dtype=kv_dtype))
     assert found.agrees

@@ -1,7 +1,4 @@
-"""Hybrid models by the keys that they are published with, from a folder: the choices of transformers' own classes.
-
-Keys as they stand there, old names of layers included; sizes are cut down.
-"""
+"""Published hybrid configs give transformers' choices."""
 
 from __future__ import annotations
 
@@ -293,7 +290,7 @@ OFTEN, SLOW = ("Falcon-H1", "Nemotron 3 Super", "Qwen3-Next"), pytest.mark.slow
 
 
 def publish(config: dict[str, Any], folder: Path) -> Any:
-    """Write a model with the config as it is published, and the names of tensors that its class writes."""
+    """Use the class's tensor names."""
     text = json.dumps(config)
     (folder / "config.json").write_text(text)
     model = tiny_model(AutoConfig.from_pretrained(folder))
@@ -343,7 +340,7 @@ def test_of_random_tree_rows_none_differs_in_any_bit(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_of_ten_thousand_tree_rows_none_differs_in_any_bit(name: str, dtype: str, tmp_path: Path) -> None:
-    """Texts grow to 1,500 tokens, and so past twenty boundaries, again and again."""
+    """Texts grow to 1,500 tokens, past twenty boundaries."""
     publish(PUBLISHED[name], tmp_path)
     assert probe_rows(loaded(tmp_path, dtype), NUM_ROWS, seed=2).num_differing == 0
 
@@ -367,7 +364,6 @@ def test_packed_weights_give_the_bits_of_their_dequantized_twin(name: str, packe
 
 
 def num_packed(folder: Path) -> int:
-    """Count the products of mixers and the matrices of experts that stay packed."""
     weights = dense_weights(locate_model(str(folder)), torch.bfloat16)
     assert weights is not None
     mixers = [each for layer in weights.layers if layer.mixer for each in layer.mixer.linears.values()]

@@ -1,4 +1,4 @@
-"""Windows, soft caps, sinks and experts change no promise: every engine gives plain decoding's tokens, resumed too."""
+"""Every engine gives plain decoding's tokens with every kind."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.long
 
 Kind = tuple[str, int, bool]
 KINDS: list[Kind] = [("mistral", 40, True), ("gemma2", 60, True), ("gpt_oss", 40, True)]
-WINDOWED = [  # windows that begin to forget before the text ends; heads that the kernels take, or that they do not
+WINDOWED = [  # windows that forget before the text ends; heads that the kernels take, or not
     pytest.param(("mistral", 40, False), marks=pytest.mark.slow),
     *KINDS,
 ]
-SEVERAL_WAYS = ("auto", "tokenswift", "griffin")  # engines that differ in what they ask a forward for
+SEVERAL_WAYS = ("auto", "tokenswift", "griffin")  # engines that ask a forward for different things
 NUM_PROMPT_TOKENS, NUM_TOKENS, NUM_RECOVERED = 50, 24, 13
 
 
@@ -42,7 +42,7 @@ def name_of(kind: Kind) -> str:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kind], TargetModel]:
-    """Makes a tiny model of a kind, with all parts that engines draft with, once."""
+    """Makes each kind's tiny model with all parts once."""
     return functools.cache(lambda kind: model_with_parts(kind, tmp_path_factory.mktemp("model")))
 
 
@@ -78,14 +78,13 @@ def decode(target: TargetModel, engine_name: str, batch: list[Sequence]) -> list
 
 @pytest.fixture(scope="module")
 def plain(made: Callable[[Kind], TargetModel]) -> Callable[[Kind], list[list[int]]]:
-    """Tells what plain decoding says of each sequence alone."""
     return functools.cache(
         lambda kind: [decode(made(kind), "autoregressive", [sequence])[0] for sequence in sequences(made(kind))]
     )
 
 
 def marks_of(kind: Kind, engine_name: str) -> list[pytest.MarkDecorator]:
-    """Every engine runs on the last kind, which has experts and sinks, too; some run on all."""
+    """Run every engine on the last kind, some on all."""
     is_tried = engine_name in SEVERAL_WAYS or (kind == KINDS[-1] and engine_name not in VARIANTS)
     return [] if is_tried else [pytest.mark.slow]
 

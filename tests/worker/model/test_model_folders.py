@@ -1,4 +1,4 @@
-"""A model's folder is whole and what it says it is, or refused in one line: no gap is filled, nothing dropped."""
+"""A model's folder is complete and consistent, or refused in one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def parts() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The config and the weights of a tiny model."""
     model = tiny_model(tiny_config("llama"))
     config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
     return config, {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -56,7 +55,7 @@ def change_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], objec
 
 
 def refusal(folder: Path, load: bool = True) -> str:
-    """The line in which a folder is refused: before anything is loaded, or when its weights are."""
+    """Return the refusal before or while loading."""
     files = None if not load else locate_model(str(folder))
     with pytest.raises(ModelError) as caught:
         locate_model(str(folder)) if files is None else TargetModel.load(files, "float32", "cpu")
@@ -189,7 +188,7 @@ def test_an_index_of_shards_that_are_not_in_the_folder_is_refused(folder: Path, 
     assert "has no `weight_map`" in str(inspect_model(str(folder)).refusal)
     (folder / "model-1.safetensors").unlink()
     write(folder / INDEX_FILE, {"weight_map": {NAME: "model-1.safetensors"}})
-    assert inspect_model(str(folder)).refusal is None  # a config without weights is looked at as it is
+    assert inspect_model(str(folder)).refusal is None  # a config without weights is inspected as it is
 
 
 def test_weights_of_other_programs_alone_are_refused_by_inspect_as_by_a_run(folder: Path) -> None:

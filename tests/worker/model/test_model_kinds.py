@@ -1,4 +1,4 @@
-"""A model is right or refused: every kind that runs here says what transformers says, and all others are told why."""
+"""Every supported kind agrees with transformers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_kind_says_row_by_row_what_transformers_says(kind: str) -> None:
     target = tiny_target(kind)
     found = compare(target)
     assert found.agrees, found
-    num_others = 3 if "experts" in asks_for(target) else 1  # of experts of nearly the same weight another may come
+    num_others = 3 if "experts" in asks_for(target) else 1  # with nearly equal weights, another expert may come
     assert found.num_same_choices >= found.num_rows - num_others
     [row] = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{kind}` |")]
     assert tuple(row.split(" | ")[1:4]) == (*where_it_runs(kind), asks_for(target))
@@ -131,8 +131,8 @@ def test_doctor_s_words_for_a_forward_that_is_another_one() -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", PROBED)
 def test_rows_of_every_kind_of_attention_are_exact(kind: str) -> None:
-    """Contexts grow past the window's edge, which then lies in the prefix, in the tail, or in both."""
-    torch.set_num_threads(1)  # with more, a library may split sums by the number of rows: `doctor` says where it does
+    """Contexts grow past the window's edge, which is in the prefix, the tail, or both."""
+    torch.set_num_threads(1)  # with more, a library may split sums by the number of rows, as `doctor` reports
     result = probe_rows(tiny_target(kind, window=PROBED[kind]), num_rows=50, seed=1, first_length=60)
     assert result.num_differing == 0
 
@@ -208,7 +208,7 @@ def test_kinds_are_refused_for_a_need_or_run_never_both() -> None:
     ],
 )
 def test_what_a_layer_asks_for_and_is_not_known_is_refused_when_it_is_loaded(kind: str, reason: str) -> None:
-    """The second guard, for a kind that was let in by its name."""
+    """The second guard, for a kind accepted by name."""
     model = AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
     with pytest.raises(ModelError, match=f"some-model: it needs an attention that is not supported: {reason}"):
         TransformersForwards(model, FILES)

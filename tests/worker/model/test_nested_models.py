@@ -1,4 +1,4 @@
-"""Models of text and images say as texts what their whole class says, by the names that their files have."""
+"""Models of text and images give their whole class's texts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any]]] = {  # by kind: the prefix of publi
         "language_model.model.",
         {
             "model_type": "llama4_text",
-            "num_hidden_layers": 4,  # of which the last alone sees all positions
+            "num_hidden_layers": 4,  # only the last one sees all positions
             "attention_chunk_size": 16,
             "intermediate_size_mlp": 96,
             **EXPERTS,
@@ -83,7 +83,7 @@ WHOLE["kimi_k25"] = (
         "aux_loss_alpha": 0.001,
         "ep_size": 1,
         "first_k_dense_replace": 1,
-        "head_dim": 16,  # of what is turned: published configs leave it to the class
+        "head_dim": 16,  # of the rotated part, which published configs leave to the class
         "hidden_act": "silu",
         "kv_lora_rank": 32,
         "moe_intermediate_size": 48,
@@ -152,7 +152,7 @@ WHOLE["qwen3_5_moe"] = (
 
 
 def whole_model(kind: str) -> Any:
-    """A tiny random model of transformers' own class; its norms differ from their initial ones."""
+    """Return a random model of transformers' class with changed norms."""
     config = AutoConfig.for_model(kind, text_config=TEXT | WHOLE[kind][1], vision_config=SMALL_TOWER)
     config.text_config.initializer_range = 0.3
     torch.manual_seed(0)
@@ -163,7 +163,6 @@ def whole_model(kind: str) -> Any:
 
 
 def publish(model: Any, kind: str, folder: Path) -> ModelFiles:
-    """Write a model as such models are published: the text's config nested, its tensors behind their prefix."""
     prefix, text_config = WHOLE[kind]
     config = {"model_type": kind, "text_config": TEXT | text_config, "vision_config": SMALL_TOWER}
     config["tie_word_embeddings"] = model.config.tie_word_embeddings
@@ -171,7 +170,7 @@ def publish(model: Any, kind: str, folder: Path) -> ModelFiles:
     model.save_pretrained(folder / "saved")
     tensors = {}
     for saved, tensor in load_file(folder / "saved" / "model.safetensors").items():
-        name = saved.replace("language_model.model.blocks.", "language_model.model.layers.")  # as Kimi K2.5's has them
+        name = saved.replace("language_model.model.blocks.", "language_model.model.layers.")  # as in Kimi K2.5
         known = text_name(name, text_view(config))
         is_body = known is not None and known.startswith("model.")
         head = "lm_head.weight" if prefix.startswith("model.") else "language_model.lm_head.weight"
@@ -229,7 +228,7 @@ def test_a_config_that_nests_a_quantized_model_is_refused_by_its_format(tmp_path
     [
         ("model.layers.4.enorm.weight", None),
         ("model.layers.3.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"),
-        ("model.layers.5.mlp.up_proj.weight", "model.layers.5.mlp.up_proj.weight"),  # which then is one too many
+        ("model.layers.5.mlp.up_proj.weight", "model.layers.5.mlp.up_proj.weight"),  # then it is one too many
         ("mtp.fc.weight", None),
         ("model.mtp_layers.0.input_layernorm.weight", None),
         ("model.visual.blocks.0.attn.qkv.weight", None),

@@ -1,7 +1,4 @@
-"""Dense decoders of other kinds than Llama: the kernels read their configs and give the logits of transformers.
-
-Keys and values as they are published; widths, layers, vocabularies and windows are cut down.
-"""
+"""The kernels read other decoders' configs and give transformers' logits."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from tests.worker.model.test_dense_loading import saved
 CPU = torch.device("cpu")
 
 OTHER_FORMS = LIKE_LLAMA | OTHER_LAYERS
-OTHER_FORMS |= {  # as their classes name the keys
+OTHER_FORMS |= {  # keys as their classes name them
     "VaultGemma 1B": {key: value for key, value in OTHER_LAYERS["Gemma 2 27B"].items() if key != "sliding_window_size"}
     | {"architectures": ["VaultGemmaForCausalLM"], "model_type": "vaultgemma"},
     "Jais 2 8B": EVERYWHERE
@@ -77,7 +74,7 @@ def test_dense_decoders_by_other_names_say_in_our_kernels_what_transformers_says
 
 
 def test_a_window_that_hides_nothing_of_the_longest_text_is_none() -> None:
-    """Ministral 8B is published so; drafts may scan its keys without a window."""
+    """Ministral 8B is published so."""
     config = OTHER_FORMS["Mistral 7B v0.1"]
     longest = config["max_position_embeddings"]
     assert read_decoder_config(config | {"sliding_window": longest}).windows == (None, None)

@@ -1,5 +1,3 @@
-"""Weights of other shapes than their config says: one line about them, whichever part of a layer they are."""
-
 from __future__ import annotations
 
 import json
@@ -25,7 +23,7 @@ UNFIT = "its config.json and its weights do not belong together"
 
 
 def published(name: str, folder: Path) -> dict[str, Any]:
-    """Write a model with weights that fit its config, which is given back."""
+    """Return the config of fitting weights."""
     config = WITH_LATENTS[name] if name in WITH_LATENTS else PUBLISHED[name]
     if name in WITH_LATENTS:
         write_experts(config, folder)

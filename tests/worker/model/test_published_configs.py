@@ -1,7 +1,6 @@
-"""The config.json files that models are published with: which are understood without transformers, and what they give.
+"""Published config.json files that need no transformers.
 
-Keys and values as they stand there; widths, layers, vocabularies and windows are cut down, so that weights can be made
-and windows are shorter than texts.
+Sizes are cut down, with windows shorter than texts.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tests.worker.model.test_dense_loading import files_in, saved
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 
-LEFT: dict[str, tuple[str, dict[str, Any]]] = {  # to transformers, each from a model that is understood
+LEFT: dict[str, tuple[str, dict[str, Any]]] = {  # left to transformers, each changed from a supported model
     "a number that is not known": ("Qwen3 8B", {"residual_multiplier": 0.22}),
     "numbers that are not known": ("Qwen3 8B", {"layer_scales": [0.5, 0.5]}),
     "a window that is no number": ("Qwen2.5 7B Instruct", {"sliding_window": "none"}),
@@ -54,7 +53,6 @@ NO_MODEL |= {"a window that is no number"}
 
 
 def folder_of(name: str, folder: Path) -> ModelFiles:
-    """A random model of a published config, which lies beside the weights word by word."""
     view = {key: value for key, value in text_view(PUBLISHED[name]).items() if key != "_attn_implementation"}
     files = saved(folder, AutoConfig.for_model(**view))
     (folder / "config.json").write_text(json.dumps(PUBLISHED[name]))
@@ -62,7 +60,7 @@ def folder_of(name: str, folder: Path) -> ModelFiles:
 
 
 def logits(weights: DecoderWeights) -> torch.Tensor:
-    """Return the logits of two blocks, one behind the other: rows stand at positions where angles are many turns."""
+    """Return two blocks' logits at positions with many rotations."""
     sizes = weights.sizes
     shape = CacheShape(sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, CPU)
     cache, decoder, found = FullKVCache(shape, 128), ReferenceDecoder(weights), []
@@ -89,7 +87,7 @@ def test_a_published_config_is_understood_and_gives_the_bits_of_transformers_wei
     ("name", "key"), [("Llama 3.1 8B Instruct", "rope_scaling"), ("Mistral 7B v0.1", "sliding_window")]
 )
 def test_a_stretch_and_a_window_change_logits(name: str, key: str, tmp_path: Path) -> None:
-    """Tests of logits would therefore see them left away."""
+    """So tests of logits would notice their absence."""
     files = folder_of(name, tmp_path)
     published = dense_weights(files, BF16)
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name] | {key: None}))

@@ -1,5 +1,3 @@
-"""The states of hybrid models, told from their config: as large as the layers of transformers make them."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -39,7 +37,7 @@ def test_a_config_tells_the_sizes_that_a_model_has(kind: str) -> None:
     cache = target.new_cache(100)
     assert taken_by(cache) < target.cache_shape.state_bytes()
     cache.layer_states.reserve(NUM_STEPS)
-    most = pytest.approx(target.cache_shape.state_bytes(), rel=0.02)  # beside the last inputs in front
+    most = pytest.approx(target.cache_shape.state_bytes(), rel=0.02)  # plus the last inputs
     assert taken_by(cache) == most, "the largest tree takes no more than a job is counted with"
 
 

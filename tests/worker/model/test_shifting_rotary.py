@@ -1,4 +1,4 @@
-"""Angles that would depend on the longest text of a forward are refused; those that a fixed `alpha` stretches run."""
+"""Angles that depend on a forward's longest text are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.worker.model.folders import saved_as
 
 ALPHA = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 NOWHERE = Path("nowhere")  # no files beside the config
-HUNYUAN: dict[str, Any] = {  # Hunyuan-1.8B-Instruct as it is published; widths and layers are cut down
+HUNYUAN: dict[str, Any] = {  # Hunyuan-1.8B-Instruct as published, cut down
     "add_classification_head": False,
     "architectures": ["HunYuanDenseV1ForCausalLM"],
     "attention_bias": False,
@@ -55,7 +55,7 @@ HUNYUAN: dict[str, Any] = {  # Hunyuan-1.8B-Instruct as it is published; widths 
 }
 
 
-EXPERTS = {  # what Hunyuan-A13B says beside this
+EXPERTS = {  # what Hunyuan-A13B adds
     "architectures": ["HunYuanMoEV1ForCausalLM"],
     "model_type": "hunyuan_v1_moe",
     "moe_drop_tokens": False,
@@ -79,7 +79,7 @@ def test_hunyuan_as_published_says_what_transformers_says(others: dict[str, Any]
 
 
 def test_the_alpha_of_hunyuan_changes_its_logits() -> None:
-    """The test above would therefore see it left away."""
+    """So the test above would notice its absence."""
     logits = []
     for alpha in (1000.0, 1.0):
         scaling = HUNYUAN["rope_scaling"] | {"alpha": alpha}
@@ -94,7 +94,7 @@ def test_the_alpha_of_hunyuan_changes_its_logits() -> None:
     [
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
         {"rope_scaling": ALPHA | {"type": "dynamic", "alpha": None}},
-        {"model_type": "llama"},  # whose angles do not know an alpha
+        {"model_type": "llama"},  # these angles ignore alpha
     ],
 )
 def test_dynamic_angles_without_an_alpha_that_counts_are_refused(change: dict[str, Any]) -> None:

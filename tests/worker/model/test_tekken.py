@@ -1,4 +1,4 @@
-"""Mistral's models with no tokenizer but `tekken.json` take texts and chats where mistral-common is installed."""
+"""Mistral models with only `tekken.json` work with mistral-common."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ CONTROLS = (
 
 
 def tekken(controls: Sequence[str] = CONTROLS) -> dict[str, Any]:
-    """A file as Mistral publishes it, with the bytes and a few merges."""
     tokens = [bytes([byte]) for byte in range(256)] + [merge.encode() for merge in MERGES]
     pieces = [
         {"rank": i, "token_bytes": base64.b64encode(each).decode(), "token_str": None} for i, each in enumerate(tokens)
@@ -54,7 +53,6 @@ def tekken(controls: Sequence[str] = CONTROLS) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model: Path) -> Path:
-    """The tiny model with Mistral's file in place of its tokenizer."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     for name in TOKENIZER_FILES:
         (folder / name).unlink(missing_ok=True)
@@ -94,7 +92,7 @@ def test_without_the_library_a_line_says_what_to_install(folder: Path, monkeypat
 
 
 def test_beside_a_tokenizer_json_the_file_is_not_read(tiny_model: Path, tmp_path: Path) -> None:
-    """The same prompt has the same tokens, with the library or without it."""
+    """The same prompt has the same tokens, with or without the library."""
     beside = Path(shutil.copytree(tiny_model, tmp_path / "beside"))
     (beside / TEKKEN_FILE).write_text("no JSON")
     config = json.loads((beside / "config.json").read_text()) | {"model_type": "mistral", "sliding_window": None}

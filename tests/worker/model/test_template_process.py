@@ -1,4 +1,4 @@
-"""Chat templates render as transformers has them, the same everywhere, and within limits."""
+"""Chat templates render as in transformers, within limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OURS = """
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> _Process:
-    """A process of this test's own, of which a text may take half a second of computing."""
+    """A process with half a second of CPU time per text."""
     monkeypatch.setattr(template_renderer, "MOST_SECONDS", 0.5)
     monkeypatch.setattr(template_renderer, "_process", made := _Process())
     return made

@@ -1,4 +1,4 @@
-"""The place of a model's thoughts: its markers, and what its chat template leaves open."""
+"""Markers of thoughts, and what the chat template leaves open."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def codec(model: Path, template: str = "", named: tuple[str, str] | None = None)
 
 
 def with_tokens(model: Path, *tokens: str) -> None:
-    """Let the tokenizer have more tokens, and the model too, as far as its config says."""
+    """Add tokens as far as the model's config allows."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     tokenizer.add_tokens(list(tokens), special_tokens=True)
     tokenizer.save_pretrained(model)

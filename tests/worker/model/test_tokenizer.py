@@ -1,5 +1,3 @@
-"""A job's text on the way to tokens: what the model's own files refuse is told in a line."""
-
 from __future__ import annotations
 
 import json
@@ -35,7 +33,7 @@ SAMPLING = SamplingParams(max_tokens=5, seed=1)
 
 @pytest.fixture
 def model(tmp_path: Path, tiny_model: Path) -> Path:
-    """A copy of the tiny model, to be changed."""
+    """A changeable copy of the tiny model."""
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
@@ -73,7 +71,7 @@ def test_the_tokenizer_is_the_one_that_transformers_chooses(embedded_files: Mode
 
 
 def test_the_text_of_the_embedded_model_needs_no_torch() -> None:
-    """The driver, `tail` and `status` therefore start seconds sooner."""
+    """Driver, `tail` and `status` start seconds sooner."""
     program = (
         "import sys; from swiftbatch.worker.model.model_files import locate_model\n"
         "from swiftbatch.worker.text.tokenizer import TextCodec\n"
@@ -151,7 +149,7 @@ def fast(
     added: AddedToken | None = None,
     **options: object,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer whose merges build each entry of more than one letter from its first letters and its last."""
+    """Merges build each entry from its first letters and its last."""
     merges = [(token[:-1], token[-1]) for token in vocab if len(token) > 1 and token[:-1] in vocab]
     backend = Tokenizer(models.BPE({token: number for number, token in enumerate(vocab)}, merges, **options))
     if normalizer is not None:

@@ -1,4 +1,4 @@
-"""A download that reserved its room and was cut off is refused, wherever it ends; sound weights with zeros are not."""
+"""Truncated downloads with reserved room are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.worker.model.formats.twins import LLAMA, llama_tensors, load, make_pa
 from tests.worker.model.gguf.tiny_gguf import MIXED, write_tiny
 from tests.worker.model.kind_parts import save_tiny, tiny_config
 
-PART_ENDS = ("weight", "_packed", "qweight", "_blocks")  # of the parts that are codes
+PART_ENDS = ("weight", "_packed", "qweight", "_blocks")  # ends of the coded parts' names
 SCALES = ("scale", "scale_inv", "scales")
 
 
@@ -41,7 +41,7 @@ def cut_off(file: Path, share: float) -> None:
 
 
 def refusal(model: Path) -> str:
-    """The line in which a model is refused before jobs are taken in, the same one that `inspect` has."""
+    """Return the line of `inspect` and runs."""
     with pytest.raises(ModelError) as caught:
         locate_model(str(model))
     said = str(caught.value).removeprefix(f"model {model}: ")
@@ -82,7 +82,7 @@ def test_one_of_several_files_that_was_cut_off_is_refused(tmp_path: Path) -> Non
 
 
 def test_zeros_that_models_are_published_with_are_no_fault(tmp_path: Path) -> None:
-    """Padding at the end of a matrix, behind it a bias, and norms that are stored as distances from one."""
+    """Padded matrix ends, biases after them, and norms stored minus one."""
     padded = torch.randn(64, 256)
     padded[40:] = 0
     sound = {"a.weight": padded, "b.bias": torch.zeros(4 * BLOCK), "c.qzeros": torch.zeros(64, 64, dtype=torch.int32)}
@@ -109,7 +109,7 @@ def test_a_small_model_with_zero_biases_and_norms_loads(tmp_path: Path) -> None:
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_matrix_without_numbers_in_the_middle_is_refused_when_it_is_loaded(name: str, tmp_path: Path) -> None:
-    """Its codes are zeros, whatever number these stand for, or its scales are."""
+    """Its codes are zeros, whatever they stand for, or its scales are."""
     for number, ends in enumerate((PART_ENDS, SCALES)):
         folder, _ = make_packed(EXAMPLES[name], tmp_path / str(number))
         for file in weight_files(folder):

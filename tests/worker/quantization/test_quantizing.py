@@ -1,5 +1,3 @@
-"""A model that is quantized here runs here, is near to the plain one, and is there as a whole or not at all."""
-
 from __future__ import annotations
 
 import json
@@ -24,14 +22,13 @@ from tests.worker.model.formats.twins import LLAMA, llama_tensors, load, logits_
 from tests.worker.model.gguf.tiny_gguf import write_tiny
 from tests.worker.model.kind_parts import tiny_config, tiny_model
 
-# of the greatest number of a group, whose scale was rounded as well; of a number in fp8
+# relative to a group's largest number, with a rounded scale; in fp8 to the number itself
 MOST_OFF = {"int4": 0.52 / 7, "int8": 0.76 / 127, "fp8": 1 / 15.9}
-NUM_BITS = {"int4": 4 + 16 / 32, "int8": 8 + 16 / 32, "fp8": 8 + 32 / 32**2}  # of a weight, with its share of scales
+NUM_BITS = {"int4": 4 + 16 / 32, "int8": 8 + 16 / 32, "fp8": 8 + 32 / 32**2}  # per weight, with its share of scales
 
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    """A Llama in two files."""
     numbers = torch.Generator().manual_seed(2)
     tensors = llama_tensors(numbers)
     for name in [name for name in tensors if "_proj." in name]:

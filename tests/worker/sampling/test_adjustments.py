@@ -1,5 +1,3 @@
-"""The adjustments in front of the temperature: each step by hand, and their order."""
-
 from __future__ import annotations
 
 import math
@@ -18,7 +16,7 @@ LOGITS = torch.tensor([1.0, -1.0, 2.0, 0.5, -3.0, 4.0])
 
 
 def changed(output: list[int], words: tuple[tuple[int, ...], ...] = (), **fields: Any) -> list[float]:
-    """Logits behind the prompt 2, 2 and some output; the model's end of sequence is token 0."""
+    """The prompt is 2, 2; the end token is 0."""
     params = SamplingParams(max_tokens=50, bad_words=("any",) * bool(words), **fields)
     sequence = Sequence("s", [2, 2], params, VOCAB, bad_word_ids=words)
     sequence.eos_token_ids = frozenset({0})

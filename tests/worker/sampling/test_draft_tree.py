@@ -1,5 +1,3 @@
-"""Draft trees and the rows they become."""
-
 from __future__ import annotations
 
 import random

@@ -1,4 +1,4 @@
-"""Samplers in C, torch and Triton keep one contract: they follow their sequence, and forks go ways of their own."""
+"""Samplers in C, torch and Triton share one contract."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WAYS = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def _numbers_as_a_gpu_has_them() -> Iterator[None]:
-    """The interpreter's numpy would warn of infinities."""
+    """Silences numpy's infinities, as on a GPU."""
     with np.errstate(all="ignore"):
         yield
 
@@ -62,12 +62,11 @@ def drawing(request: pytest.FixtureRequest) -> BatchSampler:
 
 
 def num_steps(drawing: BatchSampler, most: int) -> int:
-    """Fewer of the interpreter's; still more tokens than a penalty's window has, and than `min_tokens` asks for."""
+    """Take fewer steps in the interpreter, but more than windows and `min_tokens`."""
     return 9 if isinstance(drawing, CudaBatchSampler) else most
 
 
 def drawn_by(drawing: BatchSampler, sampler: Sampler, logits: torch.Tensor) -> int:
-    """The token behind the sampler's sequence."""
     [token_id] = drawing.walks([sampler], [DraftTree()], [logits[None]])[0].drawn
     return token_id
 
@@ -163,7 +162,7 @@ def test_log_probabilities_follow_from_rows_and_tokens_alone(
 
 @pytest.mark.parametrize("is_lower", [True, False])
 def test_what_counts_take_off_is_rounded_once_everywhere(drawing: BatchSampler, is_lower: bool) -> None:
-    """The count's product is not rounded for itself: a token that loses its whole logit ties with one that has none."""
+    """The product is not rounded by itself."""
     frequency, presence = np.float32(0.1), np.float32(0.7)
     counts = np.arange(1, 60)
     taken = (float(frequency) * counts + float(presence)).astype(np.float32)

@@ -1,6 +1,6 @@
-"""The filters' order, stated once here: torch, C and Triton draw what is drawn in it, and not what another order draws.
+"""Torch, C and Triton draw in the filters' order and in no other.
 
-A new filter is in the list of worker/sampling/filters.py, or this file says what is missing.
+A new filter belongs in worker/sampling/filters.py, or this file says what is missing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tests.worker.sampling.cuda.draw_parts import Branch, sequence_of, step_of
 from tests.worker.sampling.native.sampling_parts import VALUES, in_every_variant
 
 ORDER = ("top_k", "top_p", "min_p", "eta")
-COMMUTING = {("top_k", "min_p")}  # each looks at places and scores that the other leaves as they are
-OTHER_FIELDS = {  # what decides a draw, or an output's end, and is no filter
+COMMUTING = {("top_k", "min_p")}  # each ignores what the other changes
+OTHER_FIELDS = {  # they decide a draw or an end, but are no filters
     *("max_tokens", "temperature", "repetition_penalty", "penalty_window", "seed", "stop", "ignore_eos"),
     *("frequency_penalty", "presence_penalty", "logit_bias", "min_tokens", "stop_token_ids", "bad_words"),
     *("include_stop_str_in_output", "repetition_detection", "logprobs", "structured_outputs", "thinking_end"),
@@ -51,7 +51,7 @@ pairs_that_do_not_commute = pytest.mark.parametrize("pair", [pair for pair in PA
 
 
 class Case(NamedTuple):
-    """A row from which two filters draw one token in their order, and another one the other way round."""
+    """A row where two filters' order decides the token."""
 
     row: torch.Tensor
     params: SamplingParams
@@ -65,14 +65,14 @@ def noise() -> GumbelNoise:
 
 
 def kept(row: torch.Tensor, settings: dict[str, float], order: Sequence[str]) -> torch.Tensor:
-    """The scores that filters leave of a row, applied one behind the other by their definitions alone."""
+    """Return the scores by definition."""
     for field in order:
         row = KEEP[field](row, settings[field])
     return row
 
 
 def tried(pair: tuple[str, str]) -> Iterator[tuple[torch.Tensor, dict[str, float], int]]:
-    """Rows, two filters' values and positions, the same at every call."""
+    """Return fixed rows, filter values and positions."""
     chance, generator = random.Random(1), torch.Generator().manual_seed(1)
     for position in range(1, 4000):
         yield (
@@ -84,7 +84,7 @@ def tried(pair: tuple[str, str]) -> Iterator[tuple[torch.Tensor, dict[str, float
 
 @functools.cache
 def cases(pair: tuple[str, str]) -> list[Case]:
-    """The first cases in which the order of two filters decides the token."""
+    """Find the first cases in which the order decides."""
     found: list[Case] = []
     for row, settings, position in tried(pair):
         first, second = (kept(row, settings, order) for order in (pair, pair[::-1]))
@@ -152,7 +152,7 @@ def test_a_filter_is_off_by_default_and_cuts_in_the_tests_of_all_three(each: Fil
 
 
 def test_c_and_triton_read_the_numbers_of_the_list() -> None:
-    """A struct of another order would be read as if it were this one."""
+    """A struct in another order would be misread."""
     source = (SOURCE / "filters.h").read_text(encoding="utf-8")
     struct = re.search(r"typedef struct \{([^}]*)\} filter_params;", source)
     assert struct is not None

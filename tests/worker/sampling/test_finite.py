@@ -1,4 +1,4 @@
-"""Logits that are not finite fail the job that meets them, by name and alone, whichever engine runs it."""
+"""Logits that are not finite fail only the job that meets them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def target(tiny_model: Path) -> TargetModel:
 
 @contextlib.contextmanager
 def spoilt(target: TargetModel, token_id: int | slice) -> Iterator[None]:
-    """Everything behind a token, or behind some, is NaN."""
+    """Make everything after some tokens NaN."""
     forwards = target.forwards
     is_native = isinstance(forwards, NativeForwards)
     table = forwards._decoder.embedding if is_native else target.model.get_input_embeddings().weight
@@ -55,7 +55,7 @@ def spoilt(target: TargetModel, token_id: int | slice) -> Iterator[None]:
 
 
 def decode(target: TargetModel, drafter: Drafter, temperature: float) -> dict[str, Sequence]:
-    """The sequences of `PROMPTS`, run in one batch until each has ended."""
+    """Run `PROMPTS` in one batch to their ends."""
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=temperature, seed=3, ignore_eos=True)
     sequences = {name: Sequence(name, ids, params, target.vocab_size) for name, ids in PROMPTS.items()}
     engine = Engine(target, drafter)
@@ -83,7 +83,7 @@ def test_tokens_that_a_model_masks_itself_are_no_fault() -> None:
 
 @pytest.fixture(scope="module")
 def clean(target: TargetModel) -> dict[float, dict[str, list[int]]]:
-    """Plain outputs of the whole model, by temperature and name."""
+    """The undamaged outputs, by temperature and name."""
     return {
         temperature: {
             name: sequence.output_ids.tolist()
@@ -109,8 +109,6 @@ def test_every_engine_fails_the_same_job_at_the_same_position_and_no_other(
 
 
 class Always(Drafter):
-    """Proposes one token, two in a row."""
-
     needs_top_k = True
 
     def __init__(self, token_id: int, inner: Drafter) -> None:
@@ -165,7 +163,7 @@ def test_a_model_that_gives_nan_behind_every_token_is_refused_in_one_line(target
 
 
 def damaged(model: Path, folder: Path, name: str, row: int | None = None) -> Path:
-    """A copy of a model with NaN in one of its tensors, or in one row of it."""
+    """Put NaN in a tensor or a row of it."""
     shutil.copytree(model, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors[name][slice(None) if row is None else row] = NAN
@@ -174,7 +172,7 @@ def damaged(model: Path, folder: Path, name: str, row: int | None = None) -> Pat
 
 
 def test_whoever_loads_such_a_model_refuses_it(tiny_model: Path, tmp_path: Path) -> None:
-    """Workers, `doctor`, benchmarks and trainings all load it here."""
+    """Workers, `doctor`, benchmarks and trainings load it here."""
     files = locate_model(str(damaged(tiny_model, tmp_path / "damaged", "model.norm.weight")))
     with pytest.raises(ModelError, match=r"damaged: its logits are not finite, whichever token they follow; [^\n]*$"):
         TargetModel.load(files, "bfloat16", "cpu")

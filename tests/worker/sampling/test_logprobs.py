@@ -1,4 +1,4 @@
-"""The same log-probabilities to the bit: engines, batches and resumes against plain decoding; and transformers' own."""
+"""Log-probabilities are equal in engines, batches and resumes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def params_of(**changes: Any) -> SamplingParams:
 def decode(
     target: TargetModel, engine_name: str, sequences: list[Sequence], mode: LogprobsMode = PROCESSED
 ) -> list[Outcome]:
-    """Run sequences to their ends in one batch."""
     engine = Engine(target, create_drafter(engine_name, target, free_rows), logprobs_mode=mode)
     for sequence in sequences:
         engine.start(sequence)
@@ -61,7 +60,6 @@ def outcome(sequence: Sequence) -> Outcome:
 
 
 def digest(found: Outcome) -> str:
-    """SHA-256 of tokens and log-probabilities."""
     tokens, kept = found
     arrays = (np.array(tokens, np.uint32), kept.logprobs, kept.top_ids, kept.top_logprobs)
     assert {len(array) for array in arrays} == {len(tokens)}
@@ -69,8 +67,6 @@ def digest(found: Outcome) -> str:
 
 
 class Plain:
-    """Plain decoding of each prompt alone, undisturbed."""
-
     def __init__(self, target: TargetModel, codec: TextCodec) -> None:
         self.target, self._codec = target, codec
         self._outcomes: dict[LogprobsMode, list[Outcome]] = {}
@@ -88,7 +84,6 @@ class Plain:
         return self._outcomes[mode]
 
     def interrupted(self, mode: LogprobsMode, nums_tokens: tuple[int, ...]) -> list[Sequence]:
-        """Fresh sequences that recovered so many tokens each."""
         sequences = self.sequences()
         for sequence, (tokens, kept), num_tokens in zip(sequences, self.outcomes(mode), nums_tokens, strict=True):
             sequence.extend(tokens[:num_tokens])
@@ -175,7 +170,7 @@ def their_model(embedded_files: ModelFiles) -> Any:
 
 
 def their_law(logits: torch.Tensor, tokens: list[int], mode: LogprobsMode) -> torch.Tensor:
-    """Log-probabilities `[vocab]` behind some output tokens, written down from the definition."""
+    """Return log-probabilities `[vocab]` by definition."""
     if mode == RAW:
         return torch.log_softmax(logits, dim=-1)
     scores = logits.clone()

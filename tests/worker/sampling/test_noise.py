@@ -1,4 +1,4 @@
-"""The coupled noise is Philox4x32-10, standard Gumbel, and depends on (seed, prompt, position, token) alone."""
+"""The noise is Philox4x32-10, standard Gumbel, by (seed, prompt, position, token)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_keys_and_positions_give_unrelated_noise() -> None:
 
 
 def test_keys_are_those_of_earlier_versions() -> None:
-    """Jobs that are resumed therefore go on with the same noise."""
+    """So resumed jobs continue with the same noise."""
     prompt = np.array([5, 700_000, 2])
     found = [noise_key(seed, prompt, num_rewinds) for seed, num_rewinds in ((42, 0), (-1, 0), (2**64 - 1, 0), (42, 1))]
     assert found == [
@@ -83,7 +83,7 @@ def test_a_key_follows_from_seed_prompt_and_rewinds_and_from_nothing_else() -> N
 
 
 def test_prompts_that_share_a_seed_draw_independently() -> None:
-    """First tokens from a flat law: as many pairs agree, and each pair of tokens is as frequent, as by chance."""
+    """First tokens of a flat law: agreements and pairs are as frequent as by chance."""
     vocab, num_prompts = 8, 3000
     noises = [GumbelNoise(noise_key(42, np.array([9, n, n // 7])), vocab) for n in range(num_prompts)]
     draws = np.array([[noise.row(position).argmax() for position in (3, 4)] for noise in noises])

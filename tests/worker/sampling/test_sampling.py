@@ -1,5 +1,3 @@
-"""Processors agree with those of transformers; greedy and windows behave as documented."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

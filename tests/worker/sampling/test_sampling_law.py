@@ -1,4 +1,4 @@
-"""The drawn tokens follow the model's law, whatever is drafted; rules of published code do not, and are caught."""
+"""Drawn tokens follow the model's law with any drafts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ pytestmark = pytest.mark.long
 
 
 def paper_tree() -> DraftTree:
-    """TokenSwift's tree 1,3,3,3 with the k = 20 most frequent 4-grams of a text of the little model merged in."""
+    """TokenSwift's tree 1,3,3,3 has the 20 most frequent 4-grams of a text merged in."""
     law = torch.softmax(TABLE, dim=-1)
     levels = []
-    for depth in range(4):  # what heads know that see no parent: the law so many tokens ahead
+    for depth in range(4):  # heads without parents know the law so many tokens ahead
         ahead = torch.linalg.matrix_power(law, depth + 1)[PROMPT[-1]].log().tolist()
         levels.append(sorted(((logprob, token) for token, logprob in enumerate(ahead)), reverse=True))
     generator = torch.Generator().manual_seed(1)
@@ -90,7 +90,7 @@ SETTINGS = {
     "structured": (STRUCTURED, TREE),
     "thinking": (THINKING, TREE),
 }
-# have the rules of "filtered", "adjusted" and "thinking"; each seed's tokens are plain decoding's behind all trees
+# with the rules of "filtered", "adjusted" and "thinking"; each seed's tokens are plain decoding's after all trees
 OF_OTHERS = ("plain", "penalised", "tokenswift", "by counts", "structured")
 
 
@@ -127,9 +127,9 @@ def test_a_drafter_that_knows_the_noise_cannot_bias_the_law() -> None:
 
 
 def longest_of_independent_leaves(sequence: Sequence, tree: DraftTree) -> list[int]:
-    """TokenSwift's published verification: every leaf's path is checked against draws of its own, the longest wins.
+    """TokenSwift's published rule: each leaf's path against its own draws, the longest wins.
 
-    The penalty knows the tokens before the step only.
+    The penalty only knows tokens before the step.
     """
     generator = torch.Generator().manual_seed(int(sequence.sampling.seed or 0))
     seen = torch.zeros(VOCAB, dtype=torch.bool)
@@ -157,7 +157,7 @@ def test_the_gate_catches_an_independent_sample_per_leaf_with_the_longest_match_
 
 
 def leaf_paths(tree: DraftTree) -> list[list[int]]:
-    """The nodes from the root's child to each leaf."""
+    """Return the nodes to each leaf."""
     paths: list[list[int]] = []
     for leaf in sorted(set(range(len(tree))) - set(tree.parents)):
         path = [leaf]

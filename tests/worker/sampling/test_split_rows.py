@@ -1,4 +1,4 @@
-"""Rows of several sequences are given out one sequence's after the other's, or together, without a copy."""
+"""Rows of several sequences are returned separately or together, without copies."""
 
 from __future__ import annotations
 

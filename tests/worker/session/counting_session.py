@@ -1,9 +1,8 @@
-"""A session without a model: it counts upwards, through the real run folder and the real token log.
+"""A session that counts instead of decoding, with the real run folder and token log.
 
-What a job does is in its `custom_id`: `fails-*` always fails, `refused-*` is refused, `kills-*` ends its worker's
-process at token 30, `unlogged-*` writes its token log only when its worker drains or releases it, `storeless-*` finds
-the store broken at token 30, `stuck-*` never ends a slice after token 30, `dies-*` ends its worker's process when it
-should be released.
+The `custom_id` decides: `fails-*` always fails, `refused-*` is refused, `kills-*` ends its worker at token 30,
+`unlogged-*` only logs at a drain or release, `storeless-*` finds the store broken at token 30, `stuck-*` never ends a
+slice after token 30, `dies-*` ends its worker at a release.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class CountingJob:
 
 
 class CountingSession:
-    """Generates token `seed + position` at each position, ten a slice."""
+    """Generates token `seed + position`, ten a slice."""
 
     metrics_address = None
     numerics = "counting"
@@ -183,21 +182,19 @@ class CountingSession:
 
 
 class BrokenSession(CountingSession):
-    """Can't start."""
-
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_host: str | None = None) -> None:
         raise MemoryError("no room for the model")
 
 
 class RefusingSession(CountingSession):
-    """Finds what no other try would change."""
+    """Finds an error that no retry would change."""
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_host: str | None = None) -> None:
         raise ModelError("model counting: it can't count")
 
 
 class OtherModelSession(CountingSession):
-    """A session of which only the first worker finds the model that the run was made with."""
+    """Only its first worker finds the run's model."""
 
     def __init__(self, config: EngineConfig, run_uri: str, worker_id: str, metrics_host: str | None = None) -> None:
         if worker_id != "w1":

@@ -1,4 +1,4 @@
-"""A tiny model of a kind, such as one whose layers have states, in a folder of its own, for tests of sessions."""
+"""A tiny model of a kind, for tests of sessions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from tests.worker.model.kind_parts import save_tiny, tiny_config
 
 
 def save_recurrent_model(folder: Path, kind: str = "qwen3_5_text", **changes: Any) -> Path:
-    """Write a random model, with heads that the kernels take, and a tokenizer of 300 entries.
-
-    `changes` are other values of its config.
-    """
+    """Fit the kernels; `changes` are the config's."""
     tokenizer = train_tokenizer(["the quick brown fox jumps over the lazy dog. " * 20], 300)
     config = tiny_config(kind, has_wide_heads=True)
     config.vocab_size, config.eos_token_id = len(tokenizer), tokenizer.eos_token_id

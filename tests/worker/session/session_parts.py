@@ -1,4 +1,4 @@
-"""A worker's session on the tiny model, its jobs, and their undisturbed output, for tests of sessions."""
+"""A worker's session on the tiny model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _newest: dict[tuple[str, str], int] = {}  # attempts by run and job
 def record(
     custom_id: str, num_tokens: int = NUM_TOKENS, drawn: Mapping[str, Any] = MappingProxyType({}), **changes: object
 ) -> JobRecord:
-    """`drawn`: more sampling fields; `changes`: other fields of the job."""
+    """`drawn` adds sampling fields, `changes` other fields of the job."""
     base = {"max_tokens": num_tokens, "seed": 3, "ignore_eos": True, "repetition_penalty": 1.1}
     sampling = SamplingParams.model_validate(base | dict(drawn))
     fields: dict[str, object] = {"url": "/v1/completions", "prompt": f"the quick brown {custom_id}", **changes}
@@ -42,30 +42,29 @@ def record(
 
 
 def make_run(folder: Path) -> Run:
-    """A run whose model the first `session` says."""
+    """Make a run whose first `session` sets the model."""
     return Run.create_or_open(str(folder), MANIFEST)
 
 
 def made_with(run: Run, model: Path) -> Run:
-    """The run, made with the model in a folder as that is now, where no model was said yet."""
+    """Set the run's model, if it has none."""
     known = Run.open(run.store.uri).manifest
     if known.model_fingerprint == MANIFEST.model_fingerprint:
         kept = with_model(known, locate_model(str(model)))
         manifest = kept.model_copy(update={"exactness": known.exactness})
         run.store.write("run.json", manifest.model_dump_json().encode())
-        vars(run).update(vars(Run(run.store, manifest)))  # a test has it already
+        vars(run).update(vars(Run(run.store, manifest)))  # a test already holds it
     return run
 
 
 def session(run: Run, model: Path, metrics_host: str | None = None, **changes: Any) -> WorkerSession:
-    """A worker that checkpoints often. float32: layers this small are not row-exact in bf16."""
     fields = {"dtype": "float32", "engine": "token-recycling", "checkpoint_seconds": 0.01, "checkpoint_tokens": 32}
     config = EngineConfig(model=str(model), num_threads=1, **fields | changes)
     return WorkerWithPrompts(config, made_with(run, model).store.uri, "w0", metrics_host)
 
 
 class WorkerWithPrompts(WorkerSession):
-    """A worker whose jobs get their prompts' tokens here, as a submit would have stored them."""
+    """Tokenizes its jobs' prompts here."""
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         kept = {name: tuple(map(self._with_prompt, getattr(orders, name))) for name in ("assignments", "reserve")}
@@ -80,12 +79,12 @@ class WorkerWithPrompts(WorkerSession):
         return replace(assignment, body=record.body)
 
 
-# plain decoding that writes no checkpoint on its way: of a text that nothing disturbs
+# plain decoding without checkpoints, for undisturbed texts
 PLAINLY: dict[str, Any] = {"engine": "autoregressive", "checkpoint_seconds": 600.0, "checkpoint_tokens": 100_000}
 
 
 def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignment:
-    """The next attempt at a job, numbered 1, 2, ...; those before count as lost."""
+    """Return the next attempt; earlier ones count as lost."""
     put_logs_in_place(run)
     place = (run.store.uri, job.job_id)
     found = CheckpointStore.of(run).attempts(job.job_id)
@@ -94,7 +93,7 @@ def claimed(run: Run, job: JobRecord, num_reported_tokens: int = 0) -> Assignmen
 
 
 def to_the_end(worker: WorkerSession, *assignments: Assignment) -> WorkReport:
-    """Work until nothing runs; returns the sum of what ended."""
+    """Return the sum of what ended."""
     report = worker.work(Orders(assignments), 0.05)
     outcomes = report.outcomes
     while report.of("running"):
@@ -104,17 +103,17 @@ def to_the_end(worker: WorkerSession, *assignments: Assignment) -> WorkReport:
 
 
 def until(worker: WorkerSession, job: JobRecord, num_tokens: int, *assignments: Assignment) -> int:
-    """Work until a job has that many tokens; returns how many it has."""
+    """Return the job's number of tokens."""
     report = worker.work(Orders(assignments), 0.0)
     while True:
         [progress] = [each for each in report.of("running") if each.job_id == job.job_id]
         if progress.num_generated_tokens >= num_tokens:
             return progress.num_generated_tokens
-        report = worker.work(Orders(), 1e-5)  # one step: a fast machine does many in a millisecond
+        report = worker.work(Orders(), 1e-5)  # one step, because a fast machine does many in a millisecond
 
 
 def preempted(run: Run, model: Path, job: JobRecord, num_tokens: int, **changes: Any) -> int:
-    """Have a worker of its own run a job until it has that many tokens and hand it back; returns how many it has."""
+    """Run a job in its own worker to that many tokens; return its number."""
     worker = session(run, model, **changes)
     num_generated_tokens = until(worker, job, num_tokens, claimed(run, job))
     worker.drain(30.0)
@@ -122,12 +121,12 @@ def preempted(run: Run, model: Path, job: JobRecord, num_tokens: int, **changes:
 
 
 def have_caches_loaded(patch: pytest.MonkeyPatch, is_worth_it: bool = True) -> None:
-    """Have jobs resume by loading, or by replay. The measured costs do not tell: a tiny model replays as fast."""
+    """Force resumes by loading or by replay."""
     patch.setattr(StepCosts, "replay_seconds", lambda *_: math.inf if is_worth_it else 0.0)
 
 
 def run_at(moment: Path, folder: Path) -> Run:
-    """A run in a new folder, with the checkpoints that another one had at a moment."""
+    """Make a run with another's checkpoints at a moment."""
     run = make_run(folder)
     shutil.copytree(moment, folder / "checkpoints", dirs_exist_ok=True)
     return run
@@ -144,18 +143,16 @@ def digest(run: Run, job: JobRecord) -> str:
 
 
 def undisturbed_digest(folder: Path, model: Path, job: JobRecord, **changes: Any) -> str:
-    """The digest of a job's tokens by plain decoding, in a run of its own that nothing disturbs."""
     return str(undisturbed_body(folder, model, job, **changes)["choices"][0]["token_ids_sha256"])
 
 
 def undisturbed_body(folder: Path, model: Path, job: JobRecord, **changes: Any) -> dict[str, Any]:
-    """The result of a job by plain decoding, in a run of its own that nothing disturbs."""
     run = make_run(folder)
     to_the_end(session(run, model, **PLAINLY | changes), claimed(run, job))
     return body(run, job)
 
 
-LOOPS_OF_80 = {  # tokens; in front of the first loop's end a text has a boundary of its cache
+LOOPS_OF_80 = {  # tokens; before the first loop's end a text has a cache boundary
     "repetition_penalty": 1.0,
     "logit_bias": {"17": 32},
     "seed": 3,

@@ -1,4 +1,4 @@
-"""Jobs of a model whose characters are spelled byte by byte: text, stop strings and log-probabilities agree."""
+"""Characters spelled byte by byte are whole in text, stop strings and log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ FORCED = {str(token_id): 50.0 for token_id in [*LLAMA.spelled("\u4f60"), *LLAMA.
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with a tokenizer as Llama 2's."""
+    """The tiny model with a tokenizer like Llama 2's."""
     folder = Path(shutil.copytree(tiny_model, tmp_path_factory.mktemp("bytes") / "model"))
     LLAMA.tokenizer.save_pretrained(folder)
     return folder
 
 
 def job(**drawn: Any) -> JobRecord:
-    """Nothing but the bytes of a few characters, in any order."""
+    """Use characters' bytes in any order."""
     return record("fox", NUM_TOKENS, {"logit_bias": FORCED, "logprobs": 0} | drawn, prompt="the END re")
 
 
 def done(folder: Path, model: Path, of: JobRecord) -> tuple[dict[str, Any], int]:
-    """The choice of a job, and how many tokens it has."""
     run = make_run(folder)
     to_the_end(session(run, model), claimed(run, of))
     found = body(run, of)
@@ -42,7 +41,7 @@ def done(folder: Path, model: Path, of: JobRecord) -> tuple[dict[str, Any], int]
 
 
 def bytes_of(choice: dict[str, Any]) -> list[bytes]:
-    """Get the texts of all tokens, as a completion's log-probabilities write them."""
+    """Return tokens' texts as a completion's log-probabilities write them."""
     tokens = choice["logprobs"]["tokens"]
     return [
         bytes.fromhex(each.removeprefix("bytes:").replace("\\x", "")) if each.startswith("bytes:") else each.encode()
@@ -77,7 +76,7 @@ def test_a_stop_string_ends_a_job_with_its_last_byte_also_behind_a_kill(tmp_path
 
 
 def test_a_thought_is_cut_from_the_text_of_all(tmp_path: Path, model: Path) -> None:
-    """The marker's neighbours may be characters that are not whole, or spaces."""
+    """The marker's neighbours may be incomplete characters or spaces."""
     markers = ("<s>", "</s>")
     codec = TextCodec(locate_model(str(model)), markers)
     assert codec.markers is not None
@@ -101,4 +100,4 @@ def test_a_thought_is_cut_from_the_text_of_all(tmp_path: Path, model: Path) -> N
     assert message["content"] + message["reasoning_content"] != ""
     assert len(message["content"]) + len(message["reasoning_content"]) == len(text)
     before = b"".join(data[: names.index("<s>")]).removeprefix(b" ").decode(errors="replace")
-    assert message["content"].startswith(before[:-1])  # the last may be a part of a character that goes on behind it
+    assert message["content"].startswith(before[:-1])  # the last may be a part of a longer character

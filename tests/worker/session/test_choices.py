@@ -1,4 +1,4 @@
-"""Choices on a worker: the first has the tokens of the line alone, each is resumed by itself, all are one line."""
+"""Choices on a worker form one line; the first equals a single one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def records_of(num_choices: int) -> list[JobRecord]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[str]:
-    """The digests of the choices, each run alone by a plain engine, the first as the line's only one."""
+    """The digests by plain decoding, the first as the only choice."""
     run = make_run(tmp_path_factory.mktemp("undisturbed") / "run")
     jobs = [*records_of(1), *records_of(NUM_CHOICES)[1:]]
     run.add_jobs(jobs)
@@ -46,7 +46,7 @@ def test_choices_beside_each_other_are_lost_and_resumed_one_by_one_and_each_has_
     run.add_jobs(jobs)
     first = session(run, tiny_model)
     until(first, jobs[1], 20, *(claimed(run, job) for job in jobs))
-    del first  # without a word, as by a kill
+    del first  # as by a kill
     second = session(run, tiny_model)
     for job in reversed(jobs):
         assert lines(run) == []

@@ -1,4 +1,4 @@
-"""A thought in which the text would end is closed, and the answer follows: the same one whatever happens meanwhile."""
+"""A thought that would end the text is closed, and the answer follows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_TOKENS = 90
 
 
 def asking(model: Path, thinking_end: str | None, **drawn: Any) -> JobRecord:
-    """A chat whose thought ends soon by an end-of-sequence token."""
+    """Make a chat whose thought soon ends by an end token."""
     [eos] = eos_token_ids_of(locate_model(str(model)))
     said = {"thinking_token_budget": None, "ignore_eos": False, "logit_bias": {str(eos): 2.0}, "seed": 1}
     return chat("fox", NUM_TOKENS, **said | {"thinking_end": thinking_end} | drawn)
@@ -33,7 +33,6 @@ def message_of(found: dict[str, Any]) -> dict[str, str]:
 
 @pytest.fixture
 def thought(tmp_path: Path, model: Path) -> dict[str, Any]:
-    """Run the job, whose text would end within the thought, and return its result."""
     found = done(make_run(tmp_path / "stop"), model, asking(model, "stop"), engine="autoregressive")
     assert (found["choices"][0]["finish_reason"], message_of(found)["content"]) == ("stop", "")
     return found
@@ -103,7 +102,7 @@ def test_a_thought_that_had_no_room_for_its_end_is_closed_when_its_job_is_extend
     short, wide = (asking(model, "close", max_tokens=most, **drawn) for most in (num_thought + 2, longest))
     run.add_jobs([short])
     assert done(run, model, short, engine="suffix")["choices"][0]["finish_reason"] == reason
-    for most in (num_thought + 3, longest):  # the first of them has no room either
+    for most in (num_thought + 3, longest):  # the first of them also lacks room
         [longer] = extend(run, model, most).records
         to_the_end(session(run, model, engine="suffix", thinking_markers=MARKERS), claimed(run, longer))
     done(single, model, wide, engine="autoregressive")

@@ -1,4 +1,4 @@
-"""Corruption sweep: whatever happens to a checkpoint's files, a resume is right, and a log line names the file."""
+"""A resume is right after any damage, and a log line names the file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> s
 
 @pytest.fixture(scope="module")
 def damaged_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """The folder of a run whose job was preempted twice, with the checkpoints of both attempts."""
     folder = tmp_path_factory.mktemp("preempted") / "run"
     run = make_run(folder)
     for num_tokens in (60, 120):
@@ -55,14 +54,14 @@ def files(damaged_run: Path) -> list[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _loading_is_worth_it() -> Iterator[None]:
-    """A job that replays its tokens reads no segments, and names none."""
+    """A replaying job reads and names no segments."""
     with pytest.MonkeyPatch.context() as patch:
         have_caches_loaded(patch)
         yield
 
 
 def damage(path: Path, kind: str, place: float) -> None:
-    """Flip one bit, cut the end off, or delete; `place` in [0, 1) says where."""
+    """Flip a bit, truncate, or delete; `place` in [0, 1) says where."""
     data = path.read_bytes()
     position = int(place * len(data))
     if kind == "deleted":
@@ -79,7 +78,7 @@ def resumed_digest(folder: Path, tiny_model: Path) -> str:
     return digest(run, JOB)
 
 
-@pytest.mark.parametrize(  # a checkpoint's own tests truncate and delete as well
+@pytest.mark.parametrize(  # the checkpoints' own tests also truncate and delete
     "kind", ["flipped", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("truncated", "deleted"))]
 )
 @settings(max_examples=2)
@@ -101,5 +100,5 @@ def test_each_damaged_file_in_turn_costs_no_token_and_is_named(
         damage(folder / "checkpoints" / JOB.job_id / name, kind, place)
         caplog.clear()
         assert resumed_digest(folder, tiny_model) == undisturbed, name
-        is_missed = kind != "deleted" or not name.endswith("timeline.json")  # one that drew no token has none
+        is_missed = kind != "deleted" or not name.endswith("timeline.json")  # an attempt without tokens has none
         assert (name in caplog.text) == is_missed, name

@@ -1,4 +1,4 @@
-"""Distinct-n against a set of tuples, at the edges, at length, and in a job's result."""
+"""Distinct-n equals a set of tuples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_no_text_and_texts_too_short_count_as_zero() -> None:
 
 
 def test_ngrams_of_any_vocabulary_stay_apart() -> None:
-    """Keys that a plain product of token ids would let collide or overflow."""
+    """A plain product of token ids would collide or overflow."""
     rng = random.Random(1)
     tokens = [rng.choice([0, 1, 2**31 - 2, 2**31 - 1]) for _ in range(3000)]
     assert list(distinct_shares(np.array(tokens, dtype=np.int64), 8))[-1] == brute_force(tokens, 8)

@@ -1,5 +1,3 @@
-"""Runs whose keys and values are kept in 8 bits: the same tokens by every engine, and after every resume."""
-
 from __future__ import annotations
 
 from pathlib import Path

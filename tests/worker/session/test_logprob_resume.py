@@ -1,4 +1,4 @@
-"""A job that asks for log-probabilities has the same ones after a kill at any moment, whatever was written or torn."""
+"""Log-probabilities are equal after a kill at any moment."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = ["moments"]
 JOB = record("fox", 60, drawn=REWINDING | {"seed": 1, "logprobs": 2})
 PLAIN_JOB = record("fox", 60, drawn=REWINDING | {"seed": 1})
 MODE = "processed_logprobs"
-NUM_TOKENS = 38  # then it has ended in a loop for the fourth time
+NUM_TOKENS = 38  # by then it has ended in its fourth loop
 
 
 def choice(run: Run) -> dict[str, Any]:
-    """Text, tokens and log-probabilities of the job's result."""
+    """Return text, tokens and log-probabilities of the result."""
     return dict(body(run, JOB)["choices"][0])
 
 
@@ -93,7 +93,6 @@ def logprob_files(run: Run) -> list[str]:
 
 @pytest.fixture(scope="module")
 def preempted_twice(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """The folder of a run whose job was preempted twice, with the checkpoints of both attempts."""
     run = make_run(tmp_path_factory.mktemp("preempted") / "run")
     for num_tokens in (12, 24):
         preempted(run, tiny_model, JOB, num_tokens, logprobs_mode=MODE)

@@ -1,4 +1,4 @@
-"""A job at position 60,000: both kinds of resume, against the worker that was never disturbed."""
+"""A job at position 60,000: both kinds of resume against an undisturbed worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.worker.session.session_parts import (
 
 NUM_TOKENS = 60_000
 NUM_MORE = 2000
-KEPT = {"kv": [], "replay": ["*.arrow", "manifest.json"]}  # what each kind of resume has to do without
+KEPT = {"kv": [], "replay": ["*.arrow", "manifest.json"]}  # what each kind of resume lacks
 
 
 def worker_at(folder: Path) -> WorkerWithPrompts:
@@ -36,7 +36,7 @@ def test_a_job_at_position_60_000_is_resumed_with_the_same_tokens_and_most_of_it
     run, job = make_run(tmp_path / "run"), record("fox", NUM_TOKENS + NUM_MORE)
     worker = worker_at(tmp_path / "run")
     until(worker, job, NUM_TOKENS, claimed(run, job))
-    time.sleep(5)  # what is written behind is there now, as it would be a moment before a kill
+    time.sleep(5)  # background writes finish, as a moment before a kill
     for kind, missing in KEPT.items():
         shutil.copytree(tmp_path / "run", tmp_path / kind, ignore=shutil.ignore_patterns(*missing))
     to_the_end(worker)

@@ -1,4 +1,4 @@
-"""More jobs than a worker's memory holds: the youngest leave, come back, and give the tokens of plain decoding."""
+"""More jobs than memory: the youngest leave and return."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from tests.worker.session.session_parts import claimed, digest, make_run, record
 pytestmark = pytest.mark.long
 
 NUM_JOBS, NUM_FITTING, NUM_GIVEN = 24, 6, 10
-SHORTEST, LONGEST = 14, 18  # tokens: more jobs than fit outgrow the memory before one of them ends
+SHORTEST, LONGEST = 14, 18  # tokens; more jobs than fit exceed the memory before one ends
 JOBS = [record(f"job {number}", SHORTEST + number % (LONGEST - SHORTEST + 1)) for number in range(NUM_JOBS)]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, str]:
-    """The digests of all jobs by plain decoding, one after the other."""
     run = make_run(tmp_path_factory.mktemp("alone"))
     worker = session(run, tiny_model, engine="autoregressive")
     for job in JOBS:
@@ -35,7 +34,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[st
 
 
 class Overcommitted:
-    """Gives a worker more jobs than fit, and takes some back at random."""
+    """Gives a worker too many jobs, and recalls some at random."""
 
     def __init__(self, run: Run, worker: WorkerSession, num_pages: int) -> None:
         self._run, self._worker, self._num_pages = run, worker, num_pages

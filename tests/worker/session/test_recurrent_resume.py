@@ -1,4 +1,4 @@
-"""Jobs of a model whose layers have states: resumes by state and by replay, rewinds, shared prompts, extended jobs."""
+"""Jobs with layer states: resumes, rewinds, shared prompts, extensions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def _loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def handed_back(folder: Path, model: Path) -> Run:
-    """A run whose job was preempted."""
     run = make_run(folder)
     preempted(run, model, JOB, 30, checkpoint="state")
     return run
@@ -159,7 +158,7 @@ def in_turn(worker: WorkerSession, run: Any, jobs: list[JobRecord], num_shared: 
 
 
 def test_jobs_copy_the_states_of_a_shared_prompt_that_ends_anywhere(tmp_path: Path, model: Path) -> None:
-    """Two jobs come at once: one reads and the other copies; later ones copy what was kept."""
+    """One of two jobs reads, the other copies; later ones copy the kept prompt."""
     prompts = [BOOK + ending for ending in ("", "a fox", "the dog", "quick")]
     jobs = [record(f"j{number}", 4, prompt=prompt) for number, prompt in enumerate(prompts)]
     run = make_run(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""A worker begins jobs of its reserve by itself: in the step in which another has left, where there is room."""
+"""A worker begins reserved jobs in the step in which another leaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def assignment(name: str, num_tokens: int = 10) -> Assignment:
 
 
 def running(num_tokens: int, num_expected: int) -> Any:
-    """A job with so many tokens of an expected number."""
     sequence = SimpleNamespace(num_prompt_tokens=5, num_generated_tokens=num_tokens)
     return SimpleNamespace(
         sequence=sequence, assignment=SimpleNamespace(num_expected_tokens=num_expected, num_shared_tokens=0)

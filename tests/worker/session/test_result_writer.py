@@ -1,4 +1,4 @@
-"""The results of a worker: when they are written, and that nothing of a job goes before."""
+"""When a worker's results are written, and what must stay until then."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_results_are_written_once_they_are_old_long_many_or_large(
         results.add(result(job_id), clears=True)
     results.seal_due()
     results.add(result("c"), clears=True)
-    monkeypatch.setattr(Sealing, "seal", lambda _: None)  # what is under way alone
+    monkeypatch.setattr(Sealing, "seal", lambda _: None)  # only what is under way
     assert [progress.job_id for progress in results.flush()] == ["a", "b"]
 
 

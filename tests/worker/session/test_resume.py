@@ -1,4 +1,4 @@
-"""Resume: from loaded caches or from replayed tokens, whichever is sooner there, and always with the same tokens."""
+"""Resume by loading or replay, whichever is faster, with the same tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> s
 
 @pytest.fixture(scope="module")
 def wholes(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, dict[str, Any]]:
-    """Results of jobs with these sampling fields, by plain decoding that nothing disturbs."""
     fields = {"structured": STRUCTURED, "adjusted": ADJUSTED, "looping": LOOPING}
     return {
         name: undisturbed_body(tmp_path_factory.mktemp("whole"), tiny_model, record("fox", drawn=drawn))
@@ -107,7 +106,7 @@ def test_a_job_with_latent_vectors_in_its_cache_goes_on_with_the_same_tokens(
 def test_a_cache_that_was_computed_with_other_numerics_is_computed_again(
     run: Run, tiny_model: Path, undisturbed: str, is_alike: bool
 ) -> None:
-    """The cache's bits are others; where a model's heads are stored in another order, so is what they mean."""
+    """The cache's bits differ, or even their meaning if heads are stored in another order."""
     job, worker = record("fox"), session(run, tiny_model, checkpoint="state")
     numerics = worker.numerics if is_alike else "cpu, another machine"
     worker.numerics = numerics
@@ -195,7 +194,7 @@ def test_counts_masks_and_bias_are_the_same_in_another_worker(
 def test_a_loop_is_found_at_the_same_token_after_a_resume(
     run: Run, wholes: dict[str, dict[str, Any]], tiny_model: Path, engine: str, num_tokens: int
 ) -> None:
-    """All but the result is logged with `num_tokens` 1000."""
+    """Everything except the result is logged at `num_tokens` 1000."""
     job, whole = record("fox", drawn=LOOPING), wholes["looping"]
     length = whole["usage"]["completion_tokens"]
     assert (whole["choices"][0]["finish_reason"], 100 < length < NUM_TOKENS) == ("repetition", True)
@@ -236,7 +235,7 @@ def test_replay_is_taken_where_loading_would_take_longer(
     worker.drain(30.0)
     assert worker.engine.counters.num_resumes == {"replay": 1}
     kept = CheckpointStore.of(run).read_manifests(record("fox").job_id)[0].segments
-    assert set(kept) >= set(segments[:-1])  # nothing whole is written twice
+    assert set(kept) >= set(segments[:-1])  # no complete segment is written twice
     have_caches_loaded(monkeypatch)
     to_the_end(session(run, tiny_model), claimed(run, record("fox")))
     assert digest(run, record("fox")) == undisturbed
@@ -276,7 +275,7 @@ def test_segments_of_other_tokens_are_named_and_left_out(
     preempted(run, tiny_model, record("fox"), 100)
     job, checkpoints = record("fox"), CheckpointStore.of(run)
     token_ids = checkpoints.read_tokens(job.job_id)
-    token_ids[50] += 1  # as another machine might draw where two candidates tie
+    token_ids[50] += 1  # as another machine might draw at a tie
     checkpoints.write_tokens(job.job_id, 1, token_ids)
     worker = session(run, tiny_model)
     worker.work(Orders((claimed(run, job),)), 0.0)
@@ -294,7 +293,7 @@ def test_a_segment_of_another_prompt_is_not_said_to_be_of_other_hardware(
     first = checkpoints.read_segment(job.job_id, manifest.segments[0])
     assert first is not None
     token_ids = first.token_ids.copy()
-    token_ids[0] += 1  # as in a file of another job that names this one
+    token_ids[0] += 1  # as in another job's file with this one's name
     entry = checkpoints.write_segment(job.job_id, 1, replace(first, token_ids=token_ids))
     checkpoints.write_manifest(job.job_id, 1, StateManifest(segments=(entry,)))
     to_the_end(session(run, tiny_model), claimed(run, job))

@@ -1,4 +1,4 @@
-"""A job that takes loops back has the same tokens after a kill at any moment, whatever was written by then."""
+"""A job with rewinds has the same tokens after a kill at any moment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.worker.session.test_thinking import MARKERS
 pytestmark = pytest.mark.long
 
 ENGINES = ["autoregressive", "suffix", "token-recycling"]
-WITH_STATE_FIRST = [  # one that keeps something beside its tokens; the others have less to lose
+WITH_STATE_FIRST = [  # one with state besides its tokens; the others have less to lose
     *(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES[:2]),
     ENGINES[2],
 ]
@@ -67,7 +67,7 @@ def outcome(run: Run) -> dict[str, Any]:
 
 @pytest.fixture
 def moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Copies of all checkpoints as they were behind each file that was written since."""
+    """Copies of all checkpoints after each written file."""
     copies: list[Path] = []
     write = Store.write
 
@@ -82,7 +82,7 @@ def moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def wait_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a worker wait for its writer, so that there is a moment behind everything that it hands over."""
+    """Let a worker wait for its writer, so that each handover has its moment."""
     put_due, rewind = Checkpointing.put_due, Checkpointing.rewind
 
     def put_and_wait(self: Checkpointing, jobs: Collection[RunningJob]) -> None:
@@ -111,7 +111,7 @@ def test_a_kill_at_any_moment_costs_no_token_and_no_rewind(
     stride: int,
 ) -> None:
     run = make_run(tmp_path / "run")
-    if loads:  # else the writer is as late as it happens to be
+    if loads:  # otherwise the writer's delay is random
         wait_for_files(monkeypatch)
     often = OFTEN | {"checkpoint_tokens": 1 if stride == 1 else 3}
     to_the_end(session(run, tiny_model, engine=engine, **often), claimed(run, JOB))
@@ -196,7 +196,7 @@ def test_nothing_of_a_state_behind_a_lost_rewind_is_used(
     moments: list[Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The log is gone: segments alone do not say which noise comes next."""
+    """The log is gone, and segments alone do not tell the next noise."""
     wait_for_files(monkeypatch)
     run = make_run(tmp_path / "run")
     to_the_end(session(run, tiny_model, **OFTEN | {"checkpoint_tokens": 3}), claimed(run, JOB))

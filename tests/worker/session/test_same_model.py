@@ -1,4 +1,4 @@
-"""A worker computes with the model that its run was made with, byte by byte, or with none."""
+"""A worker uses exactly its run's model, or none."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_small_files_that_change_while_the_model_is_loaded_are_refused(
 
 
 def test_what_is_written_into_a_loaded_file_changes_no_token(run: Run, model: Path) -> None:
-    """The file is written in place, as `cp` does it; a mapped file would change under the running model."""
+    """`cp` writes in place, which would change a mapped file."""
     job, again = record("fox"), record("dog")
     worker = session(run, model)
     to_the_end(worker, claimed(run, job), claimed(run, again))
@@ -147,7 +147,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_refused(
 ) -> None:
     files = same_model.locate_model(str(model))
     layout = weight_files.stored_layout(str(model), model)
-    monkeypatch.setattr(weight_files, "stored_layout", lambda *_: layout)  # that a whole file had a moment ago
+    monkeypatch.setattr(weight_files, "stored_layout", lambda *_: layout)  # a complete file had it a moment ago
     data = (model / WEIGHTS).read_bytes()
     (model / WEIGHTS).write_bytes(data[:cut])
     with pytest.raises(ModelError, match="can't be read as safetensors"):

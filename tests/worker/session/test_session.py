@@ -1,5 +1,3 @@
-"""A worker's session: results in the run folder, checkpoints on the way, one job's fault for that job alone."""
-
 from __future__ import annotations
 
 import contextlib
@@ -53,7 +51,6 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def undisturbed(tmp_path: Path, tiny_model: Path) -> str:
-    """The digest of job fox, decoded plainly in one go."""
     return undisturbed_digest(tmp_path / "undisturbed", tiny_model, record("fox"))
 
 
@@ -87,7 +84,7 @@ def test_a_job_of_an_older_version_whose_structure_is_refused_now_fails_at_once_
     run: Run, tiny_model: Path
 ) -> None:
     dear = record("dog", drawn={"structured_outputs": {"regex": "(.{1,100}){100}"}, "ignore_eos": False})
-    no_budget = record("cat", drawn={"thinking_token_budget": 5})  # and no markers of thinking
+    no_budget = record("cat", drawn={"thinking_token_budget": 5})  # without thinking markers
     good = record("fox")
     report = to_the_end(session(run, tiny_model), *(claimed(run, job) for job in (dear, no_budget, good)))
     assert [outcome.job_id for outcome in report.of("finished")] == [good.job_id]
@@ -186,8 +183,8 @@ def test_a_store_that_fails_for_good_blames_no_job(tmp_path: Path, tiny_model: P
     until(worker, job, 50, claimed(run, job))
     in_the_way, checkpoints = tmp_path / "in the way", tmp_path / "run" / "checkpoints"
     in_the_way.touch()
-    for number in range(100):  # the writer may make the folder again in between
-        with contextlib.suppress(FileNotFoundError):  # it may not have made it yet
+    for number in range(100):  # the writer may recreate the folder in between
+        with contextlib.suppress(FileNotFoundError):  # it may not exist yet
             checkpoints.rename(tmp_path / f"elsewhere-{number}")
         with contextlib.suppress(IsADirectoryError):
             in_the_way.rename(checkpoints)
@@ -219,7 +216,7 @@ def test_jobs_that_end_before_a_checkpoint_is_due_cost_their_results_alone(
 
     monkeypatch.setattr(Store, "_try", asking)
     to_the_end(worker, *assignments)
-    # each could be extended, which is why its tokens are kept
+    # their tokens are kept because each could be extended
     assert sorted(asked) == [("write", "results"), *[("write", "tokens")] * 3]
 
 
@@ -240,7 +237,7 @@ def test_a_long_job_costs_a_write_an_interval_beside_its_states(
     worker._checkpointing._writer.flush(60.0)
     num_written = asked.count(("write", "workers"))
     assert set(asked) == {("write", "workers"), ("delete", "workers")}
-    assert 1 <= num_written <= 3 * 3  # every 32 tokens of whichever is first, for all three
+    assert 1 <= num_written <= 3 * 3  # every 32 tokens of the first one, for all three
 
 
 def test_states_come_the_more_seldom_the_older_a_job_is(
@@ -260,7 +257,7 @@ def test_states_come_the_more_seldom_the_older_a_job_is(
 def test_no_worker_makes_a_prompt_again(
     run: Run, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The template prints the time, and another one comes between: as a run that goes on the next day."""
+    """The template prints the time, which differs when a run continues the next day."""
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     (model / "chat_template.jinja").write_text("{{ messages[0].content }} {{ strftime_now('%d %B %Y') }}")
     said = {"url": "/v1/chat/completions", "prompt": None, "messages": (Message(role="user", content="fox"),)}

@@ -1,4 +1,4 @@
-"""Jobs of one prompt on a worker: it is read once, whoever comes when, and whatever is lost on the way."""
+"""Jobs of one prompt on a worker read it once, whatever is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def num_prompt_tokens(worker: WorkerSession, job: JobRecord) -> int:
 
 
 def assigned(run: Run, worker: WorkerSession, job: JobRecord) -> Assignment:
-    """Assign a job as a driver does that knows of others with the prompt."""
+    """Assign as a driver that knows of the shared prompt."""
     shared = num_prompt_tokens(worker, job) // 64 * 64
     return replace(claimed(run, job), num_shared_tokens=shared)
 
@@ -78,7 +78,6 @@ def test_jobs_with_ends_of_their_own_read_these_alone(run: Run, tiny_model: Path
 
 
 def alone(folder: Path, tiny_model: Path, jobs: Sequence[JobRecord]) -> list[str]:
-    """The digests of jobs each of which has a worker of its own."""
     run, found = make_run(folder), []
     for job in jobs:
         to_the_end(session(run, tiny_model, engine="autoregressive"), claimed(run, job))

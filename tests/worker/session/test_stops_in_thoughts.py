@@ -1,4 +1,4 @@
-"""Stop texts that a thought quotes end no job: they count in the answer, whoever draws it, and after every move."""
+"""Stop texts only count in the answer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def message_of(run: Run, job: JobRecord) -> dict[str, str]:
 
 
 def in_both(message: dict[str, str]) -> str:
-    """A character of the thought's end that the answer has too, not as its first one."""
+    """Return a character of the thought's end that the answer has later."""
     thought, answer = message["reasoning_content"][-20:], message["content"]
     return next(each for each in answer[5:] if each in thought and each != "\ufffd" and each not in answer[:5])
 
@@ -77,7 +77,7 @@ def test_a_stop_text_in_a_thought_ends_nothing_and_in_the_answer_ends_it(
 
 
 def moments(found: dict[str, Any], model: Path) -> list[int]:
-    """Numbers of tokens in the thought, within its marker, right behind it, and in the answer."""
+    """Return token numbers in the thought, in its marker, right after it, and in the answer."""
     num_thought = found["usage"]["completion_tokens_details"]["reasoning_tokens"]
     num_closed = num_thought + len(end_of(model)[0])
     places = (num_thought // 2, num_thought + 1, num_closed, num_closed + 2)
@@ -104,7 +104,7 @@ def test_a_special_token_among_the_stop_texts_ends_a_text(
     tokenizer.add_special_tokens({"additional_special_tokens": [SPECIAL]})
     written = json.loads(tokenizer.backend_tokenizer.to_str())
     [special] = [each for each in written["added_tokens"] if each["content"] == SPECIAL]
-    special["id"] = 9  # in place of a token that the model has
+    special["id"] = 9  # instead of a token of the model
     names = {number: name for name, number in written["model"]["vocab"].items()}
     written["model"]["vocab"][SPECIAL] = written["model"]["vocab"].pop(names[9])
     written["model"]["merges"] = []

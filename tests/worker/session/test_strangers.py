@@ -1,4 +1,4 @@
-"""A job never goes on from another one's checkpoints: of its run, or of one with another seed, model or dtype."""
+"""A job never continues from another run's or job's checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def of_another_model(job: JobRecord) -> JobRecord:
 
 
 LEADING = ("tokens.bin", "manifest.json")  # tokens themselves, and what leads to all other files
-# the job, and what its run's manifest says otherwise
+# the job, and its run's different manifest fields
 STRANGERS: Mapping[str, tuple[JobRecord, dict[str, Any]]] = {
     "another job of the run": (record("dog", NUM_TOKENS), {}),
     "another seed of the run": (record("fox", NUM_TOKENS, {"seed": 4}), {}),
@@ -74,7 +74,6 @@ def other_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> P
 
 
 def preempted_twice(folder: Path, model: Path, job: JobRecord, changes: dict[str, Any]) -> Path:
-    """The checkpoints of a job that was preempted twice, in a run of its own."""
     run = Run.create_or_open(str(folder), MANIFEST.model_copy(update=changes))
     for num_tokens in (60, 120):
         preempted(run, model, job, num_tokens, dtype=run.manifest.dtype)

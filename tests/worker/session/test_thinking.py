@@ -1,4 +1,4 @@
-"""Thoughts in results: apart from what a chat says, counted, and the same behind every kill."""
+"""Thoughts in results are separate, and equal after any kill."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_without_markers_a_chat_is_as_it_was(run: Run, model: Path) -> None:
 
 
 def test_a_marker_that_the_model_writes_opens_a_thought(run: Run, model: Path) -> None:
-    """The template has none, and what comes before it is what the chat says."""
+    """The text before it is the chat's."""
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     _, codec = end_of(model)
     assert codec.markers is not None

@@ -1,6 +1,6 @@
-"""Forty jobs in pages for six, of layers with windows and of others: who left, was killed or copied goes on exactly.
+"""Forty jobs in pages for six, with window layers.
 
-There is no model here: a token is drawn from a digest of the rows that its row may see, in each layer.
+Without a model: a token is a digest of its row's visible rows in each layer.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ NUM_JOBS, NUM_FITTING, LONGEST, PAGE, WINDOW, VOCAB = 40, 6, 320, 64, 40, 8
 SEGMENT = 32  # positions
 SHAPE = CacheShape(2, 1, 32, torch.float32, torch.device("cpu"), windows=(WINDOW, None))
 HELD = HeldPositions(WINDOW + BLOCK + NUM_ASKED + PAGE + SEGMENT, 0.0)
-SYSTEM = [number * 5 % VOCAB for number in range(90)]  # that half of the prompts begin with
+SYSTEM = [number * 5 % VOCAB for number in range(90)]  # half of the prompts begin with it
 DRAFTS = [1, 3, 4, 6]  # candidates of each step
 
 
 @dataclass
 class Text:
-    """A job, with the tokens that it has and the segments that were written of its cache."""
-
     number: int
     prompt: list[int]
     num_tokens: int
@@ -70,14 +68,13 @@ def texts() -> list[Text]:
 
 
 def write(cache: FullKVCache, position: int, token_ids: list[int]) -> None:
-    """Rows of a root and its children, or of known tokens, each of which tells its token."""
+    """Write rows of a root and children, or known tokens."""
     for layer in range(SHAPE.num_layers):
         rows = torch.tensor(token_ids)[None, :, None] * (layer + 2) + torch.arange(32)
         cache.write(layer, position, rows.float(), -rows.float())
 
 
 def read_to(cache: FullKVCache, token_ids: list[int]) -> None:
-    """Have rows of all these tokens."""
     while cache.length < len(token_ids):
         part = token_ids[cache.length : cache.length + 30]
         write(cache, cache.length, part)
@@ -85,7 +82,7 @@ def read_to(cache: FullKVCache, token_ids: list[int]) -> None:
 
 
 def step(text: Text, cache: FullKVCache) -> None:
-    """Draw a token, or two where one is among the children of the last."""
+    """Draw a token, or two if a child matches."""
     root = len(text.token_ids) - 1
     write(cache, root, [text.token_ids[-1], *DRAFTS])
     drawn = draw(text, cache, root)
@@ -117,7 +114,7 @@ def alone(text: Text) -> list[int]:
 
 
 class Worker:
-    """Texts in a pool: as many as are expected to fit begin, and the youngest leave where it was too many."""
+    """As many texts begin as should fit, and the youngest leave if they don't."""
 
     def __init__(self) -> None:
         num_pages = NUM_FITTING * pages_of(LONGEST, PAGE)
@@ -129,7 +126,7 @@ class Worker:
         self.num_left = self.num_killed = self.num_copied = 0
 
     def begin(self, text: Text) -> None:
-        """Go on where its segments end, or copy what another has of its prompt."""
+        """Resume from segments, or copy another's prompt."""
         cache = self.arena.new_cache(LONGEST)
         assignment = SimpleNamespace(seniority=text.number, num_shared_tokens=text.num_shared)
         others = [job.cache for job in self.running.values() if job.text.num_shared and text.num_shared]
@@ -179,7 +176,7 @@ class Worker:
 
 @pytest.fixture
 def _few_objects() -> Iterator[None]:
-    """Let the collector look at no object of the tests before this one: it is called at every step."""
+    """The collector runs at every step."""
     gc.collect()
     gc.freeze()
     yield

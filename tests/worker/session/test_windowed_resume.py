@@ -1,6 +1,6 @@
-"""Jobs of a model whose layers forget what lies behind their windows: resumes, rewinds, shared prompts, longer jobs.
+"""Jobs with forgetting window layers.
 
-What is forgotten is NaN here, and so would be all that is computed from it.
+Forgotten values are NaN here and would spread.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> str:
-    """The digest of the job where caches have forgotten nothing."""
+    """The job's digest if caches forget nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Window, "forget", lambda *_: None)
         return undisturbed_digest(tmp_path_factory.mktemp("undisturbed") / "run", model, JOB)
@@ -171,7 +171,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[str]:
 def test_jobs_copy_a_shared_prompt_that_the_first_has_long_passed(
     tmp_path: Path, model: Path, alone: list[str], checkpoint: str
 ) -> None:
-    """Two jobs come at once: one reads and the other copies; a later one copies what was kept."""
+    """One of two jobs reads, the other copies; a later one copies the kept prompt."""
     jobs, run = ALIKE, make_run(tmp_path / "run")
     worker = session(run, model, checkpoint=checkpoint)
     num_shared = len(worker._codec.prompt_of(jobs[0].job).token_ids) - 1
@@ -182,7 +182,7 @@ def test_jobs_copy_a_shared_prompt_that_the_first_has_long_passed(
 
 
 def test_segments_of_a_job_that_is_kept_have_all_positions(tmp_path: Path, model: Path) -> None:
-    """Any segment may be the last that a longer job can load."""
+    """An extended job may load any segment last."""
     for number, changes in enumerate(({"checkpoint": "state"}, {"checkpoint": "tokens"})):
         run = make_run(tmp_path / f"run-{number}")
         to_the_end(session(run, model, keep_state=True, checkpoint_tokens=64, **changes), claimed(run, JOB))

@@ -1,4 +1,4 @@
-"""The text of output tokens is what its definition says, for tokenizers of all kinds, wherever the tokens end."""
+"""The text of output tokens equals its definition for all tokenizers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_is_settled_stays_whatever_comes_and_is_all_but_the_start_of_a_char
 
 
 def offset_of(kind: Kind, token_ids: list[int], place: int) -> int:
-    """Return the character that, by definition, has the first of the bytes that come behind so many tokens."""
+    """Return the character with the first byte after so many tokens."""
     num_before, parts = len(kind.raw_of(token_ids[:place])), segments(kind.raw_of(token_ids))
     ends = [sum(map(len, parts[: number + 1])) for number in range(len(parts))]
     return sum(end <= num_before for end in ends)

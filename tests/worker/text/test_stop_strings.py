@@ -1,4 +1,4 @@
-"""A stop string is noticed with the token whose bytes complete it, as a search over the text's definition finds it."""
+"""A stop string matches at the token that completes it, as in the text's definition."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 NAMES = st.sampled_from(sorted(KINDS))
 LLAMA, GEMMA = KINDS["byte fallback, a space in front"], KINDS["byte fallback"]
-MANY = 1000  # tokens that specials may be
+MANY = 1000  # token numbers that may be special
 
 
 def stopped(
@@ -31,7 +31,7 @@ def stopped(
     num_before: int = 0,
     thinking: Thinking | None = None,
 ) -> Sequence:
-    """A sequence with the tokens up to its end; the first ones were there when its rule began."""
+    """The first tokens were there before the sequence's rule."""
     sequence = Sequence("s", [5], params, 10**6)
     sequence.extend(token_ids[:num_before])
     rule = StopRule(sequence, output_text, thinking)
@@ -51,7 +51,7 @@ def params_of(stop: tuple[str, ...], min_tokens: int = 0, is_kept: bool = False)
 
 
 def num_up_to_stop(kind: Kind, params: SamplingParams, token_ids: list[int]) -> int | None:
-    """Return, by definition, after how many tokens a stop string is there that ends behind those of `min_tokens`."""
+    """Return when a stop string ends after `min_tokens`."""
     num_before = len(kind.settled(token_ids[: params.min_tokens]))
     for end in range(params.min_tokens + 1, len(token_ids) + 1):
         text = kind.settled(token_ids[:end])
@@ -62,7 +62,7 @@ def num_up_to_stop(kind: Kind, params: SamplingParams, token_ids: list[int]) -> 
 
 
 def stops(text: str) -> st.SearchStrategy[str]:
-    """Parts of a text, and strings that may be none."""
+    """Draw parts of a text, and other strings."""
     strings = st.text(st.sampled_from(CHARACTERS), min_size=1, max_size=3)
     if not text:
         return strings
@@ -138,7 +138,7 @@ def test_a_stop_string_ends_the_answer_and_no_thought_whoever_goes_on(
 def num_up_to_stop_of_an_answer(
     kind: Kind, params: SamplingParams, token_ids: list[int], thinking: Thinking
 ) -> int | None:
-    """Return, by definition, after how many tokens a stop string is there that begins with the answer or in it."""
+    """Return when a stop string that begins in the answer is complete."""
     num_before = len(kind.settled(token_ids[: params.min_tokens]))
     for num_tokens in range(params.min_tokens + 1, len(token_ids) + 1):
         thought = thinking.in_output(token_ids[:num_tokens])
@@ -167,7 +167,7 @@ def test_special_tokens_within_a_stop_string_hide_it_not(kind: Kind) -> None:
 
 
 def test_what_is_missing_of_a_character_is_no_stop_before_it_is_sure() -> None:
-    """U+FFFD is none while the character may still become whole, and one as soon as it can't."""
+    """U+FFFD only matches once the character can't be completed."""
     [first, *rest] = GEMMA.spelled("\u4f60")
     params = params_of(("\ufffd",))
     assert stopped(GEMMA.output_text, params, [first, *rest] * 5).finish_reason is None

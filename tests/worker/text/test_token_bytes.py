@@ -1,5 +1,3 @@
-"""The bytes of tokens: what all of them stand for together is the text, and nothing of a token is lost."""
-
 from __future__ import annotations
 
 import pytest

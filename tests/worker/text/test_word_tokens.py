@@ -1,4 +1,4 @@
-"""Texts in pieces that were seen before have the tokens that the library gives them as a whole."""
+"""Texts of cached pieces have the library's tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def with_pattern(pattern: str) -> Tokenizer:
 
 @pytest.mark.parametrize("pattern", sorted(PATTERNS))
 def test_pieces_have_the_tokens_of_the_whole_text(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_cache, "MOST_WORDS", 2000)  # some are forgotten on the way
+    monkeypatch.setattr(tokenizer_cache, "MOST_WORDS", 2000)  # so that some are forgotten
     rng, tokenizer = random.Random(1), with_pattern(pattern)
     tokenizer.normalizer = normalizers.NFC()
     assert cuts_at_spaces(tokenizer)

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models come with, and the text of their tokens from the definition alone."""
+"""Small tokenizers of all kinds, and their texts by definition."""
 
 from __future__ import annotations
 
@@ -39,11 +39,9 @@ CHUNKS = [
 
 @dataclass(frozen=True)
 class Kind:
-    """A tokenizer, and what the definition says of it."""
-
     tokenizer: PreTrainedTokenizerFast
-    raw: Callable[[list[str]], bytes]  # of the names of tokens that are not special: the bytes of their text
-    byte_name: Callable[[int], str] | None = None  # of the token of one byte; None where there are none
+    raw: Callable[[list[str]], bytes]  # the bytes of ordinary tokens' names
+    byte_name: Callable[[int], str] | None = None  # the name of a byte's token; None without any
 
     @cached_property
     def output_text(self) -> ByteText:
@@ -55,16 +53,14 @@ class Kind:
         return self.raw(self.names(token_ids))
 
     def text(self, token_ids: list[int]) -> str:
-        """Return the text by definition."""
         return self.raw_of(token_ids).decode(errors="replace")
 
     def settled(self, token_ids: list[int]) -> str:
-        """Return, by definition, the text as far as no byte to come can change it."""
+        """Return the text that no further byte can change."""
         text, parts = self.text(token_ids), segments(self.raw_of(token_ids))
         return text[:-1] if parts and is_begun(parts[-1]) else text
 
     def names(self, token_ids: list[int]) -> list[str]:
-        """Leave out special tokens, and ids that the tokenizer does not have."""
         names = self.tokenizer.convert_ids_to_tokens(token_ids)
         return [name for name in names if name is not None and name not in self.special]
 
@@ -73,7 +69,7 @@ class Kind:
         return {str(each) for each in self.tokenizer.added_tokens_decoder.values() if each.special}
 
     def has_whole_runs(self, token_ids: list[int]) -> bool:
-        """Tell if the library's decoder loses nothing: no run of byte tokens has an incomplete character."""
+        """Return whether no run of byte tokens has an incomplete character, which the library may lose."""
         runs = groupby(self.names(token_ids), key=lambda name: name in BYTES)
         for is_bytes, run in runs:
             try:
@@ -84,7 +80,7 @@ class Kind:
 
     @cached_property
     def tokens(self) -> st.SearchStrategy[list[int]]:
-        """Some tokens, mostly of characters that are spelled byte by byte, also with a byte more or less."""
+        """Draw mostly bytes of characters, some too many or too few."""
         ids = range(len(self.tokenizer) + 1)  # the last is none
         one = st.sampled_from(ids).map(lambda token_id: [token_id])
         special = st.sampled_from(self.tokenizer.all_special_ids or ids).map(lambda token_id: [token_id])
@@ -100,14 +96,13 @@ class Kind:
         return {*(_level_name(word) for word in WORDS), *(word.replace(" ", SPACE) for word in WORDS)}
 
     def spelled(self, text: str | bytes) -> list[int]:
-        """The byte tokens of a text."""
         assert self.byte_name is not None
         data = text.encode() if isinstance(text, str) else text
         return [int(self.tokenizer.convert_tokens_to_ids(self.byte_name(byte))) for byte in data]
 
 
 def segments(data: bytes) -> list[bytes]:
-    """The bytes of each character that `errors="replace"` makes of some, of a broken one as many as could be."""
+    """Split as `errors="replace"` does, with broken characters as long as possible."""
     parts = []
     while data:
         sizes = [size for size in range(1, 5) if is_whole(data[:size]) or is_begun(data[:size])]
@@ -124,7 +119,7 @@ def is_whole(data: bytes) -> bool:
 
 
 def is_begun(data: bytes) -> bool:
-    """Tell if these bytes may begin a character that is longer."""
+    """Return whether these bytes may begin a longer character."""
     return data[:1] >= b"\xc2" and any(is_whole(data + bytes(more)) for more in MORE)
 
 
@@ -156,7 +151,7 @@ def fast(backend: Tokenizer, raw: Callable[[list[str]], bytes], byte_name: Calla
 
 
 def byte_fallback(has_strip: bool) -> Kind:
-    """Llama 2's with a space at the start of each text, which decoding leaves out; Gemma's without."""
+    """Make Llama 2's tokenizer, which strips a first space, or Gemma's."""
     names = [*SPECIALS[:2], "<unk>", *BYTES, *(word.replace(" ", SPACE) for word in WORDS[:-1])]
     backend = Tokenizer(
         models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
@@ -180,7 +175,7 @@ def unigram() -> Kind:
 
 
 def byte_level(specials_first: int = 0, pattern: str | None = None) -> Kind:
-    """GPT-2's; with many special tokens in front of all as Mistral's, or with a pattern of words as tiktoken's."""
+    """Make GPT-2's tokenizer; with special tokens first as Mistral's, or a word pattern as tiktoken's."""
     first = [*SPECIALS, *(f"<SPECIAL_{number}>" for number in range(specials_first))]
     words = (_level_name(word) for word in WORDS)
     names = dict.fromkeys([*first, *LETTER_OF.values(), *words])
@@ -189,9 +184,7 @@ def byte_level(specials_first: int = 0, pattern: str | None = None) -> Kind:
     backend.pre_tokenizer = pre_tokenizers.Sequence([*split, pre_tokenizers.ByteLevel(False, use_regex=not split)])
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(first)
-    backend.add_tokens(
-        ["<tool call>", "\u25c1think\u25b7", "\u00e9t\u00e9"]
-    )  # the last reads as letters that are bytes
+    backend.add_tokens(["<tool call>", "\u25c1think\u25b7", "\u00e9t\u00e9"])  # the last one reads as byte letters
     return fast(backend, level_bytes, LETTER_OF.__getitem__)
 
 

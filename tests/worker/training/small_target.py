@@ -1,5 +1,3 @@
-"""The embedded model in small: of the same kind, for trainings whose time is not the weights'."""
-
 from __future__ import annotations
 
 import pytest
@@ -25,14 +23,13 @@ def small_hybrid_config(beginning_of_text_id: int, end_of_text_id: int) -> Qwen3
 
 
 def train_small_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train small models in place of the embedded one and its like."""
+    """Train small models in place of the embedded one."""
     monkeypatch.setattr(target_training, "VOCAB_SIZE", 300)
     monkeypatch.setitem(target_training.CONFIGS, defaults.TARGET_KIND, small_config)
     monkeypatch.setitem(target_training.CONFIGS, "qwen3_5_text", small_hybrid_config)
 
 
 def score_short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Score on short texts whatever is trained."""
     monkeypatch.setattr(target_evaluation, "STRETCH", 500)
     monkeypatch.setattr(target_evaluation, "POSITION_RANGES", ((0, 100), (100, 500)))
     for name, value in SHORT_CONTEXT.items():

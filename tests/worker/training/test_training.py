@@ -1,4 +1,4 @@
-"""`train target` makes a model folder that swiftbatch can run, from books in JSONL, also where it is killed."""
+"""`train target` makes a runnable model folder from JSONL books, also after a kill."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
 
     monkeypatch.setattr(target_stages, "add_batch_gradients", stopping)
     if stopped_at == recipe.all_steps:
-        monkeypatch.setattr(target, "save_target", lambda *args: stopping())  # killed when all steps are done
+        monkeypatch.setattr(target, "save_target", lambda *args: stopping())  # killed after the last step
     with pytest.raises(KeyboardInterrupt):
         target.train_target(data, tmp_path / "killed", recipe, lambda line: None, kind)
     monkeypatch.undo()
@@ -254,7 +254,7 @@ FIRST = 0
 
 
 def windows(num_steps: int = 60, **fields: object) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Token ids and positions of windows over books that count up, so that a token says where it stood."""
+    """Return token ids and positions; in these books tokens tell their place."""
     kind = WindowKind("any", 400, 2, 1.0, mixed_share=float(fields.pop("mixed_share", 0.0)))  # type: ignore[arg-type]
     recipe = TargetRecipe(num_steps, kinds=(kind,), **fields)  # type: ignore[arg-type]
     source = WindowSource(BOOKS, FIRST, recipe, max_positions=20_000)

@@ -1,4 +1,4 @@
-"""Two trainings on one folder: the second is refused in one line; the folder of a killed one is free at once."""
+"""A second training on a folder is refused; a killed one's folder is free at once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ while folder := sys.stdin.readline().rstrip():
 
 @contextmanager
 def another_process() -> Iterator[subprocess.Popen[str]]:
-    """Start a process that holds the folder that its input names, up to the next line."""
+    """Start a process that holds the named folder until the next line."""
     command = [sys.executable, "-c", HOLDS]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
@@ -50,7 +50,7 @@ def another_process() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(scope="module")
 def other() -> Iterator[subprocess.Popen[str]]:
-    """One for all tests, since it imports torch."""
+    """One for all tests, because it imports torch."""
     with another_process() as process:
         yield process
 

@@ -1,6 +1,4 @@
-"""The checks of attention: it gives a row its own bits, the right ones, and reads as fast as it should.
-
-They run the attention of one layer over an arena of noise: any rows of its slots, and each of them alone."""
+"""Checks of attention over an arena of noise: rows' bits are their own and right, and reading is fast."""
 
 from __future__ import annotations
 
@@ -20,14 +18,14 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK, NUM_ROWS
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
-MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-5}  # of the greatest number of a row
-TIMED_ROWS = (1, 4, 16)  # of each slot
-Placed = tuple[SequenceRows, int]  # rows and their slot
-SHORTER = 37  # positions by which the cache of a slot is shorter than that of the slot before
+MOST_ERROR = {torch.bfloat16: 0.02, torch.float32: 1e-5}  # relative to the greatest number of a row
+TIMED_ROWS = (1, 4, 16)
+Placed = tuple[SequenceRows, int]
+SHORTER = 37  # each slot's cache is this much shorter than the one before
 
 
 def check_attention(parts: Parts) -> Finding:
-    """Trees behind prefixes of all lengths, over one slot and over several, against each row alone."""
+    """Compare trees after prefixes of all lengths, over one and several slots, with each row alone."""
     lengths = attended_lengths(parts)
     layer = OneLayer(parts, max(parts.extent.slot_counts), lengths[-1])
     rng = random.Random(0)
@@ -40,7 +38,7 @@ def check_attention(parts: Parts) -> Finding:
 
 
 def check_attention_speed(parts: Parts) -> Finding:
-    """Reading of keys and values at the greatest length; slow is no fault."""
+    """Time the reading of keys and values at the greatest length; slow is no failure."""
     length, rng = attended_lengths(parts)[-1], random.Random(1)
     layer = OneLayer(parts, max(parts.extent.slot_counts), length)
     rows: list[Row] = []
@@ -57,13 +55,11 @@ def check_attention_speed(parts: Parts) -> Finding:
 
 
 def attended_lengths(parts: Parts) -> list[int]:
-    """List the lengths that the model has positions for."""
     longest = parts.files.max_positions
     return sorted({min(length, longest) for length in parts.extent.lengths})
 
 
 def _compared(parts: Parts, layer: OneLayer, rng: random.Random, length: int) -> Row:
-    """Compare all row and slot counts at one length."""
     differing, tried, error = 0, 0, 0.0
     for num_slots in parts.extent.slot_counts:
         for num_rows in _row_counts(parts):
@@ -76,13 +72,12 @@ def _compared(parts: Parts, layer: OneLayer, rng: random.Random, length: int) ->
 
 
 def _row_counts(parts: Parts) -> tuple[int, ...]:
-    """The numbers of rows to try; where forwards have more than these, as many as a forward has, too."""
     counts, most = parts.extent.row_counts, parts.kernels.num_rows
     return counts if most == NUM_ROWS else (*counts, most)
 
 
 def _against_alone(layer: OneLayer, placed: list[Placed], seed: int) -> tuple[int, int, float]:
-    """Count rows that differ and all rows; find the greatest error of last rows, over their greatest number."""
+    """Return differing rows, all rows, and the greatest relative error of last rows."""
     num_rows = sum(len(rows) for rows, _ in placed)
     query = layer.random_query(seed)[:num_rows]
     together = layer.attended(query, placed)
@@ -99,13 +94,12 @@ def _against_alone(layer: OneLayer, placed: list[Placed], seed: int) -> tuple[in
 
 
 def _prefix_bytes(parts: Parts, placed: Placed) -> int:
-    """Read once for all rows of a sequence."""
     rows, _ = placed
     return rows.boundary * parts.cache_shape(num_layers=1).bytes_per_position()
 
 
 class OneLayer:
-    """Kernels, buffers and caches as a whole model has them."""
+    """Kernels, buffers and caches as in a whole model."""
 
     def __init__(self, parts: Parts, num_slots: int, longest: int) -> None:
         self._parts, sizes = parts, parts.sizes
@@ -125,11 +119,11 @@ class OneLayer:
         self._mixed = self._rows(self._value_dim)
         self._caches = [self.arena.new_cache(longest) for _ in range(num_slots)]
         for end in range(BLOCK, longest, BLOCK):
-            for cache in self._caches:  # in turn: pages of a slot do not lie side by side
+            for cache in self._caches:  # in turn, so that pages of a slot are not contiguous
                 cache.reserve(end)
 
     def placed(self, rng: random.Random, length: int, num_slots: int, num_rows: int) -> list[Placed]:
-        """Return trees of so many rows in all at most, over some slots of nearly this length."""
+        """Return trees over `num_slots` slots of about this length, with up to `num_rows` rows in all."""
         found = []
         for number, cache in enumerate(self._caches[:num_slots]):
             rows = self._tree(rng, cache, max(0, length - number * SHORTER), min(num_rows // num_slots, BLOCK))
@@ -137,12 +131,13 @@ class OneLayer:
         return found
 
     def random_query(self, seed: int) -> Tensor:
-        """Draw a query `[num_rows, num_heads, head_dim]`."""
         query = self._rows(self._parts.sizes.head_dim).float().normal_(generator=self._parts.generator(seed))
         return query.to(self._parts.dtype)
 
     def attended(self, query: Tensor, placed: list[Placed]) -> Tensor:
-        """Attend with rows `query [num_rows, num_heads, head_dim]` to the same shape; NaN lies where none may look."""
+        """Attend with rows `query [num_rows, num_heads, head_dim]`; return the same shape, with NaN in unused
+        memory.
+        """
         self.upload(placed)
         self._mixed.fill_(torch.nan)
         self._attention.put(query, self._table)
@@ -157,12 +152,11 @@ class OneLayer:
         self._upload.send()
 
     def attend(self) -> None:
-        """Attend over what was uploaded, in two launches."""
         kept = self.arena.buffer[0].expand(-1, len(self._caches), -1, -1, -1)
         self._attention.attend(0, kept[0], kept[-1], None, self._table, self._mixed, pages=self.arena.pages)
 
     def exact(self, query: Tensor, rows: SequenceRows, row: int) -> Tensor:
-        """One row's `[num_heads, value_dim]` in float64, of `query` as it is."""
+        """Return one row's exact result `[num_heads, value_dim]` in float64."""
         length = rows.tail_lengths[row]
         tail = torch.from_numpy(rows.tail_entries[row][:length].copy()).to(query.device)
         kept = rows.cache.stored_between(0, slice(0, rows.first_entry + len(rows)))

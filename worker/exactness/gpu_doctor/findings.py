@@ -1,4 +1,4 @@
-"""The findings of a check, and the page that they are printed on. Light: a command reads what its processes found."""
+"""Findings of checks and their printed page, without torch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Row = dict[str, int | float | str]
 
 
 class Finding(Frozen):
-    """The figures of a check, all rows with the same columns, and its verdict."""
+    """Figures of a check, with the same columns in all rows, and its verdict."""
 
     passed: bool
-    words: str  # the verdict in a line
+    words: str
     rows: list[Row]
-    linear: LinearName | None = None  # the kernel for products that is to be taken from now on
-    unproved: str | None = None  # what could not be tried here
+    linear: LinearName | None = None  # products use this kernel from now on
+    unproved: str | None = None  # names what was not tried
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that has to hold on this device before anything behind it means something."""
+    """Check that must pass before later ones mean something."""
 
     name: str
     proves: str
@@ -35,7 +35,7 @@ class Check:
 
 
 class Result(Frozen):
-    """A check that was run, and its finding."""
+    """Finding of one check."""
 
     name: str
     proves: str
@@ -43,7 +43,6 @@ class Result(Frozen):
     finding: Finding
 
     def page(self) -> str:
-        """Return the check's part of the page: name and verdict, what it is for, the figures as a table."""
         verdict = "passed" if self.finding.passed else "FAILED"
         head = f"{self.name}: {verdict} ({self.seconds:.1f} s)\n  {self.proves}\n  {self.finding.words}"
         return "\n".join([head, *_table(self.finding.rows)])
@@ -69,7 +68,6 @@ def _table(rows: list[Row]) -> Iterator[str]:
 
 
 def cell_of(value: float | str) -> str:
-    """One figure as pages show it."""
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return value if isinstance(value, str) else f"{value:,}"

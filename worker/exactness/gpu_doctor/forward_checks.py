@@ -1,7 +1,4 @@
-"""The last checks: whole forwards. Rows of trees, graphs, another process, and what transformers says.
-
-The other process runs this module, and prints a digest of every bit that came of the same work: prompts, then trees of
-all sequences at once."""
+"""Checks of whole forwards: tree rows, graphs, a second process (which runs this module), and transformers."""
 
 from __future__ import annotations
 
@@ -29,13 +26,13 @@ from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.model.model_files import locate_model
 
 NUM_STEPS = 3
-MOST_NODES = 12  # of each tree
-ROOM = (MOST_NODES + 1) * NUM_STEPS  # positions behind the prompts
-SECONDS = 900  # for a large model to be loaded, and kernels to be compiled
+MOST_NODES = 12
+ROOM = (MOST_NODES + 1) * NUM_STEPS  # a cache has so many positions after the prompt
+SECONDS = 900  # enough to load a large model and compile kernels
 
 
 def check_rows(parts: Parts) -> Finding:
-    """Random trees of several sequences against plain decoding, one row a forward."""
+    """Compare random trees of several sequences with plain decoding."""
     target = parts.target(num_caches(parts.kernels.num_rows), MAX_LENGTH)
     found = probe_rows(target, parts.extent.num_rows, most_nodes=parts.extent.most_nodes)
     words = f"{differing_bits(found.num_differing, found.num_rows, 'tree rows')} from plain decoding"
@@ -44,7 +41,7 @@ def check_rows(parts: Parts) -> Finding:
 
 
 def check_replay(parts: Parts) -> Finding:
-    """The same work by kernels that are launched one by one, and by the graph of them."""
+    """Compare single kernel launches with their graph."""
     eager, replayed, again = (_digest(parts, is_eager=each) for each in (True, False, False))
     rows: list[Row] = [
         {"how": how, "sha256": digest[:16]}
@@ -56,7 +53,7 @@ def check_replay(parts: Parts) -> Finding:
 
 
 def check_transformers(parts: Parts) -> Finding:
-    """Logits of a random text against those of transformers, whose weights need as much room again."""
+    """Compare logits of a random text with transformers, whose weights take the same memory again."""
     if parts.device.type == "cuda":
         free, needed = torch.cuda.mem_get_info(parts.device)[0], _weight_bytes(parts)
         if free < 1.2 * needed:
@@ -73,9 +70,9 @@ def check_transformers(parts: Parts) -> Finding:
 
 
 def check_second_process(parts: Parts) -> Finding:
-    """The same work in another process, with kernels that it has compiled and a graph that it has captured."""
+    """Repeat the work in another process, with its own compiled kernels and graph."""
     here = _digest(parts, is_eager=False)
-    parts.release()  # both would not fit a model that fills the device
+    parts.release()  # both may not fit on the device
     there = digest_elsewhere(parts)
     rows: list[Row] = [{"process": "this one", "sha256": here[:16]}, {"process": "another one", "sha256": there[:16]}]
     words = "another process computes the same bits" if here == there else "another process computes other bits"
@@ -90,7 +87,6 @@ def _digest(parts: Parts, is_eager: bool) -> str:
 
 
 def _repeat(work: Work, _device: torch.device) -> Graph:
-    """A `Capture` that captures nothing."""
     return Repeated(work)
 
 
@@ -99,7 +95,7 @@ def _weight_bytes(parts: Parts) -> int:
 
 
 def work_digest(target: ArenaTarget, lengths: Sequence[int]) -> str:
-    """SHA-256 over final hidden states, logits, keys and values, of a sequence for each of `lengths`."""
+    """Return the SHA-256 of final hidden states, logits, keys and values, for sequences of `lengths`."""
     rng, digest = random.Random(0), hashlib.sha256()
     caches = []
     for length in lengths:
@@ -126,7 +122,7 @@ def _add(digest: hashlib._Hash, numbers: torch.Tensor) -> None:
 
 
 def digest_elsewhere(parts: Parts) -> str:
-    """The digest by another process. Raises UserError where it fails."""
+    """Return another process's digest. Raises UserError if it fails."""
     order = {
         "model": str(parts.files.path),
         "dtype": str(parts.dtype).removeprefix("torch."),

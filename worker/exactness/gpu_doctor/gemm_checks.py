@@ -1,4 +1,4 @@
-"""The checks of matrix products: the same bits in every place of a batch, also with quantized weights."""
+"""Checks of matrix products, also with quantized weights: the same bits at every place of a batch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from swiftbatch.worker.kernels.cuda.gemm import LINEAR_KERNELS, WeightKernel, pa
 from swiftbatch.worker.kernels.cuda.stacked_weights import StackedWeights
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, AnyLinear, Code, PackedMatrix, Weight
 
-COMPARED_COLUMNS = 1024  # in float64
-SUM_ERROR = 1e-5  # error allowed to a float32 sum, as a share of the sum of all products' sizes
+COMPARED_COLUMNS = 1024  # a float64 reference is slow, so only these are compared
+SUM_ERROR = 1e-5  # allowed error of a float32 sum, relative to the sum of absolute products
 
 
 def check_gemms(parts: Parts) -> Finding:
-    """All weight shapes of the model with every kernel; one without a fault is taken, that asked for if it has none.
-
-    For packed weights there is one.
-    """
+    """Try all weight shapes with every kernel; choose one without a fault, preferably the requested one."""
     shapes = weight_shapes(parts.weights)
     kernels: list[LinearName] = ["triton"] if parts.weights.is_packed else list(LINEAR_KERNELS)
     rows: list[Row] = []
@@ -45,7 +42,7 @@ def check_gemms(parts: Parts) -> Finding:
 
 
 def weight_shapes(weights: StackedWeights) -> dict[str, list[AnyLinear]]:
-    """The products of a forward that all rows meet: of each kind those of one shape, and the head."""
+    """Return the products that all rows use, by kind and shape."""
     layers = weights.layers
     own = [layer.dense_mlp for layer in layers if layer.dense_mlp is not None]
     attention = [layer.attention for layer in layers if layer.attention is not None]
@@ -95,7 +92,7 @@ def _into(kernel: WeightKernel, out: Tensor, rows: Tensor, linear: AnyLinear) ->
 
 
 def _num_changed_by_place(parts: Parts, run: functools.partial[None], linear: AnyLinear, out: Tensor) -> int:
-    """Count, on the device, how often one row's bits differ, in all places, each time among other neighbours."""
+    """Return how often one row's bits differ among changing places and neighbours."""
     generator, depth = parts.generator(1), linear.weight.shape[1]
     row = random_rows(parts, depth, generator)[0]
     differing = torch.zeros((), dtype=torch.int64, device=parts.device)
@@ -112,7 +109,7 @@ def _num_changed_by_place(parts: Parts, run: functools.partial[None], linear: An
 
 
 def _error(parts: Parts, run: functools.partial[None], linear: AnyLinear, out: Tensor) -> float:
-    """The greatest error of some columns, over what rounding allows; 1 is the most that may be."""
+    """Return the greatest error of some columns relative to the allowed one; 1 is the limit."""
     rows = random_rows(parts, linear.weight.shape[1], parts.generator(2))
     run(rows, linear)
     weight = first_columns(linear.weight).double()
@@ -124,13 +121,12 @@ def _error(parts: Parts, run: functools.partial[None], linear: AnyLinear, out: T
 
 
 def first_columns(weight: Weight) -> Tensor:
-    """The columns of a weight that are compared, as numbers."""
     chosen = slice(COMPARED_COLUMNS)
     return weight.rows(chosen).dequantized() if isinstance(weight, PackedMatrix) else weight[chosen]
 
 
 def _seconds(parts: Parts, run: functools.partial[None], linears: list[AnyLinear], depth: int) -> float:
-    """Time one product after the other, so that weights come from memory and not from a cache."""
+    """Time the products in turn, so that weights come from memory, not a cache."""
     rows = random_rows(parts, depth, parts.generator(3))
 
     def work() -> None:
@@ -141,17 +137,15 @@ def _seconds(parts: Parts, run: functools.partial[None], linears: list[AnyLinear
 
 
 def random_rows(parts: Parts, depth: int, generator: torch.Generator) -> Tensor:
-    """Make rows `[num_rows, depth]` of the model's dtype, as many as a forward has."""
     rows = torch.randn(parts.kernels.num_rows, depth, generator=generator, device=parts.device)
     return rows.to(parts.dtype)
 
 
 def bits(numbers: Tensor) -> Tensor:
-    """The same as whole numbers, which are equal where all bits are."""
     return numbers.view(torch.int16 if numbers.element_size() == 2 else torch.int32)
 
 
-# The check of products with packed weights: the bits of the plain kernel's over the numbers that they stand for.
+# Check of products with packed weights: the same bits as the plain kernel with dequantized ones.
 
 
 FORMS: tuple[tuple[Code, int, bool], ...] = (  # code, group (0: the whole depth), offsets
@@ -162,12 +156,12 @@ FORMS: tuple[tuple[Code, int, bool], ...] = (  # code, group (0: the whole depth
     ("int8", 0, False),
     ("uint8", 32, True),
 )
-MOST_COLUMNS = 16_384  # of a matrix of random codes
-TIMED_SHARE = 16  # of what reading is timed by, for matrices one after the other: no cache holds them
+MOST_COLUMNS = 16_384
+TIMED_SHARE = 16  # timed bytes are divided by it, because matrices are read in turn
 
 
 def check_packed_gemms(parts: Parts) -> Finding:
-    """All packed weight shapes of the model, or all codes in its shapes."""
+    """Check all packed weight shapes of the model, or all codes in its shapes."""
     if parts.dtype != torch.bfloat16:
         words = "not tried: packed weights are multiplied in bfloat16, and are dequantized for float32"
         return Finding(passed=True, words=words, rows=[])
@@ -190,7 +184,6 @@ def _own_matrices(parts: Parts) -> Iterator[tuple[str, list[PackedMatrix]]]:
 
 
 def _random_matrices(parts: Parts) -> Iterator[tuple[str, list[PackedMatrix]]]:
-    """Yield random matrices for every depth of the model, one form after the other."""
     shapes = [linears[0].weight.shape for linears in weight_shapes(parts.weights).values()]
     widest = {depth: columns for columns, depth in sorted(shapes)}
     for depth, columns in widest.items():
@@ -201,19 +194,18 @@ def _random_matrices(parts: Parts) -> Iterator[tuple[str, list[PackedMatrix]]]:
 
 
 def random_matrix(parts: Parts, code: Code, shape: tuple[int, int], group: int, has_offsets: bool) -> PackedMatrix:
-    """Make a matrix of random codes, all of them numbers."""
+    """Return a matrix of random codes without NaN."""
     columns, depth = shape
     generator, device = parts.generator(6), parts.device
     width = depth * CODE_BITS[code] // 8
     codes = torch.randint(0, 256, (columns, width), generator=generator, device=device, dtype=torch.uint8)
     if code == "e4m3":
-        codes[(codes & 127) == 127] = 0  # which are no numbers
+        codes[(codes & 127) == 127] = 0  # e4m3 has NaN at these codes
     scales = torch.rand(columns, depth // group, generator=generator, device=device).half().float()
     return PackedMatrix(code, codes, scales, parts.dtype, -8 * scales if has_offsets else None)
 
 
 def _copies(parts: Parts, matrix: PackedMatrix) -> list[PackedMatrix]:
-    """The matrix several times."""
     number = parts.extent.read_bytes // TIMED_SHARE // matrix.nbytes
     every = torch.arange(matrix.shape[0], device=matrix.device)
     return [matrix, *(matrix.rows(every) for _ in range(number))]
@@ -243,7 +235,7 @@ def _multiply_all(rows: Tensor, matrices: list[PackedMatrix], out: Tensor) -> No
 
 
 def _num_unlike_plain(parts: Parts, matrix: PackedMatrix, out: Tensor) -> int:
-    """Count rows of which some number differs from the plain kernel's over the same columns, dequantized."""
+    """Return how many rows differ from the plain kernel with dequantized weights."""
     generator, plain = parts.generator(7), first_columns(matrix)
     expected = torch.zeros(len(out), len(plain), device=parts.device)
     differing = torch.zeros((), dtype=torch.int64, device=parts.device)

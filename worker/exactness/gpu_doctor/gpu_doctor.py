@@ -1,4 +1,4 @@
-"""The first run on a GPU: every check in order, up to the first that fails. `swiftbatch doctor --device cuda`."""
+"""First run on a GPU: all checks in order, up to the first failure. `swiftbatch doctor --device cuda`."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ NEVER_PROVED = (
 
 
 class FirstRun(Frozen):
-    """The outcome of the checks. `exact`: all of them passed, with the kernels that were asked for."""
+    """Result of the checks; `exact` means that all passed with the requested kernels."""
 
     verdict: Exactness
     model: str
     model_fingerprint: str
     dtype: str
-    num_splits: int  # of attention's prefixes
-    num_rows: int  # of a forward
+    num_splits: int
+    num_rows: int
     attention: AttentionName
-    linear: LinearName  # the kernel of products that these checks were passed with
+    linear: LinearName  # the checks passed with this kernel
     asked_linear: LinearName
     machine: dict[str, str]
     results: list[Result]
@@ -68,12 +68,11 @@ class FirstRun(Frozen):
 
     @property
     def failed(self) -> Result | None:
-        """The check that ended the run."""
         last = self.results[-1]
         return None if last.finding.passed else last
 
     def page(self) -> str:
-        """The end of the page; the results come before it, each as it is done."""
+        """Return the end of the page; the results are printed before it."""
         if self.failed is None:
             checks = f"all {len(self.results)} checks passed, with prefixes by {self.attention}"
             head = f"{self.verdict}: {checks} and products by {self.linear}"
@@ -89,7 +88,7 @@ class FirstRun(Frozen):
 def run_checks(
     parts: Parts, report: Callable[[str], None] = lambda page: None, checks: Sequence[Check] = CHECKS
 ) -> FirstRun:
-    """Run checks until one fails; `report` gets the page of each as it is done."""
+    """Run checks until one fails; `report` gets each one's page."""
     results, asked = list[Result](), parts.kernels
     for check in checks:
         started = time.perf_counter()
@@ -126,9 +125,9 @@ def _first_run(parts: Parts, asked: CudaKernels, results: list[Result], checks: 
 
 
 def first_run(config: Computation, report: Callable[[str], None]) -> FirstRun | None:
-    """Check the GPU of this machine with a model, and keep the verdict.
+    """Check this machine's GPU with a model, and store the verdict; None if the kernels do not support the model.
 
-    None for a kind of model that the kernels do not know. Raises ModelError and UserError.
+    Raises ModelError and UserError.
     """
     files, device = locate_model(config.model), resolve_device(config.device)
     parts = Parts.of(files, config.dtype, device, config.cuda_kernels)
@@ -147,7 +146,6 @@ def first_run(config: Computation, report: Callable[[str], None]) -> FirstRun | 
 
 
 def verdicts(found: FirstRun) -> list[tuple[CudaKernels, Exactness]]:
-    """Return the verdicts on the kernels that were asked for, and on those that the checks were passed with."""
     linears = found.asked_linear, found.linear
     asked, taken = (CudaKernels(found.attention, linear, found.num_rows) for linear in linears)
     passed: Exactness = "exact" if found.failed is None else "exact up to ties"

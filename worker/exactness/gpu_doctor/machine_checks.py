@@ -1,4 +1,4 @@
-"""The first checks: what this device is, how fast it reads, and that its noise is the same for all draws."""
+"""First checks: the device, its read speed, and equal noise in all draws."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from swiftbatch.worker.forward.hardware import cpu_capability, cublas_version, d
 from swiftbatch.worker.sampling.cuda.logits_kernels import gumbel, noise_words
 from swiftbatch.worker.sampling.noise import BLOCK, gumbel_block, philox4x32
 
-LEAST_CAPABILITY = (8, 0)  # tensor cores that take bf16
+LEAST_CAPABILITY = (8, 0)  # older tensor cores lack bf16
 
 
 def check_machine(parts: Parts) -> Finding:
-    """Versions, the GPU, and the bytes a second that everything else is held against."""
+    """Check versions, GPU and memory bandwidth."""
     facts = device_facts(parts.device)
     rows: list[Row] = [{"what": what, "found": found} for what, found in facts.items()]
     gigabytes = read_bandwidth(parts) / 1e9
@@ -34,12 +34,11 @@ def check_machine(parts: Parts) -> Finding:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the capability of a GPU; the interpreter does all that the least one does."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else LEAST_CAPABILITY
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
-    """Everything that bits and speed may depend on."""
+    """Return all on which bits and speed may depend."""
     facts = {name: importlib.metadata.version(name) for name in ("torch", "triton", "transformers")}
     facts = {"python": platform.python_version(), **facts}
     if device.type != "cuda":
@@ -58,7 +57,7 @@ def device_facts(device: torch.device) -> dict[str, str]:
 
 
 def read_bandwidth(parts: Parts) -> float:
-    """Bytes a second that a kernel which does nothing else reads, beyond all caches."""
+    """Return the bytes per second of a kernel that only reads, beyond all caches."""
     numbers = torch.zeros(num_read(parts.extent.read_bytes), dtype=torch.int32, device=parts.device)
     sums = torch.zeros(len(numbers) // SPAN, dtype=torch.int32, device=parts.device)
     seconds = parts.seconds(lambda: read_all(numbers, sums))
@@ -66,12 +65,12 @@ def read_bandwidth(parts: Parts) -> float:
 
 
 MASK = 0xFFFFFFFF
-MOST_DIFFERING = 1e-5  # share of the numbers; a logarithm's last bit survives rounding about once in 10^8
-MOST_DISTANCE = 1e-6  # of a number, relatively: one unit in its last place
+MOST_DIFFERING = 1e-5  # a share; about one in 10^8 numbers differs in a logarithm's last bit
+MOST_DISTANCE = 1e-6  # relative: one unit in the last place
 
 
 def check_noise(parts: Parts) -> Finding:
-    """Words of random seeds and positions against the generator in torch, numbers against the CPU's."""
+    """Compare words of random seeds and positions with torch's generator, and numbers with the CPU's."""
     rng, vocab_size = random.Random(0), parts.sizes.vocab
     rows: list[Row] = []
     for number in range(max(1, parts.extent.num_positions // BLOCK)):
@@ -89,7 +88,7 @@ def check_noise(parts: Parts) -> Finding:
 
 
 def _differing(parts: Parts, seed: int, first: int, vocab_size: int) -> tuple[int, int, float]:
-    """Words and numbers that differ at `BLOCK` positions, and the greatest relative distance of two numbers."""
+    """Return how many words and numbers differ at `BLOCK` positions, and the greatest relative distance."""
     expected = gumbel_block(seed, first, vocab_size, torch.device("cpu"))
     words_differing = numbers_differing = 0
     distance = 0.0
@@ -105,14 +104,14 @@ def _differing(parts: Parts, seed: int, first: int, vocab_size: int) -> tuple[in
 
 
 def _words(seed: int, position: int, vocab_size: int) -> torch.Tensor:
-    """`[vocab] int64`, in the order of the tokens."""
+    """Return words `[vocab] int64` in the order of the tokens."""
     quads = torch.arange((vocab_size + 3) // 4)
     zeros = torch.zeros_like(quads)
     counter = (quads, zeros + (position & MASK), zeros + (position >> 32), zeros)
     return torch.stack(philox4x32(counter, (seed & MASK, seed >> 32)), dim=-1).flatten()[:vocab_size]
 
 
-READ_BLOCK = 4096  # numbers that a program reads at a time
+READ_BLOCK = 4096  # a program reads so many numbers at a time
 READS_PER_PROGRAM = 16
 SPAN = READ_BLOCK * READS_PER_PROGRAM
 NOISE_BLOCK = 1024
@@ -122,7 +121,7 @@ READ_CONSTANTS = {"BLOCK": READ_BLOCK, "NUM_READS": READS_PER_PROGRAM, "num_warp
 
 @triton.jit
 def read_numbers(numbers_ptr, sums_ptr, BLOCK: tl.constexpr, NUM_READS: tl.constexpr):
-    """Program (span): reads its span, and writes one number so that no read can be left out."""
+    """Program (span): reads its span, and writes their sum so that the compiler drops no read."""
     start = tl.program_id(0).to(tl.int64) * (BLOCK * NUM_READS)
     acc = tl.zeros([BLOCK], tl.int32)
     for number in range(NUM_READS):
@@ -132,7 +131,7 @@ def read_numbers(numbers_ptr, sums_ptr, BLOCK: tl.constexpr, NUM_READS: tl.const
 
 @triton.jit
 def store_noise(words_ptr, noise_ptr, places_ptr, BLOCK: tl.constexpr):
-    """Program (tokens): words and noise of one place, whose seed and position come as four words, low ones first."""
+    """Program (tokens): words and noise of one place, with seed and position in low and high words."""
     first = tl.program_id(0) * BLOCK
     seed_low, seed_high = tl.load(places_ptr), tl.load(places_ptr + 1)
     position_low, position_high = tl.load(places_ptr + 2), tl.load(places_ptr + 3)
@@ -143,17 +142,15 @@ def store_noise(words_ptr, noise_ptr, places_ptr, BLOCK: tl.constexpr):
 
 
 def num_read(num_bytes: int) -> int:
-    """Numbers of int32 in about so many bytes that `read_all` reads: whole programs."""
     return max(1, num_bytes // (4 * SPAN)) * SPAN
 
 
 def read_all(numbers: Tensor, sums: Tensor) -> None:
-    """Read `numbers [num_read(...)] int32` once, into their `sums [num_read(...) / SPAN] int32`."""
     read_numbers[(len(sums),)](numbers, sums, **READ_CONSTANTS)
 
 
 def noise_of(seed: int, position: int, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Words `[vocab] int64` and Gumbel noise `[vocab] float32` of one position, as the draws on this device have it."""
+    """Return words `[vocab] int64` and Gumbel noise `[vocab] float32` of one position on this device."""
     num_blocks = triton.cdiv(vocab_size, NOISE_BLOCK)
     words = torch.zeros(num_blocks * NOISE_BLOCK, dtype=torch.int64, device=device)
     noise = torch.zeros(num_blocks * NOISE_BLOCK, device=device)

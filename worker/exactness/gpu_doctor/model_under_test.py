@@ -1,4 +1,4 @@
-"""The parts that a first run's checks are given: a model on a device, and how much is to be tried."""
+"""Model on a device for a first run's checks, and the amount to try."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from swiftbatch.worker.kv.paged_arena import KVArena
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 
-NUM_SPLITS_ELSEWHERE = 3  # of a prefix, on a device that has no multiprocessors
+NUM_SPLITS_ELSEWHERE = 3  # used on devices without multiprocessors
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The amount tried: enough for a GPU that nobody has seen. Triton's interpreter takes a second for a forward."""
+    """Amount to try, enough for an unknown GPU; Triton's interpreter takes a second per forward."""
 
-    num_tries: int = 20  # of each place of a row in a product
-    lengths: tuple[int, ...] = (0, 1, 63, 64, 1000, 4096, 32_768, 102_400)  # of prefixes that rows attend to
+    num_tries: int = 20  # tries per place of a row in a product
+    lengths: tuple[int, ...] = (0, 1, 63, 64, 1000, 4096, 32_768, 102_400)
     row_counts: tuple[int, ...] = (1, 4, 16, 64)
     slot_counts: tuple[int, ...] = (1, 4)
-    num_positions: int = 64  # that noise is drawn for
-    num_rows: int = 10_000  # of trees against plain decoding
-    most_nodes: int = MOST_NODES  # of such a tree
-    work_lengths: tuple[int, ...] = (0, 70, 700, 3000)  # of caches behind which the same work is repeated
-    num_compared: int = 300  # rows that go through transformers
-    read_bytes: int = 1 << 32  # by which reading is timed
-    num_rounds: int = 7  # of what is timed; the median counts
+    num_positions: int = 64
+    num_rows: int = 10_000  # rows of trees, compared with plain decoding
+    most_nodes: int = MOST_NODES
+    work_lengths: tuple[int, ...] = (0, 70, 700, 3000)  # lengths of caches before the repeated work
+    num_compared: int = 300  # rows compared with transformers
+    read_bytes: int = 1 << 32
+    num_rounds: int = 7
 
 
 class ArenaTarget(TargetModel):
-    """A target whose caches are slots of an arena."""
+    """Target whose caches are slots of an arena."""
 
     def __init__(self, forwards: CudaForwards, files: ModelFiles) -> None:
         super().__init__(forwards, files)
@@ -62,20 +62,20 @@ class ArenaTarget(TargetModel):
 
 @dataclass
 class Parts:
-    """A model on a device. `kernels` are those that checks have found good: those that were asked for until then."""
+    """Model on a device; `kernels` start as the requested ones and become those found good."""
 
     files: ModelFiles
     dtype: torch.dtype
     device: torch.device
     num_splits: int
-    load: Callable[[], StackedWeights | None]  # None: a kind of model that the kernels do not know
+    load: Callable[[], StackedWeights | None]  # returns None if the kernels do not support the model
     extent: Extent = field(default_factory=Extent)
     kernels: CudaKernels = DEFAULT_KERNELS
     capture: Capture = capture
 
     @classmethod
     def of(cls, files: ModelFiles, dtype: str, device: torch.device, kernels: CudaKernels = DEFAULT_KERNELS) -> Parts:
-        """Load nothing yet. Raises ModelError where the kernels are not here or do not take the model."""
+        """Prepare, but load nothing. Raises ModelError if the kernels are missing or do not fit."""
         num_splits, sizes = NUM_SPLITS_ELSEWHERE, read_sizes(files, dtype)
         if sizes is not None:
             kernels.refuse_absent()
@@ -92,24 +92,21 @@ class Parts:
         return cls(files, DTYPES[dtype], device, num_splits, load, kernels=kernels)
 
     def with_rows(self, num_rows: int) -> Parts:
-        """The same model, its weights where they lie, for forwards of so many rows."""
         made = copy.copy(self)
         made.kernels = replace(self.kernels, num_rows=num_rows)
         made.num_splits = max(1, self.num_splits * self.kernels.num_rows // num_rows)
         return made
 
     def seconds(self, work: Work) -> float:
-        """Time some work as a graph does it: return the median of some rounds."""
+        """Return the median time of some work in a graph."""
         return captured_seconds(clock_of(self.device), work, self.device, self.extent.num_rounds)
 
     @functools.cached_property
     def loaded(self) -> StackedWeights | None:
-        """The weights on the device; None where the kernels do not know this kind of model."""
         return self.load()
 
     @property
     def weights(self) -> StackedWeights:
-        """The weights of a model that the kernels know."""
         assert self.loaded is not None
         return self.loaded
 
@@ -118,7 +115,7 @@ class Parts:
         return self.weights.sizes
 
     def cache_shape(self, num_layers: int | None = None) -> CacheShape:
-        """Return the shape of the model's caches, or of some layers of them that attend."""
+        """Return the shape of the model's caches, or of `num_layers` attending layers."""
         sizes, layers = self.sizes, self.weights.layers
         num_attending = sum(layer.attention is not None for layer in layers) if num_layers is None else num_layers
         states = states_of(layer.mixer for layer in layers) if num_layers is None else None
@@ -126,12 +123,11 @@ class Parts:
         return CacheShape(num_attending, *heads, sizes.dtype, self.device, states, num_parts=num_parts)
 
     def arena(self, num_slots: int, max_length: int, num_layers: int | None = None) -> KVArena:
-        """Memory of caches as the attention wants it, with room for so many of this length."""
         shape, staging = self.cache_shape(num_layers), self._staging()
         return whole_arena(self.kernels.attention, shape, num_slots, max_length, staging)
 
     def target(self, num_slots: int, max_length: int, capture: Capture | None = None) -> ArenaTarget:
-        """The model over an arena of its own, whose numbers are all zero."""
+        """Return the model over an arena of zeros."""
         arena = self.arena(num_slots, max_length)
         arena.buffer.zero_()
         forwards = CudaForwards(
@@ -140,17 +136,15 @@ class Parts:
         return ArenaTarget(forwards, self.files)
 
     def generator(self, seed: int) -> torch.Generator:
-        """Random numbers on the device."""
         return torch.Generator(self.device).manual_seed(seed)
 
     def release(self) -> None:
-        """Give the device's memory back, for another process; the weights are loaded again when they are asked for."""
+        """Free the device's memory; the weights are loaded again on demand."""
         self.__dict__.pop("loaded", None)
         self.forget_unused()
 
     def forget_unused(self) -> None:
-        """Give back what the allocator keeps of buffers that are gone."""
-        gc.collect()  # some may hang in a circle of references
+        gc.collect()  # frees buffers in reference cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

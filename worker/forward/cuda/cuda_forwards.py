@@ -1,4 +1,4 @@
-"""Forwards on a GPU as CUDA graphs: over arenas, offloaded caches, and sparse caches."""
+"""Forwards on a GPU as CUDA graphs, over arenas, offloaded caches and sparse caches."""
 
 from __future__ import annotations
 
@@ -39,16 +39,15 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 
 class CudaRounds:
-    """Rounds over one `SparseArena`. Captured at once: copies of other threads would disturb it later."""
+    """Rounds over one `SparseArena`; their graph is captured at once, before other threads copy."""
 
     def __init__(self, decoder: CudaDecoder, arena: SparseArena, capture: Capture) -> None:
-        """`decoder` is the target's, whose buffers serve both."""
         self._decoder = decoder.over(arena.buffer, arena.bias, arena.texts)
         self._table = Upload(self._decoder.table_buffer)
         self._graph = capture(self._decoder.forward, arena.shape.device)
 
     def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and logits of all groups' rows, `[num_rows, hidden]` and `[num_rows, vocab] float32`."""
+        """Return hidden states `[num_rows, hidden]` and float32 logits `[num_rows, vocab]` of all rows."""
         num_rows, start = sum(map(len, groups)), 0
         hidden, logits = (
             each.new_empty(num_rows, each.shape[1]) for each in (self._decoder.hidden, self._decoder.logits)
@@ -65,12 +64,11 @@ class CudaRounds:
 
 
 def entries_of(rows: SparseRows) -> SlotEntries:
-    """Return the entries in front of the rows."""
     return cast(SlotEntries, rows.cache.entries)
 
 
 def _tiles(groups: list[SparseRows], tile_rows: int) -> Iterator[list[SparseRows]]:
-    """Yield tiles of at most `tile_rows` rows, in order, whose prefixes end where the entries do."""
+    """Yield tiles of up to `tile_rows` rows in order."""
     tile: list[SparseRows] = []
     num_left = tile_rows
     for group in groups:
@@ -85,12 +83,12 @@ def _tiles(groups: list[SparseRows], tile_rows: int) -> Iterator[list[SparseRows
         yield tile
 
 
-# Forwards of a dense decoder on a GPU: a table goes up, one graph is replayed, whatever rows share it.
+# Forwards of a dense decoder on a GPU: send a table, replay one graph.
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Embedding and head of the target, the kernel that makes its products, and the angles of its heads."""
+    """Embedding and head of the target, its product kernel, and its rotary angles."""
 
     embedding: Tensor  # [vocab, hidden]
     head: AnyLinear
@@ -99,9 +97,9 @@ class Surroundings:
 
 
 class CudaForwards:
-    """`Forwards` whose rows are exact since every forward is the same one: so many rows in one order of sums.
+    """`Forwards` with exact rows, because all forwards have the same shape and order of sums.
 
-    Logits that `run` returns hold until the next forward.
+    Logits of `run` are valid until the next forward.
     """
 
     team = None
@@ -117,10 +115,7 @@ class CudaForwards:
         kernels: CudaKernels,
         capture: Capture = capture,
     ) -> None:
-        """Prefixes are attended to in `num_splits` parts, or as many as the kernel for them takes.
-
-        Raises ValueError for weights that do not fit the arena.
-        """
+        """Raises ValueError for weights that do not fit the arena."""
         self.sizes = sizes = weights.sizes
         hides = (layer.window is not None or layer.sinks is not None for layer in weights.layers)
         self.has_windows = bool(sizes.score_softcap) or sizes.latent is not None or any(hides)
@@ -143,11 +138,11 @@ class CudaForwards:
         num_routed, met = sum(layer.experts is not None for layer in weights.layers), self._decoder.experts_met
         self.expert_counts = None if met is None else CudaExpertCounts(met, num_routed)
         self.surroundings = Surroundings(weights.embedding, weights.head, WeightKernel(linear), self._decoder.turns)
-        self._rounds = weakref.WeakKeyDictionary[SparseArena, CudaRounds]()  # as long as a drafter has the arena
+        self._rounds = weakref.WeakKeyDictionary[SparseArena, CudaRounds]()  # freed with the drafter's arena
         self._prepare()
 
     def new_batch_sampler(self) -> CudaBatchSampler:
-        return self._batch_sampler  # one for all: its buffers are large, and draws come one after the other
+        return self._batch_sampler  # shared, because its buffers are large and draws are sequential
 
     @property
     def numerics(self) -> str:
@@ -170,7 +165,7 @@ class CudaForwards:
         return torch.cat(hidden), torch.cat(logits)
 
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
-        rows = known_rows(cache, token_ids[:BLOCK])[0]  # up to the next boundary
+        rows = known_rows(cache, token_ids[:BLOCK])[0]  # a call ends at the next boundary
         hidden = self._forward([rows]).clone()
         cache.advance(len(rows))
         return hidden
@@ -209,7 +204,7 @@ class CudaForwards:
         return CudaBatchSampler(self.vocab_size, self.device, self.capture, self.rows_per_forward)
 
     def _forward(self, groups: list[SequenceRows]) -> torch.Tensor:
-        """Final hidden states of at most `rows_per_forward` rows, `[num_rows, hidden]`, until the next forward."""
+        """Return final hidden states, `[num_rows, hidden]`, valid until the next forward."""
         self._pass(groups)
         num_rows = sum(len(group) for group in groups)
         if self.expert_counts is not None:
@@ -217,18 +212,16 @@ class CudaForwards:
         return self._decoder.hidden[:num_rows]
 
     def _prepare(self) -> None:
-        """Capture what `_pass` replays."""
         for arena in (self.arena, self.arena.windowed):
             if arena is not None:
                 arena.move_rows = RowMover(arena.buffer, self.capture)
         self._graph = self.capture(self._decoder.forward, self.device)
 
     def _prepare_queries(self) -> None:
-        """Capture what `queries` replays now: copies of other threads would disturb it later."""
+        """Capture the graph of `queries` now, before other threads copy."""
         self._tap  # noqa: B018
 
     def _pass(self, groups: list[SequenceRows]) -> None:
-        """Run at most `rows_per_forward` rows through all layers."""
         self._send(groups)
         self._graph.replay()
 
@@ -252,7 +245,7 @@ class CudaForwards:
 
 
 class CudaQueryTap:
-    """Runs the rows of the decoder's table and keeps the first one's queries."""
+    """Runs the decoder's table of rows and copies the first row's queries."""
 
     def __init__(self, decoder: CudaDecoder, num_layers: int, device: torch.device, capture: Capture) -> None:
         sizes = decoder.sizes
@@ -265,16 +258,16 @@ class CudaQueryTap:
         self._graph = capture(lambda: decoder.forward(keep), device)
 
     def replay(self) -> torch.Tensor:
-        """Return the queries, `[num_layers, num_kv_heads, group, head_dim]`, until the next call."""
+        """Return `[num_layers, num_kv_heads, group, head_dim]`, valid until the next call."""
         self._graph.replay()
         return self._queries
 
 
-# Forwards of a dense decoder whose caches lie in the host's memory: a graph for each layer, replayed as it comes.
+# Forwards of a dense decoder with caches in the host's memory: one graph per layer.
 
 
 class OffloadedForwards(CudaForwards):
-    """`CudaForwards` over an `OffloadedArena`: the same launches over the same rows, so the same bits."""
+    """`CudaForwards` over an `OffloadedArena`, with the same launches and so the same bits."""
 
     arena: OffloadedArena
 
@@ -298,7 +291,7 @@ class OffloadedForwards(CudaForwards):
         return queries
 
     def _prepare_queries(self) -> None:
-        """Prepare nothing: layers come one by one, and are launched one by one."""
+        """Do nothing: layers are launched one by one."""
 
     def _pass(self, groups: list[SequenceRows], tap: Callable[[int, torch.Tensor], None] | None = None) -> None:
         self._send(groups)
@@ -316,10 +309,7 @@ class OffloadedForwards(CudaForwards):
 
 
 def visits_of(groups: list[SequenceRows]) -> list[Visit]:
-    """Return a visit for each slot that rows read or write.
-
-    Views of one cache may run side by side, each behind its own positions.
-    """
+    """Return one visit per slot; views of one cache may have rows after different positions."""
     by_slot = defaultdict[int, list[Visit]](list)
     for group in groups:
         end, rows = group.first_entry + len(group), cast("RingRows", group.cache.rows)

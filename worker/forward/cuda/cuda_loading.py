@@ -1,4 +1,4 @@
-"""The loading of a dense decoder onto a GPU: the memory is planned first, then weights go there, then the arena."""
+"""Loading of a dense decoder onto a GPU, after its memory is planned."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ from swiftbatch.worker.kv.sparse_cache import CHUNK_SIZE, summary_positions
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.model.model_files import ModelFiles
 
-# Pages where the kernels are ours: flash-attn cuts splits by the capacity of a slot.
+# flash-attn's splits depend on a slot's capacity, so it cannot have pages
 PLANS: dict[AttentionName, PlanMemory] = {"triton": plan_pages, "flash": plan_memory}
-BLAS_LIBRARY = "cublas"  # as products were measured exact; an environment may prefer cuBLASLt, which chooses others
-MOST_SCANNED = 16  # jobs whose texts have room to be scanned, where many run at a time
+# exactness was measured with it; cuBLASLt, which an environment may prefer, chooses other kernels
+BLAS_LIBRARY = "cublas"
+MOST_SCANNED = 16  # with many jobs, only so many texts are scanned
 
 
 def load_cuda_forwards(
@@ -58,10 +59,9 @@ def load_cuda_forwards(
     kernels: CudaKernels,
     kv_dtype: KVDtype | None = None,
 ) -> CudaForwards | None:
-    """Forwards with as many slots as fit; None for a model that the kernels do not take.
+    """Return forwards with as many slots as fit; None if the kernels do not support the model.
 
-    Caches keep rows of `kv_dtype`. Raises KVRoomError, and ModelError where the chosen kernels are not here or do not
-    take it.
+    Raises KVRoomError, and ModelError if the requested kernels do not fit.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     sizes = read_sizes(files, dtype_name)
@@ -86,10 +86,7 @@ def load_cuda_forwards(
 
 
 def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most_scanned: int = MOST_SCANNED) -> MemoryPlan:
-    """Share a GPU out, with fewer scanned texts where slots that were asked for leave no room for so many.
-
-    Without an engine that is only tried where that has no room. Raises KVRoomError.
-    """
+    """Plan a GPU's memory; if it is short, scan fewer texts, then drop an optional engine. Raises KVRoomError."""
     drafts = with_rounds(drafts_of(wanted, sizes, gpu.num_rows), wanted, sizes, gpu, most_scanned)
     try:
         if wanted.host_bytes is not None:
@@ -115,12 +112,12 @@ def planned_forwards(
     kernels: CudaKernels = DEFAULT_KERNELS,
     kv_dtype: KVDtype | None = None,
 ) -> CudaForwards | None:
-    """Load as planned; None for a model that the kernels do not take. With `Streams`, caches lie on the host."""
+    """Load a model as planned, with caches on the host for `Streams`; None if the kernels do not support it."""
     weights = dense_weights(files, dtype, device)
     if weights is None:
         return None
     forgets = plan.windows is not None
-    shape = cuda_cache_shape(weights, device, kv_dtype, forgets)  # first: the layers are handed over behind it
+    shape = cuda_cache_shape(weights, device, kv_dtype, forgets)  # reads layers that are handed over below
     stacked = stacked_weights(weights, device, handed_over(weights))
     try:
         if isinstance(copies, Streams):
@@ -130,12 +127,11 @@ def planned_forwards(
         arena = arena_of(shape, plan, copies)
         arena.num_drafted, arena.holds_engine = plan.num_drafted, plan.drafts.has_engine
         return CudaForwards(stacked, arena, eos_token_ids, num_splits, kernels)
-    except ValueError:  # sizes that the kernels have no tiles for
+    except ValueError:  # the kernels have no tiles for these sizes
         return None
 
 
 def arena_of(shape: CacheShape, plan: MemoryPlan, staging: Staging | None) -> KVArena:
-    """The memory of caches on a GPU as planned: a pool of pages where the plan has some, or two."""
     pool = PoolSize(plan.num_pages, windows=plan.windows) if plan.num_pages else None
     return KVArena(shape, plan.num_slots, plan.longest_job, pool, staging)
 
@@ -143,7 +139,6 @@ def arena_of(shape: CacheShape, plan: MemoryPlan, staging: Staging | None) -> KV
 def whole_arena(
     attention: AttentionName, shape: CacheShape, num_slots: int, max_length: int, staging: Staging | None
 ) -> KVArena:
-    """Memory of caches as a kind of attention has it, where every slot's sequence has room for `max_length`."""
     pool = PoolSize(num_slots * most_of_a_job(max_length)) if PLANS[attention] is plan_pages else None
     return KVArena(shape, num_slots, max_length, pool, staging)
 
@@ -151,13 +146,12 @@ def whole_arena(
 def cuda_cache_shape(
     weights: DecoderWeights, device: torch.device, kv_dtype: KVDtype | None, forgets: bool = False
 ) -> CacheShape:
-    """The shape of caches whose rows a GPU's kernels read; with the windows of layers where these forget."""
     windows = tuple(layer.window for layer in weights.layers) if forgets else ()
     return replace(CacheShape.of(weights, device, kv_dtype), kv_scale_bytes=CUDA_SCALE_BYTES, windows=windows)
 
 
 def _held(sizes: ModelSizes, wanted: SlotsWanted, kernels: CudaKernels) -> HeldPositions | None:
-    """The pages of layers with a window; None where they hold all: drafts read caches, or caches lie in slots."""
+    """Return the positions with window pages; None if caches keep all."""
     in_slots = wanted.host_bytes is not None or PLANS[kernels.attention] is not plan_pages
     if in_slots or wanted.partial_budget or wanted.num_unwritten is None:
         return None
@@ -165,10 +159,7 @@ def _held(sizes: ModelSizes, wanted: SlotsWanted, kernels: CudaKernels) -> HeldP
 
 
 def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_slots: int) -> CudaForwards | None:
-    """A small model through the target's kernels, in slots of its own; None where these do not take one of the two.
-
-    Its room was planned with the target's.
-    """
+    """Return a small model in the target's kernels, with its own slots; None if they do not support both."""
     if not isinstance(target, CudaForwards):
         return None
     weights = dense_weights(files, target.dtype, target.device)
@@ -180,29 +171,26 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
     try:
         kernels = CudaKernels(linear=target.kernels.linear, num_rows=target.rows_per_forward)
         return CudaForwards(stacked, arena, frozenset(), draft_splits(longest_job), kernels, target.capture)
-    except ValueError:  # sizes that the kernels have no tiles for
+    except ValueError:  # the kernels have no tiles for these sizes
         return None
 
 
 def hold_gemms_steady() -> None:
-    """Keep cuBLAS from choosing by itself to sum in less than float32, or in a workspace of another size.
-
-    Whatever the environment says: the numerics name what is set here, so it is the same for all workers of a run.
-    """
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACES  # read when it is first used
+    """Fix cuBLAS's precision and workspace, which the numerics name."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACES  # read at first use
     torch.backends.cuda.preferred_blas_library(BLAS_LIBRARY)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) -> DraftMemory:
-    """Count the memory that drafts take: once, and beside each slot."""
+    """Return the memory of drafts, once and per slot."""
     drafts = NO_DRAFTS if wanted.engine is None else wanted.engine(sizes)
     part_bytes, slot_bytes = wanted.part_bytes + drafts.part_bytes, drafts.slot_bytes
     if wanted.partial_budget:
-        longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES  # the longest sequence that a slot has room for
+        longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES  # the longest sequence that fits in a slot
         slot_bytes += summary_positions(wanted.partial_budget, longest) * sizes.bytes_per_position
-        part_bytes += longest // CHUNK_SIZE * sizes.bytes_per_position // 2  # one job's mean keys, side by side
+        part_bytes += longest // CHUNK_SIZE * sizes.bytes_per_position // 2  # has one job's mean keys, contiguous
     if wanted.draft is not None:
         model = draft_model_memory(wanted.draft, wanted.draft_length, num_rows)
         part_bytes, slot_bytes = part_bytes + model.part_bytes, slot_bytes + model.slot_bytes
@@ -212,7 +200,7 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) 
 def with_rounds(
     drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most_scanned: int = MOST_SCANNED
 ) -> DraftMemory:
-    """Add what rounds take beside their partial caches: scanned texts."""
+    """Add the memory of scanned texts."""
     scan = NO_DRAFTS
     if wanted.scanned_best and sizes.is_scannable:
         longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES
@@ -220,7 +208,7 @@ def with_rounds(
     has_rounds = wanted.partial_budget or scan.slot_bytes
     if gpu.num_rows > NUM_ROWS and scan.slot_bytes:
         scan = _for_few(scan, drafts, wanted, sizes, gpu, most_scanned)
-    own_bytes = gpu.scratch_bytes(sizes) if has_rounds and gpu.attention == "flash" else 0  # which adds no biases
+    own_bytes = gpu.scratch_bytes(sizes) if has_rounds and gpu.attention == "flash" else 0  # flash-attn adds no biases
     part_bytes = drafts.part_bytes + scan.part_bytes + own_bytes
     return DraftMemory(part_bytes, drafts.slot_bytes + scan.slot_bytes, scan.num_scanned, drafts.has_engine)
 
@@ -228,10 +216,7 @@ def with_rounds(
 def _for_few(
     scan: DraftMemory, drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most: int
 ) -> DraftMemory:
-    """Return the room to scan texts of as many jobs as fit at their longest: among more, rounds bring nothing.
-
-    Of `most` jobs at most.
-    """
+    """Return memory to scan the texts of as many jobs as fit, up to `most`."""
     beside = DraftMemory(drafts.part_bytes + scan.part_bytes, drafts.slot_bytes + scan.slot_bytes)
     number = max(1, min(most, one_slot(sizes, gpu, wanted.longest_job, beside).num_fitting))
     return DraftMemory(scan.part_bytes + number * scan.slot_bytes, 0, number)

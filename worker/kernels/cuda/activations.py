@@ -1,7 +1,4 @@
-"""The activation between the products of a feed-forward layer, gates of heads, and the soft cap of logits.
-
-A program sees a part of a row.
-"""
+"""Activation of feed-forward layers, gates of heads, and soft cap of logits."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from swiftbatch.worker.kernels.cuda.tree_attention import LOG2_E
 from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
 from swiftbatch.worker.kernels.layer_specs import Activation
 
-ACTIVE_COLUMNS = 1024  # of a program
+ACTIVE_COLUMNS = 1024
 GELU_TANH, RELU2 = tl.constexpr(int(Activation.GELU_TANH)), tl.constexpr(int(Activation.RELU2))
 XIELU = tl.constexpr(int(Activation.XIELU))
 
 
 @triton.jit
 def exponential_less_one(x):
-    """e^x - 1 for x up to 0; near 0 a series, which is as exact as x."""
+    """Return e^x - 1 for x up to 0, by a series near 0."""
     series = 1.0 + x * (1 / 7) * (1.0 + x * (1 / 8) * (1.0 + x * (1 / 9)))
     series = 1.0 + x * (1 / 4) * (1.0 + x * (1 / 5) * (1.0 + x * (1 / 6) * series))
     series = x * (1.0 + x * (1 / 2) * (1.0 + x * (1 / 3) * series))
@@ -30,7 +27,6 @@ def exponential_less_one(x):
 
 @triton.jit
 def xielu(x, curve_ptr):
-    """XIELU with the numbers of a layer, as `LayerWeights.curve` has them."""
     bent = exponential_less_one(tl.minimum(x, tl.load(curve_ptr + 3))) - x
     share = tl.where(x > 0, tl.load(curve_ptr) * x * x, bent * tl.load(curve_ptr + 1))
     return share + tl.load(curve_ptr + 2) * x
@@ -38,7 +34,7 @@ def xielu(x, curve_ptr):
 
 @triton.jit
 def activated(x, curve_ptr, ACTIVATION: tl.constexpr):
-    """SILU or another activation of float32."""
+    """Return SILU or another activation of float32."""
     if ACTIVATION == XIELU:
         return xielu(x, curve_ptr)
     if ACTIVATION == RELU2:
@@ -46,7 +42,7 @@ def activated(x, curve_ptr, ACTIVATION: tl.constexpr):
         return positive * positive
     if ACTIVATION == GELU_TANH:  # (1 + tanh(a)) / 2 = 1 / (1 + exp(-2 a))
         double = x * (1.5957691216057308 + 0.07135481627260025 * x * x)
-        return x / (1 + tl.exp(tl.minimum(-double, 87.0)))  # as far as float32 and the kernels in C go
+        return x / (1 + tl.exp(tl.minimum(-double, 87.0)))  # float32 overflows beyond it, as in the C kernels
     return x / (1 + tl.exp(-x))
 
 
@@ -88,7 +84,7 @@ def gate_row(rows_ptr, qkv_ptr, mixed_ptr, ALL: tl.constexpr, NUMBERS: tl.conste
 
 
 def gate_heads(rows: Tensor, qkv: Tensor, mixed: Tensor) -> None:
-    """Multiply what attention has found, `mixed [num_rows, ...]`, by the sigmoids of gates at the end of `qkv`."""
+    """Multiply attention's results `mixed [num_rows, ...]` by the sigmoids of gates at the end of `qkv`."""
     numbers = mixed[0].numel()
     grid = (len(mixed), triton.cdiv(numbers, ACTIVE_COLUMNS))
     gate_row[grid](rows, qkv, mixed, ALL=qkv.shape[1], NUMBERS=numbers, COLUMNS=ACTIVE_COLUMNS)
@@ -101,9 +97,9 @@ def activate(
     activation: Activation = Activation.SILU,
     curve: Tensor | None = None,
 ) -> None:
-    """`[num_rows, 2 * intermediate]`, gates first, or ups alone, to `out [num_rows, intermediate]`.
+    """Map `[num_rows, 2 * intermediate]` (gates first, or ups alone) to `out [num_rows, intermediate]`.
 
-    `curve [4] float32` on the device is that of XIELU.
+    `curve [4] float32` on the device is XIELU's.
     """
     intermediate = out.shape[1]
     grid = (len(out), triton.cdiv(intermediate, ACTIVE_COLUMNS))
@@ -113,7 +109,7 @@ def activate(
     )  # fmt: skip
 
 
-SOFTCAP_COLUMNS = 1024  # of a program
+SOFTCAP_COLUMNS = 1024
 
 
 @triton.jit
@@ -128,7 +124,6 @@ def softcap_row(logits_ptr, VOCAB: tl.constexpr, COLUMNS: tl.constexpr, CAP: tl.
 
 
 def softcap_logits(logits: Tensor, cap: float) -> None:
-    """Cap `[num_rows, vocab] float32`."""
     num_rows, vocab = logits.shape
     grid = (num_rows, triton.cdiv(vocab, SOFTCAP_COLUMNS))
     softcap_row[grid](logits, VOCAB=vocab, COLUMNS=SOFTCAP_COLUMNS, CAP=cap)

@@ -1,4 +1,4 @@
-"""Attention of a decoder's layers with the buffers that it needs, and the catalogue of them."""
+"""Attention of a decoder's layers with its buffers, and the catalogue of kinds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 
 
 class Attention(Protocol):
-    """Attention over the rows of a table, layer after layer, in two launches each."""
+    """Attention over the rows of a table, layer by layer, in two launches each."""
 
-    query: Tensor  # [num_places, num_heads, head_dim], that `rope_store` fills
+    query: Tensor  # [num_places, num_heads, head_dim], filled by `rope_store`
 
     @property
     def numerics(self) -> str:
-        """A line that names all that decides the bits, beside the shape."""
+        """Return all that decides the bits except the shape, in one line."""
 
     def places(self, table: CudaRowTable[Tensor]) -> Tensor | None:
-        """Return rows' places `[num_rows]` for `rope_store`, with heads in another order; None: all in order."""
+        """Return rows' places `[num_rows]` for `rope_store`, with reordered heads; None: in order."""
 
     def attend(
         self,
@@ -40,20 +40,17 @@ class Attention(Protocol):
         view: AttentionView = SEES_ALL,
         pages: PageTable | None = None,
     ) -> None:
-        """Attend as `attend.attend` does, in the decoder's layer `layer`; nothing that is ours is allocated.
-
-        Raises ValueError.
-        """
+        """Attend as `tree_attention.attend` does in a layer, without allocating. Raises ValueError."""
 
     def put(self, query: Tensor, table: CudaRowTable[Tensor]) -> None:
-        """Take queries `[num_rows, num_heads, head_dim]` of the table's first rows; NaN lies wherever none may look."""
+        """Set queries `[num_rows, num_heads, head_dim]` of the table's first rows, and NaN in unused memory."""
 
     def heads(self) -> Tensor:
-        """Return the queries, `[num_places, num_kv_heads, heads_per_kv, head_dim]`; the first row comes first."""
+        """Return the queries, `[num_places, num_kv_heads, heads_per_kv, head_dim]`, the first row first."""
 
 
 class RowsInOrder:
-    """Base of the attentions of our own kernels: queries row by row, and parts of softmaxes to be merged."""
+    """Base of our own attention kernels: queries by row, and partial softmaxes to merge."""
 
     query: Tensor
     scratch: Scratch
@@ -68,7 +65,7 @@ class RowsInOrder:
 
 
 class TritonAttention(RowsInOrder):
-    """An `Attention`: kernels of ours throughout."""
+    """`Attention` in our own kernels."""
 
     def __init__(self, shape: AttentionShape, layout: TableLayout, scale: float, device: torch.device) -> None:
         num_heads = shape.num_kv_heads * shape.heads_per_kv
@@ -99,7 +96,7 @@ class TritonAttention(RowsInOrder):
 
 
 class MLAAttention(RowsInOrder):
-    """An `Attention` over latent vectors, keys and values at once: `mixed` is `[num_rows, num_heads, rank]`."""
+    """`Attention` over latent vectors, which are keys and values; `mixed` is `[num_rows, num_heads, rank]`."""
 
     def __init__(self, shape: MLAShape, layout: TableLayout, scale: float, device: torch.device) -> None:
         self.shape, self.scale = shape, scale
@@ -134,7 +131,7 @@ ATTENTION_KERNELS: dict[AttentionName, AttentionKernel] = {"triton": TritonAtten
 
 
 def shape_of(sizes: DecoderSizes, num_splits: int, num_rows: int) -> AttentionShape | MLAShape:
-    """The sizes of a decoder's attention. Raises ValueError for those that the kernels have no tiles for."""
+    """Raises ValueError if the kernels have no tiles for the sizes."""
     if sizes.latent is not None:
         return MLAShape(sizes.num_heads, sizes.latent, num_splits, sizes.dtype, num_rows)
     heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)
@@ -148,7 +145,7 @@ def new_attention(
     scale: float,
     device: torch.device,
 ) -> Attention:
-    """The attention of a decoder by a kernel. Raises ValueError for one that does not take the decoder's caches."""
+    """Return a decoder's attention by a kernel. Raises ValueError if it does not support the caches."""
     if not isinstance(shape, MLAShape):
         return kernel(shape, layout, scale, device)
     if kernel is not TritonAttention:

@@ -1,10 +1,4 @@
-"""A dense decoder as CUDA kernels: ten launches a layer, into buffers that never move, for a graph to replay.
-
-Layers that norm the heads of a row together, or gate them, take one launch more, and so do logits with a scale or a
-soft cap. Latent attention takes two more, and one for queries that are made of a vector. In a layer with experts, six
-launches stand in the place of the last three, or behind them where all rows meet a part. In one with a state seven
-stand in the place of the five of attention and its products, or three: see `states/state_layers.py`.
-"""
+"""Dense decoder in CUDA kernels: ten launches per plain layer into fixed buffers, for graphs."""
 
 from __future__ import annotations
 
@@ -46,10 +40,9 @@ from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary
 
 
 class CudaDecoder:
-    """A decoder that runs the rows of its table; what it reads and writes is allocated here, once.
+    """Decoder that runs the rows of its table, with all buffers allocated once.
 
-    A row's `hidden [num_rows, hidden]`, of the model's dtype, and `logits [num_rows, vocab] float32` follow from the
-    row's own tokens, whatever shares the table; those of padding rows mean nothing.
+    Writes `hidden [num_rows, hidden]` in the model's dtype and `logits [num_rows, vocab] float32`.
     """
 
     def __init__(
@@ -68,15 +61,11 @@ class CudaDecoder:
         windowed: tuple[Tensor, PageTable] | None = None,
         turns: Tensor | None = None,
     ) -> None:
-        """Rows see entries of `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]`, on its device.
+        """Take `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]` of attending layers.
 
-        Its layers are those that attend; the others have `states`. Of latent attention it has one part in place of the
-        two. It may have room for `RING_LAYERS` layers alone, which take turns; whoever runs layer by layer fills them.
-        `bias [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums a layer's part of the
-        outputs `[num_rows, hidden]` over devices that hold the others, in place. With `pages` the arena is a pool, one
-        slot that all see, in whose pages their entries lie. Layers with a window may lie in a second pool `windowed`,
-        with pages of its own; the first is then of all others. `turns` are the angles of another decoder with the same
-        rotation, for as many positions. Raises ValueError.
+        Latent attention has one part in place of two. With `RING_LAYERS` layers the caller fills them in turn. `bias
+        [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums `[num_rows, hidden]` over devices,
+        in place. With `pages` the arena is one pool; `windowed` is that of layers with a window. Raises ValueError.
         """
         sizes = self.sizes = weights.sizes
         attending = [layer for layer in weights.layers if layer.attention is not None]
@@ -85,7 +74,7 @@ class CudaDecoder:
         if windowed is not None:
             _check_arena(windowed[0], weights, self._in_windows.count(True))
         if pages is not None:
-            arena = arena.expand(-1, -1, len(pages.numbers), -1, -1, -1)  # a stride of 0
+            arena = arena.expand(-1, -1, len(pages.numbers), -1, -1, -1)  # needs no copy: the stride is 0
         self._kept = _layers_of(arena, None if windowed is None else windowed[0], self._in_windows)
         capacity = arena.shape[4] if pages is None else pages.capacity
         shape = self._shape = shape_of(sizes, num_splits, num_rows)
@@ -100,7 +89,7 @@ class CudaDecoder:
         self.mixers = _recurrent_layers_of(weights, states, self._linear, num_rows)
         self._views = [AttentionView(layer.window, sizes.score_softcap or None, layer.sinks) for layer in attending]
         self._angles = self._angles_of(np.arange(num_angles), arena.device) if turns is None else turns
-        self._still = self._angles  # of layers that turn no heads
+        self._still = self._angles  # layers without rotation use these
         if any(layer.is_nope for layer in weights.layers):
             self._still = self._angles_of(np.zeros(num_angles, dtype=np.int64), arena.device)
         if (other := other_rotary(weights.layers)) is not None:
@@ -113,9 +102,9 @@ class CudaDecoder:
             _check_flash(arena.dtype, sizes.dtype, self._views)
 
     def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
-        """Return it over another arena, with biases. All but the tables is shared: one of the two runs at a time.
+        """Return the decoder over another arena, with shared buffers; only one of both may run at a time.
 
-        Rows see `texts` beside their entries, whose best keys are read from this decoder's arena.
+        Rows also see `texts`, whose best keys are read from this decoder's arena.
         """
         _check_arena(arena, self._weights, len(self._in_windows))
         if self.mixers is not None:
@@ -125,7 +114,7 @@ class CudaDecoder:
         other = copy.copy(self)
         other._arena, other._bias, other._pages = arena, bias, None
         other._kept = _layers_of(arena, None, self._in_windows)
-        other._views = [replace(view, window=None) for view in self._views]  # entries are no positions
+        other._views = [replace(view, window=None) for view in self._views]  # entries are not positions
         num_slots, capacity = arena.shape[2], arena.shape[4]
         other.layout = replace(self.layout, num_slots=num_slots, capacity=capacity, boundary_step=1, page=None)
         other._allocate_table(arena.device)
@@ -139,19 +128,17 @@ class CudaDecoder:
 
     @property
     def turns(self) -> tuple[Rotary, Tensor]:
-        """The rotation of its heads, and the angles `[num_angles, head_dim]` of that."""
         return self._weights.rotary, self._angles
 
     @property
     def experts_met(self) -> Tensor | None:
-        """The counts of experts that rows of all forwards met, as `CudaExperts` has them; None without experts."""
+        """Return the counts of `CudaExperts`; None without experts."""
         return None if self._experts is None else self._experts.met
 
     def forward(self, tap: Callable[[int, Tensor], None] | None = None) -> None:
-        """Run the rows that `table_buffer` tells of, as `layout` fills one: into the arena, `hidden` and `logits`.
+        """Run the rows of `table_buffer`, and write the arena, `hidden` and `logits`.
 
-        `tap` is shown the queries of every layer that attends, `[:, num_kv_heads, heads_per_kv, head_dim]`, as they met
-        the keys, those of the first row first.
+        `tap` gets each attending layer's rotated queries, `[:, num_kv_heads, heads_per_kv, head_dim]`.
         """
         self.begin()
         for number in range(self.sizes.num_layers):
@@ -159,12 +146,10 @@ class CudaDecoder:
         self.end()
 
     def begin(self) -> None:
-        """Launch what comes before the layers: the embedding."""
         table, weights = self._table, self._weights
         embed(table.rows, table.token_ids, weights.embedding, self._state, self.sizes.embedding_scale)
 
     def run_layer(self, number: int, tap: Callable[[int, Tensor], None] | None = None) -> None:
-        """Run one layer, behind those before it."""
         layers, layer = self._weights.layers, self._weights.layers[number]
         delta, behind = (self._delta, layers[number - 1].last_norm) if number else (None, None)
         rows = self._state
@@ -179,7 +164,7 @@ class CudaDecoder:
             self._run_mlp(layer, rows if self.sizes.is_parallel else normed)
 
     def end(self) -> None:
-        """Launch what comes behind the layers: the final norm and the head."""
+        """Launch the final norm and the head."""
         weights, sizes = self._weights, self.sizes
         self._add_norm(self._delta, weights.layers[-1].last_norm, weights.final_norm, self.hidden)
         self._linear(self.hidden, weights.head.weight, weights.head.bias, self.logits)
@@ -189,7 +174,7 @@ class CudaDecoder:
             softcap_logits(self.logits, sizes.logit_softcap)
 
     def _angles_of(self, rows: NDArray[np.int64], device: torch.device, own: Rotary | None = None) -> Tensor:
-        """Turns of some rows of the table of angles, in the model's dtype: `[num_rows, head_dim]`."""
+        """Return rotary angles in the model's dtype, `[num_rows, head_dim]`."""
         rotary, dtype = own or self._weights.rotary, self.sizes.dtype
         return angles(rotary, rows, dtype).to(kept_as(rotary, dtype)).to(device)
 
@@ -197,7 +182,7 @@ class CudaDecoder:
         return query_scales(growth, np.arange(num_positions), self.sizes.dtype).to(device)
 
     def _add_norm(self, delta: Tensor | None, behind: Tensor | None, front: Tensor | None, normed: Tensor) -> Tensor:
-        """Add the output of a part of a layer, with the norm behind that part. Return the input of the next product."""
+        """Add a part's output, after its norm; return the next product's input."""
         sizes = self.sizes
         if delta is None and front is None:
             return self._state
@@ -220,7 +205,7 @@ class CudaDecoder:
             self._reduce(self._delta)
 
     def _attend(self, number: int, layer: StackedLayer, rows: Tensor, in_front: AnyLinear, behind: AnyLinear) -> None:
-        """Attend in a layer, the `number`-th of those that do; in latent attention keys and values are the same."""
+        """Attend in the `number`-th attending layer."""
         kept, view, table, pages = self._kept[number], self._views[number], self._table, self._pages
         if self._in_windows[number]:
             table, pages = self._window_table, self._window_pages
@@ -246,7 +231,6 @@ class CudaDecoder:
         values: Tensor,
         table: CudaRowTable[Tensor],
     ) -> None:
-        """Keep the rows' keys and values where a table says, and hand their queries to the attention."""
         attention, sizes = self.attention, self.sizes
         if layer.latent is not None and self._latents is not None:
             self._latents.keep(layer.latent, in_front, rows, table, self._angles, keys, attention.query)
@@ -283,7 +267,7 @@ class CudaDecoder:
             self._reduce(self._delta)
 
     def _allocate(self, device: torch.device) -> None:
-        """Static buffers, of zeros: what padding rows have never written are numbers, too."""
+        """Allocate static buffers of zeros, because padding rows must hold numbers."""
         sizes, layers, num_rows = self.sizes, self._weights.layers, self.layout.num_rows
 
         def rows(*shape: int) -> Tensor:
@@ -292,7 +276,8 @@ class CudaDecoder:
         self._allocate_table(device)
         self._state, self._normed, self._delta = (rows(sizes.hidden) for _ in range(3))
         is_beside = any(layer.attention is not None and layer.mixer is not None for layer in layers)
-        self._beside, self._scaled = (rows(sizes.hidden if is_beside else 0) for _ in range(2))  # attention and a state
+        # layers with both attention and a state use these
+        self._beside, self._scaled = (rows(sizes.hidden if is_beside else 0) for _ in range(2))
         latent, num_heads = sizes.latent, (1 + sizes.gates_heads) * sizes.num_heads + 2 * sizes.num_kv_heads
         self._latents = None if latent is None else CudaMLA(sizes, latent, self._linear, device, num_rows)
         self._qkv = rows(num_heads * sizes.head_dim if latent is None else 0)
@@ -312,7 +297,6 @@ class CudaDecoder:
         self._use_table(torch.zeros(self.layout.size + num_states, dtype=torch.int32, device=device))
 
     def _use_table(self, buffer: Tensor) -> None:
-        """Take the rows of every forward from a buffer, which stays where it is."""
         self.table_buffer = buffer
         own = self.table_buffer[: self.layout.size]
         self._table = self._window_table = self.layout.table(own)
@@ -323,7 +307,7 @@ class CudaDecoder:
 
 
 def _numbers_of(layers: Sequence[StackedLayer]) -> tuple[list[int], list[int]]:
-    """The number of each layer among those that attend, and among those with a state; of others it means nothing."""
+    """Return each layer's numbers among attending and among recurrent ones."""
     attends = [layer.attention is not None for layer in layers]
     mixes = [layer.mixer is not None for layer in layers]
     numbers = range(len(layers))
@@ -333,7 +317,7 @@ def _numbers_of(layers: Sequence[StackedLayer]) -> tuple[list[int], list[int]]:
 def _recurrent_layers_of(
     weights: StackedWeights, states: StateBuffers | None, linear: WeightKernel, num_rows: int
 ) -> CudaRecurrentLayers | None:
-    """Raises ValueError where there are states but no mixers, or mixers without states or of several sizes."""
+    """Raise ValueError for states without mixers, or mixers without states or of different sizes."""
     found = {layer.mixer.sizes for layer in weights.layers if layer.mixer is not None}
     if len(found) != (states is not None):
         raise ValueError(f"found mixers of {len(found)} sizes, and {'some' if states else 'no'} states")
@@ -341,12 +325,11 @@ def _recurrent_layers_of(
 
 
 def _of_width(buffer: Tensor, width: int) -> Tensor:
-    """The first numbers of a buffer as rows without gaps."""
     return buffer.flatten()[: len(buffer) * width].view(len(buffer), width)
 
 
 def _layers_of(arena: Tensor, windowed: Tensor | None, in_windows: Sequence[bool]) -> list[Tensor]:
-    """Return the rows of each attending layer. All rows of a pool are one slot, of the windows' pool as well."""
+    """Return the rows of each attending layer; a pool counts as one slot."""
     if windowed is None:
         return [arena[number % len(arena)] for number in range(len(in_windows))]
     pools = windowed.expand(-1, -1, arena.shape[2], -1, -1, -1), arena
@@ -355,7 +338,6 @@ def _layers_of(arena: Tensor, windowed: Tensor | None, in_windows: Sequence[bool
 
 
 def _check_flash(kv_dtype: torch.dtype, dtype: torch.dtype, views: list[AttentionView]) -> None:
-    """Raise ValueError where flash-attn does not take what layers attend to."""
     if kv_dtype != dtype:
         raise ValueError("found keys and values in 8 bits, which flash-attn does not take; attend with triton")
     if any(view != SEES_ALL for view in views):

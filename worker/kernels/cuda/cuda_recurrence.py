@@ -1,4 +1,4 @@
-"""Recurrent states on a GPU: their buffers, the table of rows, and kernels that step along a tree's paths."""
+"""Recurrent states on a GPU: buffers, the table of rows, and kernels along a tree's paths."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StateBuffers:
-    """The states and steps of all layers and slots."""
+    """States and steps of all layers and slots."""
 
     layout: StepLayout
     states: Tensor  # [num_layers, num_slots, NUM_STATES, num_heads, key_dim, value_dim] float32
     steps: Tensor  # [num_layers, num_slots, ring, words] float32
-    inputs: Tensor  # [num_layers, num_slots, ring, num_channels] of the model's dtype, within the steps
+    inputs: Tensor  # [num_layers, num_slots, ring, num_channels] in the model's dtype, within the steps
 
     @classmethod
     def empty(
@@ -48,11 +48,10 @@ class StateBuffers:
 
 
 def number_of_state(boundary: int) -> int:
-    """The number of a slot's state that is the one at a boundary."""
     return boundary // BLOCK % NUM_STATES
 
 
-MOVED_WORDS = 1024  # of a program
+MOVED_WORDS = 1024
 MOVE_WARPS = 4
 
 
@@ -60,7 +59,7 @@ MOVE_WARPS = 4
 def move_step_words(
     steps_ptr, moves_ptr, num_moves, num_slots, RING: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Program (layer, words): every move, one after the other; those of a slot read before they are written over."""
+    """Program (layer, words): all moves in order, each slot's words read before they are overwritten."""
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     steps_ptr += tl.program_id(0).to(tl.int64) * num_slots * (RING * WORDS) + columns
     inside = columns < WORDS
@@ -73,7 +72,7 @@ def move_step_words(
 
 
 def move_steps(states: StateBuffers, moves: Tensor) -> None:
-    """Move steps in one launch; `moves [num_moves, 3] int32` on the device, as `move_rows` takes them, by entries."""
+    """Move steps in one launch; `moves [num_moves, 3] int32` as in `move_rows`."""
     num_layers, num_slots, ring, words = states.steps.shape
     move_step_words[(num_layers, triton.cdiv(words, MOVED_WORDS))](
         states.steps.view(torch.int32), moves, len(moves), num_slots, RING=ring, WORDS=words, WIDTH=MOVED_WORDS,
@@ -81,12 +80,12 @@ def move_steps(states: StateBuffers, moves: Tensor) -> None:
     )  # fmt: skip
 
 
-# The table of rows for layers with states: like a row table, in a buffer of int32 behind it.
+# Table of rows for recurrent layers, in an int32 buffer after the row table.
 
 
 @dataclass(frozen=True)
 class StateTable(Generic[Ints]):
-    """Parts of one buffer; entries are those of the sequence, wherever its keys lie."""
+    """Parts of one buffer, with entries of the sequence, not of a pool."""
 
     sequences: Ints  # [num_slots, 4]: slot, first row, number of rows (0: none), boundary of the newest state
     rows: Ints  # [num_rows, 5]: slot, boundary, length of the path (0: padding), entry and number of the first row
@@ -95,7 +94,7 @@ class StateTable(Generic[Ints]):
 
 @dataclass(frozen=True)
 class StateRows:
-    """Consecutive rows of one sequence, the slot of its states, and the boundary of the newest of these."""
+    """Consecutive rows of one sequence, its slot, and the boundary of its newest state."""
 
     rows: Rows
     slot: int
@@ -104,26 +103,24 @@ class StateRows:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The layout of such a table in its buffer."""
+    """Layout of such a table in its buffer."""
 
     num_slots: int
-    ring: int  # positions whose steps a slot has room for
-    num_before: int  # inputs in front of a boundary that rows behind it read
+    ring: int  # a slot has room for the steps of so many positions
+    num_before: int  # rows after a boundary read so many earlier inputs
     num_rows: int
 
     @property
     def size(self) -> int:
-        """Numbers in the buffer."""
         return sum(math.prod(shape) for shape in self._shapes())
 
     def table(self, buffer: Ints) -> StateTable[Ints]:
-        """A buffer `[size] int32` by its parts."""
         return StateTable(*in_parts(buffer, self._shapes()))
 
     def fill(self, buffer: NDArray[np.int32], groups: Sequence[StateRows]) -> None:
-        """Write the rows of some groups, in the order of the row table; those of one sequence follow each other.
+        """Write the rows of groups; those of one sequence must be consecutive.
 
-        Raises ValueError for rows whose steps have no room, or whose state is forgotten; the buffer stays as it was.
+        Raises ValueError, and changes nothing, for steps without room or a forgotten state.
         """
         for group in groups:
             self._check(group)
@@ -150,7 +147,7 @@ class StateLayout:
         rows, end = group.rows, group.rows.first_entry + len(group.rows)
         if rows.boundary < group.boundary:
             raise ValueError(f"found rows behind {rows.boundary}, expected them behind the state at {group.boundary}")
-        oldest = group.boundary - BLOCK - self.num_before  # which a roll-back by a block may ask for
+        oldest = group.boundary - BLOCK - self.num_before  # a rollback by one block needs them
         if end - oldest > self.ring:
             raise ValueError(f"found rows up to {end}, expected them up to {oldest + self.ring}")
         if not 0 <= group.slot < self.num_slots:
@@ -158,7 +155,7 @@ class StateLayout:
 
 
 def _by_sequence(groups: Sequence[StateRows]) -> Iterator[tuple[int, list[StateRows]]]:
-    """Yield each sequence's groups, with the number of its first row. Raises ValueError where others lie between."""
+    """Yield each sequence's groups and first row. Raises ValueError if others are between them."""
     parts: dict[int, list[StateRows]] = {}
     for group in groups:
         if group.slot in parts and group.slot != next(reversed(parts)):
@@ -170,24 +167,24 @@ def _by_sequence(groups: Sequence[StateRows]) -> Iterator[tuple[int, list[StateR
         row += sum(len(part.rows) for part in own)
 
 
-# States of heads on a GPU: a row is its boundary's state, then the steps of its own path, in the order of positions.
+# States of heads on a GPU: a row reads its boundary's state, then the steps of its path in order.
 
 
-HEADS_PER_PROGRAM = 4  # whose scores of one path a program weighs
-STATE_COLUMNS = 32  # of a head's state, that a program holds
-FOLDED_AT_ONCE = 16  # steps
+HEADS_PER_PROGRAM = 4  # a program computes the scores of so many heads for one path
+STATE_COLUMNS = 32  # a program takes so many columns of a head's state
+FOLDED_AT_ONCE = 16
 
 
 @triton.jit
 def decays_behind(steps_ptr, entries, behind, head, RING: tl.constexpr, WORDS: tl.constexpr, DECAYS: tl.constexpr):
-    """The decay from each of some steps to the last one; `entries` are those behind each."""
+    """Return the decay from each of some steps to the last one."""
     logs = tl.load(steps_ptr + (entries % RING) * WORDS + DECAYS + head, mask=behind, other=0.0)
     return tl.exp(tl.cumsum(logs, 0, reverse=True))
 
 
 @triton.jit
 def decay_of_all(steps_ptr, entries, seen, head, RING: tl.constexpr, WORDS: tl.constexpr, DECAYS: tl.constexpr):
-    """The decay from the boundary to the last of some steps."""
+    """Return the decay from the boundary."""
     logs = tl.load(steps_ptr + (entries % RING) * WORDS + DECAYS + head, mask=seen, other=0.0)
     return tl.exp(tl.sum(logs, 0))
 
@@ -199,7 +196,7 @@ def weigh_path(
     RING: tl.constexpr, WORDS: tl.constexpr, DECAYS: tl.constexpr, HAS_SHARES: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head of keys, some heads of values): the weights of the path's updates in the row's sums."""
+    """Program (row, key head, some value heads): weights of the path's updates in the row's sums."""
     row, key_head = tl.program_id(0), tl.program_id(1)
     length = tl.load(rows_ptr + row * 5 + 2)
     if length == 0:
@@ -240,13 +237,13 @@ def folded(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, UPDATES: tl.constexpr,
     RING: tl.constexpr, WORDS: tl.constexpr, DECAYS: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a head's state behind the block from a boundary on."""
+    """Return columns of a head's state after the block that starts at a boundary."""
     n, dims = tl.arange(0, BLOCK), tl.arange(0, KEY_WIDTH)
     entries = boundary.to(tl.int64) + n
     state *= decay_of_all(steps_ptr, entries, n >= 0, head, RING, WORDS, DECAYS)
     for first in range(0, BLOCK, SOME):
         some = entries_of(boundary, first, SOME)
-        # each step's decay to the block's end: of the steps behind it within its part, and of all parts behind that
+        # decays to the block's end: within the part, and over all later parts
         within = decays_behind(steps_ptr, some + 1, tl.arange(0, SOME) < SOME - 1, head, RING, WORDS, DECAYS)
         rest = decay_of_all(steps_ptr, entries, n >= first + SOME, head, RING, WORDS, DECAYS)
         places = (some % RING) * WORDS
@@ -260,7 +257,6 @@ def folded(
 
 @triton.jit
 def entries_of(boundary, first, SOME: tl.constexpr):
-    """Entries of some consecutive positions."""
     return boundary.to(tl.int64) + first + tl.arange(0, SOME)
 
 
@@ -273,7 +269,7 @@ def walk_rows(
     RING: tl.constexpr, WORDS: tl.constexpr, DECAYS: tl.constexpr, HAS_SHARES: tl.constexpr, BLOCK: tl.constexpr,
     SOME: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, columns): its rows in order; a state that they are behind is folded first, and kept."""
+    """Program (sequence, head, columns): its rows in order, after folding a new boundary's state."""
     sequence_ptr = sequences_ptr + tl.program_id(0) * 4
     first_row, num_rows = tl.load(sequence_ptr + 1), tl.load(sequence_ptr + 2)
     if num_rows == 0:
@@ -320,11 +316,11 @@ def walk_rows(
         found += value * tl.load(query_scores_ptr + row_head * BLOCK + length - 1)
         tl.store(found_ptr + row_head * VALUE_DIM + columns, found, mask=is_column)
         tl.store(updates_ptr + (own % RING) * WORDS, value, mask=is_column)
-        tl.debug_barrier()  # rows behind this one read its update
+        tl.debug_barrier()  # later rows read this update
 
 
 def weight_constants(sizes: RecurrentSizes, layout: StepLayout) -> dict[str, Any]:
-    """Return the constants of `weigh_path`, with its warps."""
+    """Return constants and warps of `weigh_path`."""
     return {
         **_sizes(sizes, layout),
         "HEADS_PER_PROGRAM": HEADS_PER_PROGRAM,
@@ -333,7 +329,7 @@ def weight_constants(sizes: RecurrentSizes, layout: StepLayout) -> dict[str, Any
 
 
 def walk_constants(sizes: RecurrentSizes, layout: StepLayout) -> dict[str, Any]:
-    """Return the constants of `walk_rows`, with its warps and stages."""
+    """Return constants, warps and stages of `walk_rows`."""
     return {
         **_sizes(sizes, layout),
         "VALUE_DIM": sizes.value_dim,
@@ -342,7 +338,7 @@ def walk_constants(sizes: RecurrentSizes, layout: StepLayout) -> dict[str, Any]:
         "UPDATES": layout.num_keys,
         "SOME": FOLDED_AT_ONCE,
         "num_warps": 4,
-        "num_stages": 1,  # nothing is read before the row in front has written it
+        "num_stages": 1,  # each row must be written before the next reads it
     }
 
 
@@ -364,7 +360,7 @@ def weigh_paths(
     table: StateTable[Tensor], steps: Tensor, queries: Tensor, weights: tuple[Tensor, ...], sizes: RecurrentSizes,
     layout: StepLayout,
 ) -> None:  # fmt: skip
-    """Write the weights of each row's path: of queries, of keys `[num_rows, num_heads, BLOCK]`, and of the state."""
+    """Write each row's path weights, `[num_rows, num_heads, BLOCK]`, and its state's."""
     num_tiles = triton.cdiv(sizes.num_heads // sizes.num_key_heads, HEADS_PER_PROGRAM)
     weigh_path[(len(table.rows), sizes.num_key_heads, num_tiles)](
         table.rows, table.paths, steps, queries, *weights, **weight_constants(sizes, layout)
@@ -373,15 +369,14 @@ def weigh_paths(
 
 def walk(
     table: StateTable[Tensor],
-    states: Tensor,  # [num_slots, NUM_STATES, num_heads, key_dim, value_dim], one layer's
+    states: Tensor,  # [num_slots, NUM_STATES, num_heads, key_dim, value_dim] of one layer
     steps: Tensor,  # [num_slots, ring, words]
-    rows: tuple[Tensor, Tensor, Tensor],  # queries, values and shares
+    rows: tuple[Tensor, Tensor, Tensor],
     weights: tuple[Tensor, ...],
     found: Tensor,  # [num_rows, num_heads, value_dim] float32
     sizes: RecurrentSizes,
     layout: StepLayout,
 ) -> None:
-    """Write what rows find, and their updates among the steps."""
     constants = walk_constants(sizes, layout)
     grid = (len(table.sequences), sizes.num_heads, triton.cdiv(sizes.value_dim, constants["COLUMNS"]))
     walk_rows[grid](table.sequences, table.rows, table.paths, states, steps, *rows, *weights, found, **constants)

@@ -25,8 +25,8 @@ from swiftbatch.worker.kernels.layer_specs import (
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
 DELTA_NET, CONVOLUTION = tl.constexpr(int(RecurrentForm.DELTA_NET)), tl.constexpr(int(RecurrentForm.CONVOLUTION))
-LENGTH_EPSILON = tl.constexpr(1e-6)  # of queries' and keys' lengths in delta nets
-GATED_COLUMNS = 1024  # of a program
+LENGTH_EPSILON = tl.constexpr(1e-6)  # stabilises queries' and keys' norms in delta nets
+GATED_COLUMNS = 1024
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def sigmoid(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x); what 1 + e^x loses of e^x is added again."""
+    """Return log(1 + e^x), with the rounding error of 1 + e^x added back."""
     power = tl.exp(tl.minimum(x, 20.0))
     more = 1.0 + power
     return tl.where(x > 20.0, x, tl.log(more) + (power - (more - 1.0)) / more)
@@ -44,7 +44,7 @@ def softplus(x):
 
 @triton.jit
 def input_of(wide_ptr, row, channels, is_real, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, FORM: tl.constexpr):
-    """A row's input of the convolution, as it is kept; in short convolutions behind a gate of its own."""
+    """Return a row's input of the convolution as stored, gated in short convolutions."""
     wide_ptr += row * COLUMNS + channels
     x = tl.load(wide_ptr, mask=is_real, other=0.0).to(tl.float32)
     if FORM == CONVOLUTION:
@@ -59,7 +59,7 @@ def convolved(
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, TAPS: tl.constexpr, HAS_TAP_BIAS: tl.constexpr,
     FORM: tl.constexpr, RING: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of a row's channels, rounded, from the oldest input on; the row's own input is kept."""
+    """Convolve a row's channels from the oldest input on, rounded; store the row's own input."""
     slot, boundary, length = (
         tl.load(rows_ptr + row * 5),
         tl.load(rows_ptr + row * 5 + 1),
@@ -92,7 +92,7 @@ def step_factors(
     narrow_ptr, rates_ptr, step_bias_ptr, row, head, NUM_HEADS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """The share that a row's value has in its head's update, and the logarithm of the state's decay."""
+    """Return a row's share of its value, and the logarithm of the state's decay."""
     dtype: tl.constexpr = narrow_ptr.dtype.element_ty
     rate, bias = tl.load(rates_ptr + head), tl.load(step_bias_ptr + head)
     if FORM == DELTA_NET:
@@ -115,12 +115,12 @@ def ready_head(
     FORM: tl.constexpr, RING: tl.constexpr, STEP: tl.constexpr, WORDS: tl.constexpr, DECAYS: tl.constexpr,
     LEAST: tl.constexpr, MOST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head of queries, of keys or of values): its numbers go to buffers, its key and decay to steps."""
+    """Program (row, head of queries, keys or values): fills buffers and steps."""
     row, part = tl.program_id(0), tl.program_id(1)
     length = tl.load(rows_ptr + row * 5 + 2)
     if length == 0:
         return
-    # In a delta net channels are of queries, keys and values; in Mamba-2 of values, keys and queries.
+    # Channels of a delta net are queries, keys, values; those of Mamba-2 are values, keys, queries.
     is_value = part >= 2 * NUM_KEY_HEADS if FORM == DELTA_NET else part < NUM_HEADS
     is_query = part < NUM_KEY_HEADS if FORM == DELTA_NET else part >= NUM_HEADS + NUM_KEY_HEADS
     head = part - 2 * NUM_KEY_HEADS if FORM == DELTA_NET else part
@@ -166,7 +166,7 @@ def gate_convolution(
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, TAPS: tl.constexpr, HAS_TAP_BIAS: tl.constexpr,
     FORM: tl.constexpr, RING: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, columns) of a layer that is a convolution alone: what it gives, behind its gates."""
+    """Program (row, columns) of a pure convolution: its gated result."""
     row = tl.program_id(0)
     if tl.load(rows_ptr + row * 5 + 2) == 0:
         return
@@ -196,12 +196,12 @@ def convolution_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bia
 
 
 def wide_roles(sizes: RecurrentSizes) -> tuple[str, ...]:
-    """The products of a row that its first launch makes, one behind the other; those of heads are made in another."""
+    """Return the roles of the products in a row's first launch."""
     return ("inputs", "gates", "betas") if sizes.form == RecurrentForm.CONVOLUTION else ("inputs", "gates")
 
 
 def ready_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bias: bool) -> dict[str, Any]:
-    """Return the constants of `ready_head`, with its warps."""
+    """Return constants and warps of `ready_head`."""
     return convolution_constants(sizes, layout, has_tap_bias) | {
         "NUM_HEADS": sizes.num_heads,
         "NUM_KEY_HEADS": sizes.num_key_heads,
@@ -217,7 +217,6 @@ def ready_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bias: boo
 
 
 def gate_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bias: bool) -> dict[str, Any]:
-    """Return the constants of `gate_convolution`."""
     return convolution_constants(sizes, layout, has_tap_bias) | {"WIDTH": GATED_COLUMNS}
 
 
@@ -229,7 +228,7 @@ def ready_heads(
     found: tuple[Tensor, Tensor, Tensor, Tensor],  # queries, values, own values, shares: float32
     constants: dict[str, Any],
 ) -> None:
-    """Launch the part of a layer with heads in front of its state."""
+    """Launch the part of a layer with heads before its state."""
     wide, narrow = products
     num_heads = constants["NUM_HEADS"] + 2 * constants["NUM_KEY_HEADS"]
     ready_head[(len(table.rows), num_heads)](
@@ -246,13 +245,12 @@ def gate_convolutions(
     mixed: Tensor,  # [num_rows, num_channels]
     constants: dict[str, Any],
 ) -> None:
-    """Launch a layer that is a convolution alone, between its products."""
     gate_convolution[(len(table.rows), triton.cdiv(mixed.shape[1], GATED_COLUMNS))](
         table.rows, table.paths, wide, floats["taps"], floats.get("tap_bias"), inputs, mixed, **constants
     )
 
 
-# Layers with a state or a convolution as CUDA kernels: four launches between the products of one, or one alone.
+# Layers with a state or a convolution in CUDA kernels: four launches between products, or a single one.
 
 
 Stack = Callable[[Sequence[AnyLinear], torch.device], AnyLinear]
@@ -260,23 +258,22 @@ Stack = Callable[[Sequence[AnyLinear], torch.device], AnyLinear]
 
 @dataclass(frozen=True)
 class StackedRecurrentLayer:
-    """The products in front by what their rows share a form in: those of channels, and those of heads; that behind."""
+    """Products of a mixer, stacked: those of channels, those of heads, and the output."""
 
     sizes: RecurrentSizes
-    wide: AnyLinear  # inputs, gates, in a convolution alone the gates of inputs behind them
-    narrow: AnyLinear | None  # a number or two of each head
+    wide: AnyLinear  # has inputs, gates, and in pure convolutions the gates of inputs
+    narrow: AnyLinear | None  # has one or two numbers per head
     output: AnyLinear
-    floats: dict[str, Tensor]  # on the device; `rates` are what decays are powers of
-    scales: tuple[Tensor, Tensor] | None = None  # of the columns of both products in front, of the model's dtype
+    floats: dict[str, Tensor]  # `rates` are the bases of decays
+    scales: tuple[Tensor, Tensor] | None = None  # multiply both input products' columns
 
     @property
     def products(self) -> list[AnyLinear]:
-        """All of them."""
         return [self.wide, self.output, *([] if self.narrow is None else [self.narrow])]
 
 
 def stacked_recurrent_layer(mixer: RecurrentWeights, device: torch.device, stack: Stack) -> StackedRecurrentLayer:
-    """Copy a mixer's weights to a device, stacked. Raises ValueError for numbers of another shape than sizes say."""
+    """Copy a mixer's weights to a device, stacked. Raises ValueError for other shapes than `sizes` has."""
     sizes, linears = mixer.sizes, mixer.linears
     for role, numbers, shape in recurrent_float_shapes(mixer):
         if numbers is not None and tuple(numbers.shape) != shape:
@@ -301,7 +298,7 @@ def _split(scales: Tensor, sizes: RecurrentSizes) -> tuple[Tensor, Tensor]:
     return scales[:wide], scales[wide:]
 
 
-NAME = "states 1"  # in the numerics of models that have some
+NAME = "states 1"  # is part of such models' numerics
 
 
 @triton.jit
@@ -310,7 +307,7 @@ def finish_group(
     NUMBERS: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr, GATES: tl.constexpr, COLUMNS: tl.constexpr,
     HAS_NORM: tl.constexpr, FORM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, group of numbers that are normed together)."""
+    """Program (row, group of numbers with a common norm)."""
     row = tl.program_id(0)
     if tl.load(rows_ptr + row * 5 + 2) == 0:
         return
@@ -321,11 +318,11 @@ def finish_group(
     found = tl.load(found_ptr + row * NUMBERS + columns, mask=is_real, other=0.0)
     gate = tl.load(wide_ptr + row * COLUMNS + GATES + columns, mask=is_real, other=0.0).to(tl.float32)
     gate = gate * sigmoid(gate)
-    if FORM == DELTA_NET:  # normed, then gated
+    if FORM == DELTA_NET:  # norm, then gate
         found = rounded(found, dtype)
         found = rounded(found * tl.rsqrt(tl.sum(found * found, 0) / GROUP + epsilon), dtype)
         found = rounded(found * tl.load(norm_ptr + columns, mask=is_real, other=0.0), dtype) * gate
-    else:  # what the state does not say is a share of the row's own values; gated, then normed
+    else:  # adds a share of the row's own values; gate, then norm
         own = tl.load(own_ptr + row * NUMBERS + columns, mask=is_real, other=0.0)
         found += own * tl.load(skip_ptr + columns // VALUE_DIM, mask=is_real, other=0.0)
         if HAS_NORM:
@@ -356,14 +353,13 @@ def finish_constants(sizes: RecurrentSizes) -> dict[str, Any]:
 
 def finish(
     table: StateTable[Tensor],
-    wide: Tensor,  # of the products in front, with gates behind inputs
+    wide: Tensor,  # input products, with gates after inputs
     found: Tensor,  # [num_rows, num_heads, value_dim] float32
     own: Tensor,  # as found
     floats: dict[str, Tensor],
-    mixed: Tensor,  # [num_rows, num_heads * value_dim] of the model's dtype
+    mixed: Tensor,  # [num_rows, num_heads * value_dim] in the model's dtype
     sizes: RecurrentSizes,
 ) -> None:
-    """Write what the last product reads."""
     constants = finish_constants(sizes)
     finish_group[(len(table.rows), sizes.width // constants["GROUP"])](
         table.rows, wide, found, own, floats.get("skip"), floats.get("norm"), mixed, sizes.epsilon, **constants
@@ -371,18 +367,17 @@ def finish(
 
 
 def scale(rows: Tensor, factor: float) -> None:
-    """Multiply all numbers of some rows, in place; rounded once."""
+    """Scale in place, rounding once."""
     if factor != 1.0:
         rows.mul_(factor)
 
 
 class CudaRecurrentLayers:
-    """All mixers of a decoder, which share their buffers: one runs at a time."""
+    """All mixers of a decoder, which share buffers and so run one at a time."""
 
     def __init__(
         self, sizes: RecurrentSizes, states: StateBuffers, dtype: torch.dtype, linear: WeightKernel, num_rows: int
     ) -> None:
-        """All mixers have these sizes. What rows find in `states` follows from the tables that `layout` fills."""
         self.layout = StateLayout(states.num_slots, states.layout.ring, sizes.conv_width - 1, num_rows)
         self._sizes, self._states, self._linear = sizes, states, linear
         device = states.steps.device
@@ -402,9 +397,9 @@ class CudaRecurrentLayers:
     def run(
         self, table: StateTable[Tensor], number: int, mixer: StackedRecurrentLayer, rows: Tensor, out: Tensor
     ) -> None:
-        """Run one layer's mixer, the `number`-th of them, from `rows [num_rows, hidden]` to `out` of that shape."""
+        """Run the `number`-th mixer from `rows [num_rows, hidden]` to `out` of that shape."""
         if self._sizes.in_scale != 1.0:
-            rows = torch.mul(rows, self._sizes.in_scale, out=out)  # which is written last
+            rows = torch.mul(rows, self._sizes.in_scale, out=out)  # `out` is overwritten last
         self._linear(rows, mixer.wide.weight, mixer.wide.bias, self._wide)
         if mixer.narrow is None:
             constants = gate_constants(self._sizes, self._states.layout, "tap_bias" in mixer.floats)

@@ -1,4 +1,4 @@
-"""Row tables of a forward on a GPU: their parts in one static buffer, filled in Python or in C."""
+"""Row tables of a forward on a GPU, filled in Python or C."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ class CGivenPages(ctypes.Structure):
 
 
 class NativeFill:
-    """Fills tables of one layout."""
+    """Fills tables of one layout in C."""
 
     def __init__(self, layout: CTableLayout, size: int) -> None:
-        """`size`: numbers of a table's buffer."""
         self._layout, self._size = layout, size
         self._address = ctypes.addressof(layout)
 
@@ -58,10 +57,7 @@ class NativeFill:
         pages: Sequence[Sequence[int]],
         window_pages: Sequence[Sequence[int]],
     ) -> bool:
-        """Fill a buffer as `TableLayout.fill` does, with its arguments.
-
-        False, with nothing written, where no kernels were compiled, and for what `TableLayout.fill` refuses.
-        """
+        """Fill a buffer as `TableLayout.fill` does; return False without kernels or where that raises."""
         library, page = chosen_library(), self._layout.page
         if library is None or not sequences or buffer.shape != (self._size,) or not buffer.flags.c_contiguous:
             return False
@@ -81,10 +77,7 @@ class NativeFill:
 
 
 def _numbers_of(sequences: Sequence[tuple[Rows, int]]) -> tuple[list[int], list[int]]:
-    """Size, slot, boundary and first entry of each sequence; then tokens, positions and lengths of tails of all rows.
-
-    Fewer of these where a sequence has not all of them.
-    """
+    """Return size, slot, boundary and first entry per sequence; then tokens, positions and tail lengths."""
     numbers, token_ids, positions, lengths = list[int](), list[int](), list[int](), list[int]()
     for rows, slot in sequences:
         numbers += (len(rows.token_ids), slot, rows.boundary, rows.first_entry)
@@ -96,7 +89,7 @@ def _numbers_of(sequences: Sequence[tuple[Rows, int]]) -> tuple[list[int], list[
 
 
 def _pages_of(pages: Sequence[Sequence[int]], numbers: list[int], page: int) -> CGivenPages:
-    """The pages of each sequence from that of its boundary to that of its last row; none where not all have some."""
+    """Return each sequence's pages from its boundary to its last row; none if some lack pages."""
     if not page or 4 * len(pages) != len(numbers):
         return CGivenPages(None, 0)
     known = list[int]()
@@ -106,14 +99,14 @@ def _pages_of(pages: Sequence[Sequence[int]], numbers: list[int], page: int) -> 
     return CGivenPages((c_int64 * len(known))(*known), len(known))
 
 
-# Row tables: what a forward's kernels read of its rows, as parts of one static buffer of int32; how one is filled.
+# Row tables, the kernels' input of a forward's rows, as parts of one static int32 buffer.
 
 
 Ints = TypeVar("Ints", "Tensor", NDArray[np.int32])
 
 
 def in_parts(buffer: Ints, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
-    """Views of a buffer, `[size]`, one behind the other, in these shapes."""
+    """Return consecutive views of a buffer `[size]` in these shapes."""
     parts, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)
@@ -124,66 +117,63 @@ def in_parts(buffer: Ints, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
 
 @dataclass(frozen=True)
 class CudaRowTable(Generic[Ints]):
-    """Parts of one buffer: a tensor on the device, or the array that is uploaded to it."""
+    """Parts of one buffer, on the device or the host."""
 
     groups: Ints  # [num_groups, 4]: slot, first row, number of rows (0: padding), boundary
     rows: Ints  # [num_rows, 5]: slot, boundary, length of the tail (0: padding), row of its angles, entry to write
     tail_slots: Ints  # [num_rows, BLOCK]: entries of the keys from the boundary on, in position order
     token_ids: Ints  # [num_rows]
-    prefixes: Ints  # [2, num_groups]: slots and boundaries of the groups, once more, since flash-attn takes no strides
-    packed: Ints  # [num_rows]: places of the rows where every group has room for `rows_per_group`
+    prefixes: Ints  # [2, num_groups]: the groups' slots and boundaries again, because flash-attn takes no strides
+    packed: Ints  # [num_rows]: places of the rows if every group has room for `rows_per_group`
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """Pages of a pool that the entries of slots lie in: any, in any order."""
+    """Pages of a pool that hold slots' entries, in any order."""
 
     numbers: Tensor  # [num_slots, most_pages] int32, on the device; of one slot [most_pages]
-    page: int  # entries of a page, a multiple of BLOCK
+    page: int  # entries per page, a multiple of BLOCK
 
     @property
     def capacity(self) -> int:
-        """The most entries of a slot."""
         return self.numbers.shape[-1] * self.page
 
     def of(self, slot: int) -> PageTable:
-        """The pages of one slot."""
         return PageTable(self.numbers[slot], self.page)
 
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The layout of a table in its buffer, and the range of its numbers."""
+    """Layout of a table in its buffer, and the range of its numbers."""
 
     num_slots: int
-    capacity: int  # entries of a slot
+    capacity: int
     rows_per_group: int
-    num_positions: int  # as the table of angles counts them
+    num_positions: int  # counts rows of the table of angles
     vocab: int
-    boundary_step: int = BLOCK  # boundaries are multiples of it: behind a partial cache it is 1
-    page: int | None = None  # entries of a page, where slots' entries lie in pages of a pool
-    num_rows: int = NUM_ROWS  # of every forward: one shape means one numerics, one graph, one cost
-    has_window_pages: bool = False  # behind the table are entries and tails in a second pool, of layers with a window
+    boundary_step: int = BLOCK  # boundaries are multiples of it, 1 with a partial cache
+    page: int | None = None  # None: slots are contiguous
+    num_rows: int = NUM_ROWS  # a fixed shape keeps numerics, graph and cost the same
+    # a second pool's entries and tails follow the table
+    has_window_pages: bool = False
 
     @property
     def num_groups(self) -> int:
-        """The most groups that all rows of `num_slots` sequences need, each in two blocks at most."""
+        """Return the most groups of `num_slots` sequences, each in up to two blocks."""
         most = (self.num_rows + 2 * self.num_slots * (self.rows_per_group - 1)) // self.rows_per_group
         return min(self.num_rows, most)
 
     @property
     def size(self) -> int:
-        """Numbers in the buffer."""
         if self.has_window_pages:
             return self._start_of_windows + self.num_rows * (5 + BLOCK)
         return self._end_of_table
 
     def table(self, buffer: Ints) -> CudaRowTable[Ints]:
-        """A buffer `[size] int32` by its parts."""
         return CudaRowTable(*in_parts(buffer, self._shapes()))
 
     def window_table(self, buffer: Ints) -> CudaRowTable[Ints]:
-        """The table as layers with a window read it, whose entries lie in pages of a pool of their own."""
+        """Return the table for layers with a window, with entries in their own pool."""
         start = self._start_of_windows
         middle = start + self.num_rows * 5
         rows, tails = buffer[start:middle].reshape(self.num_rows, 5), buffer[middle:].reshape(self.num_rows, BLOCK)
@@ -196,10 +186,9 @@ class TableLayout:
         pages: Sequence[Sequence[int]] = (),
         window_pages: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Write the rows of some sequences, each with its slot, in order; biases go to the device on their own.
+        """Write the rows of sequences, each with its slot, in order; biases are copied separately.
 
-        `pages` are those of each sequence, where entries lie in some; a table on the device tells of prefixes. Raises
-        ValueError for what the arena or the table has no room for; the buffer is then left as it was.
+        Raises ValueError, and changes nothing, if the arena or the table lacks room.
         """
         if self._native.fill(buffer, sequences, pages, window_pages):
             return
@@ -224,16 +213,14 @@ class TableLayout:
 
     @functools.cached_property
     def _native(self) -> NativeFill:
-        """The same in C, which refuses what does not fit."""
         windows = self._start_of_windows if self.has_window_pages else 0
         numbers = (self.num_slots, self.capacity, self.rows_per_group, self.num_positions, self.vocab)
         sizes = (self.boundary_step, self.page or 0, self.num_rows, self.num_groups, windows)
         return NativeFill(CTableLayout(*numbers, *sizes), self.size)
 
     def _fill_groups(self, table: CudaRowTable[NDArray[np.int32]], given: _Given) -> None:
-        """Cut the rows of each sequence into groups."""
         most, counts = self.rows_per_group, self._num_groups_of(given)
-        firsts = np.cumsum(counts) - counts  # group of each sequence
+        firsts = np.cumsum(counts) - counts
         owner = np.repeat(np.arange(len(counts)), counts)
         first_rows = given.starts[owner] + (np.arange(len(owner)) - firsts[owner]) * most
         num_rows = np.minimum(most, given.starts[owner] + given.sizes[owner] - first_rows)
@@ -241,7 +228,7 @@ class TableLayout:
         for column, numbers in enumerate((slots, first_rows, num_rows, boundaries)):
             table.groups[: len(owner), column] = numbers
         table.prefixes[:, : len(owner)] = slots, boundaries
-        # full groups lie side by side, so a row's place is that in its sequence, behind the groups of others
+        # full groups are contiguous, so a row's place is its number in the sequence, after earlier groups
         table.packed[: len(given.owner)] = firsts[given.owner] * most + given.numbers
 
     def _num_groups_of(self, given: _Given) -> NDArray[np.int64]:
@@ -253,7 +240,7 @@ class TableLayout:
 
     @property
     def _start_of_windows(self) -> int:
-        return -(-self._end_of_table // 4) * 4  # as the parts of the table, where a GPU reads 16 bytes at a time
+        return -(-self._end_of_table // 4) * 4  # aligned like the table's parts, since a GPU reads 16 bytes at a time
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         groups, rows = self.num_groups, self.num_rows
@@ -285,7 +272,7 @@ class TableLayout:
 
 @dataclass(frozen=True)
 class _Given:
-    """The rows of several sequences, one sequence behind the other: arrays for all, since steps wait for a table."""
+    """Rows of several sequences as arrays, for speed: steps wait for a table."""
 
     sizes: NDArray[np.int64]  # [num_sequences]
     slots: NDArray[np.int64]  # [num_sequences]
@@ -301,7 +288,7 @@ class _Given:
 
     @classmethod
     def of(cls, sequences: Sequence[tuple[Rows, int]]) -> _Given:
-        """Lay rows side by side. Raises ValueError where some have tails of another size."""
+        """Join the rows of sequences. Raises ValueError for tails of another size."""
         numbers, tails = list[tuple[int, int, int, int]](), [np.empty((0, BLOCK), dtype=np.int64)]
         for rows, slot in sequences:
             size, tail = len(rows.token_ids), rows.tail_entries
@@ -323,7 +310,7 @@ class _Given:
         )
 
     def in_pages(self, pages: Sequence[Sequence[int]], page: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The places of `entries` and `tails` in a pool. Raises ValueError where a sequence lacks a page."""
+        """Return the places of `entries` and `tails` in a pool. Raises ValueError if a sequence lacks a page."""
         known, ordinals, offsets = list[int](), list[int](), list[int]()
         lasts = self.entries[self.starts + self.sizes - 1] // page
         for own, first, last in zip(pages, (self.boundaries // page).tolist(), lasts.tolist(), strict=True):
@@ -332,7 +319,8 @@ class _Given:
             ordinals += range(first, last + 1)
             if len(known) != len(ordinals):
                 raise ValueError(f"found {len(own)} pages, expected entries of page {last} to lie in one")
-        shifts = (np.array(known, dtype=np.int64) - np.array(ordinals, dtype=np.int64)) * page  # of a page's entries
+        # maps a page's entries to their places
+        shifts = (np.array(known, dtype=np.int64) - np.array(ordinals, dtype=np.int64)) * page
         behind = np.array(offsets)[self.owner]
         entries, tails = self.entries // page + behind, self.tails // page + behind[:, None]
         return self.entries + shifts[entries], self.tails + shifts[tails]
@@ -344,6 +332,6 @@ def _joined(lists: Iterable[Sequence[int]]) -> NDArray[np.int64]:
 
 def _check_range(name: str, numbers: NDArray[Any], end: int, lowest: int = 0) -> None:
     counted = numbers - lowest if lowest else numbers
-    if numbers.size and counted.view(np.uint64).max() >= end - lowest:  # a negative one is larger than any
+    if numbers.size and counted.view(np.uint64).max() >= end - lowest:  # as unsigned, negative numbers are the largest
         wrong = numbers.min() if numbers.min() < lowest else numbers.max()
         raise ValueError(f"found {name} {wrong}, expected {lowest} to {end - 1}")

@@ -1,7 +1,6 @@
-"""Attention with flash-attn's kernel for the prefixes: two launches a layer, as with Triton's own.
+"""Attention with flash-attn's kernel for prefixes, in two launches per layer.
 
-A group's rows, with their heads, are one entry of its batch, so a key is read once for all of them. It cuts prefixes
-into splits by the capacity of a slot, so a row's bits follow from its boundary and that capacity.
+Splits depend on a slot's capacity, so a row's bits depend on its boundary and that capacity.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from swiftbatch.worker.kernels.cuda.triton_primitives import rounded
 from swiftbatch.worker.kernels.gpu_kernel_choice import flash_version
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 
-MOST_SPLITS = 128  # that flash-attn takes
+MOST_SPLITS = 128  # flash-attn's limit
 
 
 @triton.jit
@@ -32,7 +31,7 @@ def tail_merge_packed(
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS_PER_GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head): the row's tail, and behind it its prefix, whole, with flash-attn's LSE."""
+    """Program (row, KV head): the row's tail, then its whole prefix with flash-attn's LSE."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
@@ -66,7 +65,7 @@ def tail_merge_packed(
 
 
 class FlashAttention:
-    """An `Attention`: flash-attn attends to prefixes. What it returns it allocates itself, in a graph from its pool."""
+    """`Attention` with flash-attn for prefixes; it allocates its results itself, in a graph's pool."""
 
     def __init__(self, shape: AttentionShape, layout: TableLayout, scale: float, device: torch.device) -> None:
         from flash_attn import flash_attn_with_kvcache
@@ -86,9 +85,9 @@ class FlashAttention:
 
     @property
     def split_length(self) -> int:
-        """Positions of a split: a function of the capacity, so it belongs to the numerics."""
+        """Return the positions per split, which depend on the capacity and so belong to the numerics."""
         head_dim = self._shape.head_dim
-        block = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64  # that flash-attn takes at a time
+        block = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64  # flash-attn's block size
         return int(triton.cdiv(triton.cdiv(self._capacity, block), self._num_splits) * block)
 
     def places(self, table: CudaRowTable[Tensor]) -> Tensor:
@@ -120,7 +119,7 @@ class FlashAttention:
             cache_batch_idx=slots,
             softmax_scale=self._scale,
             causal=False,
-            num_splits=self._num_splits,  # not 0: it would choose by the number of groups
+            num_splits=self._num_splits,  # 0 would choose by the number of groups
             return_softmax_lse=True,
         )
         merge_tails(self.query, keys, values, output, lse, mixed, table, self._scale, self._shape)
@@ -146,7 +145,6 @@ def merge_tails(
     scale: float,
     shape: AttentionShape,
 ) -> None:
-    """Merge each row's tail with its prefix."""
     tail_merge_packed[(len(mixed), shape.num_kv_heads)](
         query, keys, values, output, lse, mixed, table.rows, table.tail_slots, table.packed,
         scale * math.log2(math.e), *keys.stride()[:3], **packed_constants(shape),
@@ -154,7 +152,6 @@ def merge_tails(
 
 
 def packed_constants(shape: AttentionShape) -> dict[str, Any]:
-    """Return the constants of `tail_merge_packed`, with its warps and stages."""
     given = shape.tail_constants() | {"ROWS_PER_GROUP": shape.rows_per_group}
     unknown = ("NUM_ROWS", "NUM_SPLITS", "LEAST_BLOCKS", "WINDOW", "SOFTCAP_LOG2", "HAS_SINKS")
     return {name: value for name, value in given.items() if name not in unknown}

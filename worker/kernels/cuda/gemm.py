@@ -1,4 +1,4 @@
-"""Matrix products of a forward on a GPU: cuBLAS, plain Triton, and Triton over quantized weights."""
+"""Matrix products of a forward on a GPU: cuBLAS, plain Triton, and Triton with quantized weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from swiftbatch.worker.kernels.cuda.triton_primitives import dot, in_one_place, 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS, fills_blocks
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix, Weight
 
-TILE_COLUMNS = 32  # of a program: enough programs for every multiprocessor
-MOST_TILE_BYTES = 256  # of a program's column of rows: stages of its blocks fit the shared memory of an A100
+TILE_COLUMNS = 32  # small enough to occupy every multiprocessor
+MOST_TILE_BYTES = 256  # pipelined blocks must fit an A100's shared memory
 
 
 class LinearKernel(Protocol):
-    """`rows [num_rows, depth] @ weight [columns, depth].T + bias [columns]`, summed and added up in float32."""
+    """Product `rows [num_rows, depth] @ weight [columns, depth].T + bias [columns]`, summed in float32."""
 
     def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """Write `out [num_rows, columns]`, of the rows' dtype or float32."""
+        """Write `out [num_rows, columns]`, in the rows' dtype or float32."""
 
 
 def cublas_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """A `LinearKernel`; on a CPU the library there, where `out` is of the rows' dtype."""
+    """Multiply with cuBLAS, or on a CPU with its library, where `out` has the rows' dtype."""
     if out.dtype != rows.dtype:
         torch.ops.aten.mm.dtype_out(rows, weight.t(), out.dtype, out=out)
         if bias is not None:
@@ -43,13 +43,13 @@ def multiply_columns(
     TILE_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (rows, columns): blocks of the depth one after the other, the bias last."""
+    """Program (rows, columns): blocks of the depth in order, the bias last."""
     rows = tl.arange(0, TILE_ROWS)
     input_ptr += tl.program_id(0) * TILE_ROWS * DEPTH
     out_ptr += tl.program_id(0) * TILE_ROWS * num_columns
     columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_column = columns < num_columns
-    known = tl.where(is_column, columns, 0)  # reads a column that there is, and is not stored
+    known = tl.where(is_column, columns, 0)  # padding columns read column 0 and are not stored
     depth = tl.arange(0, BLOCK_DEPTH)
     input_ptr += rows[:, None] * DEPTH + depth[None, :]
     weight_ptr += known.to(tl.int64)[None, :] * DEPTH + depth[:, None]
@@ -69,7 +69,6 @@ def multiply_columns(
 
 
 def triton_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """A `LinearKernel`; on a CPU in Triton's interpreter."""
     num_columns, depth = weight.shape
     multiply_columns[gemm_grid(rows, num_columns)](
         rows, weight, bias, out, num_columns, **multiply_constants(depth, bias is not None, tile_rows(rows))
@@ -77,17 +76,17 @@ def triton_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
 
 
 def tile_rows(rows: Tensor) -> int:
-    """Rows that a program multiplies: of a power of two of them, all, or as many as it has memory for."""
+    """Return the rows per program, all or as many as its memory allows."""
     return min(len(rows), MOST_TILE_BYTES // rows.element_size())
 
 
 def gemm_grid(rows: Tensor, num_columns: int) -> tuple[int, int]:
-    """Programs of a product: those of the same columns one after the other, so that they share what a cache holds."""
+    """Return the grid; programs of the same columns are consecutive, to share the cache."""
     return len(rows) // tile_rows(rows), triton.cdiv(num_columns, TILE_COLUMNS)
 
 
 def multiply_constants(depth: int, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, int]:
-    """Return the constants of `multiply_columns`, with its warps and stages."""
+    """Return constants, warps and stages of `multiply_columns`."""
     return {
         "TILE_ROWS": num_tile_rows,
         "DEPTH": depth,
@@ -102,7 +101,7 @@ def multiply_constants(depth: int, has_bias: bool, num_tile_rows: int = NUM_ROWS
 LINEAR_KERNELS: dict[LinearName, LinearKernel] = {"cublas": cublas_linear, "triton": triton_linear}
 
 
-# Products with packed weights: codes are read as they lie, and become in registers the numbers that they stand for.
+# Products with packed weights, whose codes are decoded in registers.
 
 
 @triton.jit
@@ -112,25 +111,25 @@ def unsigned(code):
 
 @triton.jit
 def signed_byte(code):
-    """Two's complement: its upper bit turned over is the number and 128."""
+    """Decode two's complement: the code with its upper bit flipped is the number plus 128."""
     return (code ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
 
 
 @triton.jit
 def e2m1(code):
-    """Sign, exponent and mantissa go where float32 has them; 2^126 makes up for the exponents' biases."""
+    """Place sign, exponent and mantissa as in float32; 2^126 corrects the exponent's bias."""
     return (((code << 28) >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
 def e4m3(code):
-    """Sign, exponent and mantissa go where float32 has them; 2^120 makes up for the exponents' biases. Knows no NaN."""
+    """Place sign, exponent and mantissa as in float32; 2^120 corrects the exponent's bias. NaN is not supported."""
     return (((code << 24) >> 4) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
 def iq4_nl(code):
-    """One of 16 bytes, each the number and 128."""
+    """Look up one of 16 bytes, each the number plus 128."""
     low = tl.where((code & 4) == 0, 0x3F2D1801, 0x766A5D4F)
     high = tl.where((code & 4) == 0, -0x5966727F, -0x0E263A4B)
     byte = (tl.where((code & 8) == 0, low, high) >> ((code & 3) * 8)) & 0xFF
@@ -149,13 +148,12 @@ DECODERS: dict[Code, Any] = {
 
 @triton.jit
 def read(pointers, is_there, IS_WHOLE: tl.constexpr):
-    """Load numbers, zeros where none is."""
     return tl.load(pointers) if IS_WHOLE else tl.load(pointers, mask=is_there, other=0)
 
 
 @triton.jit
 def unpacked(codes, PER_BYTE: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Int32 of the codes `[DEPTH, COLUMNS]` in bytes `[DEPTH / PER_BYTE, COLUMNS]`, the low half of a byte first."""
+    """Return int32 codes `[DEPTH, COLUMNS]` of bytes `[DEPTH / PER_BYTE, COLUMNS]`, low halves first."""
     codes = codes.to(tl.int32)
     if PER_BYTE == 2:
         codes = tl.join(codes & 15, codes >> 4).permute(0, 2, 1).reshape([DEPTH, COLUMNS])
@@ -164,7 +162,7 @@ def unpacked(codes, PER_BYTE: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def of_members(numbers, GROUPS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Float32 of groups `[GROUPS, COLUMNS]`, for each of their members."""
+    """Repeat float32 groups `[GROUPS, COLUMNS]` for each of their members."""
     if GROUPS > 1:
         numbers = tl.broadcast_to(numbers[:, None, :], [GROUPS, DEPTH // GROUPS, COLUMNS]).reshape([DEPTH, COLUMNS])
     return numbers
@@ -176,11 +174,8 @@ def packed_block(
     DEPTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, DECODE: tl.constexpr,
     PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Float32 `[BLOCK_DEPTH, COLUMNS]` of a matrix's `rows [COLUMNS] int64` from `start` on.
-
-    `GROUP` is a part of a block or more. Zeros behind the depth become numbers.
-    """
-    GROUPS: tl.constexpr = max(1, BLOCK_DEPTH // GROUP)  # of a block
+    """Return float32 `[BLOCK_DEPTH, COLUMNS]` of a matrix's `rows [COLUMNS] int64` from `start` on."""
+    GROUPS: tl.constexpr = max(1, BLOCK_DEPTH // GROUP)
     IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
     places, groups = tl.arange(0, BLOCK_DEPTH // PER_BYTE), tl.arange(0, GROUPS)
     codes_ptr += rows[None, :] * (DEPTH // PER_BYTE) + places[:, None]
@@ -204,17 +199,14 @@ def multiply_packed_columns(
     DECODE: tl.constexpr, PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Program (rows, columns): blocks of the depth one after the other, the bias last.
-
-    Numbers behind the depth meet zeros of the input.
-    """
+    """Program (rows, columns): blocks of the depth in order, the bias last."""
     IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
     rows = tl.arange(0, TILE_ROWS)
     input_ptr += tl.program_id(0) * TILE_ROWS * DEPTH
     out_ptr += tl.program_id(0) * TILE_ROWS * num_columns
     columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_column = columns < num_columns
-    known = tl.where(is_column, columns, 0).to(tl.int64)  # reads a column that there is, and is not stored
+    known = tl.where(is_column, columns, 0).to(tl.int64)  # padding columns read column 0 and are not stored
     depth = tl.arange(0, BLOCK_DEPTH)
     input_ptr += rows[:, None] * DEPTH + depth[None, :]
     acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
@@ -232,7 +224,7 @@ def multiply_packed_columns(
 
 
 def packed_linear(rows: Tensor, weight: PackedMatrix, bias: Tensor | None, out: Tensor) -> None:
-    """Write what `triton_linear` writes of the matrix that `weight` stands for; on a CPU in Triton's interpreter."""
+    """Write what `triton_linear` writes for the dequantized weight; on a CPU in Triton's interpreter."""
     num_columns = weight.shape[0]
     multiply_packed_columns[gemm_grid(rows, num_columns)](
         rows, weight.codes, weight.scales, weight.offsets, bias, out, num_columns,
@@ -241,7 +233,7 @@ def packed_linear(rows: Tensor, weight: PackedMatrix, bias: Tensor | None, out: 
 
 
 def packed_gemm(rows: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
-    """Float32 `[..., columns]` of any number of rows `[..., depth]`."""
+    """Return float32 `[..., columns]` of any number of rows `[..., depth]`."""
     blocks = [
         nn.functional.pad(block, (0, 0, 0, NUM_ROWS - len(block))) for block in rows.flatten(0, -2).split(NUM_ROWS)
     ]
@@ -252,12 +244,11 @@ def packed_gemm(rows: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tens
 
 
 def packed_constants(weight: PackedMatrix, has_bias: bool, num_tile_rows: int = NUM_ROWS) -> dict[str, Any]:
-    """Return the constants of `multiply_packed_columns`, with its warps and stages."""
     return multiply_constants(weight.shape[1], has_bias, num_tile_rows) | form_constants(weight)
 
 
 def form_constants(weight: PackedMatrix) -> dict[str, Any]:
-    """Return the constants by which `packed_block` knows a matrix's form."""
+    """Return the constants of a matrix's form for `packed_block`."""
     depth, num_groups = weight.shape[1], weight.scales.shape[1]
     return {
         "DECODE": DECODERS[weight.code],
@@ -269,9 +260,9 @@ def form_constants(weight: PackedMatrix) -> dict[str, Any]:
 
 
 def is_multiplied_packed(weight: PackedMatrix) -> bool:
-    """Tell whether `packed_linear` is for a matrix: groups fill blocks of the depth, and every code is a number.
+    """Return whether `packed_linear` supports a matrix: groups fit blocks, and no code is NaN.
 
-    Not in float32, which tensor cores do not multiply: registers would spill.
+    Float32 lacks tensor cores, so registers would spill.
     """
     fits = fills_blocks(weight.group_size, weight.shape[1])
     is_known = weight.code != "e4m3" or not ((weight.codes & 127) == 127).any()
@@ -279,13 +270,12 @@ def is_multiplied_packed(weight: PackedMatrix) -> bool:
 
 
 class WeightKernel:
-    """A kernel for weights of both forms: `plain` for numbers, `packed_linear` for codes."""
+    """Kernel for weights of both forms: `plain` for numbers, `packed_linear` for codes."""
 
     def __init__(self, plain: LinearKernel) -> None:
         self._plain = plain
 
     def __call__(self, rows: Tensor, weight: Weight, bias: Tensor | None, out: Tensor) -> None:
-        """Write `out [num_rows, columns]`, as a `LinearKernel` does."""
         if isinstance(weight, PackedMatrix):
             packed_linear(rows, weight, bias, out)
         else:

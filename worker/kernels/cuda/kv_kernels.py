@@ -13,7 +13,7 @@ from swiftbatch.worker.kernels.cuda.gemm import e4m3, signed_byte
 from swiftbatch.worker.kernels.cuda.triton_primitives import in_one_place, narrowed, rounded
 from swiftbatch.worker.kernels.kv_quantization import LARGEST, cuda_row_width
 
-ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: a number added to it is rounded to a whole one, in the low bits
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a number to an integer in the low bits
 MOST_INT8, MOST_E4M3 = (tl.constexpr(each) for each in LARGEST.values())
 MOST_FLOAT = tl.constexpr(3.4e38)
 SIZE_BITS = tl.constexpr(0x7FFFFFFF)
@@ -21,7 +21,7 @@ SIZE_BITS = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def load_rows(pointers, seen, columns, NUM_COLUMNS: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of which some are unseen and columns of which some are padding; without `MASKED` neither is."""
+    """Load rows without unseen rows and padding columns; without `MASKED` there are none."""
     if MASKED:
         return tl.load(pointers, mask=seen[:, None] & (columns < NUM_COLUMNS)[None, :], other=0)
     return tl.load(pointers)
@@ -29,9 +29,9 @@ def load_rows(pointers, seen, columns, NUM_COLUMNS: tl.constexpr, MASKED: tl.con
 
 @triton.jit
 def in_pool(entries, pages_ptr, mask, PAGE: tl.constexpr):
-    """Entries of a slot, counted in int64: with pages as those of the pool, which the slot's row of a table tells."""
+    """Return a slot's entries as int64, with pages as places in the pool."""
     if PAGE:
-        numbers = entries.to(tl.uint32)  # whose division by a power of two is a shift
+        numbers = entries.to(tl.uint32)  # unsigned, so that dividing by a power of two is a shift
         pages = tl.load(pages_ptr + numbers // PAGE, mask=mask, other=0)
         return (pages * PAGE + (numbers % PAGE).to(tl.int32)).to(tl.int64)
     return entries.to(tl.int64)
@@ -39,13 +39,12 @@ def in_pool(entries, pages_ptr, mask, PAGE: tl.constexpr):
 
 @triton.jit
 def scale_pointers(rows, HEAD_DIM: tl.constexpr):
-    """Pointers to the scales of rows of codes that begin at these pointers."""
     return (rows + HEAD_DIM).to(tl.pointer_type(tl.float32), bitcast=True)
 
 
 @triton.jit
 def load_kept(rows, seen, columns, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, dtype: tl.constexpr):
-    """Columns of rows that begin at `rows [num_rows, 1]`, as numbers of a dtype; as `load_rows` otherwise."""
+    """Load columns of rows that start at `rows [num_rows, 1]`, decoded to a dtype."""
     kept: tl.constexpr = rows.dtype.element_ty
     if kept != tl.int8 and kept != tl.uint8:
         return load_rows(rows + columns[None, :], seen, columns, HEAD_DIM, MASKED)
@@ -57,14 +56,14 @@ def load_kept(rows, seen, columns, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
 
 @triton.jit
 def int8_code(part):
-    """The low byte is the code of a number from -127 to 127, rounded to the nearest, or to the even one of two."""
+    """Return an int whose low byte is the code of a number, rounded half to even."""
     part = tl.minimum(tl.maximum(part, -MOST_INT8), MOST_INT8)
     return (part + ROUNDER).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def e4m3_code(part):
-    """The low byte is the code. Below the smallest exponent numbers lie as far apart as with it."""
+    """Return an int whose low byte is the code, also of subnormal numbers."""
     bits = part.to(tl.int32, bitcast=True)
     size = bits & SIZE_BITS
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
@@ -81,9 +80,9 @@ def store_halves(pointers, first, second, mask, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def store_kept(rows, first, second, columns, mask, HEAD_DIM: tl.constexpr):
-    """Keep heads, in float32 by halves `[heads, columns]`, as rows that begin at `rows [heads, 1]`; zeros are padding.
+    """Store heads, float32 halves `[heads, columns]`, as rows that start at `rows [heads, 1]`.
 
-    Rows without finite numbers have codes of zero: what they stand for is none either.
+    Rows with non-finite numbers decode to non-finite numbers.
     """
     code: tl.constexpr = rows.dtype.element_ty
     if code == tl.int8 or code == tl.uint8:
@@ -105,22 +104,21 @@ def store_kept(rows, first, second, columns, mask, HEAD_DIM: tl.constexpr):
         store_halves(rows + columns, first, second, mask, HEAD_DIM)
 
 
-# Rows of keys and values that move or are copied, in all layers at once: accepted ones, chosen ones, consecutive ones.
+# Rows of keys and values that are moved or copied, in all layers at once.
 
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # of a number's size in bytes
-MOVE_WARPS = 1  # a program holds one row at a time, so that the same warp reads and writes a number
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by a number's size in bytes
+MOVE_WARPS = 1  # the same warp must read and write a number
 PADDING = (-1, -1, -1)
 Move = tuple[int, int, int]
 """Slot, source and target of a row."""
-NUM_ROWS = 32  # of one program
+NUM_ROWS = 32
 COPY_WARPS = 4
 
 
 def expect_arena(arena: torch.Tensor) -> None:
-    """Raise ValueError for anything but `[num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]`.
-
-    All of it lies side by side.
+    """Raise ValueError unless it is a contiguous `[num_layers, num_parts, num_slots, num_kv_heads, capacity,
+    head_dim]`.
     """
     if (
         arena.dim() != 6
@@ -135,7 +133,7 @@ def expect_arena(arena: torch.Tensor) -> None:
 
 
 def bits_of(rows: torch.Tensor) -> torch.Tensor:
-    """View the same memory as whole numbers: a copy then keeps every bit, those of NaN as well."""
+    """Return the bits as integers, so that copies keep NaN."""
     return rows.view(BITS[rows.element_size()])
 
 
@@ -143,7 +141,7 @@ def bits_of(rows: torch.Tensor) -> torch.Tensor:
 def move_slot_rows(
     arena_ptr, moves_ptr, num_moves, num_slots, num_heads, capacity, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Every move of one slot in one layer, half and head, one after the other."""
+    """Make every move of one slot in one layer, part and head, in order."""
     part, slot = tl.program_id(0) // num_heads, tl.program_id(1)
     place = (part.to(tl.int64) * num_slots + slot) * num_heads + tl.program_id(0) % num_heads
     rows_ptr = arena_ptr + place * capacity * HEAD_DIM
@@ -159,9 +157,9 @@ def move_slot_rows(
 
 
 def moves_of(slot: int, root: int, path: Many[int]) -> list[Move]:
-    """Slot, source and target of the accepted nodes `path` of a tree whose root is entry `root`; none that stay.
+    """Return moves of the accepted nodes `path` below entry `root`.
 
-    Raises ValueError for a path whose nodes do not increase.
+    Raises ValueError unless the path's nodes increase.
     """
     moves, before = list[Move](), -1
     for i, node in enumerate(path):
@@ -176,8 +174,8 @@ def moves_of(slot: int, root: int, path: Many[int]) -> list[Move]:
 def move_rows(arena: torch.Tensor, moves: torch.Tensor) -> None:
     """Move rows of `arena [num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]` in one launch.
 
-    `moves [num_moves, 3] int32`, on the device and not looked at here: slot, source and target of each, those of a
-    slot as `moves_of` gives them; -1 as a slot is padding. Raises ValueError for shapes that do not fit.
+    `moves [num_moves, 3] int32` on the device (unchecked): slot (-1: padding), source and target. Raises ValueError for
+    unfit shapes.
     """
     expect_arena(arena)
     if moves.dim() != 2 or moves.shape[1] != 3 or moves.dtype != torch.int32 or not moves.is_contiguous():
@@ -196,7 +194,7 @@ def move_rows(arena: torch.Tensor, moves: torch.Tensor) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["first", "count"])  # one kernel for all of them
+@triton.jit(do_not_specialize=["first", "count"])  # one kernel for all values
 def copy_rows(
     source_ptr, entries_ptr, pages_ptr, out_ptr, first, count, num_parts, num_heads,
     stride_source_layer, stride_source_part, stride_source_head, stride_source_row,
@@ -204,7 +202,7 @@ def copy_rows(
     NUM_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, IS_CHOSEN: tl.constexpr,
     IS_CODED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one layer, part and head: those at `entries [num_layers, num_heads, count]`, or from `first` on."""
+    """Copy rows `entries [num_layers, num_heads, count]`, or those from `first` on."""
     place, head = tl.program_id(0) // num_heads, (tl.program_id(0) % num_heads).to(tl.int64)
     layer, part = (place // num_parts).to(tl.int64), (place % num_parts).to(tl.int64)
     rows = tl.program_id(1) * NUM_ROWS + tl.arange(0, NUM_ROWS)
@@ -230,12 +228,11 @@ def copy_rows(
 def gather_entries(
     source: torch.Tensor, entries: torch.Tensor, out: torch.Tensor, pages: PageTable | None = None
 ) -> None:
-    """Copy chosen rows of `source [num_layers, num_parts, num_kv_heads, capacity, row_width]` to `out`, in one launch.
+    """Copy chosen rows of `source [num_layers, num_parts, num_kv_heads, capacity, row_width]` in one launch.
 
-    `entries [num_layers, num_kv_heads, count] int32`: each head's own, the same in all parts (keys and values), not
-    looked at here; at -1 `out [num_layers, num_parts, num_kv_heads, count, head_dim]` stays as it is. Both may be parts
-    of larger buffers. With `pages` the entries are those of one slot, whose pages lie in `source`. Raises ValueError
-    for shapes that do not fit.
+    They go to `out [num_layers, num_parts, num_kv_heads, count, head_dim]`; `entries [num_layers, num_kv_heads, count]
+    int32` (unchecked) are per head, and -1 changes nothing. With `pages`, they are a slot's in the pool `source`.
+    Raises ValueError for unfit shapes.
     """
     expected = (out.shape[0], out.shape[2], out.shape[-2])
     if tuple(entries.shape) != expected or entries.dtype != torch.int32 or not entries.is_contiguous():
@@ -291,13 +288,13 @@ def _launch(
     )
 
 
-# Means of consecutive keys or values, chunk by chunk, in all layers at once.
+# Means of chunks of keys or values, in all layers at once.
 
 
 NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["first"])  # one kernel for all of them
+@triton.jit(do_not_specialize=["first"])  # one kernel for all values
 def average_chunk(
     source_ptr, pages_ptr, out_ptr, first, chunk_size, num_heads,
     stride_source_layer, stride_source_head, stride_source_row, stride_layer, stride_head, stride_row,
@@ -320,11 +317,10 @@ def average_chunk(
 def average_chunks(
     source: torch.Tensor, first: int, chunk_size: int, out: torch.Tensor, pages: PageTable | None = None
 ) -> None:
-    """Means of `chunk_size` rows each, from row `first` of `source [num_layers, num_kv_heads, capacity, row_width]` on.
+    """Average `chunk_size` rows each, from row `first` of `source [num_layers, num_kv_heads, capacity, row_width]` on.
 
-    They go to `out [num_layers, num_kv_heads, num_chunks, head_dim]`, in one launch. Both may be parts of larger
-    buffers. With `pages` the rows are those of one slot, whose pages lie in `source`. Raises ValueError for shapes that
-    do not fit, and rows that do not exist.
+    The means go to `out [num_layers, num_kv_heads, num_chunks, head_dim]` in one launch. With `pages`, rows are a
+    slot's in the pool `source`. Raises ValueError for unfit shapes and missing rows.
     """
     num_layers, num_heads, capacity, width = source.shape
     capacity = capacity if pages is None else pages.capacity

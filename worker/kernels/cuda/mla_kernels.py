@@ -29,36 +29,35 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK, BLOCK_DEPTH, LANES, NU
 from swiftbatch.worker.kernels.layer_specs import NormForm
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
-LEAST_DEPTH = LANES  # of a product of tensor cores
+LEAST_DEPTH = LANES  # tensor cores take no smaller product
 
 
 @dataclass(frozen=True)
 class MLAShape:
-    """The sizes that a run's kernels of latent attention are compiled for."""
+    """Sizes for which a run's latent attention is compiled."""
 
     num_heads: int
     latent: MLASizes
-    num_splits: int  # that a prefix is cut into
+    num_splits: int
     dtype: torch.dtype
-    num_rows: int = NUM_ROWS  # of a forward
+    num_rows: int = NUM_ROWS
 
     @property
     def tile_rows(self) -> int:
-        """Heads of rows in a program. Float32 is no matter for tensor cores."""
+        """Return the heads of rows per program."""
         return 64 if self.dtype == torch.bfloat16 else 16
 
     @property
     def rows_per_group(self) -> int:
-        """Rows of a sequence whose heads fill one tile; of one row they may fill several."""
+        """Return the rows of a sequence whose heads fill one tile; one row may fill several."""
         return max(1, self.tile_rows // self.num_heads)
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of a group."""
         return -(-self.num_heads // self.tile_rows)
 
     def prefix_constants(self) -> dict[str, Any]:
-        """Return the constants of `latent_prefix_split`, with its warps and stages."""
+        """Return constants, warps and stages of `latent_prefix_split`."""
         return {
             **self._sizes(),
             "TILE_ROWS": self.tile_rows,
@@ -70,7 +69,7 @@ class MLAShape:
         }
 
     def tail_constants(self) -> dict[str, Any]:
-        """Return the constants of `latent_tail_merge`, with its warps and stages."""
+        """Return constants, warps and stages of `latent_tail_merge`."""
         return {
             **self._sizes(),
             "TILE_ROWS": TAIL_TILE_ROWS,
@@ -81,7 +80,7 @@ class MLAShape:
 
     @property
     def tail_depth(self) -> int:
-        """Numbers of a latent vector that a program of `latent_tail_merge` mixes."""
+        """Return the numbers of a latent vector that a program of `latent_tail_merge` mixes."""
         return min(
             BLOCK_DEPTH if self.dtype == torch.bfloat16 else BLOCK_DEPTH // 4, 1 << (self.latent.rank - 1).bit_length()
         )
@@ -104,9 +103,9 @@ def latent_block(
     query_first, query_second, query_rope, entry_ptr, bias, scale_log2, highest, total, acc_first, acc_second,
     RANK: tl.constexpr, TURNED: tl.constexpr, HALF: tl.constexpr, SPUN: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One step of online softmax over the entries that begin at `entry_ptr [keys, 1]`."""
+    """Take one step of online softmax over the entries that start at `entry_ptr [keys, 1]`."""
     first, spun = tl.arange(0, HALF), tl.arange(0, SPUN)
-    seen = bias > float("-inf")  # nothing is said of what lies in the other entries
+    seen = bias > float("-inf")  # other entries may contain anything
     rows_first = load_rows(entry_ptr + first[None, :], seen, first, RANK, HAS_BIAS or HALF > RANK)
     rows_second = load_rows(entry_ptr + HALF + first[None, :], seen, HALF + first, RANK, HAS_BIAS or 2 * HALF > RANK)
     rows_rope = load_rows(entry_ptr + RANK + spun[None, :], seen, spun, TURNED, HAS_BIAS or SPUN > TURNED)
@@ -147,7 +146,7 @@ def latent_prefix_split(
     if (start >= end) | (num_rows == 0):
         return
 
-    place = tl.program_id(0) % NUM_TILES * TILE_ROWS + tl.arange(0, TILE_ROWS)  # of a head among those of the rows
+    place = tl.program_id(0) % NUM_TILES * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_real = place < num_rows * NUM_HEADS
     row_head = tl.load(group_ptr + 1) * NUM_HEADS + place
     first, spun = tl.arange(0, HALF), tl.arange(0, SPUN)
@@ -189,7 +188,7 @@ def latent_tail_merge(
     NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     DEPTH: tl.constexpr, SPUN: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, heads, part of their values): the row's tail, and behind it the splits of its prefix in order."""
+    """Program (row, heads, part of their values): the row's tail, then its prefix's splits in order."""
     row = tl.program_id(0)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
     num_blocks = tl.cdiv(tl.load(rows_ptr + row * 5 + 1), BLOCK)
@@ -235,14 +234,14 @@ def attend_to_latents(
     shape: MLAShape,
     query: Tensor,  # [num_rows, num_heads, entry_dim]
     kept: Tensor,  # [num_slots, 1, capacity, entry_dim], one layer of the arena
-    bias: Tensor | None,  # [num_slots, capacity] float32, as `attend` takes it
+    bias: Tensor | None,  # [num_slots, capacity] float32, as in `attend`
     table: CudaRowTable[Tensor],
     scratch: Scratch,
     mixed: Tensor,  # [num_rows, num_heads, rank]
     scale: float,
     pages: PageTable | None = None,
 ) -> None:
-    """Mix each row's heads from what it may see. Padding rows stay as they are. Nothing is allocated."""
+    """Attend with each row's heads to what it sees; padding rows are unchanged, nothing is allocated."""
     scale_log2, strides = scale * SCALE_TO_LOG2, (kept.stride(0), kept.stride(2))
     latent_prefix_split[(len(table.groups) * shape.num_tiles, shape.num_splits)](
         query, kept, bias, None if pages is None else pages.numbers, scratch.output, scratch.lse, table.groups,
@@ -256,16 +255,16 @@ def attend_to_latents(
     )
 
 
-# The kernels of latent attention besides those of all layers: norms, turns, and products of each head.
+# Other kernels of latent attention: norms, rotation, and products per head.
 
 
-TILE_ROWS = 64  # of a program: numbers of rows are multiples of it
-EPSILON = 1e-6  # of the norms of latent vectors, whatever that of the others is
+TILE_ROWS = 64  # divides the number of rows
+EPSILON = 1e-6  # all models' norms of latent vectors use it
 
 
 @triton.jit
 def rope_halves(pointers, angles_ptr, mask, DIM: tl.constexpr, dtype: tl.constexpr):
-    """Heads' turned dimensions by halves, float32, from angles as `rope_store` has them."""
+    """Rotate halves of heads' dimensions in float32, with angles as in `rope_store`."""
     first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(pointers + DIM // 2, mask=mask, other=0.0).to(tl.float32)
     cosines = tl.load(angles_ptr, mask=mask, other=0.0).to(tl.float32)
@@ -279,7 +278,7 @@ def keep_latent_row(
     stride_slot, stride_entry, DOWN: tl.constexpr, QUERY_RANK: tl.constexpr, RANK: tl.constexpr,
     TURNED: tl.constexpr, QUERY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, SPUN: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): its entry of the cache, from the last numbers of `down`, and the vector that queries are of."""
+    """Program (row): stores its cache entry, from the end of `down`, and the queries' latent vector."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -308,7 +307,7 @@ def keep_latent_row(
 
 @triton.jit
 def rope_heads(input_ptr, row_ptr, angles_ptr, out_ptr, TURNED: tl.constexpr, SPUN: tl.constexpr, dtype: tl.constexpr):
-    """The turned part of one head of all rows, from and to where it begins in each."""
+    """Rotate the rotary part of one head of all rows."""
     spun = tl.arange(0, SPUN)[None, :]
     mask = (tl.load(row_ptr + 2) > 0)[:, None] & (spun < TURNED // 2)
     angles = angles_ptr + tl.load(row_ptr + 3).to(tl.int64)[:, None] * TURNED + spun
@@ -323,10 +322,9 @@ def multiply_heads(
     COLUMNS: tl.constexpr, TURNED: tl.constexpr, SPUN: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, columns, rows): the product of the head's first numbers with its rows of the weight.
+    """Program (head, columns, rows): product of the head's first numbers with its rows of the weight.
 
-    Where `TURNED` numbers are behind these, a head's last program turns them, to behind the product. Heads of a row
-    lie side by side, the rows of the input `IN_ROW` numbers apart.
+    A head's last program rotates the `TURNED` numbers that follow. Input rows are `IN_ROW` numbers apart.
     """
     head, rows = tl.program_id(0), tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     input_ptr += rows.to(tl.int64)[:, None] * IN_ROW + head * (DEPTH + TURNED)
@@ -337,7 +335,7 @@ def multiply_heads(
         rope_heads(input_ptr + DEPTH, rows_ptr + rows * 5, angles_ptr, out_ptr + COLUMNS, TURNED, SPUN, dtype)
         return
     columns, depth = start_column + tl.arange(0, TILE_COLUMNS), tl.arange(0, BLOCK_DEPTH)
-    known = tl.where(columns < COLUMNS, columns, 0)  # reads a column that there is, and is not stored
+    known = tl.where(columns < COLUMNS, columns, 0)  # padding columns read column 0 and are not stored
     weight_ptr += (head.to(tl.int64) * COLUMNS + known)[None, :] * DEPTH + depth[:, None]
     acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
     for start in range(0, DEPTH, BLOCK_DEPTH):
@@ -349,12 +347,12 @@ def multiply_heads(
 
 
 class CudaMLA:
-    """The buffers of latent attention, and what it launches around the attention itself."""
+    """Buffers of latent attention, and its launches around the attention itself."""
 
     def __init__(
         self, sizes: DecoderSizes, latent: MLASizes, linear: WeightKernel, device: torch.device, num_rows: int
     ) -> None:
-        """Buffers of zeros: what padding rows have never written are numbers, too."""
+        """Allocate zeros, because padding rows must hold numbers."""
         self._sizes, self._latent, self._linear, self._num_rows = sizes, latent, linear, num_rows
         queries = sizes.num_heads * latent.query_dim
         of_vectors = queries if latent.query_rank else 0
@@ -373,10 +371,9 @@ class CudaMLA:
         kept: Tensor,
         query: Tensor,
     ) -> None:
-        """Write the entries of `rows [num_rows, hidden]` to `kept [num_slots, 1, capacity, entry_dim]`.
+        """Write entries of `rows [num_rows, hidden]` to `kept [num_slots, 1, capacity, entry_dim]`, and `query`.
 
-        And `query [num_rows, num_heads, entry_dim]` as it meets them. `down` makes both vectors, or where queries have
-        none, these themselves in front of the one that is kept.
+        `query` is `[num_rows, num_heads, entry_dim]`.
         """
         sizes, latent = self._sizes, self._latent
         self._linear(rows, down.weight, down.bias, self._down)
@@ -391,7 +388,7 @@ class CudaMLA:
         self._multiply(queries, weights.key_up, table, angles, query, latent.rope_dim)
 
     def values(self, weights: StackedMLA, mixed: Tensor, table: CudaRowTable[Tensor]) -> Tensor:
-        """The values `[num_rows, num_heads * value_dim]` of what heads have `mixed [num_rows, num_heads, rank]`."""
+        """Return `[num_rows, num_heads * value_dim]` of `mixed [num_rows, num_heads, rank]`."""
         self._multiply(mixed.flatten(1), weights.value_up, table, None, self._found)
         return self._found
 
@@ -425,7 +422,7 @@ def keep_constants(latent: MLASizes, down_width: int, form: NormForm) -> dict[st
 
 
 def head_constants(num_heads: int, weight: Tensor, row_width: int, num_rotary_dims: int) -> dict[str, Any]:
-    """Return the constants of `multiply_heads`, with its warps and stages."""
+    """Return constants, warps and stages of `multiply_heads`."""
     return {
         "TILE_ROWS": TILE_ROWS,
         "NUM_HEADS": num_heads,

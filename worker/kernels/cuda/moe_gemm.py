@@ -1,7 +1,6 @@
-"""Experts on a GPU: six launches, whatever the rows choose; each row's experts are added in the order of its choice.
+"""Experts on a GPU in six launches; each row's experts are summed in the order of its choice.
 
-Rows of an expert are multiplied in tiles of one height with sums in one order along the depth, and results go to the
-row's own places, so a row's bits do not depend on who shares its experts. Tiles beyond the last choice do nothing.
+Tiles have one height and order of sums, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK_DEPTH, NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Activation, Routing
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear, PackedMatrix
 
-SUMMED_COLUMNS = 1024  # of a program
+SUMMED_COLUMNS = 1024
 NO_FORM: dict[str, Any] = {"DECODE": None, "PER_BYTE": 1, "NUM_GROUPS": 1, "GROUP": 1, "HAS_OFFSETS": False}
 
 
 @triton.jit
 def gated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
-    """The product of an activated gate and an up, rounded as in `ExpertWeights`; NaN stays."""
+    """Return an activated gate times an up, rounded as in `ExpertWeights`; NaN stays."""
     if LIMIT == 0.0:
         return rounded(activated(gate, None, ACTIVATION), dtype) * up
     gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -60,12 +59,12 @@ def multiply_tile(
     IS_GATED: tl.constexpr, IS_ACTIVATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, tile): an expert's columns with rows that chose it; gates and ups become one number."""
+    """Program (columns, tile): an expert's columns for the rows that chose it."""
     expert = tl.load(tile_experts_ptr + tl.program_id(1))
     if expert < 0:
         return
     pairs = tl.load(tile_pairs_ptr + tl.program_id(1) * TILE + tl.arange(0, TILE))
-    rows = tl.maximum(pairs, 0) // PAIRS_PER_ROW  # of none the first, which is not stored
+    rows = tl.maximum(pairs, 0) // PAIRS_PER_ROW  # padding reads row 0, and is not stored
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     known = expert.to(tl.int64) * num_columns + tl.where(columns < num_columns, columns, 0)
     depth = tl.arange(0, BLOCK_DEPTH)
@@ -105,7 +104,7 @@ def sum_choices(
     HIDDEN: tl.constexpr, NUM_CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, HAS_SHARED: tl.constexpr,
     HAS_SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, columns): the results of its experts in the order of its choice, and what all rows meet."""
+    """Program (row, columns): sums its experts' results in order, and the shared part."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -127,9 +126,9 @@ def sum_choices(
 
 
 class CudaExperts:
-    """The buffers of experts, which layers share in turns: allocated once.
+    """Buffers of experts, shared by layers.
 
-    By numbers of real rows `met [num_rows + 1, 2]` counts layers of all forwards, and the experts that had a row there.
+    By number of real rows, `met [num_rows + 1, 2]` counts layers, and experts used in them.
     """
 
     def __init__(
@@ -142,7 +141,6 @@ class CudaExperts:
         linear: WeightKernel,
         num_rows: int = NUM_ROWS,
     ) -> None:
-        """Experts of all layers have this activation; `linear` makes products that all rows meet."""
         routings = [each.routing for each in layers]
         num_pairs = num_rows * max(each.num_chosen for each in routings)
         num_columns = max(len(each.router) for each in layers)
@@ -163,10 +161,7 @@ class CudaExperts:
         self._from_latent = torch.zeros(num_rows * bool(latent), hidden, dtype=dtype, device=device)
 
     def run(self, rows: Tensor, experts: StackedExperts, normed: Tensor, out: Tensor, has_shared: bool) -> None:
-        """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared` it has what all rows meet.
-
-        `rows [num_rows, 5]` are those of a table; padding stays as it is.
-        """
+        """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared` it already has the shared part."""
         self._choose(rows, experts, normed)
         if experts.latent is None:
             self._sum(rows, experts, normed, out, has_shared)
@@ -181,7 +176,6 @@ class CudaExperts:
             out.add_(self._from_latent)
 
     def _sum(self, rows: Tensor, experts: StackedExperts, read: Tensor, out: Tensor, has_shared: bool) -> None:
-        """Write the sums of what experts make of `read`, which they have chosen."""
         routing, width = experts.routing, out.shape[1]
         self._multiply(routing, experts.gate_up, read, self._activated, experts)
         self._multiply(routing, experts.down, self._activated, self._results)
@@ -208,7 +202,7 @@ class CudaExperts:
     def _multiply(
         self, routing: Routing, linear: AnyLinear, rows: Tensor, out: Tensor, gates: StackedExperts | None = None
     ) -> None:
-        """One product of all experts; `gates` tells of those that stand in it."""
+        """Multiply with all experts; `gates` describes an input product's gates."""
         weight = linear.weight
         parts = (weight.codes, weight.scales, weight.offsets) if isinstance(weight, PackedMatrix) else (None,) * 3
         num_columns = weight.shape[0] // routing.num_experts
@@ -223,7 +217,7 @@ class CudaExperts:
 def tile_constants(
     routing: Routing, linear: AnyLinear, gates: StackedExperts | None, activation: Activation
 ) -> dict[str, Any]:
-    """Return the constants of `multiply_tile`, with its warps and stages; `gates` as in `CudaExperts`."""
+    """Return constants, warps and stages of `multiply_tile`."""
     weight = linear.weight
     form = form_constants(weight) if isinstance(weight, PackedMatrix) else NO_FORM
     return form | {

@@ -1,7 +1,4 @@
-"""The choice of experts on a GPU: logits, each row's best experts with their weights, and all choices by expert.
-
-Rows are counted in integers alone, so what shares a forward with a row decides where its results lie, not their bits.
-"""
+"""Choice of experts on a GPU: logits, each row's best experts with weights, and choices sorted by expert."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 from swiftbatch.worker.kernels.layer_specs import Routing, Score
 
-ROUTER_COLUMNS = 16  # experts of a program
-ROUTER_ROWS = 64  # of a program
-ROUTER_DEPTH = 32  # numbers along the depth at a time
-PART_DEPTH = 512  # of a program: more of them than experts alone would make
-TILE = 16  # rows of an expert that are multiplied together: tensor cores take no fewer
-SORTED_MARKS = 1024  # of a warp at a time, as many as its registers hold
+ROUTER_COLUMNS = 16
+ROUTER_ROWS = 64
+ROUTER_DEPTH = 32
+PART_DEPTH = 512  # experts alone would give too few programs
+TILE = 16  # tensor cores take no fewer rows
+SORTED_MARKS = 1024  # a warp's registers hold so many
 MOST_SORTING_WARPS = 8
 SOFTMAX, SIGMOID = tl.constexpr(int(Score.SOFTMAX)), tl.constexpr(int(Score.SIGMOID))
 SOFTMAX_OF_CHOSEN = tl.constexpr(int(Score.SOFTMAX_OF_CHOSEN))
@@ -30,12 +27,11 @@ SPARSE_MIXER = tl.constexpr(int(Score.SPARSE_MIXER))
 
 
 def num_parts(hidden: int) -> int:
-    """Parts that a router's depth is multiplied in."""
     return -(-hidden // PART_DEPTH)
 
 
 def num_tiles(num_experts: int, num_chosen: int, num_rows: int = NUM_ROWS) -> int:
-    """The most tiles that the choices of all rows fill: each expert has one that is not full at most."""
+    """Return the most tiles for all rows' choices; each expert has at most one partial tile."""
     num_pairs = num_rows * num_chosen
     return (num_pairs + (TILE - 1) * min(num_experts, num_pairs)) // TILE
 
@@ -46,7 +42,7 @@ def multiply_router(
     NUM_ROWS: tl.constexpr, DEPTH: tl.constexpr, NUM_COLUMNS: tl.constexpr, PART_DEPTH: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, part of the depth, rows): float32 sums of this part, its blocks one after the other."""
+    """Program (columns, part of the depth, rows): float32 sums of this part, blocks in order."""
     rows = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     is_column = (columns < NUM_COLUMNS)[None, :]
@@ -75,7 +71,7 @@ def whole_sum(numbers):
 
 @triton.jit
 def softmax(logits, is_real):
-    """The softmax of a whole matrix of float32, in float64, rounded once."""
+    """Compute a whole matrix's softmax in float64, rounded once."""
     logits = tl.where(is_real, logits, float("-inf")).to(tl.float64)
     powers = tl.exp(logits - whole_max(logits))
     return (powers / whole_sum(powers)).to(tl.float32)
@@ -83,7 +79,7 @@ def softmax(logits, is_real):
 
 @triton.jit
 def sigmoid(logits):
-    """The sigmoid, in float64, rounded once."""
+    """Compute in float64, rounded once."""
     return (1.0 / (1.0 + tl.exp(-logits.to(tl.float64)))).to(tl.float32)
 
 
@@ -91,7 +87,7 @@ def sigmoid(logits):
 def summed_logits(
     parts_ptr, row, columns, mask, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, NUM_PARTS: tl.constexpr
 ):  # fmt: skip
-    """A row's logits: the parts of their sums in order."""
+    """Return a row's logits, with the parts summed in order."""
     places = parts_ptr + row * NUM_COLUMNS + columns
     logits = tl.load(places, mask=mask, other=0.0)
     for part in range(1, NUM_PARTS):
@@ -101,7 +97,7 @@ def summed_logits(
 
 @triton.jit
 def scored(logits, is_real, SCORE: tl.constexpr):
-    """The scores that experts are chosen by."""
+    """Return the scores by which experts are chosen."""
     if SCORE == SOFTMAX:
         return softmax(logits, is_real)
     if SCORE == SIGMOID:
@@ -114,7 +110,7 @@ def weighed(
     scores, ranks, NUM_CHOSEN: tl.constexpr, SCORE: tl.constexpr, IS_NORMALISED: tl.constexpr,
     LEAST_SUM: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """The weights `[1, ranks]` of chosen experts, whose scores are summed in the order of ranks."""
+    """Return the weights `[1, ranks]` of chosen experts, summed in the order of ranks."""
     if SCORE == SOFTMAX_OF_CHOSEN:
         scores = softmax(scores, ranks < NUM_CHOSEN)
     if SCORE == SIGMOID_OF_CHOSEN:
@@ -130,10 +126,7 @@ def weighed(
 
 @triton.jit
 def sparse_share(logits, is_left, most, JITTER: tl.constexpr):
-    """The share of an expert with the logit `most` among those that are left and no further away than twice the jitter.
-
-    By the greater of both; in float64, rounded once.
-    """
+    """Return the share of the expert with logit `most` among remaining ones within twice the jitter."""
     size = tl.abs(logits)
     is_far = tl.div_rn(most - logits, tl.where(size < most, most, size)) > 2 * JITTER
     powers = tl.exp(logits.to(tl.float64) - most.to(tl.float64))
@@ -142,7 +135,6 @@ def sparse_share(logits, is_left, most, JITTER: tl.constexpr):
 
 @triton.jit
 def share_of(logit, ROUNDS: tl.constexpr):
-    """The share of what all rows meet."""
     return rounded(sigmoid(rounded(logit, tl.bfloat16)), tl.bfloat16) if ROUNDS else sigmoid(logit)
 
 
@@ -150,7 +142,7 @@ def share_of(logit, ROUNDS: tl.constexpr):
 def open_groups(
     scores, is_real, members, GROUP_WIDTH: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, NUM_BEST: tl.constexpr
 ):  # fmt: skip
-    """Mark the experts `[groups, members]` of the best groups: by some best of each, ties to the lower group."""
+    """Return the experts `[groups, members]` of the best groups; ties go to the lower group."""
     group_count: tl.constexpr = scores.shape[0]
     groups = tl.arange(0, group_count)
     scores = tl.where(is_real, scores, float("-inf"))
@@ -171,7 +163,7 @@ def open_groups(
 
 @triton.jit
 def take_best(scores, is_left, experts, LAST: tl.constexpr):
-    """The best expert of those that are left, ties to the lower number."""
+    """Return the best remaining expert; ties go to the lower number."""
     most = whole_max(tl.where(is_left, scores, float("-inf")))
     return tl.min(tl.min(tl.where(is_left & (scores == most), experts, LAST), 1), 0)
 
@@ -186,9 +178,9 @@ def choose_row(
     ROUNDS_WEIGHTS: tl.constexpr, ROUNDS_SHARES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CHOICE_BIAS: tl.constexpr,
     JITTER: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): marks of all experts, 0 or the rank of a chosen one and 1; weights by rank.
+    """Program (row): stores marks of all experts (0, or rank plus 1), and weights by rank.
 
-    A column behind the experts is the share of what all rows meet.
+    A column after the experts is the share of the shared part.
     """
     row = tl.program_id(0)
     group_width: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
@@ -227,7 +219,7 @@ def choose_row(
     weights = weighed(weights, ranks, NUM_CHOSEN, SCORE, IS_NORMALISED, LEAST_SUM, SCALE)
     if ROUNDS_WEIGHTS:
         weights = rounded(weights, tl.bfloat16)
-    is_damaged = whole_max((logits != logits).to(tl.int32)) > 0  # which has to show: comparisons pass it over
+    is_damaged = whole_max((logits != logits).to(tl.int32)) > 0  # NaN must show, but comparisons skip it
     weights = tl.where(is_damaged, float("nan"), weights)
     tl.store(marks_ptr, marks, mask=is_real)
     tl.store(choice_weights_ptr + row * NUM_CHOSEN + ranks, weights, mask=ranks < NUM_CHOSEN)
@@ -242,10 +234,9 @@ def sort_choices(
     NUM_ROWS: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, NUM_TILES: tl.constexpr,
     ALL_TILES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The only program: for each tile its expert, and its pairs of a row and a choice, in their order; -1 for none.
+    """Single program: stores each tile's expert and its pairs (row * `NUM_CHOSEN` + rank) in order, or -1.
 
-    A pair is the number of its row times `NUM_CHOSEN`, and its rank. At the number of real rows `met [NUM_ROWS + 1, 2]`
-    counts layers, and the experts that had a row there.
+    By number of real rows, `met [NUM_ROWS + 1, 2]` counts layers and used experts.
     """
     rows = tl.arange(0, NUM_ROWS)[:, None]
     num_tiles, num_met = 0, 0
@@ -259,7 +250,7 @@ def sort_choices(
         tiles = (counts + TILE - 1) // TILE
         starts = num_tiles + tl.cumsum(tiles, 0) - tiles
         tl.store(tile_pairs_ptr + starts[None, :] * TILE + places, rows * NUM_CHOSEN + marks - 1, mask=marks > 0)
-        for number in range(NUM_ROWS // TILE):  # an expert has a row once
+        for number in range(NUM_ROWS // TILE):  # an expert has each row at most once
             tl.store(tile_experts_ptr + starts + number, experts, mask=number < tiles)
         for place in range(TILE):
             free = counts + place
@@ -276,7 +267,7 @@ def sort_choices(
 
 
 def router_constants(hidden: int, num_columns: int, num_rows: int = NUM_ROWS) -> dict[str, int]:
-    """Return the constants of `multiply_router`, with its warps and stages."""
+    """Return constants, warps and stages of `multiply_router`."""
     return {
         "NUM_ROWS": num_rows,
         "DEPTH": hidden,
@@ -299,7 +290,7 @@ def choice_constants(
     has_share: bool,
     num_rows: int = NUM_ROWS,
 ) -> dict[str, Any]:
-    """Return the constants of `choose_row`, with its warps. In float32 nothing is rounded."""
+    """Return constants and warps of `choose_row`; float32 is not rounded."""
     rounds = dtype == torch.bfloat16
     return {
         "NUM_ROWS": num_rows,
@@ -328,7 +319,7 @@ def choice_constants(
 
 
 def sort_constants(routing: Routing, num_rows: int = NUM_ROWS) -> dict[str, int]:
-    """Return the constants of `sort_choices`, with its warps."""
+    """Return constants and warps of `sort_choices`."""
     count = num_tiles(routing.num_experts, routing.num_chosen, num_rows)
     num_warps = min(MOST_SORTING_WARPS, num_rows // TILE)
     return {

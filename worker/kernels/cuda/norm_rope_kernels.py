@@ -1,7 +1,6 @@
-"""Kernels of a layer besides products, attention and activation: embedding, norms, and rotary positions.
+"""Kernels of embedding, norms and rotary positions, one row per program.
 
-They round where `transformers` rounds, as in `tests/worker/kernels/reference.py`. A program sees one row. Padding
-rows, whose tail has length 0 in `rows [num_rows, 5]` of the table, stay as they are.
+They round where `transformers` rounds, as in `tests/worker/kernels/reference.py`. Padding rows are unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ CENTRED, SHIFTED = tl.constexpr(int(NormForm.CENTRED)), tl.constexpr(int(NormFor
 
 @triton.jit
 def is_padding(rows_ptr, row):
-    """Tell whether nothing is to be done for a row."""
     return tl.load(rows_ptr + row * 5 + 2) == 0
 
 
@@ -43,7 +41,7 @@ def embed_row(
 
 @triton.jit
 def weighted(scaled, weight, FORM: tl.constexpr, dtype: tl.constexpr):
-    """The end of an RMS norm, float32, with its roundings to the model's dtype."""
+    """Finish an RMS norm of float32, rounding to the model's dtype by its form."""
     weight = weight.to(tl.float32)
     if FORM == TWICE:
         scaled = rounded(scaled, dtype)
@@ -54,21 +52,21 @@ def weighted(scaled, weight, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def centred(row, is_real, count, FORM: tl.constexpr):
-    """A row, of which some numbers are real, for a norm of this form."""
-    if FORM >= CENTRED:  # or SHIFTED
+    """Subtract the mean of the real numbers, if the form does."""
+    if FORM >= CENTRED:  # SHIFTED is also centred
         row = tl.where(is_real, row - tl.sum(row, 0) / count, 0.0)
     return row
 
 
 @triton.jit
 def root_mean(row, count, epsilon):
-    """The factor of an RMS norm for a row of `count` numbers, with zeros behind them."""
+    """Return the factor of an RMS norm for `count` numbers followed by zeros."""
     return tl.rsqrt(tl.sum(row * row, 0) / count + epsilon)
 
 
 @triton.jit
 def normed_row(row, is_real, weight_ptr, columns, count, epsilon, FORM: tl.constexpr, dtype: tl.constexpr):
-    """A whole row behind the norm with the weights of its columns, behind which lie biases where the form has some."""
+    """Return a normed row, with biases after the weights if the form has some."""
     row = centred(row, is_real, count, FORM)
     scaled = row * root_mean(row, count, epsilon)
     weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
@@ -127,7 +125,7 @@ def norm_heads_row(
 
 
 def embed(rows: Tensor, token_ids: Tensor, embedding: Tensor, state: Tensor, scale: float = 1.0) -> None:
-    """Write rows of `embedding [vocab, hidden]` for `token_ids [num_rows]`, scaled, to `state [num_rows, hidden]`."""
+    """Write scaled rows of `embedding [vocab, hidden]` to `state [num_rows, hidden]`."""
     hidden = state.shape[1]
     embed_row[(len(rows),)](
         rows, token_ids, embedding, state, HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), SCALE=scale
@@ -145,9 +143,9 @@ def add_norm(
     behind: Tensor | None = None,
     form: NormForm = NormForm.TWICE,
 ) -> None:
-    """Add `delta [num_rows, hidden]`, scaled, to `state`, and write the state's RMS norm times `front [hidden]`.
+    """Add scaled `delta [num_rows, hidden]` to `state`, and write the state's RMS norm times `front [hidden]`.
 
-    With `behind [hidden]` what is added is the RMS norm of `delta`. Without `front` nothing is written but the state.
+    With `behind [hidden]`, delta's RMS norm is added instead.
     """
     hidden = state.shape[1]
     add_norm_row[(len(rows),)](
@@ -160,7 +158,7 @@ def add_norm(
 def norm_heads(
     rows: Tensor, qkv: Tensor, weight: Tensor, num_queries: int, epsilon: float, form: NormForm = NormForm.TWICE
 ) -> None:
-    """Norm queries, and keys, of all heads together: `weight [num_queries + num_keys]`, the first of each row."""
+    """Norm all heads' queries, and keys, together: `weight [num_queries + num_keys]`, queries first."""
     norm_heads_row[(len(rows), 2)](
         rows, qkv, weight, epsilon, ALL=qkv.shape[1], QUERIES=num_queries, KEYS=len(weight) - num_queries,
         WIDTH=triton.next_power_of_2(num_queries), FORM=int(form),
@@ -171,7 +169,7 @@ def norm_heads(
 def normed(
     first, second, norm_ptr, mask, epsilon, HEAD_DIM: tl.constexpr, FORM: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
-    """RMS norm of heads by halves; each has its own weights at `norm_ptr`."""
+    """Return the RMS norm of halves of heads; each has its own weights at `norm_ptr`."""
     if FORM == CENTRED:
         mean = ((tl.sum(first, 1) + tl.sum(second, 1)) / HEAD_DIM)[:, None]
         first = tl.where(mask, first - mean, 0.0)
@@ -184,7 +182,7 @@ def normed(
 
 @triton.jit
 def packed_head(packed_ptr, row, index, kv_head, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr):
-    """Return the place of heads among those of all groups, as flash-attn takes them: heads of a KV head as its rows."""
+    """Return the place of heads in flash-attn's layout."""
     return (tl.load(packed_ptr + row) * HEADS_PER_KV + index) * NUM_KV_HEADS + kv_head
 
 
@@ -196,7 +194,7 @@ def rope_store_heads(
     NORMS_TURNED: tl.constexpr, NORMS_DIFFER: tl.constexpr, FORM: tl.constexpr, IS_PACKED: tl.constexpr,
     HAS_SCALES: tl.constexpr, OTHER_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head): the heads of queries that see it, then its key, then its value."""
+    """Program (row, KV head): its query heads, its key, its value."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     row_ptr = rows_ptr + row * 5
@@ -252,20 +250,20 @@ def rope_store_heads(
 
 
 def rope_store(
-    qkv: Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], or with others behind these heads
+    qkv: Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], or with other heads after
     angles: Tensor,  # [num_angles, head_dim]: cosines of half a head's dimensions, then sines
-    norms: tuple[Tensor, Tensor] | None,  # weights of queries and of keys, [head_dim] or of each head its own
+    norms: tuple[Tensor, Tensor] | None,  # weights of queries and of keys, [head_dim] or per head
     epsilon: float,
-    rows: Tensor,  # of a row table
+    rows: Tensor,  # from a row table
     query: Tensor,  # [num_rows, num_heads, head_dim]; packed: [num_groups * rows_per_group, num_heads, head_dim]
     keys: Tensor,  # [num_slots, num_kv_heads, capacity, row_width], one layer of the arena
     values: Tensor,  # as keys, with the same strides
-    packed: Tensor | None = None,  # of a row table: where queries go, their heads as in `packed_head`; None: in order
+    packed: Tensor | None = None,  # of a row table: places of queries, heads as in `packed_head`; None: in order
     form: NormForm = NormForm.TWICE,
-    norms_after_rope: bool = False,  # norms stand behind the rotation
-    query_scales: Tensor | None = None,  # [num_angles] float32, of turned queries
+    norms_after_rope: bool = False,  # norms follow the rotation
+    query_scales: Tensor | None = None,  # [num_angles] float32, of rotated queries
 ) -> None:
-    """Write turned queries, and turned keys and values to the entries of their rows; of padding rows nothing."""
+    """Write rotated queries, and rotated keys and values to their rows' entries, except for padding rows."""
     _, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     query_norm, key_norm = (None, None) if norms is None else norms
@@ -280,7 +278,7 @@ def rope_store(
 
 
 def rope_constants(num_kv_heads: int, heads_per_kv: int, head_dim: int) -> dict[str, int]:
-    """Return the constants of `rope_store_heads`, with its warps."""
+    """Return constants and warps of `rope_store_heads`."""
     return {
         "NUM_KV_HEADS": num_kv_heads,
         "HEADS_PER_KV": heads_per_kv,

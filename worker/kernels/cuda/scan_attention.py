@@ -36,15 +36,15 @@ from swiftbatch.worker.kernels.cuda.triton_primitives import dot, rounded
 from swiftbatch.worker.kernels.layer_specs import SEES_ALL, AttentionView
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LEAST_VARIANCE = tl.constexpr(1e-4)  # of scores
+LEAST_VARIANCE = tl.constexpr(1e-4)  # limits the variance of scores
 
 
 @triton.jit
 def times_changes(row_ptr, is_real, changes_ptr, some, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Queries times some columns of both matrices: how keys change with keys, and values with keys."""
+    """Return queries times columns of both covariance matrices, of keys with keys and with values."""
     spread = tl.zeros([row_ptr.shape[0], COLUMNS], tl.float32)
     gains = tl.zeros([row_ptr.shape[0], COLUMNS], tl.float32)
-    for first in range(0, HEAD_DIM, COLUMNS):  # float32 in one piece has no room in registers
+    for first in range(0, HEAD_DIM, COLUMNS):  # float32 in one piece does not fit in registers
         d = first + tl.arange(0, COLUMNS)
         query = load_rows(row_ptr + d[None, :], is_real, d, HEAD_DIM, True).to(tl.float32)
         matrix_ptr = changes_ptr + d[:, None] * HEAD_DIM + some[None, :]
@@ -63,7 +63,7 @@ def attend_to_clusters(
     TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CLUSTER_CHUNKS: tl.constexpr,
     MOST_CLUSTERS: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, cloud): mean and deviation of scores, and what values gain with them."""
+    """Program (group and KV head, cluster): mean and deviation of scores, and the values' gain."""
     slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     cloud = tl.program_id(1)
     if cloud * CLUSTER_CHUNKS >= num_chunks:
@@ -93,11 +93,11 @@ def attend_to_clusters(
 
 @triton.jit
 def normal(x):
-    """Logarithm of the share P of a normal distribution below x, and its density there over P.
+    """Return log P of a normal distribution's share P below x, and its density there over P.
 
     Abramowitz and Stegun 26.2.17; far below the mean their asymptotic series.
     """
-    size = tl.minimum(tl.abs(x), 1e4)  # infinity times nothing is no number
+    size = tl.minimum(tl.abs(x), 1e4)  # infinity times zero would be NaN
     height = tl.exp(-0.5 * size * size - 0.91893853)
     t = 1.0 / (1.0 + 0.2316419 * size)
     series = t * (0.31938153 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
@@ -111,7 +111,7 @@ def normal(x):
 
 @triton.jit
 def rest_of_cluster(mean, deviation, limit, num_keys):
-    """Return the LSE, base 2, of a cloud's keys with scores below a limit, and how much of its gain is theirs."""
+    """Return the LSE, base 2, of a cluster's keys below a limit, and their share of its gain."""
     log_share, density = normal((limit - mean) / deviation - deviation)
     height = mean + 0.5 * deviation * deviation + log_share + tl.log(num_keys)
     return height * LOG2_E, 1.0 - density / deviation
@@ -122,7 +122,7 @@ def merge_cluster(
     stat_ptr, gain_ptr, mean_value_ptr, limits, is_real, columns, num_keys, scale, highest, total, acc,
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Fold in what is left of one cloud."""
+    """Merge the rest of one cluster."""
     mean = tl.load(stat_ptr, mask=is_real, other=0.0)
     deviation = tl.load(stat_ptr + 1, mask=is_real, other=1.0)
     lse, gain = rest_of_cluster(mean, deviation, limits, num_keys)
@@ -140,7 +140,7 @@ def scan_merge(
     NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, CLUSTER_CHUNKS: tl.constexpr, MOST_CLUSTERS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head): as `tail_merge`, and behind it splits of chosen keys and clouds, each in order."""
+    """Program (row, KV head): as `tail_merge`, then splits of chosen keys and clusters, each in order."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
@@ -188,7 +188,7 @@ def scan_merge(
     tl.store(mixed_ptr + offsets, rounded(acc / total[:, None], mixed_ptr.dtype.element_ty), mask=is_place)
 
 
-# Attention of rows to a partial cache and the scanned text beside it: seven launches a layer for all sequences.
+# Attention of rows to a partial cache and the scanned text: seven launches per layer for all sequences.
 
 
 @triton.jit
@@ -196,7 +196,7 @@ def attend_chosen(
     query, key_ptr, value_ptr, places, is_chosen, is_listed, columns, scale_log2, highest, total, acc,
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """One step of online softmax over listed keys, of which each query sees those that it chose: maybe none."""
+    """Take one step of online softmax over listed keys, of which each query sees those it chose."""
     keys = load_kept(key_ptr + places, is_listed, columns, HEAD_DIM, True, query.dtype)
     scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * scale_log2
     scores = tl.where(is_chosen, scores, float("-inf"))
@@ -217,10 +217,9 @@ def attend_best(
     NUM_SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     MOST_CHUNKS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, split): the chosen keys of its chunks; normalised output and LSE, -inf for none.
+    """Program (group and KV head, split): attends to chosen keys; stores output and LSE (-inf: none).
 
-    `kept_ptr` tells how full caches keep keys, and is not read. With pages of `PAGE` entries keys lie in those of the
-    full cache's own slot.
+    `kept_ptr` gives only the type of full caches.
     """
     slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     per_split = tl.cdiv(num_chunks, NUM_SPLITS)
@@ -228,7 +227,7 @@ def attend_best(
     end = tl.minimum(start + per_split, num_chunks)
     if start >= end:
         return
-    cache_ptr = tl.multiple_of(tl.load(addresses_ptr + slot).to(kept_ptr.dtype), 16)  # else dimensions come singly
+    cache_ptr = tl.multiple_of(tl.load(addresses_ptr + slot).to(kept_ptr.dtype), 16)  # enables vectorised loads
     if PAGE:
         pages_ptr += tl.load(full_slots_ptr + slot) * stride_pages
     key_ptr = cache_ptr + kv_head.to(tl.int64) * stride_head
@@ -265,17 +264,17 @@ def attend_best(
 
 @dataclass(frozen=True)
 class Scan:
-    """One layer's launches over texts of given sizes. Nothing is allocated, and no number is asked for on the host."""
+    """Launches of one layer over texts of given sizes, without allocations or reads by the host."""
 
     shape: AttentionShape
     texts: ScannedTexts
     scratch: ScanScratch
     scale: float
-    full: Tensor  # [:, 2, :, num_kv_heads, :, row_width], as which all full caches are laid out
-    pages: PageTable | None = None  # of full caches; None: the entries of each lie side by side
+    full: Tensor  # [:, 2, :, num_kv_heads, :, row_width], the layout of all full caches
+    pages: PageTable | None = None  # None: entries of full caches are contiguous
 
     def choose(self, layer: int, query: Tensor, table: CudaRowTable[Tensor]) -> None:
-        """Fill the scratch but for what is attended: queries `[num_rows, num_heads, head_dim]` behind the table."""
+        """Fill the scratch up to the chosen keys, for queries `[num_rows, num_heads, head_dim]` of the table."""
         texts, scratch, num_kv_heads = self.texts, self.scratch, self.shape.num_kv_heads
         constants = scan_constants(self.shape, texts.sizes)
         codes, means, spreads = texts.codes[layer], texts.means[layer], texts.spreads[layer]
@@ -311,7 +310,7 @@ class Scan:
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, prefixes: Scratch, table: CudaRowTable[Tensor],
         mixed: Tensor,
     ) -> None:  # fmt: skip
-        """Merge all parts and the tails of one layer of entries; padding rows of `mixed` stay as they are."""
+        """Merge all parts and the tails of one layer; padding rows of `mixed` are unchanged."""
         texts, scratch = self.texts, self.scratch
         scan_merge[(self.shape.num_rows, self.shape.num_kv_heads)](
             query, keys, values, prefixes.output, prefixes.lse, scratch.output, scratch.lse, texts.moments[layer],
@@ -324,14 +323,14 @@ class Scan:
 def scan_attend(
     scan: Scan,
     layer: int,
-    query: Tensor,  # [num_rows, num_heads, head_dim], side by side
+    query: Tensor,  # [num_rows, num_heads, head_dim], contiguous
     entries: tuple[Tensor, Tensor],  # keys and values of partial caches, [num_slots, num_kv_heads, capacity, head_dim]
     bias: Tensor,  # [num_slots, capacity] float32, added to scores of the entries' prefix
     table: CudaRowTable[Tensor],
     prefixes: Scratch,
     mixed: Tensor,  # as query
 ) -> None:
-    """Mix each row's heads from entries, tail and scanned text. Padding rows stay as they are."""
+    """Attend with each row's heads to entries, tail and scanned text; padding rows are unchanged."""
     keys, values = entries
     shape = scan.shape
     prefix_split[(len(table.groups) * shape.num_kv_heads, shape.num_splits)](
@@ -345,13 +344,10 @@ def scan_attend(
 
 
 class ScanAttention:
-    """An `Attention` that takes turns with another one, whose queries and partial sums it uses."""
+    """`Attention` that shares another one's queries and partial sums, so the two run in turn."""
 
     def __init__(self, other: TritonAttention, texts: ScannedTexts, full: Tensor, pages: PageTable | None) -> None:
-        """The best keys are read where `texts` has them, as in `full [:, 2, :, num_kv_heads, :, row_width]`.
-
-        `pages` are those of full caches, None where the entries of each lie side by side.
-        """
+        """Read the best keys, with the layout of `full [:, 2, :, num_kv_heads, :, row_width]`."""
         shape, num_heads = other.shape, other.query.shape[1]
         scratch = ScanScratch.empty(texts.sizes, num_heads, shape.num_splits, full.device, shape.num_rows)
         self._other = other
@@ -376,7 +372,7 @@ class ScanAttention:
         view: AttentionView = SEES_ALL,
         pages: PageTable | None = None,
     ) -> None:
-        """Raises ValueError without biases, and for a window, which entries that are no positions know nothing of."""
+        """Raises ValueError without biases, or with a window."""
         if bias is None or view != SEES_ALL or pages is not None:
             raise ValueError("found no biases, which entries of partial caches have, or a window, which they have not")
         scratch = self._other.scratch

@@ -1,6 +1,4 @@
-"""Static buffers of the scan, for graphs: what it reads of all slots' texts, and what it finds.
-
-A program finds its rows and chunks on the device, so that graphs replay."""
+"""Static buffers of the scan for graphs, whose programs find rows and chunks on the device."""
 
 from __future__ import annotations
 
@@ -18,22 +16,22 @@ from swiftbatch.worker.kernels.scan_coding import CLUSTER_CHUNKS, SCAN_CHUNK
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 
-TILE_ROWS = 16  # rows times query heads of a KV head that share a list of keys; tensor cores take no fewer
-MOST_SAMPLED = 128  # blocks that a threshold is found by
+TILE_ROWS = 16  # a tile has one list of keys; tensor cores take no fewer rows
+MOST_SAMPLED = 128  # so many blocks determine a threshold
 SAMPLED_PER_PROGRAM = 8
-CLUSTER_COLUMNS = 32  # of a cloud's matrix that a program holds at a time
+CLUSTER_COLUMNS = 32  # a program takes so many columns of a cluster's matrix at a time
 
 
 @dataclass(frozen=True)
 class TextSizes:
-    """Room for texts of one model."""
+    """Sizes of texts of one model."""
 
     num_layers: int
     num_slots: int
     num_kv_heads: int
     head_dim: int
     most_chunks: int  # at least 1
-    num_best: int  # keys that a query reads exactly, about
+    num_best: int  # a query reads about so many keys exactly
     first: int  # position of the first scanned key
 
     @property
@@ -43,7 +41,7 @@ class TextSizes:
 
 @dataclass(frozen=True)
 class ScannedTexts:
-    """The coded chunks of every layer and slot, `num_chunks` of them in use, and the addresses of the slots' keys."""
+    """Coded chunks of every layer and slot, and addresses of the slots' keys."""
 
     sizes: TextSizes
     codes: Tensor  # [num_layers, num_slots, num_kv_heads, most_chunks * SCAN_CHUNK * head_dim / 4] uint8
@@ -51,7 +49,7 @@ class ScannedTexts:
     spreads: Tensor  # [num_layers, num_slots, num_kv_heads, head_dim] float32
     moments: Tensor  # [num_layers, num_slots, num_kv_heads, most_clusters, 2 * head_dim * (head_dim + 1)] float32
     addresses: Tensor  # [num_layers, num_slots] int64: of the full cache's keys, on the device or the host
-    full_slots: Tensor  # [num_slots] int32: of the full caches, whose pages keys lie in where these have some
+    full_slots: Tensor  # [num_slots] int32: of the full caches, to find their pages
     num_chunks: Tensor  # [num_slots] int32
     flat_deviations: Tensor  # [num_slots] float32: of scores, below which no key is worth reading
 
@@ -80,12 +78,12 @@ class ScannedTexts:
 
 @dataclass(frozen=True)
 class ScanScratch:
-    """Buffers between the launches of one layer. All layers share them, since they run one after the other."""
+    """Buffers between the launches of a layer, shared by all layers."""
 
     stats: Tensor  # [num_rows, num_heads, most_clusters, 2] float32: mean and deviation of scores
     gains: Tensor  # [most_clusters, num_rows, num_heads, head_dim] float32
     samples: Tensor  # [num_rows, num_heads, MOST_SAMPLED * BLOCK] float32
-    limits: Tensor  # [num_rows, num_heads] float32: scores from which on keys are read
+    limits: Tensor  # [num_rows, num_heads] float32: lowest scores of keys to read
     entries: Tensor  # [num_rows, num_kv_heads, most_chunks, SCAN_CHUNK] int32: keys, at a tile's first row
     counts: Tensor  # [num_rows, num_kv_heads, most_chunks] int32
     output: Tensor  # [num_splits, num_rows, num_heads, head_dim] float32
@@ -114,7 +112,7 @@ class ScanScratch:
 
 
 def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[str, int]]:
-    """Return the constants of each kernel of the scan by its name, with its warps and stages."""
+    """Return constants, warps and stages of each scan kernel by name."""
     width = triton.next_power_of_2(shape.head_dim)
     known = {
         "NUM_ROWS": shape.num_rows,
@@ -158,7 +156,7 @@ def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[st
 
 @triton.jit
 def group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS: tl.constexpr):
-    """The group and KV head of program 0: slot, head, first row, the row behind the last, chunks (0: padding)."""
+    """Return program 0's slot, KV head, first row, end row and chunks (0: padding)."""
     group_ptr = groups_ptr + tl.program_id(0) // NUM_KV_HEADS * 4
     slot = tl.load(group_ptr).to(tl.int64)
     first_row = tl.load(group_ptr + 1)
@@ -171,7 +169,7 @@ def group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS: tl.constexpr):
 def tile_of(
     row, end, kv_head, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, TILE_ROWS: tl.constexpr
 ):  # fmt: skip
-    """Numbers of the queries of rows from `row` on, as many as a tile has room for, and which are real."""
+    """Return the numbers of a tile's queries from `row` on, and which are real."""
     index = tl.arange(0, TILE_ROWS)
     in_rows = row + index // HEADS_PER_KV
     is_real = (index < TILE_ROWS // HEADS_PER_KV * HEADS_PER_KV) & (in_rows < end)

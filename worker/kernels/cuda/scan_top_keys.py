@@ -1,9 +1,8 @@
-"""The choice of the keys that a query reads exactly: those whose scores reach a threshold, set by some of all blocks.
+"""Choice of the keys that a query reads exactly: scores above a threshold from sampled blocks.
 
-No count is shared by several programs, so the choice follows from the codes and the query alone. Keys are scored by
-their codes: two bits of every dimension, four of them a byte, as `source/scan_intake.c` has them. A block of 64 keys
-has `[head_dim / 4, 64]` bytes. A key's score is the product of the query with its chunk's mean, and with the level of
-each of its codes times the dimension's spread."""
+Codes have two bits per dimension, four per byte, as in `source/scan_intake.c`; a block of 64 keys has `[head_dim / 4,
+64]` bytes. A score is the query times its chunk's mean plus each code's level times the dimension's spread.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from swiftbatch.worker.kernels.cuda.kv_kernels import load_rows
 from swiftbatch.worker.kernels.cuda.scan_buffers import group_of, tile_of
 from swiftbatch.worker.kernels.cuda.triton_primitives import byte_at, count_bytes, dot, rounded
 
-NEAR_LEVEL = tl.constexpr(0.56640625)  # of the four levels, in mean distances: 0.566 and 1.89 as bfloat16 has them
+NEAR_LEVEL = tl.constexpr(0.56640625)  # levels in mean distances: 0.566 and 1.89 rounded to bfloat16
 FAR_LEVEL = tl.constexpr(1.890625)
 
 
@@ -22,7 +21,7 @@ FAR_LEVEL = tl.constexpr(1.890625)
 def quarter_of(
     query_ptr, spread_ptr, row_head, is_real, number, HEAD_DIM: tl.constexpr, QUARTER: tl.constexpr
 ):  # fmt: skip
-    """Every fourth dimension of the queries from `number` on, times its spread: `[rows, QUARTER]`."""
+    """Return every fourth dimension of the queries from `number` on, times its spread: `[rows, QUARTER]`."""
     d = 4 * tl.arange(0, QUARTER) + number
     is_dim = d < HEAD_DIM
     mask = is_real[:, None] & is_dim[None, :]
@@ -34,7 +33,7 @@ def quarter_of(
 
 @triton.jit
 def levels(codes, dtype: tl.constexpr):
-    """The meaning of codes of two bits: 0 far below the mean, 1 near below it, 2 near above, 3 far above."""
+    """Return the levels of two-bit codes: 0 far below the mean, 1 near below it, 2 near above, 3 far above."""
     distance = tl.where((codes == 0) | (codes == 3), FAR_LEVEL, NEAR_LEVEL)
     return tl.where(codes < 2, -distance, distance).to(dtype)
 
@@ -44,7 +43,7 @@ def score_block(
     first, second, third, fourth, offset, code_ptr,
     HEAD_DIM: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scores `[rows, BLOCK]` of a block of codes, from the quarters of the queries and their products with the mean."""
+    """Return scores `[rows, BLOCK]` of a block of codes."""
     byte = tl.arange(0, QUARTER)
     places = byte[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     codes = tl.load(code_ptr + places, mask=(byte < HEAD_DIM // 4)[:, None], other=0).to(tl.int32)
@@ -57,7 +56,6 @@ def score_block(
 
 @triton.jit
 def offset_of(query, mean_ptr, columns, HEAD_DIM: tl.constexpr):
-    """Products of queries `[rows, columns]` with the mean of a chunk."""
     mean = tl.load(mean_ptr + columns, mask=columns < HEAD_DIM, other=0.0)
     return tl.sum(query.to(tl.float32) * mean[None, :], 1)
 
@@ -69,7 +67,7 @@ def sample_scores(
     WIDTH: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
     MOST_SAMPLED: tl.constexpr, PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, some sampled blocks): their scores, every block's where these are few."""
+    """Program (group and KV head, some sampled blocks): their scores; few blocks are all sampled."""
     slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     num_blocks = num_chunks * (CHUNK // BLOCK)
     stride = tl.cdiv(num_blocks, MOST_SAMPLED)
@@ -99,14 +97,14 @@ def sample_scores(
 
 @triton.jit
 def in_order(bits):
-    """Bits of float32 as whole numbers in the same order, and back."""
+    """Convert float32 bits to integers in the same order, and back."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def largest_number(numbers, is_counted, place):
-    """The number that takes a place, from 1 on, among those that count, the largest one first; there are so many."""
-    keys = numbers.to(tl.uint32, bitcast=True) ^ 0x80000000  # in the order of whole numbers without a sign
+    """Return the counted number at a place from 1 on, in falling order."""
+    keys = numbers.to(tl.uint32, bitcast=True) ^ 0x80000000  # makes the order unsigned
     found = tl.full((), 0, tl.uint32)
     for shift in range(24, -1, -8):
         value, place = byte_at(count_bytes(keys, is_counted, found, shift), place)
@@ -120,9 +118,9 @@ def find_threshold(
     NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CLUSTER_CHUNKS: tl.constexpr,
     MOST_SAMPLED: tl.constexpr, MOST_CLUSTERS: tl.constexpr, CLUSTERS_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head): the least score that no more samples reach than their share of `num_best`.
+    """Program (row, head): the lowest score that no more samples reach than their share of `num_best`.
 
-    Infinity where all clouds are flat: no key is worth reading.
+    It is infinity if all clusters are flat.
     """
     row = tl.program_id(0)
     row_head = row * NUM_HEADS + tl.program_id(1)
@@ -151,7 +149,7 @@ def find_threshold(
 
 @triton.jit
 def list_chosen(scores, limits, is_real, first_entry, count, entries_ptr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Append a block's keys that any query has chosen: place in the chunk, and in the lower 16 bits, by whom."""
+    """Append a block's chosen keys: place in the chunk, and a mask of queries in the lower 16 bits."""
     is_chosen = (scores >= limits[:, None]) & is_real[:, None]
     queries = tl.sum(is_chosen.to(tl.int32) << tl.arange(0, TILE_ROWS)[:, None], 0)
     is_listed = (queries != 0).to(tl.int32)
@@ -168,7 +166,7 @@ def choose_keys(
     TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, split): the keys of its chunks that a tile's queries read, in order, and how many."""
+    """Program (group and KV head, split): lists the keys that a tile's queries read, in order."""
     slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     per_split = tl.cdiv(num_chunks, NUM_SPLITS)
     start = tl.program_id(1) * per_split

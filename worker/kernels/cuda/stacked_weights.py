@@ -1,4 +1,4 @@
-"""A decoder's weights as its GPU kernels read them: fused QKV, fused gate and up, stacked experts."""
+"""Decoder's weights for GPU kernels: fused QKV, fused gate and up, stacked experts."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ from swiftbatch.worker.kernels.rope_scaling import Rotary
 
 @dataclass(frozen=True)
 class StackedExperts(MayBeLatent):
-    """Experts of a layer; `gate_up` has a row of gates and a row of ups in turns, or ups alone.
+    """Experts of a layer; `gate_up` alternates rows of gates and ups, or has ups alone.
 
-    With `latent` they read what its first product makes of a row, and its second one makes a row of their sum.
-    `router [num_experts, hidden] float32` has one row more with the gate of the part that all rows meet.
+    `router [num_experts, hidden] float32` has an additional row for the shared part's gate.
     """
 
     routing: Routing
@@ -44,7 +43,7 @@ class StackedExperts(MayBeLatent):
     gate_up: AnyLinear  # [num_experts * 2 * intermediate, hidden], or half as many rows
     down: AnyLinear  # [num_experts * hidden, intermediate]
     router_bias: Tensor | None = None  # [num_experts] float32
-    choice_bias: Tensor | None = None  # as that
+    choice_bias: Tensor | None = None  # as `router_bias`
     gate_limit: float = 0.0
     gate_slope: float = 0.0
     has_gates: bool = True
@@ -52,17 +51,15 @@ class StackedExperts(MayBeLatent):
 
     @property
     def intermediate(self) -> int:
-        """Columns of an expert."""
         return self.down.weight.shape[1]
 
     @property
     def has_share(self) -> bool:
-        """True where the part that all rows meet has a gate."""
         return len(self.router) > self.routing.num_experts
 
 
 def stacked_experts(experts: ExpertWeights, device: torch.device) -> StackedExperts:
-    """Copies on the device. Raises ValueError where only some experts have a bias."""
+    """Copy experts to the device. Raises ValueError if only some have a bias."""
     router = [each for each in (experts.router.weight, experts.shared_gate) if each is not None]
     biases = (None if each is None else each.to(device) for each in (experts.router.bias, experts.choice_bias))
     router_bias, choice_bias = biases
@@ -83,7 +80,7 @@ def stacked_experts(experts: ExpertWeights, device: torch.device) -> StackedExpe
 
 
 def _in_turns(parts: Sequence[Sequence[AnyLinear]], device: torch.device) -> AnyLinear:
-    """Expert after expert; of each, a row of each part in turns."""
+    """Stack by expert, alternating the rows of each part."""
     biases = [[linear.bias for linear in part if linear.bias is not None] for part in parts]
     found, whole = sum(map(len, biases)), sum(map(len, parts))
     if found not in (0, whole):
@@ -109,7 +106,7 @@ def _weights_in_turns(parts: list[list[Weight]], device: torch.device) -> Weight
 
 
 def _tensor_in_turns(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
-    """Copied once each, to where it stays: all experts of a layer may be gigabytes."""
+    """Copy each tensor once to its place, since a layer's experts may take gigabytes."""
     first = parts[0][0]
     size = (len(parts[0]), len(first), len(parts), *first.shape[1:])
     whole = torch.empty(size, dtype=first.dtype, device=device)
@@ -119,15 +116,12 @@ def _tensor_in_turns(parts: Sequence[Sequence[Tensor]], device: torch.device) ->
     return whole.flatten(0, 2)
 
 
-# A decoder's weights as its CUDA kernels read them: what shares its rows lies one below the other, in one product.
+# Decoder's weights for CUDA kernels; products with the same input are stacked.
 
 
 @dataclass(frozen=True)
 class StackedMLA:
-    """The products within latent attention, and the norms of its vectors. Those of each head are plain.
-
-    `query` where queries are made of a vector, `query_norm [query_rank]` with it.
-    """
+    """Products and norms within latent attention; those of heads are plain."""
 
     query: AnyLinear | None
     query_norm: Tensor | None
@@ -137,7 +131,7 @@ class StackedMLA:
 
 
 def stacked_latent(layer: LayerWeights, query: AnyLinear | None, device: torch.device) -> StackedMLA | None:
-    """Copies on the device, with the `query` that is there already; None for a layer without latent attention."""
+    """Copy to the device, with the `query` already there; None for a layer without latent attention."""
     if layer.key_up is None or layer.value_up is None or layer.key_norm is None:
         return None
     ups = (plain_linear(each).weight.detach().to(device).contiguous() for each in (layer.key_up, layer.value_up))
@@ -147,23 +141,21 @@ def stacked_latent(layer: LayerWeights, query: AnyLinear | None, device: torch.d
 
 @dataclass(frozen=True)
 class StackedLayer:
-    """One layer; `query_key_value` and `gate_up` are stacked in this order, gates of heads behind values.
+    """One layer; `query_key_value` and `gate_up` are stacked in this order, with gates of heads after values.
 
-    In one with experts, products behind its attention are the part that all rows meet, if there is one. In one with
-    latent attention, `query_key_value` makes the queries or the vector that they are of, and the vector that is kept.
-    One with a mixer has that in place of its attention, or beside it.
+    In latent attention, `query_key_value` makes queries or their latent vector, and the stored vector.
     """
 
     query_key_value: AnyLinear | None
     output: AnyLinear | None
     gate_up: AnyLinear | None  # or ups alone
     down: AnyLinear | None
-    input_norm: Tensor | None  # [hidden], twice as wide with biases, as those that follow
+    input_norm: Tensor | None  # [hidden], twice as wide with biases, as the following
     output_norm: Tensor | None
     mlp_norm: Tensor | None
     down_norm: Tensor | None
-    qk_norms: tuple[Tensor, Tensor] | None  # of queries and of keys: [head_dim], or of each head its own
-    joint_norms: Tensor | None  # of all queries of a row, behind them of all its keys
+    qk_norms: tuple[Tensor, Tensor] | None  # of queries and of keys: [head_dim], or per head
+    joint_norms: Tensor | None  # of all queries of a row, then of all its keys
     is_nope: bool = False
     rotary: Rotary | None = None
     window: int | None = None
@@ -175,17 +167,15 @@ class StackedLayer:
 
     @property
     def attention(self) -> tuple[AnyLinear, AnyLinear] | None:
-        """The products in front of attention and behind it; None for a layer that does not attend."""
         return None if self.query_key_value is None or self.output is None else (self.query_key_value, self.output)
 
     @property
     def last_norm(self) -> Tensor | None:
-        """The norm behind the last part of the layer, whichever that is."""
         return self.output_norm if self.dense_mlp is None and self.experts is None else self.down_norm
 
     @property
     def products(self) -> list[AnyLinear]:
-        """All but those of each expert, and those of each head in latent attention."""
+        """Return all products except those of experts and of heads in latent attention."""
         within = [] if self.latent is None or self.latent.query is None else [self.latent.query]
         within += [] if self.mixer is None else self.mixer.products
         around_experts = () if self.experts is None else self.experts.latent or ()
@@ -193,13 +183,12 @@ class StackedLayer:
 
     @property
     def dense_mlp(self) -> tuple[AnyLinear, AnyLinear] | None:
-        """The products behind attention that all rows meet."""
         return None if self.gate_up is None or self.down is None else (self.gate_up, self.down)
 
 
 @dataclass(frozen=True)
 class StackedWeights:
-    """A dense decoder on a device: `embedding [vocab, hidden]`, layers, norm, head."""
+    """Dense decoder on a device: `embedding [vocab, hidden]`, layers, norm, head."""
 
     sizes: DecoderSizes
     embedding: Tensor
@@ -210,24 +199,22 @@ class StackedWeights:
 
     @property
     def products(self) -> list[AnyLinear]:
-        """The products of a forward: those of all layers, and the head."""
         return [*(product for layer in self.layers for product in layer.products), self.head]
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of the weights of all products, those of all experts among them."""
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
         of_experts = sum(each.gate_up.weight.nbytes + each.down.weight.nbytes for each in experts)
         return of_experts + sum(product.weight.nbytes for product in self.products)
 
     @property
     def is_packed(self) -> bool:
-        """True where the weights of a product are packed, experts aside: these have one kernel for both forms."""
+        """Return whether a product other than experts has packed weights."""
         return any(isinstance(product.weight, PackedMatrix) for product in self.products)
 
 
 def handed_over(weights: DecoderWeights) -> Iterator[LayerWeights]:
-    """Yield the layers one by one and take them from `weights`: none of them is there twice for long."""
+    """Yield the layers and remove them from `weights`, so that few are in memory twice."""
     while weights.layers:
         yield weights.layers.pop(0)
 
@@ -235,10 +222,7 @@ def handed_over(weights: DecoderWeights) -> Iterator[LayerWeights]:
 def stacked_weights(
     weights: DecoderWeights, device: torch.device, layers: Iterable[LayerWeights] | None = None
 ) -> StackedWeights:
-    """Copies of what is stacked; the rest only where it lies elsewhere. An embedding that is the head stays one.
-
-    `layers`: those of `weights`, where they come one by one.
-    """
+    """Copy stacked weights; move the rest only if needed. A tied embedding and head stay one."""
     embedding = _moved(plain(weights.embedding), device)
     is_tied = isinstance(weights.embedding, Tensor) and weights.head.weight is weights.embedding
     head = Linear(embedding, weights.head.bias) if is_tied else weights.head
@@ -256,10 +240,7 @@ def stacked_weights(
 
 
 def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear | None]:
-    """The products of rows in front of attention, and behind it; none of a layer without.
-
-    In latent attention queries may be made of a vector of their own: its product is the one of rows.
-    """
+    """Return the products before and after attention; a queries' vector replaces the queries."""
     query = layer.query if layer.query_down is None else layer.query_down
     parts = [each for each in (query, layer.key, layer.value, layer.head_gate) if each is not None]
     return {
@@ -269,7 +250,7 @@ def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear
 
 
 def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool = False) -> StackedLayer:
-    """Copies of what is stacked. Raises ValueError where only some parts of a product have a bias."""
+    """Raises ValueError if only some parts of a product have a bias."""
     of_vectors = None if layer.query_down is None or layer.query is None else _stacked([layer.query], device)
     latent = stacked_latent(layer, of_vectors, device)
     qk_norms = () if latent is not None else (layer.query_norm, layer.key_norm)
@@ -299,7 +280,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
 
 
 def _stacked(linears: Sequence[AnyLinear], device: torch.device) -> AnyLinear:
-    """Raises ValueError where only some of the parts have a bias."""
+    """Raise ValueError if only some parts have a bias."""
     biases = [_moved(part.bias, device) for part in linears if part.bias is not None]
     if biases and len(biases) < len(linears):
         raise ValueError(f"found {len(biases)} biases, expected {len(linears)} or none")
@@ -318,5 +299,5 @@ def _below_each_other(weights: Sequence[Weight], device: torch.device) -> Weight
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the device, without its gradient, which products into given buffers refuse."""
+    """Return a tensor without gradients, which products into given buffers refuse."""
     return tensor.detach().to(device)

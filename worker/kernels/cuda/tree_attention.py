@@ -1,4 +1,4 @@
-"""Triton attention of draft trees: cached prefix in splits, then the tree's tail and the merge."""
+"""Triton attention of draft trees: prefix in splits, then the tree's tail and the merge."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def softcapped(scores, SOFTCAP_LOG2: tl.constexpr):
-    """Scores of base 2 with a soft cap, likewise of base 2: 0 for none."""
+    """Return base-2 scores with a soft cap of base 2; 0 means none."""
     if SOFTCAP_LOG2 > 0.0:
         power = tl.exp2(tl.minimum(scores * (2 * LOG2_E / SOFTCAP_LOG2), 126.0))
         return SOFTCAP_LOG2 - 2 * SOFTCAP_LOG2 / (power + 1)
@@ -31,7 +31,7 @@ def softcapped(scores, SOFTCAP_LOG2: tl.constexpr):
 
 @triton.jit
 def first_block_of(boundary, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """The first block of a prefix that a row at its boundary sees: of those behind it, none sees an earlier one."""
+    """Return the first block of a prefix that any row of a block sees."""
     if WINDOW:
         return tl.maximum(boundary - WINDOW + 1, 0) // BLOCK
     return 0
@@ -39,7 +39,7 @@ def first_block_of(boundary, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def split_blocks(num_blocks, NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr):
-    """The blocks of each split of a prefix: a function of the rows' own boundary."""
+    """Return the blocks per split of a prefix, which depend on the rows' own boundary."""
     blocks = tl.cdiv(num_blocks, NUM_SPLITS)
     if LEAST_BLOCKS > 1:
         blocks = tl.maximum(blocks, LEAST_BLOCKS)
@@ -52,15 +52,15 @@ def attend_block(
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP_LOG2: tl.constexpr,
 ):  # fmt: skip
-    """One step of online softmax; keys and values lie at `places [keys, 1]` behind their pointers.
+    """Take one step of online softmax over keys and values at `places [keys, 1]`.
 
-    With a window each row does not see `unseen [rows]` first keys.
+    With a window, a row does not see the first `unseen [rows]` keys.
     """
     whole = tl.arange(0, 2 * HALF)
     first = tl.arange(0, HALF)
     second = HALF + first
     padded: tl.constexpr = HEAD_DIM < 2 * HALF
-    seen = bias > float("-inf")  # nothing is said of what lies in the other entries
+    seen = bias > float("-inf")  # other entries may contain anything
     keys = load_kept(key_ptr + places, seen, whole, HEAD_DIM, HAS_BIAS or padded, query.dtype)
     scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * scale_log2
     scores = softcapped(scores, SOFTCAP_LOG2)
@@ -71,7 +71,7 @@ def attend_block(
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     known = new_highest
     if WINDOW:
-        known = tl.where(new_highest > float("-inf"), new_highest, 0.0)  # of a row that has seen nothing yet
+        known = tl.where(new_highest > float("-inf"), new_highest, 0.0)  # a row may have seen nothing so far
     probabilities = tl.exp2(scores - known[:, None])
     decay = tl.exp2(highest - known)
     total = total * decay + tl.sum(probabilities, 1)
@@ -85,7 +85,7 @@ def attend_block(
 
 @triton.jit
 def places_of(block, slot, pages_ptr, stride_pages, BLOCK: tl.constexpr, PAGE: tl.constexpr):
-    """Places of a block's entries; with pages of `PAGE` entries, where the slot's row `pages_ptr` tells."""
+    """Return the places of a block's entries, with pages by the slot's row of `pages_ptr`."""
     entries = block * BLOCK + tl.arange(0, BLOCK)
     kept = entries
     if PAGE:
@@ -99,7 +99,7 @@ def store_split(
     output_ptr, lse_ptr, row_head, is_real, highest, total, acc_first, acc_second,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Normalised output and LSE of rows, at their places `row_head` of a split."""
+    """Store rows' normalised output and LSE at the places `row_head` of a split."""
     first = tl.arange(0, HALF)
     output_ptr += row_head[:, None] * HEAD_DIM + first[None, :]
     tl.store(output_ptr, acc_first / total[:, None], mask=is_real[:, None])
@@ -115,11 +115,11 @@ def attend_blocks(
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HAS_BIAS: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP_LOG2: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the blocks from `start` to `end`: highest score, total, and both halves of the sum."""
+    """Attend to blocks `start` to `end`; return highest score, total, and both halves of the sum."""
     highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
-    # Two accumulators, none wider than high: for sm_80 Triton lays the warps along the longer side of a chained dot,
-    # and along the keys every block's probabilities would pass through shared memory.
+    # Two accumulators, none wider than high: for sm_80 Triton lays warps along the longer side of a chained dot, and
+    # along the keys every block's probabilities would pass through shared memory.
     acc_first = tl.zeros([TILE_ROWS, HALF], tl.float32)
     acc_second = tl.zeros([TILE_ROWS, HALF], tl.float32)
     for block in range(start, end):
@@ -133,7 +133,7 @@ def attend_blocks(
             acc_first, acc_second, HEAD_DIM, HALF, HAS_BIAS, WINDOW, SOFTCAP_LOG2,
         )  # fmt: skip
     if WINDOW:
-        total = tl.where(total > 0.0, total, 1.0)  # of a row that sees nothing here: its LSE is -inf, its output 0
+        total = tl.where(total > 0.0, total, 1.0)  # a row that sees nothing here gets LSE -inf and output 0
     return highest, total, acc_first, acc_second
 
 
@@ -141,7 +141,7 @@ def attend_blocks(
 def blocks_of_split(
     boundary, split, NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """First block of a split of a prefix, and the one behind its last."""
+    """Return first and end block of a split of a prefix."""
     num_blocks = tl.cdiv(boundary, BLOCK)  # a prefix with biases may end within a block
     first_block = first_block_of(boundary, WINDOW, BLOCK)
     blocks_per_split = split_blocks(num_blocks - first_block, NUM_SPLITS, LEAST_BLOCKS)
@@ -153,7 +153,7 @@ def blocks_of_split(
 def rows_of_group(
     first_row, num_rows, kv_head, num_heads: tl.constexpr, HEADS_PER_KV: tl.constexpr, TILE_ROWS: tl.constexpr
 ):
-    """Rows of a group's tile, each with one head: their numbers there, which are real, and where their heads lie."""
+    """Return the numbers of a group's rows, which are real, and their heads' places."""
     index = tl.arange(0, TILE_ROWS)
     is_real = index // HEADS_PER_KV < num_rows
     row_head = (first_row + index // HEADS_PER_KV) * num_heads + kv_head * HEADS_PER_KV + index % HEADS_PER_KV
@@ -168,10 +168,7 @@ def prefix_split(
     NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, split): softmax over the split's blocks of keys; normalised output and LSE.
-
-    With pages of `PAGE` entries, whole blocks, a block lies in the page that the slot's row `pages_ptr` tells.
-    """
+    """Program (group and KV head, split): softmax over the split's blocks of keys; stores output and LSE."""
     group_ptr = groups_ptr + tl.program_id(0) // NUM_KV_HEADS * 4
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(1)
@@ -201,15 +198,14 @@ def prefix_split(
     store_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc_first, acc_second, HEAD_DIM, HALF)
 
 
-# Attention to the tails of rows, and the merge with their prefixes' splits: the second of attention's two launches.
+# Attention to the tails of rows, and the merge with prefixes: the second of two launches.
 
 
-MERGE_STAGES = tl.constexpr(4)  # splits on their way while one is folded in: copies wait for each other otherwise
+MERGE_STAGES = tl.constexpr(4)  # splits are loaded ahead, since copies would otherwise be serial
 
 
 @triton.jit
 def merge_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc, columns, HEAD_DIM: tl.constexpr):
-    """Fold in the output and LSE of one split, at the places of the row's heads."""
     part = load_rows(output_ptr + row_head[:, None] * HEAD_DIM + columns[None, :], is_real, columns, HEAD_DIM, True)
     lse = tl.load(lse_ptr + row_head, mask=is_real, other=0.0)
     return merge_part(part, lse, highest, total, acc)
@@ -217,7 +213,7 @@ def merge_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc, col
 
 @triton.jit
 def merge_part(part, lse, highest, total, acc):
-    """Fold in a normalised output `[rows, columns]` and its LSE `[rows]`, base 2."""
+    """Merge a normalised output `[rows, columns]` and its LSE `[rows]`, base 2."""
     new_highest = tl.maximum(highest, lse)
     weight = tl.exp2(lse - new_highest)
     decay = tl.exp2(highest - new_highest)
@@ -229,9 +225,9 @@ def attend_tail(
     query, key_ptr, value_ptr, tail_slots_ptr, tail_length, columns, scale_log2, stride_entry,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr = 0, SOFTCAP_LOG2: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """Softmax over the tail of a row's heads: their highest scores, totals, and mixed values, not yet divided."""
+    """Attend to the tail with a row's heads; return highest scores, totals, and unnormalised values."""
     n = tl.arange(0, BLOCK)
-    seen = n < tail_length  # of the values too: 0 times the NaN of an unused entry is NaN
+    seen = n < tail_length  # masks values too: 0 times the NaN of an unused entry is NaN
     if WINDOW:
         seen = seen & (n >= tail_length - WINDOW)
     places = tl.load(tail_slots_ptr + n).to(tl.int64)[:, None] * stride_entry
@@ -254,7 +250,7 @@ def tail_merge(
     NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head): the row's tail, then a sink, and behind them the splits of its prefix in order."""
+    """Program (row, KV head): the row's tail, a sink, then its prefix's splits in order."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
@@ -290,17 +286,17 @@ def tail_merge(
     tl.store(mixed_ptr + offsets, rounded(acc / total[:, None], mixed_ptr.dtype.element_ty), mask=is_place)
 
 
-# Attention of draft-tree rows over long caches: two launches a layer for all sequences, each row's bits its own.
+# Attention of draft-tree rows over long caches: two launches per layer for all sequences, with exact rows.
 
 
 SCALE_TO_LOG2 = math.log2(math.e)
-TAIL_TILE_ROWS = 16  # query heads of a KV head, at most; tensor cores take no fewer
-WIDEST_FOR_FOUR_WARPS = 128  # a head's width whose accumulators fit their registers
+TAIL_TILE_ROWS = 16  # the most query heads per KV head; tensor cores take no fewer rows
+WIDEST_FOR_FOUR_WARPS = 128  # accumulators of wider heads need more registers
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Partial results of one layer's prefixes; one for all layers, since they run one after the other."""
+    """Partial results of prefixes, shared by all layers, which run in turn."""
 
     output: Tensor  # [num_splits, num_rows, num_heads, head_dim] float32
     lse: Tensor  # [num_splits, num_rows, num_heads] float32, base 2
@@ -315,32 +311,32 @@ class Scratch:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The sizes that a run's attention kernels are compiled for."""
+    """Sizes for which a run's attention kernels are compiled."""
 
     num_kv_heads: int
     heads_per_kv: int  # 1 to 16
     head_dim: int
-    num_splits: int  # that a prefix is cut into
+    num_splits: int
     dtype: torch.dtype
-    num_rows: int = NUM_ROWS  # of a forward
+    num_rows: int = NUM_ROWS
 
     def __post_init__(self) -> None:
-        """Raises ValueError for more query heads than `tail_merge` has rows for."""
+        """Raises ValueError for more query heads than `tail_merge` supports."""
         if self.heads_per_kv > TAIL_TILE_ROWS:
             raise ValueError(f"found {self.heads_per_kv} query heads a KV head, expected at most {TAIL_TILE_ROWS}")
 
     @property
     def tile_rows(self) -> int:
-        """Rows times query heads of a KV head; below 64, sm_90 has no wgmma. Float32 is no matter for tensor cores."""
+        """Return rows times query heads of a KV head; sm_90 has no wgmma below 64."""
         return 64 if self.dtype == torch.bfloat16 else 16
 
     @property
     def rows_per_group(self) -> int:
-        """Rows of a sequence whose heads fill one tile, so that a key is read once for all of them."""
+        """Return the rows of a sequence whose heads fill one tile, which reads each key once."""
         return self.tile_rows // self.heads_per_kv
 
     def prefix_constants(self, view: AttentionView = SEES_ALL) -> dict[str, Any]:
-        """Return the constants of `prefix_split`, with its warps and stages."""
+        """Return constants, warps and stages of `prefix_split`."""
         bf16_warps = 4 if self.head_dim <= WIDEST_FOR_FOUR_WARPS else 8
         return {
             **self._sizes(),
@@ -352,7 +348,7 @@ class AttentionShape:
         }
 
     def tail_constants(self, view: AttentionView = SEES_ALL) -> dict[str, Any]:
-        """Return the constants of `tail_merge`, with its warps and stages."""
+        """Return constants, warps and stages of `tail_merge`."""
         return {
             **self._sizes(),
             **_seen(view),
@@ -380,18 +376,18 @@ def _seen(view: AttentionView) -> dict[str, Any]:
 
 
 def attend(
-    query: Tensor,  # [num_rows, num_heads, head_dim], side by side
+    query: Tensor,  # [num_rows, num_heads, head_dim], contiguous
     keys: Tensor,  # [num_slots, num_kv_heads, capacity, row_width], one layer of the arena
     values: Tensor,  # as keys, with the same strides
-    bias: Tensor | None,  # [num_slots, capacity] float32, added to scores of the prefix; -inf leaves an entry out
+    bias: Tensor | None,  # [num_slots, capacity] float32, added to scores of the prefix; -inf hides an entry
     table: CudaRowTable[Tensor],
     scratch: Scratch,
     mixed: Tensor,  # as query
     scale: float,
-    view: AttentionView = SEES_ALL,  # its sinks in float32, on the device
-    pages: PageTable | None = None,  # where prefixes lie; None: every slot's entries side by side
+    view: AttentionView = SEES_ALL,  # has sinks in float32, on the device
+    pages: PageTable | None = None,  # None: each slot's entries are contiguous
 ) -> None:
-    """Mix each row's heads from what it may see. Padding rows stay as they are. Nothing is allocated."""
+    """Attend with each row's heads to what it sees; padding rows are unchanged, nothing is allocated."""
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, num_splits = keys.shape[1], len(scratch.lse)
     shape = AttentionShape(num_kv_heads, num_heads // num_kv_heads, head_dim, num_splits, query.dtype, num_rows)

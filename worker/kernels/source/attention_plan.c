@@ -1,15 +1,15 @@
-// Attention: which units of work there are, who merges them, and the call for models that have no decoder here.
+// Attention: splits a layer into units of work, merges their results, and serves models that have no decoder here.
 #include "attention.h"
 
 #include "attention_units.h"
 #include "scan.h"
 
-enum { SCANNED_FOR_ONE = 8 };  // keys that are scanned in the time that one is read
+enum { SCANNED_FOR_ONE = 8 };  // scanned keys that take as long as one that is read
 enum { SPAN = 2048, MOST_SLOT_BYTES = 32 << 20, ATTENTION_WORTH_HELP = 1 << 19 };
 
 #define LOG2_E 1.44269504088896341f
 
-// The slots that any row's tail names, each once, and where each row finds its own among them.
+// Returns the slots in any row's tail, each once, and each row's own among them.
 static tail_columns columns_of(frame *frame, const row_group *group) {
     int first = INT32_MAX, last = 0, total = 0;
     for (int row = 0; row < group->num_rows; row++)
@@ -77,7 +77,7 @@ attention *attention_new(frame *frame, const attention_sizes *sizes, int latent_
     for (int i = 0; i < num_groups; i++)
         for (int head = 0; head < sizes->num_kv_heads; head++) add_pair(fresh, i, head, &num_query_elements);
     size_t query_bytes = (size_t)(num_query_elements + LANES * fresh->depth) * (uses_pairs ? 2 : 4);
-    fresh->queries = memset(frame_take(frame, query_bytes), 0, query_bytes);  // what fills up a depth stays zero
+    fresh->queries = memset(frame_take(frame, query_bytes), 0, query_bytes);  // the padding of a depth must be zero
     return fresh;
 }
 
@@ -102,14 +102,14 @@ void attention_query(attention *attention, int group, int row, int head, const f
     }
 }
 
-// What a query's weighted values are multiplied with, where a sink takes its share.
+// Returns the factor of a query's weighted values, with a sink in the denominator.
 static float share_beside(float sink, const part *whole, int query) {
     float score = sink * LOG2_E, old = whole->maximum[query], maximum = old > score ? old : score;
     float shrink = exp2_of(old - maximum);
     return shrink / __builtin_fmaf(whole->sum[query], shrink, exp2_of(score - maximum));
 }
 
-// A pair's rows of the output: its parts merged in order, divided by their sum.
+// Writes a pair's rows of the output: its parts merged in order, divided by their sum.
 static void write_output(const attention *attention, const head_rows *pair, const float *sinks, int num_parts,
                          void **parts, float *output) {
     const attention_sizes *sizes = &attention->sizes;
@@ -129,7 +129,7 @@ static void write_output(const attention *attention, const head_rows *pair, cons
 
 static size_t most_bytes(size_t a, size_t b) { return a > b ? a : b; }
 
-// As many pairs as fit into the memory for their parts.
+// Returns the end of as many pairs as the memory for their parts allows.
 static int last_of_wave(const attention *attention, const window_plan *plan, int first_pair) {
     int last = first_pair, first_unit = plan->first_unit[first_pair];
     size_t slot_bytes = part_bytes(attention->most_queries, attention->value_dim);
@@ -143,7 +143,7 @@ static int last_of_wave(const attention *attention, const window_plan *plan, int
 
 // ---- windows
 
-// The first slot that each row of a group sees: that of its own position and of as many before it as are in the window.
+// Returns the first slot that each row of a group sees: the window ends at the row's own position.
 static const int32_t *first_seen(frame *frame, const row_group *rows, int window) {
     if (!window || rows->is_partial) return NULL;
     int32_t *first = frame_take(frame, sizeof(int32_t) * (size_t)rows->num_rows);
@@ -154,7 +154,7 @@ static const int32_t *first_seen(frame *frame, const row_group *rows, int window
     return first;
 }
 
-// Where the first chunk begins of which a row of a group sees something.
+// Returns the start of the first chunk that any row of a group sees.
 static int first_chunk(const row_group *rows, const int32_t *first_seen) {
     if (!first_seen) return 0;
     int first = rows->boundary;
@@ -219,7 +219,7 @@ static const window_plan *plan_of(attention *attention, frame *frame, int window
 
 // ---- a layer
 
-// Runs the units of some pairs; `attention->parts` has what they give.
+// Runs the units of some pairs, with their results in `attention->parts`.
 static void run_wave(attention *attention, frame *frame, const unit_job *job, int num_units) {
     stage_plan stage = {.num_units = num_units,
                         .run = run_unit,

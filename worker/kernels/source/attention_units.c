@@ -5,15 +5,15 @@
 #include "packing.h"
 #include "scan.h"
 
-enum { PACKED_KEYS = 64 };  // that are packed at a time
+enum { PACKED_KEYS = 64 };  // keys packed at a time
 
-#define NOTHING -3.0e38f  // the maximum of no keys
+#define NOTHING -3.0e38f  // maximum over no keys
 
 typedef struct {
     char *keys, *values;  // packed
-    char *widened;        // [PACKED_KEYS, head_dim] elements of rows that are codes
-    float *scores;        // [num_queries, most columns], then weights
-    bf16 *weights;        // [num_queries, CHUNK] where products take bf16
+    char *widened;        // [PACKED_KEYS, head_dim] elements, for rows of codes
+    float *scores;        // [num_queries, most columns] scores, then weights
+    bf16 *weights;        // [num_queries, CHUNK] for products of bf16
     float *shrink;        // [num_queries]
 } workspace;
 
@@ -76,7 +76,7 @@ void merge(part *whole, part next, int num_queries, int value_dim) {
         for (int i = 0; i < LANES && first + i < num_queries; i++) {
             float *to = whole->output + (long)(first + i) * value_dim;
             const float *from = next.output + (long)(first + i) * value_dim;
-            if (is_empty[i]) memcpy(to, from, sizeof(float) * (size_t)value_dim);  // with the signs of its zeros
+            if (is_empty[i]) memcpy(to, from, sizeof(float) * (size_t)value_dim);  // keeps the signs of zeros
             for (int d = 0; d < value_dim && !is_empty[i]; d += LANES) {
                 vec added = vec_mul(vec_load(from + d), vec_set(shares[i]));
                 vec_store(to + d, vec_fma(vec_load(to + d), vec_set(shrinks[i]), added));
@@ -87,14 +87,14 @@ void merge(part *whole, part next, int num_queries, int value_dim) {
 
 // ---- scores
 
-// Rows as elements: those of codes are widened, up to PACKED_KEYS of them.
+// Returns up to PACKED_KEYS rows of codes as elements.
 static void widen(kv_form form, const char **rows, int count, char *widened) {
     if (form.code == KV_PLAIN) return;
     kv_widen(form, rows, count, widened);
     for (int i = 0; i < count; i++) rows[i] = widened + (long)i * form.head_dim * element_bytes_of(form.element);
 }
 
-// Packs `count` keys, a multiple of sixteen, at these addresses as the right side of a product; `next` is read after it.
+// Packs `count` keys, a multiple of sixteen, as the right side of a product; `next` is read after it.
 static operand pack_keys(const attention *attention, const char *const *keys, int count, const char *next, long row_bytes,
                          char *packed) {
     int words = attention->sizes.head_dim * attention->element_bytes / 4;
@@ -123,7 +123,7 @@ static void add_scores(const attention *attention, const head_rows *pair, const 
 
 // ---- spans of the prefix
 
-// The largest of `count` scores, a multiple of 64.
+// Returns the largest of `count` scores, a multiple of 64.
 static float largest(const float *scores, int count) {
     vec most[4];
     for (int j = 0; j < 4; j++) most[j] = vec_load(scores + j * LANES);
@@ -132,14 +132,14 @@ static float largest(const float *scores, int count) {
     return vec_max_lane(vec_max(vec_max(most[0], most[1]), vec_max(most[2], most[3])));
 }
 
-// Ones behind as many zeros as of sixteen keys, from the first one here on, are not seen.
+// Returns 0 for the first `num_unseen` of sixteen keys, 1 for the rest.
 INLINE vec seen(int num_unseen) {
     static const float STEP[2 * LANES] = {[LANES] = 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     return vec_load(STEP + LANES - (num_unseen < LANES ? num_unseen : LANES));
 }
 
-// Turns scores into weights 2^(score * scale - maximum), but for `unseen` first ones, whose weight is 0; returns their
-// sum. Of the unseen ones, those before the last multiple of 64 are not touched.
+// Turns scores into weights 2^(score * scale - maximum), 0 for the first `unseen`; returns their sum. Unseen ones
+// before the last multiple of 64 are left alone.
 static float weigh(const attention *attention, float *scores, bf16 *weights, int unseen, int count, float maximum) {
     vec sums[4], scale = vec_set(attention->scale), shift = vec_set(-maximum);
     for (int j = 0; j < 4; j++) sums[j] = vec_set(0.0f);
@@ -154,7 +154,7 @@ static float weigh(const attention *attention, float *scores, bf16 *weights, int
     return vec_sum(vec_add(vec_add(sums[0], sums[2]), vec_add(sums[1], sums[3])));
 }
 
-// Adds what the keys of a chunk weigh beside their scores; these are not scaled yet.
+// Adds biases to a chunk's unscaled scores.
 static void add_biases(const attention *attention, const float *biases, int num_queries, int count, float *scores) {
     vec unscaled = vec_set(1.0f / attention->sizes.scale);
     for (int query = 0; query < num_queries; query++)
@@ -164,7 +164,7 @@ static void add_biases(const attention *attention, const float *biases, int num_
         }
 }
 
-// Caps scores that are not scaled yet, and stay so.
+// Caps unscaled scores, which stay unscaled.
 static void cap_scores(const unit_job *job, int num_queries, int count, long stride, float *scores) {
     float scale = job->attention->sizes.scale;
     vec share = vec_set(scale / job->softcap), most = vec_set(job->softcap / scale);
@@ -175,7 +175,7 @@ static void cap_scores(const unit_job *job, int num_queries, int count, long str
         }
 }
 
-// Lets whole blocks of unseen keys weigh nothing, and gives those beside seen ones a score of these.
+// Zeroes the weights of whole unseen blocks, and replaces scores of unseen keys beside seen ones by a seen one.
 static void hide(const attention *attention, int unseen, float *scores, bf16 *weights) {
     int whole = unseen / PACKED_KEYS * PACKED_KEYS;
     if (attention->uses_bf16_products) memset(weights, 0, sizeof(bf16) * (size_t)whole);
@@ -183,7 +183,7 @@ static void hide(const attention *attention, int unseen, float *scores, bf16 *we
     for (int i = whole; i < unseen; i++) scores[i] = scores[unseen];
 }
 
-// One query's softmax over a chunk of which it sees no `unseen` first keys, merged into what the part holds.
+// One query's softmax over a chunk without the first `unseen` keys, merged into the part.
 static void softmax_of_query(const attention *attention, int unseen, int count, bool is_first, workspace space, int query,
                              part part) {
     float *scores = space.scores + (long)query * CHUNK, old = part.maximum[query];
@@ -230,12 +230,12 @@ static void add_values(const attention *attention, kv_form form, int num_queries
     gemm_bf16(num_queries, blocks, count, space.weights + first, CHUNK, packed, part.output, value_dim, !is_first);
 }
 
-// A chunk of a span: what lies where, and how many of its first keys each row does not see.
+// A chunk of a span, and how many of its first keys each row does not see.
 typedef struct {
     const head_rows *pair;
     const char *keys, *values;
     const int32_t *first_seen;  // as in the plan
-    int start, count, unseen;   // slots; the last in whole blocks, which no row sees
+    int start, count, unseen;   // slots; no row sees the first `unseen`, whole blocks
 } key_chunk;
 
 static int unseen_by(const key_chunk *chunk, int row) {
@@ -325,7 +325,7 @@ void sum_values(kv_form form, int value_dim, const float *weights, const char *c
     }
 }
 
-// One query's softmax over its tail: a window of TAIL scores, of which those from `start` to `end` weigh something.
+// One query's softmax over its tail: of the TAIL scores in the row, those from `start` to `end` count.
 static void tail_of_query(const attention *attention, kv_form form, const float *scores, const int32_t *columns, int start,
                           int end, const char *const *values, int query, part part) {
     float window[TAIL];

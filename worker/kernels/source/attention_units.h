@@ -1,4 +1,4 @@
-// The units of attention: the rows of one group and head over one span of the prefix, or over their tails.
+// Units of attention: the rows of one group and head over one span of the prefix, or over their tails.
 #pragma once
 #include "attention.h"
 #include "gemm.h"
@@ -7,33 +7,33 @@
 // The keys of all tails of a group, each once.
 typedef struct {
     const int32_t *slots;    // [num_columns] in the cache
-    const int32_t *columns;  // [num_rows, TAIL] for each key of a row's tail
+    const int32_t *columns;  // [num_rows, TAIL] column of each key of a row's tail
     const int32_t *lengths;  // [num_rows]
     int num_columns;         // a multiple of sixteen
 } tail_columns;
 
-// The queries of a group of rows that share a head of keys: row by row, the heads of one row side by side.
+// The queries of a group's rows that share a head of keys: by row, then by head.
 typedef struct {
     int group, head, num_queries;
     long first_query;  // elements from the first pair's
 } head_rows;
 
-enum { CHUNK = 256 };  // keys of a softmax
+enum { CHUNK = 256 };  // keys per softmax
 
 typedef enum { PREFIX, SCANNED, TAILS } span_kind;
 
-// Keys of the prefix from `start` on, or all of another kind. A pair's spans stand in order, its tails at the end.
+// Keys of the prefix from `start` on, or all keys of another kind. A pair's spans come in order, its tails last.
 typedef struct {
     span_kind kind;
     int pair, start, count;
 } span;
 
-// The units of all layers of one window.
+// The units of all layers with one window.
 typedef struct window_plan {
-    int window, num_slots;      // as many units as may be at work at a time
-    const int32_t **first_seen;  // [num_groups] to the first slot that each row sees, or NULL: all see all
+    int window, num_slots;      // `num_slots`: units that may run at a time
+    const int32_t **first_seen;  // [num_groups] the first slot that each row sees, or NULL: all rows see all
     span *units;
-    int *first_unit;  // [num_pairs + 1] of each pair
+    int *first_unit;  // [num_pairs + 1] first unit of each pair
     struct window_plan *next;
 } window_plan;
 
@@ -41,7 +41,7 @@ struct attention {
     attention_sizes sizes;
     int element_bytes, depth, heads_per_kv, value_dim;
     bool uses_bf16_products;
-    float scale;  // of scores, to powers of two
+    float scale;  // of scores, to base 2
     const row_group *groups;
     const tail_columns *tails;
     head_rows *pairs;
@@ -52,7 +52,7 @@ struct attention {
     void **parts;
 };
 
-// What is known of each query after some keys: outputs are weighted by 2^(score - maximum) and not yet divided.
+// State of each query after some keys: outputs are weighted by 2^(score - maximum) and not yet divided.
 typedef struct {
     float *maximum, *sum, *output;  // [num_queries], [num_queries], [num_queries, value_dim]
 } part;
@@ -64,7 +64,7 @@ typedef struct {
     int layer, first_unit;
 } unit_job;
 
-// The rows of a group's cache.
+// Returns how rows of a group's cache are stored.
 INLINE kv_form form_of(const attention *attention, int group) {
     return (kv_form){(kv_code)attention->groups[group].kv_code, (element)attention->sizes.element, attention->sizes.head_dim};
 }
@@ -75,12 +75,12 @@ INLINE const char *head_start(const attention *attention, int layer, int group, 
     return (const char *)rows->cache + element * kv_unit(form_of(attention, group));
 }
 
-// What is read next is asked for a little at a time, so that memory works beside the products. It may lie beyond an end.
+// Prefetches memory, which may lie beyond an end; called for a little at a time, between products.
 INLINE void expect(const char *memory, long bytes) {
     for (long i = 0; i < bytes; i += 64) __builtin_prefetch(memory + i, 0, 2);
 }
 
-// Weighted values of the first dimensions, key by key: output [value_dim].
+// Sums weighted values, key by key: output [value_dim].
 void sum_values(kv_form form, int value_dim, const float *weights, const char *const *values, int count, float *output);
 void scale_rows(float *rows, int num_rows, int value_dim, const float *factors);
 

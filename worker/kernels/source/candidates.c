@@ -1,11 +1,11 @@
-// The best eight tokens of every row and their log-probabilities: what drafters learn of the target.
+// The eight likeliest tokens of every row with log-probabilities, which drafters learn from.
 #include <math.h>
 
 #include "elementary.h"
 #include "sampling.h"
 
 #define TOP 8
-#define UNLIKELY -1e4f  // of rows with NaN, which are verified and not walked
+#define UNLIKELY -1e4f  // log-probability in rows with NaN, which are verified but never walked
 
 typedef struct {
     float logit[TOP];
@@ -13,7 +13,7 @@ typedef struct {
     int count;
 } top_tokens;
 
-// Take in a token behind those that are no lower. Tokens come in the order of their numbers, so equals keep it; NaN is
+// Inserts a token after those that are at least as high. Tokens come in ascending order, so ties stay in order; NaN is
 // above all.
 static void insert(top_tokens *top, float logit, int32_t id) {
     if (top->count == TOP && order_of(logit) <= order_of(top->logit[TOP - 1])) return;
@@ -26,7 +26,7 @@ static void insert(top_tokens *top, float logit, int32_t id) {
     top->id[place] = id;
 }
 
-// The eighth of the highest logits of sixteen interleaved parts: no more than the eighth of all.
+// Returns the eighth highest of the maxima of sixteen interleaved parts: at most the eighth highest of all.
 static float eighth_of(const float *lanes) {
     top_tokens top = {.count = 0};
     for (int i = 0; i < LANES; i++) insert(&top, lanes[i], i);
@@ -47,7 +47,7 @@ static top_tokens best_of(const float *row, int64_t vocab, float floor) {
     return top;
 }
 
-// Sum of exp(logit - peak): sixteen lanes over stretches of 1,024, what is left behind the last sixteen, then all.
+// Returns the sum of exp(logit - peak): in sixteen lanes over stretches of 1,024, then the rest, then all.
 static double denominator(const float *row, int64_t vocab, float peak) {
     double sum = 0.0;
     vec shift = vec_set(peak), lanes = vec_set(0.0f);

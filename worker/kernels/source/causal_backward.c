@@ -1,10 +1,10 @@
-// Gradients of causal attention: how keys are split into ranges, and how what these bring gets to its place.
+// Gradients of causal attention: splits keys into ranges, and writes the ranges' results.
 #include "causal_gradients.h"
 
 #if HAS_CAUSAL_ATTENTION
-// Ranges of one head's keys, fewer where pairs of a batch and a head make enough units; blocks that are worth a range.
+// Most ranges of one head's keys; units that make more ranges unnecessary; fewest blocks of a range.
 enum { MOST_RANGES = 8, ENOUGH_UNITS = 32, LEAST_RANGE = 2 };
-enum { MOST_QUERY_UNITS = 512, MOST_PART_BYTES = 256 << 20 };  // bytes of ranges for which pairs are taken together
+enum { MOST_QUERY_UNITS = 512, MOST_PART_BYTES = 256 << 20 };  // bytes of ranges of pairs that run together
 
 static void write_key_gradients(const backward_job *job) {
     const causal_call *call = job->call;
@@ -34,13 +34,13 @@ static void write_query_gradients(const backward_job *job, void **results) {
     }
 }
 
-// Work of the keys' blocks in front of one: twice the queries' blocks that see them.
+// Returns the work of the blocks of keys before one: twice the number of query blocks that see them.
 static long work_before(const backward_job *job, long block) {
     long count = job->num_blocks, before = blocks_before(job->call), left = before + count - block;
     return block < before ? 2 * count * block : 2 * count * before + count * count - left * left;
 }
 
-// Splits the keys into ranges that are about equally much work: blocks behind the start of a range see all of it.
+// Splits keys into ranges of about equal work.
 static void split_keys(backward_job *job, int *starts) {
     long count = blocks_before(job->call) + job->num_blocks, whole = work_before(job, count);
     for (int range = 0, start = 0; range <= job->num_ranges; range++) {
@@ -83,7 +83,7 @@ static void sum_queries(frame *frame, backward_job *job) {
     write_query_gradients(job, results);
 }
 
-// As many pairs of a batch and a head of keys as units and their slots have room for.
+// Returns how many pairs of a batch and a key head units and their slots have room for.
 static int pairs_at_once(const backward_job *job, int num_pairs) {
     size_t room = MOST_PART_BYTES / ((size_t)job->num_ranges * range_bytes(job));
     int most = MOST_UNITS / job->num_ranges;

@@ -1,15 +1,15 @@
-// Blocks of 64 by 64: how they are packed, and their products. All that causal attention computes is made of these.
+// Blocks of 64 by 64 for causal attention: packing and products.
 //
-// Three layouts of bf16. Rows: [64][64]. Words: the left side turned, as products take it for their columns:
-// [16 columns together][32 pairs of the depth][16 columns][2]. Pairs: the same of rows that are the depth themselves.
+// Three layouts of bf16. Rows: [64][64]. Words: the transpose, as the right side of a product: [16 columns together][32
+// pairs of the depth][16 columns][2]. Pairs: the same of rows that are themselves the depth.
 #pragma once
 #include "causal.h"
 #include "packing.h"
 
 #if HAS_CAUSAL_ATTENTION
 enum { SIDE = 64, AREA = SIDE * SIDE, PAIRS_DEEP = SIDE / 2 };
-enum { STRIPES = SIDE / LANES, STRIPE = 2 * LANES * PAIRS_DEEP };  // of sixteen columns: their number, their elements
-enum { TILE_HEIGHT = 4 };                                          // rows of sums in registers, of four stripes
+enum { STRIPES = SIDE / LANES, STRIPE = 2 * LANES * PAIRS_DEEP };  // of sixteen columns: number, and elements of each
+enum { TILE_HEIGHT = 4 };                                          // rows of sums in registers, four stripes each
 
 typedef vec sums[TILE_HEIGHT][STRIPES];
 
@@ -20,29 +20,29 @@ INLINE bf16 *row_at(const strided_heads *heads, int batch, int head, int positio
     return (bf16 *)heads->first + element;
 }
 
-// Heads of queries for each head of keys.
+// Query heads per key head.
 INLINE int group_of(const causal_call *call) { return call->num_heads / call->num_kv_heads; }
 
-// Whether one thread has computed a call before another is awake.
+// Whether one thread finishes the call before another would wake.
 INLINE bool is_small_call(const causal_call *call) {
     long num_keys = call->num_before + call->length;
     long scores = num_keys * call->length * call->num_heads * call->batch_size;
     return scores < 1L << 17;
 }
 
-// From products to powers of two.
+// Factor from products to scores to base 2.
 INLINE float score_scale(const causal_call *call) { return call->scaling * 1.44269504088896341f; }
 
-// Blocks of keys in front of the first query's own.
+// Blocks of keys before the first query's own.
 INLINE int blocks_before(const causal_call *call) { return call->num_before / SIDE; }
 
-// How many of a block's rows there are.
+// Number of real rows in a block.
 INLINE int rows_in_block(const causal_call *call, int block) {
     int left = call->length - block * SIDE;
     return left < SIDE ? left : SIDE;
 }
 
-// `count` rows of a block, zeros behind them.
+// Copies `count` rows of a block, and zeros after them.
 static void gather(const strided_heads *from, int batch, int head, int block, int count, bf16 *rows) {
     const bf16 *row = row_at(from, batch, head, block * SIDE);
     for (int i = 0; i < count; i++, row += from->position_stride)
@@ -50,13 +50,13 @@ static void gather(const strided_heads *from, int batch, int head, int block, in
     memset(rows + count * SIDE, 0, sizeof(bf16) * SIDE * (size_t)(SIDE - count));
 }
 
-// The rows of a block of queries, with zeros behind the last position.
+// Copies a block of queries, with zeros after the last position.
 static void gather_rows(const causal_call *call, const strided_heads *from, int batch, int head, int block,
                         bf16 *rows) {
     gather(from, batch, head, block, rows_in_block(call, block), rows);
 }
 
-// Likewise of a block of keys or values, counted from the first key.
+// Copies a block of keys or values, counted from the first key.
 static void gather_keys(const causal_call *call, const strided_heads *from, int batch, int head, int block,
                         bf16 *rows) {
     int own = block - blocks_before(call);
@@ -81,7 +81,7 @@ static void words_of_rows(const bf16 *rows, bf16 *words) {
         turn_words(rows + i / 2 * LANES * SIDE + i % 2 * 2 * LANES, SIDE, words + i * STRIPE / 2, 2 * LANES);
 }
 
-// The other way round.
+// Converts words back to rows.
 static void rows_of_words(const bf16 *words, bf16 *rows) {
     for (int i = 0; i < 2 * STRIPES; i++)
         turn_words(words + i * STRIPE / 2, 2 * LANES, rows + i / 2 * LANES * SIDE + i % 2 * 2 * LANES, SIDE);
@@ -97,19 +97,19 @@ static void pairs_of_rows(const bf16 *rows, bf16 *pairs) {
 
 // ---- rounding
 
-// Thirty-two numbers side by side.
+// Rounds two vectors to thirty-two neighbours.
 INLINE void store_rounded(bf16 *to, vec first, vec second) {
     _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
-// Sixteen pairs, each of a number of the first and one of the second.
+// Rounds two vectors to sixteen pairs of one number each.
 INLINE void store_pairs(bf16 *to, vec first, vec second) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
                                            21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
 }
 
-// Sums [64][64] turned, rounded to rows; column i comes times factors[i]. `words` is room for a block.
+// Transposes sums [64][64], times factors[i] in column i, rounded to rows. `words` is scratch for a block.
 static void turn_rounded(const float *from, const float *factors, bf16 *words, bf16 *rows) {
     for (int n = 0; n < STRIPES; n++) {
         vec factor = vec_load(factors + n * LANES);
@@ -143,7 +143,7 @@ INLINE void add_product(const bf16 *rows, const bf16 *right, sums sum) {
     }
 }
 
-// Adds the product of two blocks to `to` [64][64], whose columns first shrink by these factors.
+// Adds the product of two blocks to `to` [64][64], after multiplying its columns by `shrink`.
 INLINE void add_block(const bf16 *rows, const bf16 *right, const vec *shrink, float *to) {
     for (int first = 0; first < SIDE; first += TILE_HEIGHT) {
         sums sum;
@@ -159,9 +159,9 @@ INLINE void add_block(const bf16 *rows, const bf16 *right, const vec *shrink, fl
     }
 }
 
-// Of a block on the diagonal: which of sixteen queries see a key, both by their places in the block.
+// Mask of the queries of a stripe that see a key, in a block on the diagonal.
 INLINE __mmask16 seen_by(int key, int stripe) {
-    int hidden = key - stripe * LANES;  // queries in front of the key
+    int hidden = key - stripe * LANES;  // queries before the key
     return hidden <= 0 ? 0xffff : hidden >= LANES ? 0 : (__mmask16)(0xffff << hidden);
 }
 #endif

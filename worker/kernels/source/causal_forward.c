@@ -1,12 +1,12 @@
-// Causal attention forward: scores are turned, one key in each row and queries side by side, so that neither the
-// softmax nor its sums cross lanes, and weights come out as the next product takes them.
+// Causal attention forward. Scores are transposed, one key per row and queries side by side: so softmax and sums cross
+// no lanes, and weights come out in the next product's layout.
 #include "causal_blocks.h"
 #include "threads.h"
 
 #if HAS_CAUSAL_ATTENTION
-enum { QUERY_BLOCKS = 2, UNITS_AT_ONCE = 512 };  // blocks of queries in a unit, for which keys are packed once
+enum { QUERY_BLOCKS = 2, UNITS_AT_ONCE = 512 };  // query blocks per unit, which packs keys once for all
 
-// What is known of a block of queries of one head after some keys, turned: [64 dimensions][64 queries].
+// State of a block of queries of one head after some keys, transposed: [64 dimensions][64 queries].
 typedef struct {
     float output[AREA], maximum[SIDE], sum[SIDE];
     bf16 query[AREA];  // words
@@ -14,12 +14,12 @@ typedef struct {
 
 typedef struct {
     float scores[AREA];                                                        // [64 keys][64 queries]
-    bf16 keys[AREA], rows[AREA], pairs[AREA], values[AREA];  // `values` turned
+    bf16 keys[AREA], rows[AREA], pairs[AREA], values[AREA];  // `values` are transposed
     bf16 weights[AREA];                                                        // pairs of keys
     query_state states[];                                                            // [QUERY_BLOCKS, group]
 } forward_scratch;
 
-// What a unit brings for each of its states.
+// Results of a unit, per state.
 typedef struct {
     bf16 output[AREA];
     float softmax[2][SIDE];
@@ -27,14 +27,14 @@ typedef struct {
 
 typedef struct {
     const causal_call *call;
-    int first_unit, num_pairs, num_spans;  // pairs of a batch and a head of keys; spans of QUERY_BLOCKS
+    int first_unit, num_pairs, num_spans;  // pairs of a batch and a key head; spans of QUERY_BLOCKS
 } forward_job;
 
 typedef struct {
     int batch, kv_head, first_block, num_blocks;
 } forward_place;
 
-// Which queries a unit has; those with the most keys come first.
+// Returns which queries a unit has; those with the most keys come first.
 static forward_place place_of_unit(const forward_job *job, int unit) {
     int all = job->first_unit + unit, pair = all % job->num_pairs;
     int first = (job->num_spans - 1 - all / job->num_pairs) * QUERY_BLOCKS;
@@ -42,7 +42,7 @@ static forward_place place_of_unit(const forward_job *job, int unit) {
     return (forward_place){pair / num_kv_heads, pair % num_kv_heads, first, left < QUERY_BLOCKS ? left : QUERY_BLOCKS};
 }
 
-// Scores of all keys and queries of two blocks, scaled; their maxima go on from `most`.
+// Computes scaled scores of two blocks, and updates the maxima `most`.
 INLINE void score(const bool is_diagonal, const bf16 *keys, const bf16 *query, float scale, float *scores, vec *most) {
     for (int first = 0; first < SIDE; first += TILE_HEIGHT) {
         sums sum;
@@ -63,7 +63,7 @@ INLINE vec weight(const bool is_diagonal, const float *scores, int key, int n, v
     return is_diagonal ? _mm512_maskz_mov_ps(seen_by(key, n), weight) : weight;
 }
 
-// Turns scores into weights 2^(score - most), rounded; `sum` [STRIPES] grows by what they were before.
+// Turns scores into rounded weights 2^(score - most); adds the unrounded ones to `sum` [STRIPES].
 INLINE void weigh_scores(const bool is_diagonal, const float *scores, const vec *most, bf16 *weights, vec *sum) {
     for (int i = 0; i < PAIRS_DEEP; i++)
         for (int n = 0; n < STRIPES; n++) {

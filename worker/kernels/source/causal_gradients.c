@@ -1,11 +1,11 @@
-// One range of keys with all queries behind it, and the sums of what ranges bring.
+// One range of keys with all queries that see it, and sums over ranges.
 //
-// Scores and weights are turned, one key in each row, as in the forward, which left the softmax of every query: weights
-// come out with the bits that they had there. The gradient of scores waits for its scaling until everything is summed.
+// Scores and weights are transposed, one key per row, as in the forward, whose softmax is reused: weights have the same
+// bits. Gradients of scores are scaled once, after all sums.
 #include "causal_gradients.h"
 
 #if HAS_CAUSAL_ATTENTION
-enum { KEY_BLOCKS = 4 };  // for which queries are packed once
+enum { KEY_BLOCKS = 4 };  // key blocks for which queries are packed once
 
 typedef struct {
     bf16 keys[AREA], values[AREA], turned_keys[AREA];
@@ -14,7 +14,7 @@ typedef struct {
 
 typedef struct {
     bf16 words[AREA], gradient_words[AREA], pairs[AREA], gradient_pairs[AREA];
-    float maximum[SIDE], share[SIDE], overlap[SIDE];  // `overlap`: the output's product with its gradient
+    float maximum[SIDE], share[SIDE], overlap[SIDE];  // `overlap`: output times its gradient
 } packed_queries;
 
 typedef struct {
@@ -28,7 +28,7 @@ size_t gradient_scratch_bytes(void) { return sizeof(backward_scratch); }
 
 // ---- packing
 
-// Sums over the dimensions of the products of two blocks' rows.
+// Sums products of two blocks' rows over the dimensions.
 static void overlap_of_rows(const bf16 *first, const bf16 *second, float *overlap) {
     for (int row = 0; row < SIDE; row += LANES) {
         __m512i partial[LANES];
@@ -80,7 +80,7 @@ INLINE void store_rows(sums from, bf16 *to) {
         for (int n = 0; n < STRIPES; n += 2) store_rounded(to + r * SIDE + n * LANES, from[r][n], from[r][n + 1]);
 }
 
-// The weights of the keys from `first` on, four of them.
+// Computes the weights of four keys from `first` on.
 INLINE void weigh_rows(const bool is_diagonal, const key_state *state, backward_scratch *space, int first, vec scale,
                        sums weights) {
     const packed_queries *queries = &space->queries;
@@ -96,7 +96,7 @@ INLINE void weigh_rows(const bool is_diagonal, const key_state *state, backward_
     store_rows(weights, space->weights + first * SIDE);
 }
 
-// What their scores change in the loss.
+// Computes the gradients of their scores.
 INLINE void change_rows(const key_state *state, backward_scratch *space, int first, sums weights) {
     const packed_queries *queries = &space->queries;
     sums changes;
@@ -111,7 +111,7 @@ INLINE void change_rows(const key_state *state, backward_scratch *space, int fir
     store_rows(changes, space->changes + first * SIDE);
 }
 
-// `is_before`: of keys that get no gradients.
+// `is_before`: keys that get no gradients.
 INLINE void add_gradients(const bool is_before, const bool is_diagonal, key_state *state, backward_scratch *space,
                           float scale, float *query) {
     for (int first = 0; first < SIDE; first += TILE_HEIGHT) {
@@ -137,7 +137,7 @@ static void end_keys(const backward_job *job, const key_state *state, int place,
     }
 }
 
-// Keys of `count` blocks, with all queries that see any of them.
+// Runs `count` blocks of keys with all queries that see any of them.
 static void run_keys(const backward_job *job, int pair, int start, int count, bool is_first, void *slot,
                      backward_scratch *space) {
     const causal_call *call = job->call;
@@ -171,7 +171,7 @@ void range_unit(const void *argument, int unit, void *slot, void *scratch) {
 
 // ---- gradients of queries
 
-// Adds up the shares of one block of one head of queries.
+// Adds the ranges' shares of one query block of one head.
 static void add_shares(const backward_job *job, int pair, int member, int block, float *sum, bf16 *rows) {
     float factors[SIDE];
     int before = blocks_before(job->call);

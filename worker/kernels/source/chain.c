@@ -1,8 +1,8 @@
-// Chains that a target draws, round by round, without a return to Python in between.
+// Draws chains of tokens with the target, round by round, without returning to Python.
 #include "chain.h"
 
-// The next row of a sequence begins a block: all rows before it are its prefix. Slots without room are never looked at,
-// but a late helper may read them.
+// Starts a block with a sequence's next row: all earlier rows become its prefix. Unused slots are never read for
+// results, but a late helper may read them.
 static void begin_block(const chain_call *call, int number) {
     row_group *group = call->groups + number;
     group->boundary += TAIL;
@@ -13,8 +13,8 @@ static void begin_block(const chain_call *call, int number) {
     call->tail_lengths[number] = 1;
 }
 
-// Append what a sequence has drawn: its next row. A late helper may still read these numbers, and nobody looks at what
-// it makes of them. False where nothing was drawn.
+// Appends what a sequence has drawn as its next row; false if nothing was drawn. A late helper may still read these
+// numbers; its results are ignored.
 static bool append_drawn(const chain_call *call, int number) {
     tree_walk *walk = call->walks + number;
     if (walk->failed_row >= 0) return false;
@@ -28,7 +28,7 @@ static bool append_drawn(const chain_call *call, int number) {
     return true;
 }
 
-// Whether the newest token of a sequence is one that ends it.
+// Returns whether a sequence's newest token ends it.
 static bool has_ended(const chain_call *call, int number) {
     if (!call->ends) return false;
     const token_set *ends = call->ends + number;

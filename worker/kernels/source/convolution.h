@@ -1,10 +1,10 @@
-// Causal convolutions over the last inputs of a row's own path, each channel by itself.
+// Causal convolutions over the last inputs of a row's path, per channel.
 #pragma once
 #include "elementwise.h"
 
 typedef struct {
     int width, num_channels;
-    bool rounds, has_silu;  // behind it
+    bool rounds, has_silu;  // of the output
     const float *taps;      // [width, num_channels]
     const float *bias;      // NULL: none
 } convolution;
@@ -13,7 +13,7 @@ static vec input_at(bool rounds, const void *inputs, long at) {
     return rounds ? vec_load_bf16((const bf16 *)inputs + at) : vec_load((const float *)inputs + at);
 }
 
-// The first input's product, then those behind it in order, then the bias; `before` says at which steps they are.
+// Adds the first input's product, then later ones in order, then the bias; `before` are the steps of the inputs.
 static void convolve_row(const convolution *form, const void *inputs, const int32_t *before, int step, float *out) {
     int width = form->width, num_channels = form->num_channels;
     for (int i = 0; i < num_channels; i += LANES) {

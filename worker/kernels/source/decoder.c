@@ -1,6 +1,6 @@
-// A dense decoder, straight on: embedding, layers of attention and gated products, norm, head.
+// Decoder: embedding, layers of attention or mixers and products or experts, norm, head.
 //
-// Rows are float between operations; with bf16 weights they hold numbers of bf16, rounded where transformers rounds.
+// Rows are float between operations; with bf16 weights they hold bf16 numbers, rounded where transformers rounds.
 #include <stdlib.h>
 
 #include "attention.h"
@@ -14,16 +14,16 @@
 #include "quantized.h"
 
 typedef struct {
-    matrix qkv, output, gate_up, down;  // gates and ups in turns; or ups alone
-    float *input_norm, *output_norm, *mlp_norm, *down_norm, *query_norm, *key_norm;  // NULL: none
+    matrix qkv, output, gate_up, down;  // gates and ups alternate; or ups only
+    float *input_norm, *output_norm, *mlp_norm, *down_norm, *query_norm, *key_norm;  // or NULL
     float *curve;      // of XIELU, or NULL
-    float *sinks;      // those of the view, or NULL
-    experts *experts;  // NULL: none
-    mixer *mixer;      // in place of attention or beside it, or NULL
-    latent_weights latent;  // in place of the first matrix, where the decoder has latent vectors
-    int intermediate;  // of the part that all rows meet; 0 for none
+    float *sinks;      // the view's, or NULL
+    experts *experts;  // or NULL
+    mixer *mixer;      // instead of attention or added to it, or NULL
+    latent_weights latent;  // instead of `qkv`, in decoders with latent vectors
+    int intermediate;  // of the expert that all rows use; 0: none
     bool does_not_attend, has_no_products;
-    bool is_still;  // its heads are not turned
+    bool is_still;  // its heads are not rotated
     bool has_other_angles;
     attention_view view;
 } layer_weights;
@@ -43,22 +43,22 @@ typedef struct {
     const decoder *decoder;
     const forward_call *call;
     attention *attention;
-    float *normed, *wide, *mixed;  // [num_rows, hidden], [num_rows, the widest matrix], [num_rows, most depth]
-    float *beside;                 // [num_rows, hidden] what a mixer beside attention gives; NULL where none is
+    float *normed, *wide, *mixed;  // [num_rows, hidden], [num_rows, widest matrix], [num_rows, largest depth]
+    float *beside;                 // [num_rows, hidden] output of a mixer added to attention; else NULL
     expert_room *experts_room;
     mixer_room mixers_room;
     latent_room latents_room;
     bool rounds;
 } pass;
 
-// The number of a layer among those of a call that attend, or among those with a mixer.
+// Index of a layer among the call's attending layers, and among those with a mixer.
 typedef struct {
     int attending, mixing;
 } layer_place;
 
 // ---- weights
 
-// Numbers of a row that all heads have found.
+// Returns the width of attention's output.
 static int found_columns(const decoder_sizes *sizes) {
     return sizes->num_heads * (sizes->latent_rank ? sizes->value_dim : sizes->head_dim);
 }
@@ -108,13 +108,13 @@ void decoder_free(decoder *decoder) {
 }
 
 typedef struct {
-    matrix *matrix;  // NULL where the role is no matrix's
+    matrix *matrix;  // NULL for roles without a matrix
     int first_block;
     columns_kind kind;
     int num_columns;
 } columns_of_role;
 
-// A head gets its matrix here.
+// Returns the matrix and columns of a role; makes the head's matrix.
 static columns_of_role role_columns(decoder *decoder, int layer, weight_role role) {
     const decoder_sizes *sizes = &decoder->sizes;
     layer_weights *to = &decoder->layers[layer];
@@ -226,7 +226,7 @@ void decoder_load_quantized_mixer(decoder *decoder, int layer, int role, const q
 
 // ---- operations on rows
 
-// From gates and ups, or ups alone, to activated gates times ups, or activated ups.
+// Multiplies activated gates with ups, or activates ups without gates.
 static void activate(const decoder_sizes *sizes, const float *curve, const float *gates, const float *ups, int count,
                      bool rounds, float *out) {
     for (int i = 0; i < count; i += LANES) {
@@ -261,15 +261,14 @@ static void norm_rows(const pass *pass, const float *rows, const float *weight, 
         norm(sizes, rows + row * hidden, weight, sizes->hidden, out + row * hidden);
 }
 
-// What a product reads: the state behind the norm in front of it, or, where there is none, a copy, since helpers may
-// still read it when the state's owner has freed it.
+// Writes the input of a product: the normed state, or a copy without a norm, since late helpers may still read it.
 static void front_rows(const pass *pass, const float *weight) {
     size_t count = (size_t)pass->call->num_rows * (size_t)pass->decoder->sizes.hidden;
     if (weight) norm_rows(pass, pass->call->state, weight, pass->normed);
     else memcpy(pass->normed, pass->call->state, sizeof(float) * count);
 }
 
-// Norms of all heads of a row together.
+// Norms all heads of a row together.
 static void norm_heads(const decoder_sizes *sizes, const layer_weights *weights, float *qkv) {
     int query_columns = sizes->num_heads * sizes->head_dim, key_columns = sizes->num_kv_heads * sizes->head_dim;
     norm(sizes, qkv, weights->query_norm, query_columns, qkv);
@@ -281,7 +280,7 @@ typedef struct {
     float query_scale;
 } position_numbers;
 
-// A head of queries or keys, normed, turned and scaled: where it is, or in one of two places.
+// Returns a normed, rotated and scaled head of queries or keys: in place, or in one of two buffers.
 static const float *ready_head(const pass *pass, const layer_weights *weights, const float *head, const float *head_norm,
                                position_numbers at, float (*places)[256 + LANES]) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
@@ -303,13 +302,13 @@ static const float *ready_head(const pass *pass, const layer_weights *weights, c
     return places[0];
 }
 
-// The weights of a head's norm; NULL where it has none of its own.
+// Returns the weights of a head's norm, or NULL.
 static const float *norm_of_head(const decoder_sizes *sizes, const float *norms, int head) {
     if (!norms || sizes->joins_heads) return NULL;
     return norms + (sizes->head_norms_differ ? (long)head * sizes->head_dim : 0);
 }
 
-// One row's queries and keys are made ready; keys and values go to the cache, queries to who asked for them.
+// Stores a row's keys and values in the cache, and passes its queries to attention and to `call->queries`.
 static void keep_row(const pass *pass, int layer, int place, int group, int row, const float *qkv, position_numbers at, char *queries) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     const layer_weights *weights = &pass->decoder->layers[layer];
@@ -359,7 +358,7 @@ static void add_part(const pass *pass, const float *norm_behind, long count) {
     add(pass->call->state, pass->wide, count, pass->rounds);
 }
 
-// Behind attention: products that all rows meet, experts that each row chooses, or both.
+// Runs products, experts, or both.
 static void feed_forward(const pass *pass, const layer_weights *weights) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     int num_rows = pass->call->num_rows;
@@ -373,7 +372,7 @@ static void feed_forward(const pass *pass, const layer_weights *weights) {
         experts_run(pass->frame, weights->experts, pass->experts_room, num_rows, pass->normed, pass->rounds, pass->wide);
 }
 
-// What attention has found is multiplied by the sigmoids of gates, which stand behind the values.
+// Multiplies attention's output by the sigmoids of gates, which follow the values.
 static void gate_heads(const pass *pass, const layer_weights *weights) {
     const decoder_sizes *sizes = &pass->decoder->sizes;
     int columns = sizes->num_heads * sizes->head_dim, before = columns + 2 * sizes->num_kv_heads * sizes->head_dim;
@@ -415,7 +414,7 @@ static void attend_rows(const pass *pass, int layer, int place) {
     if (sizes->attention_out_scale != 1.0f) scale_numbers(pass->wide, count, sizes->attention_out_scale, pass->rounds);
 }
 
-// A mixer, attention, or both side by side, which read the same rows.
+// Runs a mixer, attention, or both on the same input.
 static void mix_rows(const pass *pass, int layer, layer_place place) {
     const layer_weights *weights = &pass->decoder->layers[layer];
     float *out = weights->does_not_attend ? pass->wide : pass->beside;
@@ -470,7 +469,7 @@ static void embed(const pass *pass) {
         scale_numbers(pass->call->state, (long)pass->call->num_rows * sizes->hidden, sizes->embedding_scale, pass->rounds);
 }
 
-// Columns that fill up the last block go through a place of their own.
+// The last block's padded columns go through a buffer.
 static void multiply_head(frame *frame, const decoder *decoder, int num_rows, const float *normed, float *logits) {
     int vocab = decoder->sizes.vocab, columns = decoder->head.columns;
     if (vocab == columns) {
@@ -482,7 +481,7 @@ static void multiply_head(frame *frame, const decoder *decoder, int num_rows, co
     for (long row = 0; row < num_rows; row++) memcpy(logits + row * vocab, wide + row * columns, sizeof(float) * (size_t)vocab);
 }
 
-// Soft caps of numbers, of which the last ones fill no vector.
+// Caps numbers, also those after the last whole vector.
 static void cap_numbers(float *numbers, long count, float cap) {
     vec share = vec_set(1.0f / cap), most = vec_set(cap);
     for (long i = 0; i < count; i += LANES) {
@@ -494,7 +493,7 @@ static void cap_numbers(float *numbers, long count, float cap) {
     }
 }
 
-// Logits are not rounded.
+// Computes logits, which are not rounded.
 static void apply_head(frame *frame, const decoder *decoder, int num_rows, const float *normed, float *logits) {
     float scale = decoder->sizes.logit_scale, cap = decoder->sizes.logit_cap;
     long count = (long)num_rows * decoder->sizes.vocab;
@@ -512,7 +511,7 @@ static int most_intermediate(const decoder *decoder) {
     return found;
 }
 
-// The first mixer, which is as large as all others; NULL where there is none.
+// Returns the first mixer, which has the size of all others, or NULL.
 static const mixer *mixer_of(const decoder *decoder) {
     for (int i = 0; i < decoder->sizes.num_layers; i++)
         if (decoder->layers[i].mixer) return decoder->layers[i].mixer;

@@ -1,4 +1,4 @@
-// What is done to rows number by number, in the floats that they are between operations.
+// Elementwise operations on rows of floats.
 #pragma once
 #include "api.h"
 #include "elementary.h"
@@ -6,7 +6,7 @@
 
 INLINE vec rounded(bool rounds, vec a) { return rounds ? vec_round_bf16(a) : a; }
 
-// a / (1 + e^-b), with the exponential of what is negative alone; a and b have the same sign
+// a / (1 + e^-b), by exponentials of negative numbers; a and b have the same sign
 INLINE vec by_sigmoid(vec a, vec b) {
     vec zero = vec_set(0.0f), minus = vec_sub(zero, b);
     vec power = vec_exp(vec_sub(zero, vec_max(b, minus)));
@@ -14,7 +14,7 @@ INLINE vec by_sigmoid(vec a, vec b) {
     return vec_div(vec_add(positive, negative), vec_add(vec_set(1.0f), power));
 }
 
-// 1 / (1 + e^-a): where a is negative, the exponential of a over one more than that. NaN stays.
+// 1 / (1 + e^-a); for negative a: e^a / (1 + e^a). NaN stays.
 INLINE vec sigmoid(vec a) {
     vec zero = vec_set(0.0f), one = vec_set(1.0f), minus = vec_sub(zero, a);
     vec power = vec_exp(vec_sub(zero, vec_max(a, minus)));
@@ -24,7 +24,7 @@ INLINE vec sigmoid(vec a) {
 
 INLINE vec silu(vec a) { return by_sigmoid(a, a); }
 
-// GELU with tanh(b), b = sqrt(2 / pi) (a + 0.044715 a^3), since (1 + tanh(b)) / 2 = 1 / (1 + e^-2b)
+// GELU by tanh(b), b = sqrt(2 / pi) (a + 0.044715 a^3), since (1 + tanh(b)) / 2 = 1 / (1 + e^-2b)
 INLINE vec gelu_tanh(vec a) {
     vec share = vec_fma(vec_mul(a, a), vec_set(0.07135481627260025f), vec_set(1.5957691216057308f));
     return by_sigmoid(a, vec_mul(a, share));
@@ -35,8 +35,7 @@ INLINE vec relu2(vec a) {
     return vec_mul(positive, positive);
 }
 
-// xIELU (Huang and Schlag 2024): p a^2 + b a for positive a, and for others n (e^min(a, e) - 1 - a) + b a; the curve is
-// p, n, b, e
+// xIELU (Huang and Schlag 2024): p a^2 + b a for positive a, else n (e^min(a, e) - 1 - a) + b a; curve: p, n, b, e
 INLINE vec xielu(vec a, const float *curve) {
     vec zero = vec_set(0.0f), one = vec_set(1.0f), positive = vec_max(zero, a), negative = vec_sub(a, positive);
     vec is_positive = vec_sub(zero, vec_max(vec_sub(zero, one), vec_mul(positive, vec_set(-3e38f))));  // 1 or 0
@@ -47,7 +46,7 @@ INLINE vec xielu(vec a, const float *curve) {
     return vec_fma(a, vec_set(curve[2]), vec_add(square, bent));
 }
 
-// The curve is that of XIELU alone.
+// `curve` is used by XIELU only.
 INLINE vec activated(activation activation, const float *curve, vec a) {
     if (activation == XIELU) return xielu(a, curve);
     return activation == GELU_TANH ? gelu_tanh(a) : activation == RELU2 ? relu2(a) : silu(a);

@@ -1,26 +1,26 @@
-// Rows sorted by expert, products of each expert with its rows in panels that helpers may take, sums by row.
+// Sorts rows by expert, multiplies each expert with its rows in panels that helpers may take, and sums by row.
 //
-// A row's numbers in a product are sums along the depth, whatever rows stand beside it, and its experts are added in the
-// order in which it chose them: no bit of a row depends on others.
+// Products sum along the depth, whatever other rows there are, and a row's experts are added in the order of its
+// choices: its bits depend on no other row.
 #include "experts.h"
 
 #include <stdlib.h>
 
 #include "elementwise.h"
 
-// Rows whose experts are multiplied together, choices of these, rows of a unit, blocks of a panel at least.
+// Rows whose experts are multiplied together, choices of these, rows per unit, fewest blocks of a panel.
 enum { ROWS_OF_EXPERTS = 256, MOST_PAIRS = 2048, ROWS_OF_UNIT = 32, LEAST_PANEL = 8, EXPERTS_WORTH_HELP = 1 << 19 };
 enum { GATHERED, ACTIVATED, WIDE_SLOTS, DOWN_SLOTS, LATENT_ROWS, LATENT_SUMS, FROM_LATENT };
 
 typedef struct {
-    int32_t expert, first, count;  // pairs of a row and its choice, in the order of experts
+    int32_t expert, first, count;  // range of pairs (row, choice), sorted by expert
 } unit_rows;
 
 typedef struct {
     unit_rows *units;
-    int32_t *rows;    // [pairs] the row of each
-    int32_t *places;  // [num_rows, num_chosen] where each pair of a row stands
-    int32_t *owners;  // [pairs] the unit of each
+    int32_t *rows;    // [pairs] row of each
+    int32_t *places;  // [num_rows, num_chosen] index of each of a row's pairs
+    int32_t *owners;  // [pairs] unit of each
     int num_units, num_pairs;
 } grouping;
 
@@ -115,7 +115,7 @@ static int num_met(const int32_t *starts, int num_experts) {
     return found;
 }
 
-// Where the pairs of each expert begin: what helpers read of it does not change before the frame is closed.
+// Returns where each expert's pairs begin; helpers read only what stays unchanged until the frame is closed.
 static int32_t *starts_of(frame *frame, int num_experts, const int32_t *choices, int num_pairs) {
     int32_t *starts = frame_take(frame, sizeof(int32_t) * (size_t)(num_experts + 1));
     memset(starts, 0, sizeof(int32_t) * (size_t)(num_experts + 1));
@@ -165,7 +165,7 @@ typedef struct {
     const unit_rows *units;
     const char *rows;  // of all pairs, as products take them
     long row_bytes;
-    int num_panels, blocks;  // of each matrix; of each panel
+    int num_panels, blocks;  // per matrix; per panel
     activation activation;
     float gate_limit, gate_slope;
     bool activates, has_gates, rounds;
@@ -185,7 +185,7 @@ static void multiply_expert_unit(const grouped_job *job, const unit_rows *unit, 
     finish_panel(matrix, first, blocks, unit->count, out, stride, job->rounds);
 }
 
-// NaN in `a` stays: a maximum is the second number where one of both is none.
+// Returns the smaller number; NaN in `a` stays, since vec_max returns its second operand then.
 static vec least(vec a, vec b) {
     vec zero = vec_set(0.0f);
     return vec_sub(zero, vec_max(vec_sub(zero, b), vec_sub(zero, a)));
@@ -200,7 +200,7 @@ static vec gated(const grouped_job *job, vec gate, vec up) {
     return vec_mul(rounded(job->rounds, vec_add(up, vec_set(1.0f))), share);
 }
 
-// Of a row of a panel: gates and ups in turns, or ups alone, become half as many numbers, or as many.
+// Activates a row of a panel: gates and ups alternate and give half as many numbers, or there are only ups.
 static void activate_row(const grouped_job *job, const float *row, int count, float *out) {
     if (!job->has_gates) {
         for (int i = 0; i < count; i += LANES)
@@ -236,7 +236,7 @@ static int panel_blocks(int all_blocks, int num_units) {
     return blocks;
 }
 
-// All experts with their rows; `results` of unit after unit, and within these panel after panel.
+// Multiplies all experts with their rows; `results` by unit, then by panel.
 static grouped_job multiply_groups(frame *frame, const experts *experts, const grouping *groups, bool activates,
                                    const void *rows, expert_room *room, bool rounds, void **results) {
     const matrix *matrices = activates ? experts->gate_up : experts->down;
@@ -268,7 +268,7 @@ static grouped_job multiply_groups(frame *frame, const experts *experts, const g
 
 // ---- a layer
 
-// The rows of all pairs side by side; products read up to sixteen rows at once.
+// Returns the rows of all pairs; products read up to sixteen rows at once.
 static const void *rows_of_pairs(frame *frame, const experts *experts, const grouping *groups, const float *rows,
                                expert_room *room) {
     size_t bytes = multiplied_bytes(experts->gate_up);
@@ -309,7 +309,7 @@ static void sum_row(const experts *experts, const grouping *groups, const groupe
     }
 }
 
-// The part that all rows meet, by a share of each row where there is one.
+// Runs the expert that all rows use, times each row's share if there is a gate.
 static void share_out(frame *frame, const experts *experts, int num_rows, const float *rows, bool rounds, float *out) {
     if (!experts->has_shared_gate) return;
     float *shares = frame_take(frame, sizeof(float) * (size_t)num_rows * LANES);
@@ -322,7 +322,7 @@ static void share_out(frame *frame, const experts *experts, int num_rows, const 
     }
 }
 
-// What experts read of rows.
+// Returns what experts read of rows.
 static const float *latent_rows(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows,
                                 bool rounds) {
     if (!experts->sizes.latent) return rows;
@@ -331,13 +331,13 @@ static const float *latent_rows(frame *frame, const experts *experts, expert_roo
     return read;
 }
 
-// Where the sums of a row's experts go: to `out` at once where nothing is behind them and nothing beside them.
+// Returns where sums of a row's experts go: directly to `out` if nothing follows and nothing is added.
 static float *sums_place(frame *frame, const experts *experts, expert_room *room, int num_rows, float *out) {
     if (!experts->sizes.latent && !experts->sizes.shared_intermediate) return out;
     return room_for(frame, room, LATENT_SUMS, sizeof(float) * (size_t)num_rows * (size_t)experts->width);
 }
 
-// Sums become rows again, beside the part that all rows meet where there is one.
+// Turns sums into rows, and adds them to the output of the expert that all rows use, if any.
 static void add_sums(frame *frame, const experts *experts, expert_room *room, int num_rows, const float *rows,
                      const float *sums, bool rounds, float *out) {
     size_t count = (size_t)num_rows * (size_t)experts->hidden;

@@ -1,10 +1,10 @@
-// The filters of worker/sampling/filters.py over what is left of one row, as in `transformers`: all that C has of them.
+// The filters of worker/sampling/filters.py over one row's candidates, as in `transformers`.
 #pragma once
 #include <math.h>
 
 #include "elementary.h"
 
-// What is asked of them: the numbers of filters.py, in their order there.
+// The parameters of filters.py, in the same order.
 typedef struct {
     int64_t top_k;    // 0: all
     float rest;       // 1 - top_p; below 0: no such filter
@@ -16,24 +16,24 @@ typedef struct {
 #define NUM_BUCKETS 2048
 #define BUCKETS_PER_UNIT 32.0f  // of a score's distance from the best one
 
-// The tokens that can still be drawn, in the order of their numbers. `score` and `weight` have room up to the next
-// multiple of BLOCK; behind `count` scores are -inf.
+// The tokens that can still be drawn, in ascending order. `score` and `weight` have room up to the next multiple of
+// BLOCK; after `count`, scores are -inf.
 typedef struct {
     float *score;
-    int32_t *id;  // NULL: all tokens, the first one 0
+    int32_t *id;  // NULL: all tokens, from 0
     int64_t count;
-    float peak;  // the highest score
+    float peak;  // highest score
 } candidates;
 
 typedef struct {
     float *weight;    // of each candidate, as a probability
-    int32_t *id;      // room for the candidates' numbers
-    int32_t *member;  // candidates that a search is narrowed down to
+    int32_t *id;      // room for the candidates' ids
+    int32_t *member;  // candidates that a search still considers
     int32_t *bucket;  // of each member
     double *mass;     // [NUM_BUCKETS]
 } filter_room;
 
-// Where the order (score, number) is cut: candidates from `score` on stay, those of that score from `first` on.
+// Cut in the order (score, id): candidates above `score` stay, and those of that score from index `first` on.
 typedef struct {
     float score;
     int64_t first;
@@ -46,7 +46,7 @@ static void pad(candidates *kept) {
     }
 }
 
-// Leave out what lies before a cut.
+// Drops candidates before a cut.
 static void keep_from(candidates *kept, cut_point cut, const filter_room *room) {
     int64_t count = 0;
     for (int64_t start = 0; start < kept->count; start += LANES) {
@@ -66,7 +66,7 @@ static void keep_from(candidates *kept, cut_point cut, const filter_room *room) 
     pad(kept);
 }
 
-// Sum of `count` numbers: sixteen lanes over stretches of 1,024, and the stretches one after the other.
+// Returns the sum of `count` numbers: sixteen lanes over stretches of 1,024, then stretches in order.
 static double total(const float *x, int64_t count) {
     double sum = 0.0;
     for (int64_t start = 0; start < count; start += 1024) {
@@ -78,7 +78,7 @@ static double total(const float *x, int64_t count) {
     return sum;
 }
 
-// Softmax of the candidates into `weight`; returns the logarithm of its denominator, relative to the best score's.
+// Writes the candidates' softmax to `weight`; returns the logarithm of its denominator, relative to the best score's.
 static double softmax(const candidates *kept, float *weight) {
     vec peak = vec_set(kept->peak);
     for (int64_t i = 0; i < kept->count; i += LANES)
@@ -90,7 +90,7 @@ static double softmax(const candidates *kept, float *weight) {
     return log_of(denominator);
 }
 
-// The candidates from a score on become members; returns the sum of the others' weights, in the order of `total`.
+// Makes candidates from a score on members; returns the sum of the others' weights, in the order of `total`.
 static double split_at(const candidates *kept, const float *weight, float floor, const filter_room *room, int64_t *count) {
     double below = 0.0;
     *count = 0;
@@ -113,7 +113,7 @@ static double split_at(const candidates *kept, const float *weight, float floor,
     return below;
 }
 
-// Sum up the weights of each bucket's members, and skip buckets as long as the sum of all so far stays within `limit`.
+// Sums the members' weights per bucket, and skips buckets while the running sum is at most `limit`.
 static int32_t skip_buckets(const filter_room *room, const float *weight, int64_t count, float limit, double *below) {
     int32_t cut = NUM_BUCKETS - 1, last = 0;
     memset(room->mass, 0, NUM_BUCKETS * sizeof *room->mass);
@@ -127,7 +127,7 @@ static int32_t skip_buckets(const filter_room *room, const float *weight, int64_
     return cut;
 }
 
-// Leave the members that are in one bucket.
+// Keeps the members in one bucket.
 static int64_t open_bucket(const filter_room *room, int32_t bucket, int64_t count) {
     int64_t num_left = 0;
     for (int64_t start = 0; start < count; start += LANES) {
@@ -142,7 +142,7 @@ static int64_t open_bucket(const filter_room *room, int32_t bucket, int64_t coun
     return num_left;
 }
 
-// Buckets by the distance from the best score, the best ones in the last.
+// Sorts members into buckets by distance from the best score, the best ones last.
 static void fill_by_distance(const candidates *kept, const filter_room *room, int64_t count) {
     for (int64_t m = 0; m < count; m++) {
         float distance = (kept->peak - kept->score[room->member[m]]) * BUCKETS_PER_UNIT;
@@ -150,15 +150,15 @@ static void fill_by_distance(const candidates *kept, const filter_room *room, in
     }
 }
 
-// Buckets by some bits of the score.
+// Sorts members into buckets by some bits of the score.
 static void fill_by_bits(const candidates *kept, const filter_room *room, int64_t count, int shift) {
     for (int64_t m = 0; m < count; m++)
         room->bucket[m] = (int32_t)((order_of(kept->score[room->member[m]]) >> shift) % NUM_BUCKETS);
 }
 
-// The first of some members in the order (score, number) at which the running sum of weights, `below` in front of them,
-// exceeds `limit`; without one the last. No weights: each counts one. Nothing is sorted: buckets are summed, and the one
-// that holds the cut is opened: by the distance from the best score, then by ever lower bits of the score's own.
+// Returns the first member in the order (score, id) at which the running sum of weights, from `below` on, exceeds
+// `limit`, else the last. Without weights each counts one. Instead of sorting, it sums buckets and opens the one with
+// the cut: by distance from the best score, then by ever lower bits of the score.
 static cut_point find_cut(
     const candidates *kept, const float *weight, float limit, double below, int64_t count, const filter_room *room
 ) {
@@ -168,7 +168,7 @@ static cut_point find_cut(
         else fill_by_distance(kept, room, count);
         count = open_bucket(room, skip_buckets(room, weight, count, limit, &below), count);
     }
-    int64_t m = 0;  // now they all have the same score
+    int64_t m = 0;  // all scores are equal from here on
     for (; m < count - 1; m++) {
         below += weight ? (double)weight[room->member[m]] : 1.0;
         if ((float)below > limit) break;
@@ -183,11 +183,11 @@ static void keep_top_k(candidates *kept, int64_t top_k, const filter_room *room)
     if (cut.score > -INFINITY) keep_from(kept, (cut_point){cut.score, 0}, room);
 }
 
-// `rest` is 1 - top_p: the mass of what is left out.
+// `rest` is 1 - top_p: the probability that is left out.
 static void keep_top_p(candidates *kept, float rest, const filter_room *room) {
     int64_t count;
     double log_denominator = softmax(kept, room->weight);
-    // Tokens this unlikely have half of `rest` at the most, all together: they need not be looked at one by one.
+    // All tokens this unlikely have at most half of `rest` together: they are not examined one by one.
     float floor = kept->peak - (float)(log_of(2.0 * (double)kept->count / (double)rest) - log_denominator);
     double below = split_at(kept, room->weight, floor, room, &count);
     keep_from(kept, find_cut(kept, room->weight, rest, below, count, room), room);
@@ -197,7 +197,7 @@ static void keep_min_p(candidates *kept, float log_min_p, const filter_room *roo
     keep_from(kept, (cut_point){kept->peak + log_min_p, 0}, room);
 }
 
-// Sum of p log(1 / p), by p = exp(score - peak) / denominator; what lies 87 below the best one counts as nothing.
+// Returns the sum of p log(1 / p), with p = exp(score - peak) / denominator; scores 87 below the best count as 0.
 static double entropy(const candidates *kept, const float *probability, double log_denominator) {
     vec peak = vec_set(kept->peak), far = vec_set(-87.0f), zero = vec_set(0.0f);
     double sum = 0.0;
@@ -228,7 +228,7 @@ static void keep_eta(candidates *kept, float eta, float root_eta, const filter_r
     if (lowest[0] > -INFINITY) keep_from(kept, (cut_point){lowest[0], 0}, room);
 }
 
-// Apply those that are asked for, in the order of filters.py.
+// Applies the requested filters, in the order of filters.py.
 static void filter(candidates *kept, const filter_params *params, const filter_room *room) {
     if (params->top_k) keep_top_k(kept, params->top_k, room);
     if (params->rest >= 0.0f) keep_top_p(kept, params->rest, room);

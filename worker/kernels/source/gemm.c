@@ -1,4 +1,4 @@
-// Products of matrices in tiles of rows and blocks that stay in registers.
+// Matrix products in tiles of rows and blocks that stay in registers.
 #include "gemm.h"
 
 #include "api.h"
@@ -12,7 +12,7 @@ enum { TILE_BLOCKS = 1, FEW_ROWS = 1, FEW_ROWS_BLOCKS = 2 };
 #endif
 enum { MOST_TILE_ROWS = 6, MOST_TILE_BLOCKS = 8, DOT = -1 };  // DOT: pairs of bf16 on both sides
 
-// One step of k (or a pair of them) for all of a tile.
+// One step of k (or of a pair) for a whole tile.
 INLINE void tile_step(const int rows, const int blocks, const int kind, const void *a, long lda, const void *b,
                       long block, vec sum[MOST_TILE_ROWS][MOST_TILE_BLOCKS]) {
 #if HAS_BF16_PRODUCTS
@@ -46,7 +46,7 @@ INLINE void tile_step(const int rows, const int blocks, const int kind, const vo
     }
 }
 
-// What a tile asks memory for: its share of what lies ahead of each block.
+// What a tile prefetches: its share of the memory ahead, per block.
 typedef struct {
     const void *const *from;
     long first, bytes;
@@ -56,7 +56,7 @@ INLINE share share_of(operand b, int block, int row, int count, int rows) {
     return (share){b.ahead ? b.ahead + block : NULL, b.ahead_bytes * row / rows, b.ahead_bytes * count / rows};
 }
 
-// Everything constant that decides what lies in registers; `kind` is a layout or DOT.
+// Everything that decides register use is constant; `kind` is a layout or DOT.
 INLINE void tile(const int rows, const int blocks, const int kind, int depth, const char *a, long lda, const char *b,
                  long block, long step, share ahead, float *c, long ldc, bool add) {
     const long a_bytes = kind == DOT ? 4 : kind == PAIRS ? 8 : 4, b_bytes = kind == ROWS_F32 ? 4 : 2;
@@ -81,7 +81,7 @@ INLINE void tile(const int rows, const int blocks, const int kind, int depth, co
     tile(NUM_ROWS, blocks, kind, depth, a + r * lda * a_bytes, lda, from, b.block, b.step,                      \
          share_of(b, block, r, NUM_ROWS, rows), c + r * ldc, ldc, add)
 
-// All rows of `blocks` blocks from one on, which so stay in the nearest cache.
+// All rows of `blocks` blocks, which so stay in the nearest cache.
 INLINE void columns(const int blocks, const int kind, int block, int rows, int depth, const char *a, long lda, operand b,
                     float *c, long ldc, bool add) {
     const long a_bytes = kind == DOT ? 2 : 4, b_bytes = kind == ROWS_F32 ? 4 : 2;

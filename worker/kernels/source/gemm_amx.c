@@ -1,4 +1,4 @@
-// Products of bf16 in tiles of sixteen rows by sixteen columns, where the processor has them (AMX).
+// Products of bf16 in tiles of sixteen rows by sixteen columns, on processors with AMX.
 #include "api.h"
 #include "gemm.h"
 
@@ -11,7 +11,7 @@ enum { TILE_ROWS = 16, ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
 
 int kernels_usable(void) { return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0; }
 
-// A constant: of what lies on the stack, compilers keep the first eight bytes alone, which they think the instruction reads.
+// A constant: compilers believe the instruction reads eight bytes, and keep only those of a variable on the stack.
 static const struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -37,7 +37,7 @@ void machine_end(void) { _tile_release(); }
     } while (0)
 #define END(t, place) _tile_stored(t, place, ldc * 4)
 
-// The share of a step in the depth.
+// Prefetches the share of one step in the depth.
 INLINE void ask_for(const char *from, long bytes, int k, int depth) {
     const char *end = from + bytes * (k + BF16_DEPTH) / depth;
     for (from += bytes * k / depth; from < end; from += 64) __builtin_prefetch(from, 0, 2);
@@ -76,7 +76,7 @@ static void sixteen_rows(int blocks, int depth, const bf16 *a, long lda, operand
     }
 }
 
-// Seventeen to thirty-two rows, two blocks at a time; C of the second sixteen rows lies `below`.
+// Seventeen to thirty-two rows, two blocks at a time; `below` is C from row sixteen on.
 static void two_blocks(int depth, const bf16 *a, long lda, operand b, const bf16 *right, float *c, float *below,
                        long ldc, bool add) {
     BEGIN(0, c);
@@ -112,7 +112,7 @@ static void thirty_two_rows(int blocks, int depth, const bf16 *a, long lda, oper
     sixteen_rows(1, depth, a + TILE_ROWS * lda, lda, last, c + TILE_ROWS * ldc + n * LANES, ldc, add);
 }
 
-// Tiles store sixteen rows: the last few go through a place of their own.
+// Tiles store sixteen rows: the last rows go through a buffer.
 static void last_rows(int rows, int blocks, int depth, const bf16 *a, long lda, operand b, float *c, long ldc,
                       bool add) {
     float sums[TILE_ROWS * 3 * LANES];

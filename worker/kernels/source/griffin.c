@@ -1,4 +1,4 @@
-// GRIFFIN's token-guided fusion, in front of its decoder layer, and its token-enhanced head, behind it.
+// GRIFFIN's token-guided fusion before its decoder layer, and its token-enhanced head after it.
 #include <stdlib.h>
 
 #include "elementwise.h"
@@ -10,7 +10,7 @@ enum { MOST_PARTS = 2 };
 
 struct griffin {
     griffin_sizes sizes;
-    matrix fuse, expand, contract, head;  // both features of the head side by side
+    matrix fuse, expand, contract, head;  // `head`: both features side by side
     float *norm_weights[MOST_PARTS], *norm_biases[MOST_PARTS];
 };
 
@@ -55,7 +55,7 @@ void griffin_load(griffin *griffin, int role, const void *weight, const void *bi
     }
 }
 
-// To mean 0 and variance 1, then weight and bias; rounded once, behind all of it.
+// Norms to mean 0 and variance 1, then applies weight and bias; rounded once at the end.
 static void layer_norm(const float *row, const float *weight, const float *bias, int count, bool rounds, float *out) {
     vec sums = vec_set(0.0f), squares = vec_set(0.0f);
     for (int i = 0; i < count; i += LANES) sums = vec_add(sums, vec_load(row + i));
@@ -71,7 +71,7 @@ static void layer_norm(const float *row, const float *weight, const float *bias,
     }
 }
 
-// What is fused once more, normed and side by side: parts [num_rows, num_parts * hidden].
+// Writes the normed inputs of the second fusion side by side: parts [num_rows, num_parts * hidden].
 static void lay_out(const griffin *griffin, int num_rows, const float *pairs, const float *fused, float *parts) {
     int hidden = griffin->sizes.hidden, num_parts = griffin->sizes.num_parts;
     bool rounds = griffin->sizes.element == BF16;
@@ -87,7 +87,7 @@ static float *take_rows(frame *frame, int num_rows, int width) {
     return frame_take(frame, sizeof(float) * (size_t)num_rows * (size_t)width);
 }
 
-// Adds the second fusion to the first one, which is in `state`.
+// Adds the second fusion to the first one in `state`.
 static void guide(const griffin *griffin, frame *frame, int num_rows, const float *pairs, float *state) {
     const griffin_sizes *sizes = &griffin->sizes;
     bool rounds = sizes->element == BF16;

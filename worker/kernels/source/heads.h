@@ -1,4 +1,4 @@
-// Norms of rows, and heads turned by their positions.
+// Norms of rows, and rotation of heads by position.
 #pragma once
 #include "api.h"
 #include "elementwise.h"
@@ -9,7 +9,7 @@ INLINE float mean_of(const float *row, int count) {
     return vec_sum(sum) / (float)count;
 }
 
-// Root mean square norm, of distances from the mean or from zero, with biases or none. It may write where it reads.
+// Root mean square norm, optionally of distances from the mean and with biases. May run in place.
 static inline void norm_with(const decoder_sizes *sizes, float epsilon, const float *row, const float *weight, int count,
                              float *out) {
     bool rounds = sizes->element == BF16, rounds_twice = rounds && sizes->norm_form == ROUNDED_TWICE;
@@ -31,7 +31,7 @@ static inline void norm(const decoder_sizes *sizes, const float *row, const floa
     norm_with(sizes, sizes->epsilon, row, weight, count, out);
 }
 
-// Turns pairs of dimensions, one of each half, by the angles of a position. Both write up to sixteen floats too many.
+// Rotates pairs of dimensions, one of each half, by a position's angles. Both write up to sixteen floats too many.
 static inline void rotate(const float *head, const float *angles, int head_dim, bool rounds, float *out) {
     int half = head_dim / 2;
     const float *cosines = angles, *sines = angles + half;

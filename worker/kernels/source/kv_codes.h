@@ -1,9 +1,9 @@
-// Keys and values in 8 bits: a row has a code for each dimension, then a float, the scale of all. It stands for its
-// codes' numbers times the scale, rounded once to the element of the call: the same numbers for whoever reads it.
+// Keys and values in 8 bits: a row has one code per dimension, then a float scale. It represents its codes' numbers
+// times the scale, rounded once to the call's element: the same numbers for every reader.
 #pragma once
 #include "elementwise.h"
 
-// How the rows of one cache lie.
+// How the rows of a cache are stored.
 typedef struct {
     kv_code code;
     element element;
@@ -14,7 +14,7 @@ typedef struct {
 enum { MOST_INT8 = 127, E4M3_BIAS = 7, FLOAT_BIAS = 127, E4M3_SHIFT = 20 };  // fractions of 3 and 23 bits
 
 INLINE int element_bytes_of(element element) { return element == BF16 ? 2 : 4; }
-// Bytes of what strides count: elements, or codes.
+// Bytes of the unit of strides: an element, or a code.
 INLINE int kv_unit(kv_form form) { return form.code == KV_PLAIN ? element_bytes_of(form.element) : 1; }
 INLINE long kv_row_bytes(kv_form form) {
     return form.code == KV_PLAIN ? (long)form.head_dim * element_bytes_of(form.element) : form.head_dim + (long)sizeof(float);
@@ -30,7 +30,7 @@ INLINE uint8_t int8_code(float a) {
     return (uint8_t)float_bits(a + ROUNDER);
 }
 
-// To nearest even. Below the smallest exponent numbers lie as far apart as with it.
+// Rounds to nearest even. Numbers below the smallest exponent are spaced as with it.
 INLINE uint8_t e4m3_code(float a) {
     uint32_t bits = float_bits(a), sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
     uint32_t normal = size + ((1u << (E4M3_SHIFT - 1)) - 1) + (size >> E4M3_SHIFT & 1);
@@ -40,7 +40,7 @@ INLINE uint8_t e4m3_code(float a) {
     return (uint8_t)(sign | (code < 0x7e ? code : 0x7e));
 }
 
-// The codes of a row without finite numbers are zeros: what they stand for is none either.
+// A row with NaN or infinity gets zero codes and a scale that makes them NaN.
 static inline void kv_code_row(kv_form form, const float *from, uint8_t *to) {
     uint32_t most = 0;
     for (int d = 0; d < form.head_dim; d++) {
@@ -56,7 +56,7 @@ static inline void kv_code_row(kv_form form, const float *from, uint8_t *to) {
         for (int d = 0; d < form.head_dim; d++) to[d] = e4m3_code(from[d] / scale);
 }
 
-// Keeps a key or a value.
+// Stores a key or a value.
 static inline void kv_store(kv_form form, const float *from, void *to) {
     if (form.code == KV_PLAIN) store(form.element, from, form.head_dim, to);
     else kv_code_row(form, from, to);
@@ -65,9 +65,9 @@ static inline void kv_store(kv_form form, const float *from, void *to) {
 // ---- to numbers
 
 #if defined(__AVX512F__)
-#define E4M3_RISE 256.0f  // numbers of `kv_numbers` times this are the codes'
+#define E4M3_RISE 256.0f  // factor from `kv_numbers` to the codes' numbers
 
-// An e4m3 is a half with a shorter fraction, 2^8 smaller for its exponent's offset.
+// An e4m3 is a half with a shorter fraction, 2^8 smaller through its exponent's offset.
 INLINE vec kv_numbers(const kv_code code, const uint8_t *from) {
     __m128i codes = _mm_loadu_si128((const void *)from);
     if (code == KV_INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
@@ -78,7 +78,7 @@ INLINE vec kv_numbers(const kv_code code, const uint8_t *from) {
 #elif defined(__AVX2__)
 #define E4M3_RISE 0x1p120f
 
-// Exponent and fraction of an e4m3 in their places of a float, whose exponents begin 120 lower.
+// Moves exponent and fraction of an e4m3 into place in a float, whose exponents begin 120 lower.
 INLINE __m256 half_kv_numbers(const kv_code code, const uint8_t *from) {
     __m256i codes = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from));
     if (code == KV_INT8) return _mm256_cvtepi32_ps(codes);
@@ -109,7 +109,7 @@ INLINE float kv_scale(kv_form form, const uint8_t *row) {
     return scale;
 }
 
-// Sixteen numbers that codes stand for, not yet rounded. An e4m3's number is exact before its scale comes.
+// Sixteen unrounded numbers of codes. An e4m3 is exact before scaling.
 INLINE vec kv_coded(const kv_code code, const uint8_t *from, float scale) {
     vec numbers = kv_numbers(code, from);
     if (code != KV_INT8) numbers = vec_mul(numbers, vec_set(E4M3_RISE));
@@ -133,7 +133,7 @@ INLINE void kv_widen_row(const kv_code code, kv_form form, const uint8_t *row, c
     }
 }
 
-// Rows of codes as elements, one behind the other.
+// Converts rows of codes to elements, one after the other.
 static inline void kv_widen(kv_form form, const char *const *rows, int count, char *to) {
     long bytes = (long)form.head_dim * element_bytes_of(form.element);
     for (int i = 0; i < count; i++) {
@@ -142,7 +142,7 @@ static inline void kv_widen(kv_form form, const char *const *rows, int count, ch
     }
 }
 
-// A row as floats.
+// Reads a row as floats.
 static inline void kv_read(kv_form form, const char *row, float *to) {
     for (int d = 0; d < form.head_dim; d += LANES) {
         vec numbers = form.code == KV_PLAIN  ? kv_load(KV_PLAIN, form, row, d)

@@ -1,5 +1,5 @@
-// Latent attention with absorbed products: a query goes through its head's keys to the latent vector's dimensions, meets
-// what the cache holds, and what it finds there goes through the head's values.
+// Latent attention with absorbed products: queries are multiplied into the latent vectors' dimensions, attend to the
+// cache, and the results are multiplied to the heads' values.
 #include "latent.h"
 
 #include <stdlib.h>
@@ -8,7 +8,7 @@
 
 enum { ROWS_OF_HEADS = 128, MOST_TOGETHER = 32, MOST_QUERIES = 2048, HEADS_WORTH_HELP = 1 << 19 };
 
-#define LATENT_EPSILON 1e-6f  // of the norms of latent vectors, whatever that of the others is
+#define LATENT_EPSILON 1e-6f  // of the norms of latent vectors, whatever the model's
 
 static int turned_dim(const decoder_sizes *sizes) { return sizes->head_dim - sizes->latent_rank; }
 static int query_dim(const decoder_sizes *sizes) { return sizes->still_dim + turned_dim(sizes); }
@@ -69,7 +69,7 @@ latent_room latent_room_new(frame *frame, const decoder_sizes *sizes, int num_ro
 
 // ---- products of each head
 
-// Rows of all heads, each with columns of its own.
+// Rows of all heads, each with its own columns.
 typedef struct {
     const matrix *matrix;
     const char *rows;  // [num_heads, num_rows] as products take them
@@ -88,7 +88,7 @@ static void run_head_product(const void *job, int head, void *slot, void *scratc
     finish_panel(all->matrix, head * all->blocks, all->blocks, all->num_rows, out, stride, all->rounds);
 }
 
-// out [num_rows, num_heads, out_width] from rows [num_rows, num_heads, row_width], whose first numbers count.
+// out [num_rows, num_heads, out_width] from the first numbers of rows [num_rows, num_heads, row_width].
 static void multiply_heads(frame *frame, const matrix *matrix, const decoder_sizes *sizes, int num_rows,
                            const float *rows, int row_width, float *out, int out_width, char *gathered) {
     size_t bytes = multiplied_bytes(matrix);
@@ -133,7 +133,7 @@ static void multiply_all_heads(frame *frame, const matrix *matrix, const decoder
 
 // ---- rows
 
-// Queries [num_rows, num_heads, query_dim] from rows, through their latent vectors where they have some.
+// Computes queries [num_rows, num_heads, query_dim] from rows, through latent vectors if queries have some.
 static void queries_of(frame *frame, const latent_weights *latent, const latent_room *room, int num_rows,
                        const float *normed) {
     const decoder_sizes *sizes = &latent->sizes;
@@ -150,7 +150,7 @@ static void queries_of(frame *frame, const latent_weights *latent, const latent_
     linear(frame, &latent->query, num_rows, from, room->queries, latent->query.columns, rounds);
 }
 
-// A position's latent vector, normed, and its keys' part that is turned.
+// Stores a position's normed latent vector and the rotated part of its key.
 static void keep_latent(const latent_weights *latent, const attention *attention, int place, int group, int row,
                         const float *angles, const float *key) {
     const decoder_sizes *sizes = &latent->sizes;
@@ -160,7 +160,7 @@ static void keep_latent(const latent_weights *latent, const attention *attention
     attention_keep(attention, place, group, row, 0, false, kept);
 }
 
-// Turns a row's queries behind what is absorbed of them, and hands all of it to the attention and to who asked for it.
+// Rotates a row's queries, which follow their absorbed part, and passes both to attention and to `call->queries`.
 static void take_queries(const latent_weights *latent, attention *attention, int group, int row, const float *angles,
                          const float *queries, float *absorbed, char *asked) {
     const decoder_sizes *sizes = &latent->sizes;

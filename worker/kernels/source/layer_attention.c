@@ -1,8 +1,8 @@
-// Attention of one layer alone, for models whose other layers run elsewhere.
+// Attention of one layer, for models whose other layers run elsewhere.
 #include "attention.h"
 #include "elementwise.h"
 
-// One key or value; elements are kept as they are, bit by bit.
+// Stores one key or value; elements keep their bits.
 static void keep_given(const attention *attention, const attention_sizes *sizes, int kv_code, int group, int row, int head,
                        bool is_value, const char *from) {
     float numbers[256];

@@ -1,4 +1,4 @@
-// Rows times weights, in panels of columns that helpers may take.
+// Products of rows and weights, in panels of columns that helpers may take.
 #include "linear.h"
 
 #include <stdlib.h>
@@ -54,7 +54,7 @@ void matrix_bias(matrix *matrix, int first_column, int count, const void *bias) 
     }
 }
 
-// Which block a weight's row is in, of as many rows as there are.
+// Returns the block of a weight's row among `count` rows.
 static int block_of(columns_kind kind, int row, int count) {
     int turn = row / TURN * TURN, left = (int)round_up(count - turn, LANES), wide = left < TURN ? left : TURN;
     if (kind == ALONE) return row / LANES;
@@ -110,7 +110,7 @@ size_t multiplied_bytes(const matrix *matrix) {
     return uses_bf16_products(matrix) ? sizeof(bf16) * (size_t)packed_depth(matrix) : sizeof(float) * (size_t)matrix->depth;
 }
 
-// As bf16, with zeros up to the packed depth, where products take it.
+// As bf16, padded with zeros to the packed depth, where products take it.
 void multiplied_row(const matrix *matrix, const float *row, void *out) {
     if (!uses_bf16_products(matrix)) {
         memcpy(out, row, multiplied_bytes(matrix));
@@ -121,7 +121,7 @@ void multiplied_row(const matrix *matrix, const float *row, void *out) {
     memset(narrowed + matrix->depth, 0, sizeof(bf16) * (size_t)(packed_depth(matrix) - matrix->depth));
 }
 
-// A part of the depth of up to BLOCKS_AT_ONCE blocks; meanwhile the next part comes to the caches, or the next blocks.
+// Multiplies a part of the depth of up to BLOCKS_AT_ONCE blocks, and prefetches the next part or blocks.
 static void multiply_part(const matrix *matrix, int first, int blocks, int k, int count, int num_rows, const void *rows,
                           float *out, long stride) {
     bool is_bf16 = uses_bf16_products(matrix), is_last = k + count == (is_bf16 ? packed_depth(matrix) : matrix->depth);
@@ -191,7 +191,7 @@ static void run_panel(const void *job, int unit, void *slot, void *scratch) {
     multiply_panel(all->matrix, first, blocks, all->num_rows, all->rows, out, stride, scratch);
 }
 
-// Rows as products take them, which read up to sixteen at once.
+// Returns rows as products take them, which read up to sixteen at once.
 static const void *narrow(frame *frame, const matrix *matrix, int num_rows, const float *rows) {
     if (!uses_bf16_products(matrix)) return rows;
     size_t bytes = multiplied_bytes(matrix);

@@ -1,9 +1,9 @@
-// Log-probabilities of drawn tokens, and of the likeliest at their places: of each row for itself, in an order of its own.
+// Log-probabilities of drawn tokens and of the likeliest ones, each row summed alone in a fixed order.
 #include <math.h>
 
 #include "draw.h"
 
-// Take in a token behind those that are no less likely: tokens come in the order of their numbers, so equals keep it.
+// Inserts a token after those that are at least as likely: tokens come in ascending order, so ties stay in order.
 static int64_t take_in(float *scores, int32_t *ids, int64_t count, int64_t room, float score, int32_t id) {
     int64_t place = count < room ? count : room - 1;
     for (; place && score > scores[place - 1]; place--) {
@@ -15,7 +15,7 @@ static int64_t take_in(float *scores, int32_t *ids, int64_t count, int64_t room,
     return count < room ? count + 1 : room;
 }
 
-// The scores of the likeliest tokens that can come, in falling order; returns how many there are.
+// Writes the scores of the likeliest possible tokens in falling order; returns their number.
 static int64_t top_scores(const candidates *kept, int64_t room, float *scores, int32_t *ids) {
     int64_t count = 0;
     float floor = -INFINITY;
@@ -32,7 +32,7 @@ static int64_t top_scores(const candidates *kept, int64_t room, float *scores, i
     return count;
 }
 
-// Sum of exp(score - peak): sixteen lanes, and then these in halves. What is padded there is -inf and adds nothing.
+// Returns the sum of exp(score - peak): in sixteen lanes, then halved. The padding is -inf and adds nothing.
 static double mass_of(const candidates *kept) {
     double lanes[LANES] = {0.0};
     for (int64_t start = 0; start < kept->count; start += LANES)
@@ -52,7 +52,7 @@ static float score_of(const candidates *kept, int64_t token_id) {
 void token_logprobs(
     const candidates *kept, int64_t token_id, int64_t num_top, float *logprob, int32_t *top_ids, float *top_logprobs
 ) {
-    bool is_finite = isfinite(kept->peak);  // else nothing can come, or more than a float holds
+    bool is_finite = isfinite(kept->peak);  // else no token is possible, or a score is beyond float
     double log_mass = is_finite ? log_of(mass_of(kept)) : 0.0;
     int64_t count = is_finite ? top_scores(kept, num_top, top_logprobs, top_ids) : 0;
     for (int64_t i = 0; i < count; i++)

@@ -1,8 +1,8 @@
 // Gated delta nets (Qwen3-Next, Qwen3.5), Mamba-2 and short convolutions (LFM2): a projection, a convolution over the
-// last inputs of a row's own path, a state, gates and norms, a projection back.
+// last inputs of a row's path, a state, gates and norms, a projection back.
 //
-// A row reads the inputs and the state of its own path alone, whatever lies beside it, so it has the same bits in a tree,
-// in a prompt and alone. Rows are rounded where transformers rounds.
+// A row reads only inputs and state of its own path, so it has the same bits in a tree, in a prompt and alone. Rows are
+// rounded where transformers rounds.
 #include "mixers.h"
 
 #include <stdlib.h>
@@ -20,10 +20,10 @@ struct mixer {
     mixer_sizes sizes;
     matrix in, out;
     int first_columns[NUM_PARTS];  // by role
-    int width;                     // of what is found, and of its gates
+    int width;                     // of outputs and gates
     bool rounds;
-    float *taps, *tap_bias, *rates, *step_bias, *skip, *norm;  // NULL: none
-    float *scales;  // of a projected row, with ones where it has no columns; NULL: none
+    float *taps, *tap_bias, *rates, *step_bias, *skip, *norm;  // or NULL
+    float *scales;  // of a projected row, 1 in its padding; or NULL
 };
 
 // ---- weights
@@ -63,13 +63,13 @@ void mixer_free(mixer *mixer) {
     free(mixer);
 }
 
-// e to the power of the logarithms that are stored, by which states decay.
+// Loads logarithms of decay rates.
 static void rates_load(mixer *mixer, const float *logarithms) {
     floats_load(&mixer->rates, mixer->sizes.num_heads, logarithms);
     for (int head = 0; head < mixer->sizes.num_heads; head++) mixer->rates[head] = (float)exp_or_nan(logarithms[head]);
 }
 
-// Scales go where the columns of their roles are.
+// Loads scales into the columns of their roles.
 static void scales_load(mixer *mixer, const float *scales) {
     mixer->scales = realloc(mixer->scales, sizeof(float) * (size_t)mixer->in.columns);
     for (int i = 0; i < mixer->in.columns; i++) mixer->scales[i] = 1.0f;
@@ -106,7 +106,7 @@ static float *part_of(const mixer *mixer, const mixer_room *room, long row, mixe
     return room->projected + row * mixer->in.columns + mixer->first_columns[role];
 }
 
-// One row's inputs go where later rows of its path find them.
+// Stores a row's inputs for later rows of its path.
 static void keep_inputs(const mixer *mixer, const mixer_room *room, long row, const layer_steps *steps, int step) {
     const mixer_sizes *sizes = &mixer->sizes;
     float *inputs = part_of(mixer, room, row, MIX_INPUTS);
@@ -131,7 +131,7 @@ static void convolve(const mixer *mixer, const layer_steps *steps, const int32_t
 
 static float softplus_of(float x) { return x <= 20.0f ? (float)log_of(1.0 + exp_of(x)) : x; }
 
-// Sixteen heads' numbers, rounded where the model's are; those behind the last head are left out.
+// Stores sixteen heads' numbers, rounded if the model's are; those after the last head are dropped.
 static void put_heads(const mixer *mixer, const float *some, int first, bool rounds, float *to) {
     int left = mixer->sizes.num_heads - first;
     float place[LANES];
@@ -139,7 +139,7 @@ static void put_heads(const mixer *mixer, const float *some, int first, bool rou
     memcpy(to + first, place, sizeof(float) * (size_t)(left < LANES ? left : LANES));
 }
 
-// The shares that updates have of what is lacking, and decays e^(-rate * softplus(number + bias)).
+// Computes betas (shares of updates), and decays e^(-rate * softplus(number + bias)).
 static void delta_factors(const mixer *mixer, const float *betas, const float *numbers, float *shares, float *decays) {
     for (int first = 0; first < mixer->sizes.num_heads; first += LANES) {
         float share[LANES] = {0}, decay[LANES] = {0};
@@ -153,7 +153,7 @@ static void delta_factors(const mixer *mixer, const float *betas, const float *n
     }
 }
 
-// Time steps softplus(number + bias) within their limits, and decays e^(-rate * step).
+// Computes time steps softplus(number + bias) within their limits, and decays e^(-rate * step).
 static void time_steps(const mixer *mixer, const float *numbers, float *steps, float *decays) {
     const mixer_sizes *sizes = &mixer->sizes;
     for (int first = 0; first < sizes->num_heads; first += LANES) {
@@ -172,7 +172,7 @@ static void time_steps(const mixer *mixer, const float *numbers, float *steps, f
     }
 }
 
-// Heads of length one, times `scale`.
+// Scales heads to length one, times `scale`.
 static void of_length_one(const float *heads, int num_heads, int head_dim, float scale, float *out) {
     for (const float *end = heads + (long)num_heads * head_dim; heads < end; heads += head_dim, out += head_dim) {
         vec squares = vec_set(0.0f);
@@ -183,7 +183,7 @@ static void of_length_one(const float *heads, int num_heads, int head_dim, float
     }
 }
 
-// One row's query, key, value and factors; key and decay go to the sequence's steps.
+// Computes a row's query, key, value and factors; key and decay are stored in the sequence's steps.
 static void ready_row(const mixer *mixer, const mixer_room *room, long row, float *key, float *decays) {
     const mixer_sizes *sizes = &mixer->sizes;
     const float *convolved = room->convolved + row * sizes->num_channels;
@@ -233,7 +233,7 @@ static void ready_sequence(const mixer *mixer, const mixer_room *room, const seq
 
 // ---- what comes out of it
 
-// What the state does not say: a share of the row's own values.
+// Adds a share of the row's own values to the output.
 static void add_own(const mixer *mixer, const float *values, float *found) {
     int value_dim = mixer->sizes.value_dim;
     for (int head = 0; head < mixer->sizes.num_heads; head++)
@@ -247,7 +247,7 @@ static vec scale_of(const mixer *mixer, const float *numbers) {
     return vec_set(1.0f / __builtin_sqrtf(vec_sum(squares) / (float)mixer->sizes.norm_width + mixer->sizes.epsilon));
 }
 
-// Normed, then gated; rounded behind each.
+// Norms, then gates; rounded after each.
 static void norm_and_gate(const mixer *mixer, float *found, const float *gates, float *out) {
     bool rounds = mixer->rounds;
     for (int i = 0; i < mixer->width; i += LANES) vec_store(found + i, rounded(rounds, vec_load(found + i)));
@@ -261,7 +261,7 @@ static void norm_and_gate(const mixer *mixer, float *found, const float *gates, 
     }
 }
 
-// Gated, then normed; rounded at the end.
+// Gates, then norms; rounded at the end.
 static void gate_and_norm(const mixer *mixer, float *found, const float *gates, float *out) {
     for (int i = 0; i < mixer->width; i += LANES) vec_store(found + i, vec_mul(vec_load(found + i), silu(vec_load(gates + i))));
     for (int first = 0; first < mixer->width; first += mixer->sizes.norm_width) {
@@ -306,7 +306,7 @@ mixer_room mixer_room_new(frame *frame, const mixer *mixer, int num_rows, int nu
                         .calls = frame_take(frame, sizeof(recurrence) * (size_t)num_sequences)};
 }
 
-// The product in front, with the scales of what goes in and of what comes out.
+// Computes the input projection, with scales of its input and output.
 static void project(frame *frame, const mixer *mixer, const mixer_room *room, int num_rows, const float *normed) {
     long columns = mixer->in.columns, count = (long)num_rows * mixer->in.depth;
     if (room->read) {

@@ -1,11 +1,12 @@
-// The noise of worker/sampling/noise.py: Philox4x32-10 (Salmon et al. 2011) keyed by seed and prompt, on (position, token), and Gumbel's law.
+// The noise of worker/sampling/noise.py: Philox4x32-10 (Salmon et al. 2011) with a key of seed and prompt and a counter
+// of (position, token), as Gumbel noise.
 #pragma once
 #include "elementary.h"
 
-#define QUAD 4  // tokens that share a counter
+#define QUAD 4  // tokens per counter
 #define WORD_SCALE 0x1p-32
 
-// What the words of one position are made from.
+// What determines the words of one position.
 typedef struct {
     uint32_t key[2];       // of the job
     uint32_t position[2];  // low word first
@@ -37,7 +38,6 @@ INLINE void block_words(noise_source noise, int64_t first, uint32_t words[BLOCK]
     for (int i = 0; i < BLOCK / QUAD; i++) philox(noise, (uint32_t)(first / QUAD) + i, words + QUAD * i);
 }
 
-// The word of a token.
 INLINE uint32_t word_of(noise_source noise, int32_t id) {
     uint32_t quad[QUAD], place = (uint32_t)id % QUAD;
     philox(noise, (uint32_t)id / QUAD, quad);
@@ -45,25 +45,24 @@ INLINE uint32_t word_of(noise_source noise, int32_t id) {
     return place & 2 ? high : low;
 }
 
-// The words of sixteen tokens from anywhere.
+// The words of any sixteen tokens.
 INLINE void list_words(noise_source noise, const int32_t *ids, uint32_t words[LANES]) {
     for (int i = 0; i < LANES; i++) words[i] = word_of(noise, ids[i]);
 }
 
-// Standard Gumbel noise of a word.
 INLINE float gumbel(uint32_t word) {
-    // the word as a double, by its bits as in `log_of`
+    // the word as a double, through its bits as in `log_of`
     double whole = double_of(0x4330000000000000 | word) - 4503599627370496.0;
     return (float)-log_of(-log_of((whole + 0.5) * WORD_SCALE));
 }
 
-// At least the noise of a word, for a fraction of its price.
+// An upper bound of the noise of a word, much cheaper.
 //
 // u = (word + 1/2) / 2^32 gives -log(-log u) <= -log(1 - u), and 1 - u is more than rest / 2^24 with the rest of the
-// word's upper 24 bits. A float's bits, as a number, are its logarithm to base 2 or less: linear between powers of two.
+// word's upper 24 bits. A float's bits, as a number, are at most its logarithm to base 2: linear between powers of two.
 INLINE float gumbel_bound(uint32_t word) {
-    const float STEP = 0x1.62e430p-24f;      // log(2) / 2^23: of a unit of the bits
-    const float START = 104.66523f + 1e-3f;  // log(2) (127 + 24), and room for what is rounded here
+    const float STEP = 0x1.62e430p-24f;      // log(2) / 2^23 per unit of the bits
+    const float START = 104.66523f + 1e-3f;  // log(2) (127 + 24), and a margin for rounding
     float rest = (float)(int32_t)(0xffffff - (word >> 8));
     return START - (float)(int32_t)bits_of(rest) * STEP;
 }

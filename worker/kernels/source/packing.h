@@ -1,4 +1,4 @@
-// Sixteen rows turned into columns: as products take them.
+// Transposes sixteen rows to columns, as products take them.
 #pragma once
 #include "vectors.h"
 
@@ -76,7 +76,7 @@ static inline void transpose(const char *const rows[LANES], int words, uint32_t 
 }
 #endif
 
-// Two rows of bf16 side by side: out[i] = (first[i], second[i]); `count` is a multiple of sixteen.
+// Interleaves two rows of bf16: out[i] = (first[i], second[i]); `count` is a multiple of sixteen.
 INLINE void interleave(const bf16 *first, const bf16 *second, int count, bf16 *out) {
     for (int i = 0; i < count; i += LANES) {
 #if defined(__AVX512F__)

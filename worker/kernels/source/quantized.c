@@ -16,23 +16,23 @@ enum { MOST_FEW_ROWS = 1, MOST_FEW_BLOCKS = 1 };
 #endif
 enum { PANEL_BLOCKS = 4, PANEL_DEPTH = 256, MOST_ABREAST = MOST_FEW_BLOCKS };
 enum { READ_AHEAD = 8192, CACHE_LINE = 64 };  // bytes
-enum { TOGETHER = 8 };  // groups that may share a float, which their scales are small whole multiples of
+enum { TOGETHER = 8 };  // groups that may share a float unit, of which their scales are small multiples
 
 // What becomes of two vectors of numbers. PAIRED: the first eight columns, then the others, two k of each side by side;
 // else all columns at one k, then at the next.
 typedef enum { PAIRED, ROUNDED, EXACT } fate;
 
-// Along the depth: stretches, each with headers, which hold the scales and offsets of a block's groups, then codes of these.
+// Along the depth there are stretches: each has headers, with scales and offsets of a block's groups, then codes.
 struct quantized_part {
     uint8_t *data;
     long block_bytes, stretch_bytes, header_bytes;  // of one block
     int depth, group_size, code, scale_type;
-    int groups_together;  // of a stretch: 1, or as many as share the float that their whole numbers multiply
+    int groups_together;  // per stretch: 1, or TOGETHER if these share a float unit
     bool has_offsets;
     fate fate;
     float table[256];
     quantized_part *next;
-    const quantized_part *like;  // the first of the matrix's parts that lies as this one, maybe itself
+    const quantized_part *like;  // the matrix's first part with the same layout, maybe itself
 };
 
 // ---- taking in
@@ -41,13 +41,13 @@ static fate fate_of(element element) { return element == F32 ? EXACT : HAS_BF16_
 
 static int scale_bytes(int type) { return type == SCALE_F32 ? 4 : 2; }
 
-// Bytes of the scales of a stretch, or of its offsets, in all lanes: of more than one group a float and whole numbers.
+// Returns the bytes of a stretch's scales, or offsets, in all lanes: of several groups a float unit and multiples.
 static long scales_bytes(const quantized_part *part) {
     int groups = part->groups_together;
     return LANES * (groups > 1 ? (long)sizeof(float) + groups : scale_bytes(part->scale_type));
 }
 
-// Which column and which of two k lie in a lane of the first and of the second vector of a step.
+// Returns which column (and which of two k) a lane of the first or second vector of a step holds.
 static int column_of(bool is_paired, int lane, int vector) { return is_paired ? lane / 2 + vector * LANES / 2 : lane; }
 static int k_of(bool is_paired, int lane, int vector) { return is_paired ? lane % 2 : vector; }
 
@@ -60,7 +60,7 @@ static uint32_t common_divisor(uint32_t a, uint32_t b) {
     return a;
 }
 
-// A float as an odd number times two to the power that is returned; of zero 0, and any power.
+// Splits a float into an odd number and the returned power of two; 0 has odd number 0 and any power.
 static int odd_part(float number, uint32_t *odd) {
     uint32_t bits;
     memcpy(&bits, &number, sizeof bits);
@@ -71,7 +71,7 @@ static int odd_part(float number, uint32_t *odd) {
     return (exponent ? exponent : 1) - 150 + zeros;
 }
 
-// The unit that so many floats are small whole multiples of, to the bit, and these multiples; 0 where there is none.
+// Returns a unit of which TOGETHER floats are exactly small multiples, and writes these; 0 if there is none.
 static float two_levels(const float floats[TOGETHER], int8_t wholes[TOGETHER]) {
     uint32_t odd[TOGETHER], divisor = 0;
     int power[TOGETHER], least = INT_MAX;
@@ -97,11 +97,11 @@ static float two_levels(const float floats[TOGETHER], int8_t wholes[TOGETHER]) {
     return unit;
 }
 
-// Scales or offsets of a matrix: floats of all groups, or units of every TOGETHER of these and whole numbers of all.
+// Scales or offsets of a matrix: one float per group, or a unit per TOGETHER groups and a multiple per group.
 typedef struct {
     const void *numbers;
     void *units;
-    int8_t *wholes;  // NULL where all floats stand for themselves
+    int8_t *wholes;  // NULL without units
 } levels;
 
 static void levels_free(levels *levels) {
@@ -110,7 +110,7 @@ static void levels_free(levels *levels) {
     levels->units = levels->wholes = NULL;
 }
 
-// Floats of two levels, as those of Q4_K are, as such; false where they are not.
+// Splits floats into units and multiples (as in Q4_K); false if that is impossible.
 static bool split_levels(levels *levels, long count) {
     if (!levels->numbers) return true;
     levels->units = allocate_clear(sizeof(float) * (size_t)(count / TOGETHER));
@@ -123,7 +123,7 @@ static bool split_levels(levels *levels, long count) {
     return true;
 }
 
-// Both as two levels or none of them; returns how many groups then lie together.
+// Splits both or neither; returns the number of groups per stretch.
 static int split_both(const quantized_rows *rows, int depth, int count, levels both[2]) {
     int groups = depth / rows->group_size;
     both[0] = (levels){.numbers = rows->scales};
@@ -135,7 +135,7 @@ static int split_both(const quantized_rows *rows, int depth, int count, levels b
     return 1;
 }
 
-// Codes of a span from sixteen columns, which begin there: of 4 bits eight to a word of each lane.
+// Packs the codes of a span of sixteen columns: of 4 bits eight to a word of each lane.
 static void pack_span(const quantized_part *part, const uint8_t *const columns[LANES], uint8_t *out) {
     bool is_paired = part->fate == PAIRED, is_half = code_bits(part->code) == 4;
     for (int lane = 0; lane < LANES; lane++)
@@ -148,7 +148,7 @@ static void pack_span(const quantized_part *part, const uint8_t *const columns[L
         }
 }
 
-// Some of all columns.
+// A range of columns.
 typedef struct {
     int first, count;
 } column_range;
@@ -158,7 +158,7 @@ static column_range block_range(int block, int count) {
     return (column_range){first, count - first < LANES ? count - first : LANES};
 }
 
-// Scales, or offsets, of a stretch in some columns; zeros fill up the block.
+// Packs scales, or offsets, of a stretch in some columns; zeros fill the block.
 static uint8_t *pack_scales(const quantized_part *part, const levels *scales, column_range range, int group, uint8_t *out) {
     int bytes = scale_bytes(part->scale_type), groups = part->depth / part->group_size;
     for (int i = 0; i < range.count; i++) {
@@ -173,7 +173,7 @@ static uint8_t *pack_scales(const quantized_part *part, const levels *scales, co
     return out + scales_bytes(part);
 }
 
-// The codes of a span, which begins at k.
+// Packs the codes of a span that begins at k.
 static uint8_t *pack_codes(const quantized_part *part, const uint8_t *codes, column_range range, int k, uint8_t *out) {
     const uint8_t *columns[LANES];
     long row_bytes = (long)part->depth * code_bits(part->code) / 8, before = (long)k * code_bits(part->code) / 8;
@@ -183,7 +183,7 @@ static uint8_t *pack_codes(const quantized_part *part, const uint8_t *codes, col
     return out + span_bytes(part->code);
 }
 
-// All blocks that lie abreast, of a weight of `num_columns`.
+// Packs interleaved blocks of a weight of `num_columns`.
 static void pack_abreast(const quantized_part *part, const uint8_t *codes, const levels both[2], int num_columns,
                          int first_block, int num_abreast, uint8_t *out) {
     for (int k = 0; k < part->depth; k += span_of(part->code)) {
@@ -202,7 +202,7 @@ static bool is_alike(const quantized_part *a, const quantized_part *b) {
            memcmp(a->table, b->table, sizeof a->table) == 0;
 }
 
-// Parts are compared once, as they come: a matrix is taken apart into those that lie alike at every product.
+// Parts are compared once, when loaded, since products group blocks with the same layout.
 static const quantized_part *first_like(const quantized_part *part) {
     for (const quantized_part *other = part->next; other; other = other->next)
         if (is_alike(part, other)) return other->like;
@@ -267,7 +267,7 @@ typedef struct {
 
 INLINE codebook book_of(const quantized_part *part) { return (codebook){vec_load(part->table), part->table}; }
 
-// For both vectors of every step: as the lanes of these lie.
+// Spreads numbers to the lanes of both vectors of a step.
 INLINE void spread_lanes(const int fate, vec numbers, vec out[2]) {
 #if HAS_BF16_PRODUCTS
     if (fate == PAIRED) {
@@ -281,13 +281,13 @@ INLINE void spread_lanes(const int fate, vec numbers, vec out[2]) {
     out[0] = out[1] = numbers;
 }
 
-// Of one group of a stretch, all lanes of its scales or offsets.
+// Returns the scales, or offsets, of one group of a stretch, in all lanes.
 INLINE vec numbers_at(const quantized_part *part, const uint8_t *scales, int group) {
     if (part->groups_together == 1) return load_scales(part->scale_type, scales);
     return vec_mul(vec_load_int8(scales + (4 + group) * LANES), vec_load((const float *)scales));
 }
 
-// Without offsets -0 is added, which changes nothing, not even a zero's sign.
+// Without offsets, -0 is added, which changes no bit, not even the sign of a zero.
 INLINE group_numbers numbers_of_group(const int code, const int fate, const quantized_part *part,
                                       const uint8_t *header, int group) {
     group_numbers numbers;
@@ -310,7 +310,7 @@ INLINE void next_weights(const int code, const int fate, codebook book, const gr
 
 // ---- few rows
 
-// Two k: what is in `weights` times all rows of A, whose numbers at these k begin `offset` bytes behind `a`.
+// Multiplies two k of `weights` with all rows of A, whose numbers are `offset` bytes after `a`.
 INLINE void add_step(const int fate, const int rows, const vec weights[2], const char *const a[MOST_FEW_ROWS],
                      long offset, vec sums[MOST_FEW_ROWS]) {
 #if HAS_BF16_PRODUCTS
@@ -338,16 +338,16 @@ typedef struct {
     int num_blocks, num_rows;
 } few_job;
 
-// What lies in registers or changes with every step.
+// What stays in registers or changes with every step.
 typedef struct {
     vec sums[MOST_FEW_BLOCKS][MOST_FEW_ROWS];
-    const uint8_t *headers, *from;  // of all blocks that lie abreast
+    const uint8_t *headers, *from;  // of all interleaved blocks
     const char *a[MOST_FEW_ROWS];
     long offset;  // from `a`
-    long ahead;   // of `from`: what to ask memory for
+    long ahead;   // prefetch distance from `from`, in bytes
 } few_state;
 
-// `num_rows` may be less than `rows`: the last one is taken for those beyond it.
+// `num_rows` may be less than `rows`: missing rows repeat the last one.
 INLINE void begin_few(const int rows, const int count, const few_job *job, int block, few_state *state) {
     int last = job->num_rows - 1;
     for (int r = 0; r < rows; r++) state->a[r] = job->rows + (r < last ? r : last) * job->row_bytes;
@@ -355,18 +355,18 @@ INLINE void begin_few(const int rows, const int count, const few_job *job, int b
         for (int r = 0; r < rows; r++) state->sums[n][r] = vec_set(0.0f);
     state->from = job->blocks[block].data;
     state->offset = 0;
-    state->ahead = job->blocks[block].place ? 0 : READ_AHEAD;  // whoever is first asks for all that lie abreast
+    state->ahead = job->blocks[block].place ? 0 : READ_AHEAD;  // the first block prefetches for all interleaved ones
 }
 
 INLINE void ask_ahead(const few_state *state, const long bytes) {
     for (long i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(state->from + state->ahead + i, 0, 2);
 }
 
-// `group` is of its stretch; `first` is the first of the blocks that lie abreast.
+// `group` is its index in the stretch; `first` is the first interleaved block.
 INLINE void add_group(const int rows, const int count, const int code, const int fate, codebook book,
                       const quantized_block *first, int group, few_state *state) {
     const int step_bytes = fate == PAIRED ? 4 : 8, span = span_of(code), bytes = span_bytes(code);
-    // of all blocks that lie abreast, where the compiler knows them
+    // place and number of interleaved blocks, constants for MOST_ABREAST
     const int place = count == MOST_ABREAST ? 0 : first->place, abreast = count == MOST_ABREAST ? count : first->num_abreast;
     const quantized_part *part = first->part;
     group_numbers groups[MOST_FEW_BLOCKS];
@@ -382,7 +382,7 @@ INLINE void add_group(const int rows, const int count, const int code, const int
         ask_ahead(state, MOST_ABREAST * bytes);
 #pragma GCC unroll 4
         for (int step = 0; step < span / 2; step++, state->offset += step_bytes) {
-            LOAD_AGAIN();  // codes, else they drive scales from the registers
+            LOAD_AGAIN();  // codes, else they push scales out of the registers
             for (int n = 0; n < count; n++) {
                 vec weights[2];
                 next_weights(code, fate, book, &groups[n], from + n * bytes, step, weights);
@@ -393,7 +393,7 @@ INLINE void add_group(const int rows, const int count, const int code, const int
     }
 }
 
-// Blocks that lie abreast, side by side.
+// Interleaved blocks, side by side.
 INLINE void few_rows(const int rows, const int count, const int code, const int fate, const few_job *job, int block) {
     const quantized_part *part = job->blocks[block].part;
     codebook book = book_of(part);
@@ -402,7 +402,7 @@ INLINE void few_rows(const int rows, const int count, const int code, const int 
     for (int k = 0; k < part->depth;)
         for (int group = 0; group < part->groups_together; group++, k += part->group_size)
             add_group(rows, count, code, fate, book, &job->blocks[block], group, &state);
-    const vec nothing[2] = {vec_set(0.0f), vec_set(0.0f)};  // what matrices of numbers have behind their depth
+    const vec nothing[2] = {vec_set(0.0f), vec_set(0.0f)};  // matrices of floats have these after their depth
     for (int k = part->depth; fate == PAIRED && k % BF16_DEPTH; k += 2, state.offset += 4)
         for (int n = 0; n < count; n++) add_step(fate, rows, nothing, state.a, state.offset, state.sums[n]);
     for (int r = 0; r < rows && r < job->num_rows; r++)
@@ -414,7 +414,7 @@ INLINE void few_rows(const int rows, const int count, const int code, const int 
     for (; end - block >= NUM_BLOCKS; block += NUM_BLOCKS) \
     few_rows(NUM_ROWS, NUM_BLOCKS, code, fate, job, block)
 
-// Blocks up to the end, which lie abreast.
+// Multiplies interleaved blocks up to `end`.
 INLINE void multiply_abreast(const int code, const int fate, const few_job *job, int block, int end) {
 #if defined(__AVX512F__)
     if (job->num_rows > 4) {
@@ -456,13 +456,13 @@ INLINE void *store_step(const int fate, const vec weights[2], void *out) {
     return (float *)out + 2 * LANES;
 }
 
-// Where the codes at a k begin, were the block alone.
+// Returns where the codes at a k begin in a block without interleaving.
 static long codes_at(const quantized_part *part, int k) {
     int stretch = part->group_size * part->groups_together, bits = code_bits(part->code);
     return k / stretch * part->stretch_bytes + part->header_bytes + (long)(k % stretch) * LANES * bits / 8;
 }
 
-// `count` k from the first one on, which may lie within a group.
+// Unpacks `count` k from `first` on, which may be within a group.
 INLINE void fill_panel(const int code, const int fate, quantized_block block, int first, int count, void *out) {
     const quantized_part *part = block.part;
     const int span = span_of(code), bytes = span_bytes(code);
@@ -487,8 +487,8 @@ INLINE void fill_panel(const int code, const int fate, quantized_block block, in
     for (int k = first + count; fate == PAIRED && k % BF16_DEPTH; k += 2) out = store_step(fate, nothing, out);
 }
 
-// Where to ask for what follows a part of the depth: in the same blocks, or in the next ones from their start. Of what lies
-// abreast each block asks for its share.
+// Finds what to prefetch: the next part of the depth in these blocks, or the start of the next ones. Each interleaved
+// block prefetches its share.
 static void find_ahead(const quantized_block *blocks, int count, int behind, int k, long bytes,
                        const void *ahead[PANEL_BLOCKS]) {
     for (int n = 0; n < count; n++) {
@@ -524,7 +524,7 @@ size_t quantized_scratch_bytes(void) { return sizeof(float) * PANEL_BLOCKS * PAN
 INLINE void multiply(const int code, const int fate, const quantized_block *blocks, int count, int behind, int rows,
                      const char *a, long lda, float *c, long ldc, void *scratch) {
 #if defined(__AMX_BF16__)
-    const bool has_few = fate != PAIRED;  // tiles have an order of sums of their own
+    const bool has_few = fate != PAIRED;  // tiles sum in an order of their own
 #else
     const bool has_few = true;
 #endif

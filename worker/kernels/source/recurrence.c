@@ -1,14 +1,14 @@
-// Layers with a state per head in place of keys and values: S = decay * S + key (x) update, then query . S.
-// A state's row is multiplied and then added to, never in one rounding: so folding steps gives what rows have left.
+// Layers with a state per head instead of keys and values: S = decay * S + key (x) update, then query . S. A state's
+// row is rounded after the product and after the sum, so folding steps gives the same bits as the rows.
 #include "recurrence.h"
 
 #include "vectors.h"
 
-#define MOST_STATE_VECTORS 8  // columns of a state that are worked on at a time
+#define MOST_STATE_VECTORS 8  // vectors of a state's columns processed together
 
 typedef struct {
     recurrence call;
-    uint8_t places[MOST_STATE_ROWS];  // where in the scratch the state behind each row lies
+    uint8_t places[MOST_STATE_ROWS];  // where each row's state is in the scratch
 } sequence_job;
 
 typedef struct {
@@ -16,11 +16,11 @@ typedef struct {
     int num_heads, first_unit;
 } recurrence_job;
 
-// One row's step over some columns of a head's state; `from` may be `to`.
+// Computes one row's step for some columns of a head's state; `from` may be `to`.
 INLINE void recurrence_step(const recurrence *call, const float *from, float *to, const float *key, const float *query, const float *decays,
                  const float *value, float beta, float *update, float *found, int count) {
     vec known[MOST_STATE_VECTORS], sums[MOST_STATE_VECTORS];
-    int width = call->value_dim, next = call->num_decays > 1;  // from a row's decay to that of the row behind it
+    int width = call->value_dim, next = call->num_decays > 1;  // `next`: distance between the decays of a state's rows
     const float none = 1.0f;
     for (int i = 0; i < count; i++) known[i] = sums[i] = vec_set(0.0f);
     if (call->betas) {
@@ -30,7 +30,7 @@ INLINE void recurrence_step(const recurrence *call, const float *from, float *to
                 vec_store(to + (long)k * width + i * LANES, decayed);
                 known[i] = vec_fma(decayed, vec_set(key[k]), known[i]);
             }
-        from = to, decays = &none, next = 0;  // which changes no bit
+        from = to, decays = &none, next = 0;  // changes no bit
     }
     for (int i = 0; i < count; i++) {
         vec lacking = vec_load(value + i * LANES);
@@ -47,7 +47,7 @@ INLINE void recurrence_step(const recurrence *call, const float *from, float *to
     for (int i = 0; i < count; i++) vec_store(found + i * LANES, sums[i]);
 }
 
-// All rows of a head of a sequence; `slot` gets their updates, then what they have found.
+// Runs all rows of a head of a sequence; `slot` gets their updates, then `found`.
 static void run_recurrence(const void *job, int unit, void *slot, void *scratch) {
     const recurrence_job *all = job;
     const sequence_job *rows = all->sequences + (all->first_unit + unit) / all->num_heads;
@@ -75,7 +75,7 @@ static void run_recurrence(const void *job, int unit, void *slot, void *scratch)
     }
 }
 
-// Gives each row a place for its state: its parent's where no later row goes on from that. Returns how many there are.
+// Assigns each row a place for its state: its parent's, if no later row continues that. Returns the number of places.
 static int take_state_places(sequence_job *job) {
     int last[MOST_STATE_ROWS], num_places = 0, num_rows = job->call.num_rows;
     const int32_t *parents = job->call.parents;
@@ -129,7 +129,7 @@ void recurrence_rows(team *team, const recurrence *call) {
     frame_close(frame);
 }
 
-// ---- steps that are taken for good
+// ---- committed steps
 
 static void run_fold(const void *job, int head, void *slot, void *scratch) {
     const recurrence *call = job;
@@ -150,7 +150,7 @@ static void run_fold(const void *job, int head, void *slot, void *scratch) {
         }
 }
 
-// A head is read and written by one thread, so the state may be where it comes from.
+// One thread reads and writes a head, so the state may be its own source.
 static void fold_layer(frame *frame, const recurrence *call, float *state) {
     size_t size = sizeof(float) * (size_t)call->key_dim * (size_t)call->value_dim;
     void *results[MOST_UNITS];

@@ -1,5 +1,5 @@
-// Best-first trees over rows of candidates, ranked with the noise of the coming positions. The definition is
-// worker/drafters/tree_budget.py over worker/drafters/ranking.py.
+// Best-first trees over rows of candidates, ranked with the noise of the next positions. Defined by
+// worker/drafters/tree_budget.py and worker/drafters/ranking.py.
 #include "recycling.h"
 
 #include <math.h>
@@ -7,16 +7,16 @@
 #include "noise.h"
 #include "recycling_rows.h"
 
-// The candidates behind the root or a node, best first: those in front of `place` are nodes, that at `place` waits.
+// The candidates after the root or a node, best first: those before `place` are nodes, the one at `place` waits.
 typedef struct {
     candidate list[MOST_CANDIDATES];
     int count, place;
-    int64_t order;  // when that began to wait
+    int64_t order;  // when the waiting one was added
     int64_t token, depth;
     double path;  // log-confidence
 } branch;
 
-// What noise adds to candidates at a position, [MOST_CANDIDATES].
+// Computes the noise of candidates at a position, [MOST_CANDIDATES].
 static void shifts_of(
     const candidate_ranking *ranking, int64_t position, const candidate *found, int count, double *shifts
 ) {
@@ -28,8 +28,7 @@ static void shifts_of(
     for (int i = 0; i < MOST_CANDIDATES; i++) shifts[i] = ranking->noise_scale * (double)gumbel(words[i]);
 }
 
-// Turn log-probabilities into confidences, in their order; of equal ones the higher token is first. Returns how many
-// are left.
+// Turns log-probabilities into confidences in descending order, ties by the higher token. Returns how many are left.
 static int rank(
     const candidate_ranking *ranking, int64_t position, const candidate *found, int num_found, candidate *ranked
 ) {
@@ -76,7 +75,7 @@ static int64_t grow_tree(
     const recycling_tables *tables, const tree_growth *growth, int64_t *node_ids, int64_t *parents
 ) {
     int64_t previous = growth->previous, token = growth->token;
-    branch branches[MOST_NODES + 1];  // the root's, then those of the nodes
+    branch branches[MOST_NODES + 1];  // the root's, then the nodes'
     candidate found[MOST_CANDIDATES];
     int64_t num_nodes = 0, order = 0, depth = 0;
     double path = 0.0;

@@ -1,4 +1,4 @@
-// Rows of candidates: found, mixed, written. The definition is worker/drafters/recycling/token_recycling.py.
+// Rows of candidates: looked up, mixed and written. Defined by worker/drafters/recycling/token_recycling.py.
 #include "recycling_rows.h"
 
 #include <float.h>
@@ -22,7 +22,7 @@ int put_candidate(candidate *list, int count, int limit, candidate new) {
     return count;
 }
 
-// The candidates of a row; none where the first is unknown.
+// Reads the candidates of a row; none if the first is unknown.
 static int known_of(const candidate_rows *rows, int64_t row, candidate *found) {
     const int32_t *ids = rows->ids + row * rows->width;
     const float *logprobs = rows->logprobs + row * rows->width;
@@ -32,7 +32,7 @@ static int known_of(const candidate_rows *rows, int64_t row, candidate *found) {
     return count;
 }
 
-// The probabilities of candidates, each times `share`: [MOST_CANDIDATES], of which the first `count` count.
+// Computes the probabilities of candidates, times `share`: the first `count` of [MOST_CANDIDATES].
 static void probabilities_of(const candidate *found, int count, double share, double *probabilities) {
     for (int i = 0; i < MOST_CANDIDATES; i++) probabilities[i] = i < count ? found[i].value : 0.0;
     exp_of_all(probabilities);
@@ -83,7 +83,7 @@ static void forget(const candidate_rows *rows, int64_t row) {
     for (int64_t i = 0; i < rows->width; i++) rows->logprobs[row * rows->width + i] = -INFINITY;
 }
 
-// Average a row with new candidates [NUM_BEST]; those less likely than FLT_MIN are none.
+// Averages a row with new candidates [NUM_BEST], without those less likely than FLT_MIN.
 static void write_row(
     const candidate_rows *rows, int64_t row, const int64_t *ids, const float *logprobs, double new_share
 ) {
@@ -124,7 +124,7 @@ static void write_pairs(
     for (int64_t i = 0; i < count; i++)
         places[i] = place_of(tables, key_of(tables, previous_ids[i], token_ids[text_rows[i]]));
     for (int64_t i = 0; i < count; i++) {
-        if (comes_again(places, i, count)) continue;  // two pairs may share a row: the later one takes it
+        if (comes_again(places, i, count)) continue;  // two pairs may share a row: the later one wins
         int64_t row = text_rows[i], key = key_of(tables, previous_ids[i], token_ids[row]);
         if (tables->pair_keys[places[i]] != key) forget(&tables->pairs, places[i]);
         tables->pair_keys[places[i]] = key;
@@ -134,7 +134,7 @@ static void write_pairs(
 
 static int all_below(const int64_t *numbers, int64_t count, int64_t limit) {
     int above = 0;
-    for (int64_t i = 0; i < count; i++) above |= (uint64_t)numbers[i] >= (uint64_t)limit;  // those below 0 among them
+    for (int64_t i = 0; i < count; i++) above |= (uint64_t)numbers[i] >= (uint64_t)limit;  // also finds negative numbers
     return !above;
 }
 

@@ -1,10 +1,10 @@
-// For `python -m bench kernels` alone: what this machine allows at most, and a matrix by itself.
+// For `python -m bench kernels` only: the machine's peak rates, and a single matrix product.
 #include <stdlib.h>
 
 #include "linear.h"
 
 #if defined(__AVX512F__)
-enum { SUMS = 12 };  // as many as it takes to keep every unit busy, and as there are registers for
+enum { SUMS = 12 };  // enough to keep every unit busy, and few enough for the registers
 #elif defined(__AVX2__)
 enum { SUMS = 6 };
 #else
@@ -12,13 +12,13 @@ enum { SUMS = 3 };
 #endif
 enum { STREAMS = 4, TILES = 4, TILE_OPERATIONS = 2 * 16 * 16 * 32 };
 
-static volatile float sink;  // what nobody looks at is not computed
+static volatile float sink;  // keeps results from being optimised away
 
 static void keep(const vec *sums, int count) {
     for (int i = 1; i < count; i++) sink = vec_sum(vec_add(sums[0], sums[i]));
 }
 
-// Reads `count` floats, a multiple of 64, `repeats` times over.
+// Reads `count` floats, a multiple of 64, `repeats` times.
 EXPORT void roof_read(const float *memory, int64_t count, int64_t repeats) {
     vec sums[STREAMS];
     for (int i = 0; i < STREAMS; i++) sums[i] = vec_set(0.0f);
@@ -70,12 +70,12 @@ static double multiply_bf16(int64_t rounds) {
 static double multiply_bf16(int64_t rounds) { return multiply_floats(rounds); }
 #endif
 
-// Multiplies and adds in registers alone; returns how many floating-point operations that were.
+// Multiplies and adds in registers only; returns the number of floating-point operations.
 EXPORT double roof_multiply(element element, int64_t rounds) {
     return element == BF16 ? multiply_bf16(rounds) : multiply_floats(rounds);
 }
 
-// A matrix of the weight [columns, depth], both multiples of 16.
+// Makes a matrix of a weight [columns, depth], both multiples of 16.
 EXPORT matrix *roof_matrix_new(element element, int depth, int columns, const void *weight) {
     matrix *fresh = malloc(sizeof *fresh);
     if (!fresh) abort();
@@ -86,7 +86,7 @@ EXPORT matrix *roof_matrix_new(element element, int depth, int columns, const vo
     return fresh;
 }
 
-// The same of a quantized weight [columns, depth], with any number of columns.
+// Makes a matrix of a quantized weight [columns, depth], with any number of columns.
 EXPORT matrix *roof_matrix_quantized(element element, int depth, int columns, const quantized_rows *weight) {
     matrix *fresh = malloc(sizeof *fresh);
     if (!fresh) abort();

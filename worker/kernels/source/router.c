@@ -1,6 +1,6 @@
-// Scores of experts, the best of them for each row, and the weights of these.
+// Scores of experts, the best experts of each row, and their weights.
 //
-// Scores are computed in doubles and rounded once, so that they are the same bits wherever they are computed.
+// Scores are computed in doubles and rounded once, so every build gives the same bits.
 #include "router.h"
 
 #include <stdlib.h>
@@ -34,7 +34,7 @@ static void score_experts(const expert_sizes *sizes, const float *logits, float 
     else memcpy(scores, logits, sizeof(float) * (size_t)sizes->num_experts);
 }
 
-// The best of those that are left, which is not any more; ties, and what is no number, go to the lower number.
+// Takes the best remaining score; ties, and NaN, go to the lower index.
 static int take_best(const float *scores, bool *is_left, int count) {
     int best = -1;
     for (int i = 0; i < count; i++)
@@ -43,7 +43,7 @@ static int take_best(const float *scores, bool *is_left, int count) {
     return best;
 }
 
-// A group is as good as its best ones together.
+// Returns the sum of a group's best scores.
 static float group_score(const float *scores, int count, int num_best) {
     bool is_left[MOST_EXPERTS];
     memset(is_left, true, sizeof is_left);
@@ -52,7 +52,7 @@ static float group_score(const float *scores, int count, int num_best) {
     return sum;
 }
 
-// Only experts of the best groups may be chosen.
+// Leaves only the experts of the best groups.
 static void open_groups(const expert_sizes *sizes, const float *scores, bool *is_open) {
     int width = sizes->num_experts / sizes->num_groups;
     bool is_left[MOST_EXPERTS];
@@ -81,8 +81,8 @@ static float round_one(float a) {
     return lanes[0];
 }
 
-// The weight of each choice: its share among those experts that no earlier choice took and whose logits are no further
-// from its own than twice the jitter, by the greater of both.
+// Computes each choice's weight: its softmax over the experts that no earlier choice took and whose logits differ from
+// its own by at most twice the jitter, relative to the larger.
 static void mix_sparsely(const expert_sizes *sizes, const float *logits, const int32_t *choices, float *weights) {
     bool is_left[MOST_EXPERTS];
     memset(is_left, true, sizeof is_left);
@@ -134,7 +134,7 @@ void route(frame *frame, const router *router, int num_rows, const float *rows, 
         score_experts(sizes, logits + row * columns, scores);
         choose_experts(router, scores, choices + row * sizes->num_chosen);
         weigh_experts(sizes, scores, choices + row * sizes->num_chosen, rounds, row_weights);
-        if (is_damaged || has_nan(logits + row * columns, sizes->num_experts))  // damage has to show, and comparisons pass it over
+        if (is_damaged || has_nan(logits + row * columns, sizes->num_experts))  // damage must show, and comparisons ignore NaN
             for (int i = 0; i < sizes->num_chosen; i++) row_weights[i] = __builtin_nanf("");
     }
 }

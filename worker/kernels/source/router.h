@@ -1,4 +1,4 @@
-// Which experts of a layer each row meets, and with which weights.
+// Which experts of a layer each row uses, and their weights.
 #pragma once
 #include "api.h"
 #include "linear.h"
@@ -6,13 +6,13 @@
 
 typedef struct {
     expert_sizes sizes;
-    matrix weight;       // of floats, whatever the model's element: one choice for all builds
-    float *choice_bias;  // [num_experts] added to scores where experts are chosen, or NULL
+    matrix weight;       // float, whatever the model's element: the same choices in all builds
+    float *choice_bias;  // [num_experts] added to scores for the choice only, or NULL
 } router;
 
 router router_new(const expert_sizes *sizes, int hidden);
 void router_free(router *router);
-// Choices and weights [num_rows, num_chosen], the best first, ties to the lower number; rounded where the form says so
+// Writes choices and weights [num_rows, num_chosen], best first, ties by the lower index; rounded if the form says so
 // and the model `rounds`.
 void route(frame *frame, const router *router, int num_rows, const float *rows, bool rounds, int32_t *choices,
            float *weights);

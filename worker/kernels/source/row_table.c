@@ -1,4 +1,4 @@
-// The table of rows that a GPU's forward reads: held against its layout, then laid out part by part.
+// The table of rows that a GPU's forward reads: checked against its layout, then filled.
 #include "row_table.h"
 
 #include <string.h>
@@ -37,9 +37,9 @@ static int sequence_fits(const table_layout *layout, const given_rows *rows) {
     return rows->first_entry >= 0 && rows->first_entry <= layout->capacity - rows->size;
 }
 
-// Whether no two sequences write an entry of the same slot. There are few of a slot: known tokens in two blocks.
+// Returns whether no two sequences write an entry of the same slot. A slot has few: known tokens in two blocks.
 static int are_apart(const table_layout *layout, const given_rows *sequences, int64_t count) {
-    int16_t newest[MOST_TABLE_SLOTS], before[MOST_TABLE_SLOTS];  // sequence of a slot, and that before it; -1: none
+    int16_t newest[MOST_TABLE_SLOTS], before[MOST_TABLE_SLOTS];  // last sequence of a slot, and the one before it; -1: none
     memset(newest, -1, (size_t)layout->num_slots * sizeof *newest);
     for (int64_t i = 0; i < count; i++) {
         const given_rows *rows = sequences + i;
@@ -52,7 +52,7 @@ static int are_apart(const table_layout *layout, const given_rows *sequences, in
     return 1;
 }
 
-// Returns the number of rows, -1 where some do not fit.
+// Returns the number of rows, or -1 if some do not fit.
 static int64_t rows_that_fit(const table_layout *layout, const given_rows *sequences, int64_t count) {
     int64_t num_rows = 0, num_groups = 0;
     if (count > layout->num_rows || layout->num_slots > MOST_TABLE_SLOTS || count > MOST_TABLE_SLOTS) return -1;
@@ -64,7 +64,7 @@ static int64_t rows_that_fit(const table_layout *layout, const given_rows *seque
     return are_apart(layout, sequences, count) ? num_rows : -1;
 }
 
-// Whether there is a page for each entry of all rows, and tails reach none beyond these pages.
+// Returns whether there is a page for each entry of all rows, and tails stay within these pages.
 static int pages_fit(
     const table_layout *layout, const given_rows *sequences, int64_t count, const int64_t *tails,
     const given_pages *pages
@@ -81,13 +81,13 @@ static int pages_fit(
     return num_pages == pages->count;
 }
 
-// What lies between an entry and its place in a pool, for entries of one page.
+// Returns the distance from an entry to its place in a pool, for entries of one page.
 static int64_t shift_of(const table_layout *layout, const int64_t *pages, int64_t first, int64_t entry) {
     int64_t number = entry / layout->page;
     return (pages[number - first] - number) * layout->page;
 }
 
-// Write entries and tails of one sequence, in the pages of a pool or where they are; returns the pages behind its own.
+// Writes entries and tails of one sequence, in a pool's pages or in place; returns the pages after its own.
 static const int64_t *put_places(
     const table_layout *layout, const given_rows *given, const int64_t *tails, const int64_t *pages, int32_t *rows,
     int32_t *places
@@ -102,7 +102,7 @@ static const int64_t *put_places(
         if (first != last) shift = shift_of(layout, pages, first, entry);
         rows[row * ROW_WORDS + ENTRY] = (int32_t)(entry + shift);
     }
-    for (int64_t i = 0; i < given->size * TAIL; i++)  // most rows have one page: a loop without a choice is fast
+    for (int64_t i = 0; i < given->size * TAIL; i++)  // most rows have one page: a loop without branches is fast
         places[i] = (int32_t)(tails[i] + (first == last ? shift : shift_of(layout, pages, first, tails[i])));
     return pages ? pages + last - first + 1 : NULL;
 }
@@ -119,8 +119,8 @@ static void put_all_places(
     }
 }
 
-// Write the groups of one sequence from group `first` and row `first_row` on, and its rows' places where groups are
-// full; returns the group behind them.
+// Writes the groups of one sequence from group `first` and row `first_row` on, and its rows' places in full groups;
+// returns the next group.
 static int64_t put_groups(
     const table_layout *layout, const given_rows *given, int64_t first, int64_t first_row, table_parts parts
 ) {

@@ -1,4 +1,4 @@
-// The numbers of a row table, held against what they point into.
+// Checks the numbers of a row table against what they index.
 #include "api.h"
 #include "vectors.h"
 

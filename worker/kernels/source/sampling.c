@@ -1,4 +1,4 @@
-// Draws: x_t = argmax_v(processed_logit_t[v] / T + G(key, t, v)), the tokens that worker/sampling/sampler.py draws.
+// Draws x_t = argmax_v(processed_logit_t[v] / T + G(key, t, v)), the same tokens as worker/sampling/sampler.py.
 #include "draw.h"
 
 #include "noise.h"
@@ -7,7 +7,7 @@
 #define LARGEST_NOISE 23.0f
 
 typedef struct {
-    float *score;  // [vocab], up to a multiple of BLOCK
+    float *score;  // [vocab], rounded up to a multiple of BLOCK
     filter_room filters;
 } scratch_room;
 
@@ -34,7 +34,7 @@ static float highest(const float *score, int64_t count) {
     return vec_max_lane(peak);
 }
 
-// The first candidate of a score that is the highest.
+// Returns the first candidate with the highest score.
 static int64_t first_of(const float *score, float peak) {
     int64_t i = 0;
     while (!any_from(score + i, peak, BLOCK)) i += BLOCK;
@@ -48,14 +48,14 @@ static int any_nan(const float *lanes) {
     return any;
 }
 
-// Copy a row and fill it up to whole blocks; there is no zero with a sign in it any more. Returns the first NaN, or -1.
+// Copies a row and pads it to whole blocks, without negative zeros. Returns the first NaN, or -1.
 static int64_t copy_row(const float *row, int64_t vocab, float *score) {
     vec zero = vec_set(0.0f), differences = zero;
     int64_t whole = vocab / LANES * LANES;
     for (int64_t i = 0; i < whole; i += LANES) {
         vec logits = vec_add(vec_load(row + i), zero);
         vec_store(score + i, logits);
-        differences = vec_add(differences, vec_sub(logits, logits));  // 0, or NaN behind NaN and infinities
+        differences = vec_add(differences, vec_sub(logits, logits));  // 0, or NaN after NaN and infinities
     }
     for (int64_t i = whole; i < vocab; i++) score[i] = row[i] + 0.0f;
     for (int64_t i = vocab; i % BLOCK; i++) score[i] = -INFINITY;
@@ -65,7 +65,7 @@ static int64_t copy_row(const float *row, int64_t vocab, float *score) {
     return i < vocab ? i : -1;
 }
 
-// Divide positive, multiply negative logits of the tokens in the window (Keskar et al. 2019).
+// Divides positive and multiplies negative logits of the tokens in the window (Keskar et al. 2019).
 static void penalise(float *score, int64_t vocab, const int32_t *counts, float penalty) {
     for (int64_t i = 0; i < vocab; i++) {
         float raised = score[i] * penalty, lowered = score[i] / penalty;
@@ -74,12 +74,12 @@ static void penalise(float *score, int64_t vocab, const int32_t *counts, float p
     }
 }
 
-// Leave only what a mask has.
+// Masks tokens that are not allowed.
 static void keep_allowed(float *score, int64_t vocab, const uint32_t *mask) {
     for (int64_t i = 0; i < vocab; i++) score[i] = mask[i / 32] >> (i % 32) & 1u ? score[i] : -INFINITY;
 }
 
-// Add the bias, and mask what can't come at this position.
+// Adds the bias, and masks tokens that are impossible at this position.
 static void shift(float *score, int64_t position, const adjustments *adjusted) {
     for (int64_t i = 0; i < adjusted->num_biased; i++) score[adjusted->bias_ids[i]] += adjusted->bias[i];
     for (int64_t i = 0; i < adjusted->num_banned; i++) score[adjusted->banned_ids[i]] = -INFINITY;
@@ -87,7 +87,7 @@ static void shift(float *score, int64_t position, const adjustments *adjusted) {
     for (int64_t i = 0; i < adjusted->num_masked; i++) score[adjusted->masked_ids[i]] = -INFINITY;
 }
 
-// Take off what the penalties by counts say. A count's product is exact, so that this rounds once, and then as float32.
+// Subtracts the count penalties. A count's product is exact, so rounding happens once, and then to float32.
 static void hold_back(float *score, int64_t vocab, const int32_t *counts, double frequency, double presence) {
     for (int64_t start = 0; start < vocab; start += LANES) {
         int64_t end = start + LANES < vocab ? start + LANES : vocab;
@@ -98,7 +98,7 @@ static void hold_back(float *score, int64_t vocab, const int32_t *counts, double
     }
 }
 
-// Logits over temperature; where that leaves float32, their distances from the best one, which draw the same.
+// Divides logits by the temperature; if that overflows float32, uses distances from the best one, which draw the same.
 static void temper(candidates *kept, float temperature) {
     if (temperature == 1.0f) return;
     float quotient = kept->peak / temperature;
@@ -107,7 +107,7 @@ static void temper(candidates *kept, float temperature) {
     kept->peak = (kept->peak - shift) / temperature + 0.0f;
 }
 
-// The best token so far: the higher sum of score and noise, of equals the one with the lower number.
+// The best token so far: the highest sum of score and noise, ties by the lower id.
 typedef struct {
     float value;
     int32_t id;
@@ -118,7 +118,7 @@ INLINE void contend(best_token *best, float score, int32_t id, uint32_t word) {
     if (value > best->value || (value == best->value && id < best->id)) *best = (best_token){value, id};
 }
 
-// Let tokens contend that can reach the best one; the others' noise is not computed. No `ids`: they follow `first`.
+// Compares tokens that can beat the best one; noise of others is not computed. Without `ids` they follow `first`.
 INLINE void contend_all(
     best_token *best, const float *score, const int32_t *ids, int32_t first, const uint32_t *words, int count
 ) {
@@ -133,7 +133,7 @@ INLINE void contend_all(
         if (reaches[i]) contend(best, score[i], ids ? ids[i] : first + i, words[i]);
 }
 
-// Put the candidates of a long list back in their places, the others masked.
+// Puts the candidates of a long list back in their places, with the others masked.
 static void spread(candidates *kept, int64_t vocab, float *score) {
     for (int64_t i = 0; i < round_up(vocab, BLOCK); i++) score[i] = -INFINITY;
     for (int64_t i = 0; i < kept->count; i++) score[kept->id[i]] = kept->score[i];

@@ -1,4 +1,4 @@
-// Scanned keys: scores of all codes, the best few exactly, the rest by their moments.
+// Scanned keys: scores of all codes, the best few keys exactly, the rest by their moments.
 #include "scan_best.h"
 #include "scan_clouds.h"
 

@@ -30,7 +30,7 @@ static void score_chunk(const scan_place *place, int chunk, const scan_query *qu
     int8_t offset = narrowed((mean - query->lookups.origin) / query->lookups.step);
     const uint8_t *codes = place->keys->codes + place->number * code_bytes(place->keys, head_dim);
     codes += (long)chunk * SCAN_CHUNK * num_bytes;
-    for (long first = 0; first < SCAN_CHUNK; first += 2 * CODE_BLOCK) {  // the usual heads of 64 and 128 are unrolled
+    for (long first = 0; first < SCAN_CHUNK; first += 2 * CODE_BLOCK) {  // the usual head sizes 64 and 128 are unrolled
         const uint8_t *from = codes + first * num_bytes;
         if (expects) expect((const char *)from + (long)SCAN_CHUNK * num_bytes, 2L * CODE_BLOCK * num_bytes);
         if (num_bytes == 16) score_blocks(&query->lookups, from, 16, offset, scores + first);
@@ -41,7 +41,7 @@ static void score_chunk(const scan_place *place, int chunk, const scan_query *qu
 
 // ---- the best
 
-// The lowest score that at most about `num_best` keys reach, by some of all blocks.
+// Returns the lowest score that at most about `num_best` keys reach, estimated from some of the blocks.
 static int8_t threshold(const int8_t *scores, long num_keys, int num_best) {
     int stride = num_best / SAMPLE_OF_BEST, low = -128, high = 127;
     stride = stride < 1 ? 1 : stride > MOST_STRIDE ? MOST_STRIDE : stride;
@@ -55,7 +55,7 @@ static int8_t threshold(const int8_t *scores, long num_keys, int num_best) {
     return (int8_t)low;
 }
 
-// The rows of the cache whose keys are scanned.
+// How rows of the scanned cache are stored.
 static kv_form scanned_form(const attention *attention, const scanned_keys *keys) {
     return (kv_form){(kv_code)keys->kv_code, (element)attention->sizes.element, attention->sizes.head_dim};
 }
@@ -84,14 +84,14 @@ static void find_best(const scan_place *place, const int8_t *scores, scan_query 
     query->num_best = count;
 }
 
-// What the score of a key is the sum of.
+// Returns the terms of a key's score.
 INLINE vec dots_of(const kv_code code, kv_form form, const char *key, const float *query) {
     vec sum = vec_set(0.0f);
     for (int d = 0; d < form.head_dim; d += LANES) sum = vec_fma(kv_load(code, form, key, d), vec_load(query + d), sum);
     return sum;
 }
 
-// Scores of sixteen keys, to base 2.
+// Computes scores of sixteen keys, to base 2.
 static void weigh_keys(const attention *attention, kv_form form, const float *query, const char *const *keys, float *dots,
                        float *out) {
     const char *rows[LANES];
@@ -109,7 +109,7 @@ static void weigh_keys(const attention *attention, kv_form form, const float *qu
     vec_store(out, vec_mul(sum, vec_set(attention->scale)));
 }
 
-// Adds the best keys, exactly, to what is there of the query; weights are relative to `query->maximum`.
+// Adds the best keys exactly to the query's part; weights are relative to `query->maximum`.
 static void add_best(const scan_place *place, scan_query *query, scan_space space, int number, part part) {
     const attention *attention = place->attention;
     kv_form form = scanned_form(attention, place->keys);

@@ -1,14 +1,14 @@
-// What keys that are not among the best weigh, by their moments.
+// Weights of the keys that are not among the best, by their moments.
 //
-// The rest of a cloud: where keys and values are jointly normal, the scores of a query are normal with mean m and
-// variance t^2, the weights of those below a threshold u sum to n e^(m + t^2 / 2) P with P = Phi((u - m) / t - t), and
-// the mean of their values under these weights is v + b (t^2 - t phi / P), with b what values gain with scores.
+// If keys and values are jointly normal, a query's scores are normal with mean m and variance t^2, the weights of those
+// below a threshold u sum to n e^(m + t^2 / 2) P with P = Phi((u - m) / t - t), and the mean of their values under
+// these weights is v + b (t^2 - t phi / P), where b is the slope of values by scores.
 #pragma once
 #include "elementary.h"
 #include "scan_query.h"
 
-// Logarithm of the share P of a normal distribution below x, and its density there over P (Abramowitz and Stegun
-// 26.2.17; far below the mean, where both are next to nothing, by their asymptotic series).
+// Computes the logarithm of a normal distribution's share P below x, and its density there over P (Abramowitz and
+// Stegun 26.2.17; far below the mean by their asymptotic series).
 static void normal(float x, float *log_share, float *density) {
     double size = x < 0 ? -x : x, log_density = -0.5 * size * size - 0.91893853;
     if (x < -5.0f) {
@@ -23,7 +23,7 @@ static void normal(float x, float *log_share, float *density) {
     *log_share = (float)log_of(share);
 }
 
-// A row of numbers times a matrix [count, count].
+// Multiplies a row with a matrix [count, count].
 static void times_matrix(const float *row, const float *matrix, int count, float *out) {
     for (int column = 0; column < count; column += 4 * LANES) {
         int num_blocks = count - column < 4 * LANES ? (count - column) / LANES : 4;
@@ -46,7 +46,7 @@ static cloud cloud_at(const scan_place *place, int number) {
     return (cloud){first, first + head_dim, changes, changes + head_dim * head_dim};
 }
 
-// Mean and deviation of a query's scores in each cloud; where all are flat, no key is worth reading.
+// Computes mean and deviation of a query's scores in each cloud; if all are flat, no key is read.
 static void look_at_clouds(const scan_place *place, scan_query *query, float *moments) {
     int head_dim = place->attention->sizes.head_dim;
     float scale = place->attention->sizes.scale;

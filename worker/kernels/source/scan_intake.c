@@ -1,7 +1,7 @@
-// What a chunk of keys and values leaves for drafts: means, moments that are joined with those of its cloud, and codes.
+// What drafts keep of a chunk of keys and values: means, moments merged into those of its cloud, and codes.
 //
-// A code has two bits for every dimension, its side of the mean and whether it is far from it (the levels of a normal
-// distribution's best four). Two dimensions make a nibble, four a byte; a block's keys lie side by side.
+// A code has two bits per dimension: the side of the mean, and whether it is far from it (the levels of a normal
+// distribution's best quantizer of four). Two dimensions make a nibble, four a byte; a block's keys are side by side.
 #include "elementwise.h"
 #include "gemm.h"
 #include "kv_codes.h"
@@ -9,17 +9,17 @@
 #include "scan.h"
 
 #define FAR_FROM_MEAN 1.22f                     // in mean distances
-enum { MOMENT_STRIDE = 2 };                     // of the positions whose changes are taken: every other one
+enum { MOMENT_STRIDE = 2 };                     // moments use every other position
 enum { PIECE = MOMENT_STRIDE * LANES };         // positions at once
-enum { MOST_AT_ONCE = 64 };                     // heads whose results wait side by side
+enum { MOST_AT_ONCE = 64 };                     // heads whose results are kept at once
 
 typedef struct {
     attention_sizes sizes;
     scanned_keys keys;
-    int first_head, chunk;  // among the heads of all layers
+    int first_head, chunk;  // index of the head over all layers
 } intake;
 
-// Of one head: means of its keys and values, how far keys lie from theirs, the moments of its cloud, codes.
+// Results of one head: mean key and value, spread of keys, moments of its cloud, codes.
 typedef struct {
     float *means, *spread, *moments;
     uint8_t *codes;
@@ -36,7 +36,7 @@ static head_intake intake_in(void *slot, int head_dim) {
     return (head_intake){means, spread, moments, (uint8_t *)(moments + count_moments(head_dim))};
 }
 
-// Where all of that is kept.
+// Where these are stored.
 static head_intake kept(const intake *intake, long head) {
     const scanned_keys *keys = &intake->keys;
     int head_dim = intake->sizes.head_dim, chunk = intake->chunk;
@@ -49,7 +49,7 @@ static head_intake kept(const intake *intake, long head) {
 
 // ---- one head
 
-// Keys and values [count, 2 * head_dim] of the chunk's positions from `first` on.
+// Loads keys and values [count, 2 * head_dim] of the chunk's positions from `first` on.
 static void load_pairs(const intake *intake, long head, int first, int count, float *rows) {
     const scanned_keys *keys = &intake->keys;
     int head_dim = intake->sizes.head_dim, num_heads = intake->sizes.num_kv_heads;
@@ -63,7 +63,7 @@ static void load_pairs(const intake *intake, long head, int first, int count, fl
     }
 }
 
-// The same less their means.
+// Loads the same minus their means.
 static void load_centred(const intake *intake, long head, int first, const float *means, float *rows) {
     int width = 2 * intake->sizes.head_dim;
     load_pairs(intake, head, first, PIECE, rows);
@@ -97,14 +97,14 @@ static void find_spread(const intake *intake, long head, float *rows, const floa
     scale_by(spread, head_dim, 1.0f / SCAN_CHUNK);
 }
 
-// Sixteen rows' keys turned: [head_dim, 16].
+// Transposes sixteen rows' keys: [head_dim, 16].
 static void turn_keys(const float *rows, long stride, int head_dim, float *turned) {
     const char *keys[LANES];
     for (int i = 0; i < LANES; i++) keys[i] = (const char *)(rows + i * stride);
     transpose(keys, head_dim, (uint32_t *)turned);
 }
 
-// Codes of sixteen keys, side by side in their block: levels 0 to 3, from far below the mean to far above it.
+// Codes sixteen keys, side by side in their block: levels 0 to 3, from far below to far above the mean.
 static void code_keys(const float *turned, const float *spread, int head_dim, uint8_t *codes) {
     for (int d = 0; d < head_dim; d += 4) {
         int32_t bits[LANES] = {0};
@@ -120,7 +120,7 @@ static void code_keys(const float *turned, const float *spread, int head_dim, ui
     }
 }
 
-// Adds what keys and values change with keys, [head_dim, head_dim] each.
+// Adds covariances of keys and values with keys, [head_dim, head_dim] each.
 static void add_changes(const float *rows, const float *turned, int head_dim, float *changes) {
     for (int part = 0; part < 2; part++) {
         operand right = {rows + part * head_dim, LANES, MOMENT_STRIDE * 2 * head_dim, ROWS_F32, NULL, 0};
@@ -128,7 +128,7 @@ static void add_changes(const float *rows, const float *turned, int head_dim, fl
     }
 }
 
-// Joins a chunk's changes, and those between the means, with those of the chunks before it in its cloud.
+// Merges a chunk's covariances, and those of the means, with its cloud's earlier ones.
 static void join_cloud(const float *means, const float *before, float share, int head_dim, float *moments) {
     float away[512], *changes = moments + 2 * head_dim;
     for (int d = 0; d < 2 * head_dim; d++) {

@@ -1,4 +1,4 @@
-// How far up each of a chunk's keys stands for a query: sums of looked-up numbers, one for each nibble of its code.
+// Scores of a chunk's keys for a query: sums of looked-up numbers, one per nibble of the code.
 #pragma once
 #include "scan.h"
 
@@ -6,15 +6,15 @@ enum { MOST_NIBBLES = 128 };
 
 #define NEAR_LEVEL 0.566f  // of the four levels, in mean distances
 #define FAR_LEVEL 1.89f
-#define STEPS_OF_SPREAD 20.0f  // a score's steps in one standard deviation of scores
+#define STEPS_OF_SPREAD 20.0f  // steps of a score per standard deviation of scores
 
-// What a query makes of codes: a score is (query * key - origin) / step.
+// A query's table for codes: a score is (query * key - origin) / step.
 typedef struct {
     int8_t tables[MOST_NIBBLES][16];
     float origin, step;
 } lookup;
 
-// To the nearest; no number at all is as little as can be.
+// Rounds to the nearest; NaN becomes the lowest.
 INLINE int8_t narrowed(float x) {
     return (int8_t)(x > 127.0f ? 127.0f : x >= -127.0f ? x + (x < 0 ? -0.5f : 0.5f) : -127.0f);
 }
@@ -33,7 +33,7 @@ static void begin_lookup(const float *query, const float *spread, int head_dim, 
     }
 }
 
-// Scores of two blocks' keys from their codes, [head_dim / 4, 64] each; all begin at `offset`.
+// Computes scores of two blocks' keys from their codes, [head_dim / 4, 64] each; all start at `offset`.
 INLINE void score_blocks(const lookup *lookup, const uint8_t *codes, const int num_bytes, int8_t offset, int8_t *scores) {
     const uint8_t *others = codes + num_bytes * CODE_BLOCK;
 #if defined(__AVX512BW__)
@@ -78,7 +78,7 @@ INLINE void score_blocks(const lookup *lookup, const uint8_t *codes, const int n
 #endif
 }
 
-// Which of a block's scores are `least` or more, one bit for each.
+// Returns one bit per score of a block that is at least `least`.
 INLINE uint64_t at_least(const int8_t *scores, int8_t least) {
 #if defined(__AVX512BW__)
     return _mm512_cmpge_epi8_mask(_mm512_loadu_si512(scores), _mm512_set1_epi8(least));

@@ -1,4 +1,4 @@
-// One query on its way through the scanned keys of a head, and where its numbers lie meanwhile.
+// State of one query while it scans the keys of a head.
 #pragma once
 #include "elementwise.h"
 #include "scan.h"
@@ -7,7 +7,7 @@
 typedef struct {
     lookup lookups;
     float query[256], maximum;
-    float limit;  // of the scores that are not read exactly
+    float limit;  // scores below it are not read exactly
     bool is_flat;
     int num_best;
 } scan_query;
@@ -17,7 +17,7 @@ typedef struct {
     int8_t *scores;       // [num_queries, most coded keys]
     const char **keys;    // [2 most best], with `values` of one query at a time
     const char **values;
-    float *weights;  // [2 most best]
+    float *weights;  // [2 * num_best]
     float *dots;     // [LANES, LANES]
     float *moments;  // [num_queries, most clouds, 2]: mean and deviation of scores
     long most_keys, most_clouds;
@@ -27,7 +27,7 @@ typedef struct {
     const attention *attention;
     const scanned_keys *keys;
     const head_rows *pair;
-    long number;  // of the head among those of all layers
+    long number;  // index of the head over all layers
     int layer;
 } scan_place;
 

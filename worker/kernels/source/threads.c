@@ -1,4 +1,4 @@
-// Helpers that claim units of work, and callers that never wait for one that does not run.
+// Helpers claim units of work, and callers never wait for a helper that does not run.
 #include "threads.h"
 
 #include <pthread.h>
@@ -13,9 +13,9 @@
 #include "gemm.h"
 
 #define MOST_JOB_BYTES 256
-#define SPINS_IN_FRAME 4000     // looks for the next stage before the core is offered to others
-#define SPINS_OUTSIDE 100000     // looks for the next call before going to sleep
-#define LEAST_PATIENCE 10e-6    // seconds that a helper may be awaited beside the time of two units of one's own
+#define SPINS_IN_FRAME 4000     // polls for the next stage before yielding the core
+#define SPINS_OUTSIDE 100000     // polls for the next call before sleeping
+#define LEAST_PATIENCE 10e-6    // seconds that a helper may take beyond the time of two of the caller's units
 #define FIRST_CHUNK (1u << 20)  // bytes
 
 #if defined(__x86_64__)
@@ -26,12 +26,12 @@
 
 typedef struct chunk {
     struct chunk *next;
-    size_t size, used;  // bytes behind the header
+    size_t size, used;  // bytes after the header
 } chunk;
 
-// Never changes once it is open but for what is claimed and finished, so that a late helper finds nothing that misleads it.
+// Once open, only claims and finishes change, so a late helper reads nothing invalid.
 typedef struct stage {
-    struct stage *next;  // stages are kept for later calls
+    struct stage *next;  // stages are reused by later calls
     unit_function run;
     int num_units;
     size_t scratch_bytes, slot_bytes;
@@ -46,7 +46,7 @@ struct frame {
     frame *next;
     team *team;
     chunk *chunks;
-    stage *stages, *last_stage;  // all, and the last one that this call used
+    stage *stages, *last_stage;  // all, and the call's last one
     char *helper_slots;
     size_t bytes_per_helper;
     _Atomic(stage *) open_stage;
@@ -125,7 +125,7 @@ void keep_slots(frame *frame) {
     frame->bytes_per_helper = 0;
 }
 
-// What a call needed in several chunks, the next one finds in one.
+// A call that needed several chunks leaves a single one of their size to the next.
 static void frame_clear(frame *frame) {
     size_t total = 0;
     bool is_whole = frame->chunks && !frame->chunks->next;
@@ -157,8 +157,7 @@ static void frame_free(frame *frame) {
 
 // ---- units
 
-// Where a thread looks for units: from its own share of a stage on, so that it reads one stretch of weights, then those of
-// others.
+// Where a thread looks for units: first in its own share of a stage, to read one stretch of weights, then in others'.
 typedef struct {
     stage *stage;
     int next, num_left;
@@ -168,7 +167,7 @@ static unit_search search_from(stage *stage, int thread, int num_threads) {
     return (unit_search){stage, (int)((long)thread * stage->num_units / num_threads), stage->num_units};
 }
 
-// A unit that is now this thread's own; -1 where all are somebody's.
+// Claims a unit for this thread; -1 if all are claimed.
 static int claim_unit(unit_search *search) {
     for (; search->num_left > 0; search->num_left--) {
         int unit = search->next;
@@ -251,7 +250,7 @@ static void wake_all(team *team) {
     pthread_mutex_unlock(&team->lock);
 }
 
-// A child of a fork has no threads but its own, and no use for what the others were in.
+// Resets the team in the child of a fork, which has only the calling thread.
 static void settle(team *team) {
     if (team->owner == getpid()) return;
     team->owner = getpid();
@@ -370,7 +369,7 @@ static void run_alone(const stage_plan *plan, void *scratch, void **results) {
         plan->run(plan->job, unit, results[unit] = own_slot(plan, unit), scratch);
 }
 
-// Which helper brings the unit before the deadline; -1 for none.
+// Returns the helper that finishes the unit before the deadline, or -1.
 static int awaited(stage *stage, int unit, double deadline) {
     do {
         int finished_by = atomic_load(&stage->finished_by[unit]);

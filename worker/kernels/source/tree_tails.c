@@ -1,9 +1,9 @@
-// The tails of rows of draft trees: what a row sees from its sequence's boundary on.
+// The tails of rows of draft trees: what a row sees after its sequence's boundary.
 #include <string.h>
 
 #include "row_table.h"
 
-// The root of a tree sees the committed entries behind the boundary, and itself.
+// The root of a tree sees the committed entries after the boundary, and itself.
 static void root_tail(int64_t start, int64_t length, int64_t *tail) {
     for (int64_t place = 0; place < TAIL; place++) tail[place] = start + (place < length ? place : 0);
 }

@@ -1,4 +1,4 @@
-// Codes of 8 or 4 bits as numbers in registers, two vectors of sixteen at a time.
+// Converts codes of 8 or 4 bits to numbers in registers, two vectors of sixteen at a time.
 #pragma once
 #include "api.h"
 #include "vectors.h"
@@ -11,11 +11,11 @@ typedef struct {
 INLINE int code_bits(int code) { return code == CODE_TABLE ? 4 : 8; }
 
 #if defined(__AVX512F__)
-#define E4M3_UNIT 256.0f  // numbers of `unpack` times this are the codes'
+#define E4M3_UNIT 256.0f  // factor from `unpack` to the codes' numbers
 
 INLINE __m128i sixteen_bytes(const uint8_t *from) { return _mm_loadu_si128((const void *)from); }
 
-// An e4m3 is a half with a shorter fraction, 2^8 smaller for its exponent's offset.
+// An e4m3 is a half with a shorter fraction, 2^8 smaller through its exponent's offset.
 INLINE vec e4m3_numbers(const uint8_t *from) {
     __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(sixteen_bytes(from)), 7);
     return _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbfff)));
@@ -69,7 +69,7 @@ INLINE __m256 half_lookup(codebook book, __m256i a) {
 // by the lowest four bits
 INLINE vec words_lookup(words a, codebook book) { return (vec){half_lookup(book, a.low), half_lookup(book, a.high)}; }
 
-// Exponent and fraction of a half in their places of a float, whose exponents begin 112 lower.
+// Moves exponent and fraction of a half into place in a float, whose exponents begin 112 lower.
 INLINE __m256 half_of_halves(const void *from) {
     __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(from));
     __m256i magnitude = _mm256_slli_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x7fff)), 13);
@@ -108,7 +108,7 @@ INLINE vec words_lookup(words a, codebook book) {
     return vec_load(numbers);
 }
 
-// Exponent and fraction of a half in their places of a float, whose exponents begin 112 lower.
+// Moves exponent and fraction of a half into place in a float, whose exponents begin 112 lower.
 INLINE vec vec_load_half(const void *from) {
     uint32_t magnitude[LANES], sign[LANES];
     for (int i = 0; i < LANES; i++) {
@@ -123,11 +123,11 @@ INLINE vec vec_load_half(const void *from) {
 }
 #endif
 
-// How many codes of a lane lie side by side, and the bytes of as many in all lanes.
+// Number of a lane's codes that are side by side, and the bytes of as many in all lanes.
 INLINE int span_of(int code) { return code_bits(code) == 4 ? 8 : 2; }
 INLINE int span_bytes(int code) { return code_bits(code) == 4 ? 4 * LANES : 2 * LANES; }
 
-// Two vectors of numbers, those at 2 * step and behind it, of the span that begins at `from`.
+// Unpacks two vectors, at 2 * step and 2 * step + 1, of the span that begins at `from`.
 INLINE void unpack(const int code, codebook book, const uint8_t *from, const int step, vec out[2]) {
     if (code == CODE_TABLE) {
         words both = words_load(from);

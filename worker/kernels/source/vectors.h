@@ -1,7 +1,7 @@
-// Sixteen floats, whatever the registers' width: the only file that knows instruction sets.
+// Sixteen floats for any register width: the only file that knows instruction sets.
 //
-// Every operation gives the same bits in every build: multiplications and additions are fused where `fma` says so and
-// nowhere else, sums over lanes halve the sixteen lanes, and nothing comes from libm but `fmaf`, which rounds exactly.
+// Every operation gives the same bits in every build: products and sums are fused only by `fma`, sums over lanes halve
+// the sixteen lanes, and of libm only `fmaf` is used, which rounds exactly.
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
@@ -9,7 +9,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
-#define LOAD_AGAIN() __asm__ volatile("" ::: "memory")  // what was loaded before is not kept for later uses
+#define LOAD_AGAIN() __asm__ volatile("" ::: "memory")  // forces values to be loaded again
 
 INLINE long round_up(long count, long multiple) { return (count + multiple - 1) / multiple * multiple; }
 
@@ -52,7 +52,7 @@ INLINE vec vec_load_even(const bf16 *p) { return _mm512_castsi512_ps(_mm512_slli
 INLINE vec vec_load_odd(const bf16 *p) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000)));
 }
-// to nearest even, in the upper half of each lane
+// rounds to nearest even, in the upper half of each lane
 INLINE __m512i vec_bf16_bits(vec a) {
     __m512i bits = _mm512_castps_si512(a);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -60,7 +60,7 @@ INLINE __m512i vec_bf16_bits(vec a) {
 }
 INLINE void vec_store_bf16(bf16 *p, vec a) {
 #if defined(__AVX512BF16__)
-    _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(a));  // takes subnormal numbers for zero, as products do
+    _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(a));  // treats subnormal numbers as zero, as products do
 #else
     _mm256_storeu_si256((void *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(vec_bf16_bits(a), 16)));
 #endif
@@ -202,19 +202,19 @@ INLINE vec horner(vec x, const float *coefficients, int count) {
     return sum;
 }
 
-#define ROUNDER 12582912.0f  // 1.5 * 2^23: what is added to it is rounded to a whole number, in its low bits
+#define ROUNDER 12582912.0f  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
 
-// 2^x for x from -126 up to a little above 0; what lies below counts as -126
+// 2^x for x from -126 to slightly above 0; lower x count as -126
 INLINE vec vec_exp2(vec x) {
     static const float SERIES[] = {0.0013218672247603536f, 0.009671698324382305f, 0.05550893023610115f,
                                    0.24022237956523895f, 0.6931468844413757f, 1.0f};
-    x = vec_max(vec_set(-126.0f), x);  // NaN stays: a maximum is the second number where there is one
+    x = vec_max(vec_set(-126.0f), x);  // keeps NaN: vec_max returns its second operand then
     vec whole = vec_add(x, vec_set(ROUNDER));
     vec rest = vec_sub(x, vec_sub(whole, vec_set(ROUNDER)));
     return vec_scale(horner(rest, SERIES, 6), whole);
 }
 
-// e^x for x from -87 up to 0; what lies below counts as -87
+// e^x for x from -87 to 0; lower x count as -87
 INLINE vec vec_exp(vec x) {
     static const float SERIES[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                                    4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};

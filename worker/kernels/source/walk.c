@@ -1,5 +1,4 @@
-// The walk along the draws through a draft tree (worker/sampling/verification.py),
-// and the tokens that are penalised on the way.
+// Walks a draft tree along the draws (worker/sampling/verification.py), and counts penalised tokens on the way.
 #include "draw.h"
 
 static void change_count(const penalty_window *penalties, int64_t token_id, int change) {
@@ -15,7 +14,7 @@ void sampling_follow(penalty_window *penalties, const int64_t *token_ids, int64_
     penalties->num_counted = length;
 }
 
-// Take in the token drawn as number `i` behind the committed ones (change 1), or forget it again (-1).
+// Counts the i-th drawn token (change 1), or removes it again (-1).
 static void count_drawn(const tree_walk *walk, int64_t i, int change) {
     const penalty_window *penalties = walk->penalties;
     if (walk->adjusted && walk->adjusted->output.counts) change_count(&walk->adjusted->output, walk->drawn[i], change);
@@ -26,7 +25,7 @@ static void count_drawn(const tree_walk *walk, int64_t i, int change) {
     else if (leaving >= 0) change_count(penalties, walk->token_ids[leaving], -change);
 }
 
-// Whether the last tokens of a sequence and of what was drawn behind it are these, and none of them the prompt's.
+// Returns whether a sequence and its drawn tokens end with these, none of them in the prompt.
 static bool ends_with(const tree_walk *walk, const int64_t *token_ids, int64_t count) {
     int64_t first = walk->length + walk->num_drawn - count;
     if (first < walk->adjusted->num_prompt) return false;
@@ -38,7 +37,7 @@ static bool ends_with(const tree_walk *walk, const int64_t *token_ids, int64_t c
     return true;
 }
 
-// Find the tokens that would end a bad word behind what was drawn.
+// Finds the tokens that would end a bad word now.
 static void ban(const tree_walk *walk) {
     adjustments *adjusted = walk->adjusted;
     adjusted->num_banned = 0;
@@ -49,7 +48,7 @@ static void ban(const tree_walk *walk) {
     }
 }
 
-// The child of a node, or of the root (-1), that carries a token; -1 where none does.
+// Returns the child of a node, or of the root (-1), with a token, or -1.
 static int64_t child_of(const tree_walk *walk, int64_t parent, int64_t token_id) {
     for (int64_t node = walk->num_nodes - 1; node > parent; node--)
         if (walk->parents[node] == parent && walk->node_ids[node] == token_id) return node;
@@ -65,7 +64,7 @@ static void forget_drawn(const tree_walk *walk) {
     for (int64_t i = walk->num_drawn - 1; i >= 0; i--) count_drawn(walk, i, -1);
 }
 
-// What may come behind a row; NULL for anything.
+// Returns the mask of tokens allowed after a row; NULL: all.
 static const uint32_t *mask_of_row(const tree_walk *walk, int64_t row, int64_t vocab) {
     return walk->masks ? walk->masks + row * ((vocab + 31) / 32) : NULL;
 }

@@ -1,4 +1,4 @@
-// Regions that weights share: one is given back when none of its weights is left.
+// Regions shared by weights, each freed with the last of its weights.
 #include "weights_memory.h"
 
 #include <pthread.h>
@@ -23,19 +23,19 @@ typedef struct {
 } region;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static region *open_region;  // that the next weights go to, or NULL
+static region *open_region;  // where the next weights go, or NULL
 
 static region *region_new(size_t least) {
     size_t size = (size_t)round_up((long)(least > REGION_BYTES ? least : REGION_BYTES), LARGE_PAGE);
     region *fresh = allocate_aligned(LARGE_PAGE, size);
 #if defined(MADV_HUGEPAGE)
-    madvise(fresh, size, MADV_HUGEPAGE);  // where the system has none, all is as it would have been
+    madvise(fresh, size, MADV_HUGEPAGE);  // optional: fails on systems without huge pages
 #endif
     *fresh = (region){.size = size, .used = HEADER_BYTES};
     return fresh;
 }
 
-// Room for a header and so many bytes behind it.
+// Returns room for a header and `bytes` after it.
 static char *take_from_region(size_t bytes) {
     if (!open_region || open_region->size - open_region->used < HEADER_BYTES + bytes) {
         region *fresh = region_new(2 * HEADER_BYTES + bytes);
@@ -51,7 +51,7 @@ static char *take_from_region(size_t bytes) {
 
 void *weights_take(size_t bytes) {
     bytes = (size_t)round_up((long)bytes, HEADER_BYTES);
-    if (HAS_SANITIZER) return allocate_clear(bytes);  // which sees no reads beyond a part of a region
+    if (HAS_SANITIZER) return allocate_clear(bytes);  // the sanitizer sees no out-of-bounds reads within a region
     pthread_mutex_lock(&lock);
     char *memory = take_from_region(bytes);
     pthread_mutex_unlock(&lock);

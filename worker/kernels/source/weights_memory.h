@@ -1,7 +1,7 @@
-// Memory of weights: side by side in regions of large pages, which cost a step's reads fewer look-ups of addresses.
+// Memory of weights, side by side in regions of huge pages, which save address look-ups.
 #pragma once
 #include <stddef.h>
 
-// 64-aligned zeros; ends the process where there is no memory.
+// Returns 64-aligned zeros; ends the process if memory is exhausted.
 void *weights_take(size_t bytes);
-void weights_give_back(void *memory);  // or NULL
+void weights_give_back(void *memory);  // accepts NULL

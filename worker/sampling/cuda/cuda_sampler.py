@@ -1,4 +1,4 @@
-"""Draws on a GPU: all rows of a step in one graph, the tokens in one copy, the walks down the trees on the host."""
+"""Sampling on a GPU: one graph and one copy for a step's rows, walks on the host."""
 
 from __future__ import annotations
 
@@ -34,22 +34,19 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Candidates, Walk
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-NO_SLOT = 0  # of sequences without penalties and bias, of which nobody reads anything
+NO_SLOT = 0  # sequences without penalties or bias share it, and nothing reads it
 
 
 class TokenCounts:
-    """The place of a sequence's penalty window among the counts on the device."""
+    """Slot of a sequence's token counts on the device."""
 
     def __init__(self, sequence: Sequence, slot: int) -> None:
         self.sequence = sequence
         self.slot = slot
-        self.num_counted: int | None = None  # tokens that the device knows; None: the place holds another one's
+        self.num_counted: int | None = None  # tokens counted on the device; None: the slot has another sequence's
 
     def news(self, slots: SlotBuffers) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens that came into and left the window since the device's buffers heard of it.
-
-        Where these are too many, the place is written anew.
-        """
+        """Return tokens that entered and left the window since the last call."""
         sequence, window = self.sequence, self.sequence.sampling.penalty_window
         num_new = None if self.num_counted is None else len(sequence) - self.num_counted
         self.num_counted = len(sequence)
@@ -64,7 +61,7 @@ class TokenCounts:
 
 
 class CudaSampler:
-    """Draws one sequence's tokens, or those of its forks, by the drawing that made it."""
+    """Samples the tokens of one sequence, or of its forks."""
 
     def __init__(self, drawing: CudaBatchSampler, sequence: Sequence, counts: TokenCounts) -> None:
         self.sequence = sequence
@@ -92,14 +89,13 @@ class CudaSampler:
         return torch.from_numpy(seen).to(self._batch_sampler.device)
 
     def rows(self, tree: DraftTree, masks: np.ndarray | None) -> Iterator[SamplingRow]:
-        """The rows of a tree below the sequence's end."""
         committed = self.counts.sequence
         drafted = self.sequence.token_ids[len(committed) :].tolist()
         return rows_of(committed, self.counts.slot, drafted, tree, masks)
 
 
 class CudaBatchSampler:
-    """A `BatchSampler` in Triton's kernels."""
+    """`BatchSampler` in Triton kernels."""
 
     def __init__(
         self, vocab_size: int, device: torch.device, capture: Capture = capture, num_rows: int = NUM_ROWS
@@ -111,17 +107,17 @@ class CudaBatchSampler:
         self._free = list(range(self._most_slots, NO_SLOT, -1))
         self._graphs = SamplingGraphs(vocab_size, self._layout, device, capture)
         self._table = Upload(self._graphs.table)
-        self._counts = weakref.WeakValueDictionary[int, TokenCounts]()  # by sequences, which counts keep alive
+        # counts keep their sequences, and so the ids, alive
+        self._counts = weakref.WeakValueDictionary[int, TokenCounts]()
 
     @property
     def out(self) -> torch.Tensor:
-        """The results of a table of rows on the device, as `SamplingGraphs` has them."""
         return self._graphs.out
 
     def sampler(self, sequence: Sequence) -> CudaSampler:
-        """Make a sampler; engine and drafter share the counts. Raises RuntimeError for more than a worker takes.
+        """Return a sampler; engine and drafter share the counts.
 
-        Raises ValueError for a bias of a token that the model does not have.
+        Raises RuntimeError if all slots are taken, ValueError for a bias of a token outside the vocabulary.
         """
         if not needs_slot(sequence.sampling):
             return CudaSampler(self, sequence, TokenCounts(sequence, NO_SLOT))
@@ -172,7 +168,7 @@ class CudaBatchSampler:
         mode: LogprobsMode,
         mask: np.ndarray | None = None,
     ) -> TokenLogprobs:
-        """Compute them in torch on the device, row by row: simple, and only for sequences that ask for them."""
+        """Compute in torch, row by row, since few sequences request them."""
         sequence = sampler.sequence
         behind = TokenSampler(sequence, self._vocab_size, self.device)
         return logprobs_by(behind, sequence, logits, walked, mode, mask)
@@ -180,7 +176,7 @@ class CudaBatchSampler:
     def _drawn(
         self, rows: list[SamplingRow], logits: torch.Tensor, news: dict[int, tuple[np.ndarray, np.ndarray]]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens `[num_rows]`, candidates and their log-probabilities `[num_rows, TOP_K]`, a table at a time."""
+        """Return tokens `[num_rows]`, candidates and their log-probabilities `[num_rows, TOP_K]`."""
         found: list[SampledRows] = []
         num_rows = self._layout.num_rows
         for start in range(0, len(rows), num_rows):
@@ -189,7 +185,7 @@ class CudaBatchSampler:
             self._layout.fill(self._table.buffer(), part, news)
             self._table.send()
             mask_rows(self._graphs.slots, part)
-            all_params = {id(row.sequence): row.sequence.sampling for row in part}  # rows of a tree have the same
+            all_params = {id(row.sequence): row.sequence.sampling for row in part}  # rows of a tree share them
             found.append(self._graphs.replay(any(map(needs_filters, all_params.values()))))
             news = {}
         tokens, ids, logprobs = zip(*((each.tokens, each.top_ids, each.top_logprobs) for each in found), strict=True)
@@ -198,17 +194,13 @@ class CudaBatchSampler:
 
 
 def _joined(parts: Many[np.ndarray]) -> np.ndarray:
-    """Join rows of several tables; rows of a single one, the usual case, are not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _walk(tree: DraftTree, tokens: list[int], root: int, candidates: Candidates | None) -> Walk:
-    """Follow the children that carry the drawn tokens, up to a row that none was drawn from; `tokens[root]` the root's.
-
-    Nodes stand behind their parents and siblings have different tokens: one look at each node finds the way.
-    """
+    """Walk along the drawn tokens, up to a row from which none was drawn."""
     token, draft_ids = tokens[root], tree.token_ids
-    if token >= 0 and token not in draft_ids:  # as most often
+    if token >= 0 and token not in draft_ids:  # the usual case
         return Walk([], [token], None, candidates)
     parent, path, drawn = ROOT, list[int](), list[int]()
     if token >= 0:

@@ -1,7 +1,7 @@
-"""Triton kernels of top-k, top-p, min-p and eta: each cuts a row's tokens in the order (score, token), without a sort.
+"""Triton kernels of top-k, top-p, min-p and eta, which cut a row's tokens in the order (score, token) without a sort.
 
-A search sums up the tokens by a byte of their rank, opens the value of the byte that holds the cut, and goes on with
-the next byte. All sums are of whole numbers, so that no order of summation changes a bit.
+A search sums tokens by a byte of their rank, picks the byte of the cut, and continues with the next. Integer sums have
+the same bits in any order.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ REST = tl.constexpr(column_of("rest"))
 LOG_MIN_P = tl.constexpr(column_of("log_min_p"))
 ETA_COLUMN = tl.constexpr(column_of("eta"))
 ROOT_ETA = tl.constexpr(column_of("root_eta"))
-WEIGHT_UNITS = tl.constexpr(2.0**44)  # of a weight e^(score - best): as many as MAX_VOCAB of them stay below 2^63
-MASS_UNITS = tl.constexpr(2.0**60)  # of a probability: 1 and its rounding stay below 2^63
-TOP_K, TOP_P, ETA = (tl.constexpr(number) for number in range(3))  # the filters that need more than the best score
-TOKEN_BYTES = tl.constexpr(3)  # of a rank, behind the four of the score
+WEIGHT_UNITS = tl.constexpr(2.0**44)  # sums of MAX_VOCAB weights e^(score - best) stay below 2^63
+MASS_UNITS = tl.constexpr(2.0**60)  # a probability of 1 plus its rounding error stays below 2^63
+TOP_K, TOP_P, ETA = (tl.constexpr(number) for number in range(3))  # these filters need more than the best score
+TOKEN_BYTES = tl.constexpr(3)  # they follow the four bytes of the score
 RANK_BYTES = tl.constexpr(7)
-NO_RANK = tl.constexpr(1 << 56)  # above all of them
-BELOW = tl.constexpr(RANK_BYTES * 256)  # behind the sums by bytes: the sum of what is too unlikely to be looked at
+NO_RANK = tl.constexpr(1 << 56)  # above all ranks
+BELOW = tl.constexpr(RANK_BYTES * 256)  # the sum of tokens that are too unlikely to count is here
 TOTAL, SPREAD, LOWEST = (tl.constexpr(RANK_BYTES * 256 + number) for number in (1, 2, 3))
-NUM_SUMS = tl.constexpr(RANK_BYTES * 256 + 4)  # of a row and a filter
+NUM_SUMS = tl.constexpr(RANK_BYTES * 256 + 4)
 SEARCH_BLOCK, NUM_WARPS = 4096, 16
 
 
 @triton.jit
 def rank_in_row(scores, tokens):
-    """An int64 of 7 bytes that orders tokens by their score, and those of one score by their number."""
+    """Return an int64 of 7 bytes that orders tokens by score, then by number."""
     return ((order_of(scores).to(tl.int64) + 0x80000000) << (TOKEN_BYTES * 8)) | tokens
 
 
 @triton.jit
 def temper_blocks(rows_ptr, scores_ptr, peaks_ptr, tempered_ptr, vocab, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Scores behind the temperature, `[num_rows, vocab]`, of rows that something can be drawn from with noise."""
+    """Store tempered scores `[num_rows, vocab]` of rows that are drawn with noise."""
     row, block = tl.program_id(0), tl.program_id(1)
     num_blocks = tl.num_programs(1)
     peak = row_peak(peaks_ptr + (tl.num_programs(0) + row) * num_blocks, num_blocks, WIDTH)
@@ -52,7 +52,7 @@ def temper_blocks(rows_ptr, scores_ptr, peaks_ptr, tempered_ptr, vocab, BLOCK: t
 
 @triton.jit
 def asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, FILTER: tl.constexpr, WIDTH: tl.constexpr):
-    """Return whether a row asks for a filter, and its best score behind the temperature."""
+    """Return whether a row uses a filter, and its best tempered score."""
     peak = row_peak(peaks_ptr + (tl.num_programs(0) + row) * num_blocks, num_blocks, WIDTH)
     temperature = real(rows_ptr, row, TEMPERATURE)
     is_asked = (whole(rows_ptr, row, SLOT) >= 0) & (tl.abs(peak) < float("inf")) & (temperature > 0.0)
@@ -70,26 +70,25 @@ def asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, FILTER: tl.constexpr, WID
 def left_in_block(
     rows_ptr, tempered_ptr, cuts_ptr, row, vocab, best, FILTER: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Scores and ranks of a block's tokens, and which of these the filters in front of this one have left."""
+    """Return scores and ranks of a block's tokens, and which of these the earlier filters keep."""
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(tempered_ptr + row.to(tl.int64) * vocab + tokens, mask=tokens < vocab, other=float("-inf"))
     ranks = rank_in_row(scores, tokens)
     is_left = (tokens < vocab) & (ranks >= tl.load(cuts_ptr + row))
-    if FILTER == ETA:  # min-p is in front of it
+    if FILTER == ETA:  # min-p comes before eta
         is_left = is_left & (scores >= best + real(rows_ptr, row, LOG_MIN_P))
     return scores, ranks, is_left
 
 
 @triton.jit
 def weights(scores, is_left, best):
-    """e^(score - best) of what is left, 0 of all else; and the distances best - score."""
+    """Return e^(score - best) of kept tokens, 0 of others, and the distances best - score."""
     distances = best - tl.where(is_left, scores, float("-inf"))
     return tl.exp(-distances), distances
 
 
 @triton.jit
 def in_units(sums_ptr, place):
-    """A sum of weights, float64."""
     return tl.load(sums_ptr + place).to(tl.float64) / WEIGHT_UNITS
 
 
@@ -98,7 +97,7 @@ def sum_weights(
     rows_ptr, peaks_ptr, tempered_ptr, cuts_ptr, sums_ptr, vocab, num_blocks,
     FILTER: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Add up the weights of what is left, the denominator; and weight times distance, their entropy's part."""
+    """Sum the weights of kept tokens, and weight times distance for their entropy."""
     row = tl.program_id(0)
     is_asked, best = asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, FILTER, WIDTH)
     if is_asked:
@@ -113,9 +112,9 @@ def sum_weights(
 
 @triton.jit
 def cut_bytes(rows_ptr, row, sums_ptr, vocab, FILTER: tl.constexpr, NUM_BYTES: tl.constexpr):
-    """The first bytes of the rank that a filter cuts at: the first one at which the sum so far exceeds a limit.
+    """Return the first bytes of the rank at which a filter cuts, where the cumulative sum first exceeds a limit.
 
-    Top-k sums up tokens, and its limit is the number of those that go. Top-p sums up their mass. The best token stays.
+    Top-k counts the removed tokens, top-p sums their mass.
     """
     found, below = tl.zeros([], tl.int64), tl.load(sums_ptr + BELOW)
     values = tl.arange(0, 256)
@@ -137,7 +136,7 @@ def sum_bytes(
     rows_ptr, peaks_ptr, tempered_ptr, cuts_ptr, sums_ptr, vocab, num_blocks,
     FILTER: tl.constexpr, NUMBER: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Sum up by a byte of their rank the tokens that have the bytes found so far in front of it."""
+    """Sum tokens whose rank begins with the bytes found so far, by the next byte."""
     row = tl.program_id(0)
     is_asked, best = asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, FILTER, WIDTH)
     if is_asked:
@@ -154,7 +153,7 @@ def sum_bytes(
             total, rest = in_units(sums_ptr + row * NUM_SUMS, TOTAL), real(rows_ptr, row, REST)
             weight, _ = weights(scores, is_left, best)
             mass = (tl.math.div_rn(weight, total.to(tl.float32)).to(tl.float64) * MASS_UNITS).to(tl.int64)
-            # Tokens below this have half of `rest` at the most, all together: they need not be told apart.
+            # All tokens below this together have at most half of `rest`, so none of them is the cut.
             floor = best + tl.log(rest * total.to(tl.float32) / (2.0 * vocab))
             if NUMBER == 0:
                 unlikely = tl.sum(tl.where(scores < floor, mass, 0), 0)
@@ -166,9 +165,10 @@ def sum_bytes(
 def find_lowest(
     rows_ptr, peaks_ptr, tempered_ptr, cuts_ptr, sums_ptr, vocab, num_blocks, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Find the lowest rank that eta keeps: of a probability of at least min(eta, sqrt(eta) e^-entropy).
+    """Find the lowest rank that eta keeps: probabilities of at least min(eta, sqrt(eta) e^-entropy) (Hewitt et al.
+    2022).
 
-    (Hewitt et al. 2022.) The best token stays. It is stored as its distance from `NO_RANK`, of which 0 says nothing.
+    It is stored as its distance from `NO_RANK`; 0 means none.
     """
     row = tl.program_id(0)
     is_asked, best = asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, ETA, WIDTH)
@@ -190,7 +190,7 @@ def settle_cuts(
     rows_ptr, peaks_ptr, cuts_ptr, sums_ptr, vocab, num_blocks,
     FILTER: tl.constexpr, NUM_BYTES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the rank from which on each row is kept, `[num_rows] int64`; rows that ask for no filter keep theirs."""
+    """Store each row's lowest kept rank, `[num_rows] int64`; rows without the filter keep theirs."""
     row = tl.program_id(0)
     is_asked, _ = asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, FILTER, WIDTH)
     if is_asked:
@@ -204,27 +204,27 @@ def settle_cuts(
 
 
 class RowCuts:
-    """Finds where the filters cut each row, with the same launches whatever the rows are."""
+    """Finds each row's cut by the filters, with the same launches for all rows."""
 
     def __init__(self, rows: torch.Tensor, scores: torch.Tensor, peaks: torch.Tensor) -> None:
-        """`rows` of sampling_rows.py, `scores [num_rows, vocab]` in front of the temperature, `peaks` of blocks."""
+        """`scores [num_rows, vocab]` are those before the temperature."""
         self._rows, self._scores, self._peaks = rows, scores, peaks
         num_rows, vocab_size = scores.shape
         self._tempered = torch.zeros_like(scores)
-        self.ranks = torch.zeros(num_rows, dtype=torch.int64, device=scores.device)  # from which on a row is kept
+        # has the lowest rank that each row keeps
+        self.ranks = torch.zeros(num_rows, dtype=torch.int64, device=scores.device)
         self._sums = torch.zeros(3, num_rows, NUM_SUMS.value, dtype=torch.int64, device=scores.device)
-        self._sums_of = list(self._sums)  # of each filter
+        self._sums_of = list(self._sums)
         self._width = triton.next_power_of_2(peaks.shape[2])
         self._grid = (num_rows, triton.cdiv(vocab_size, SEARCH_BLOCK))
 
     def launch(self) -> None:
-        """Find the cuts of all rows."""
         num_rows, num_blocks = self._peaks.shape[1:]
         self.ranks.zero_()
         self._sums.zero_()
         given = self._rows, self._scores, self._peaks, self._tempered, self._scores.shape[1]
         temper_blocks[(num_rows, num_blocks)](*given, BLOCK=BLOCK, WIDTH=self._width, num_warps=NUM_WARPS)
-        self._search(TOP_K.value, RANK_BYTES.value - TOKEN_BYTES.value)  # which keeps all of one score
+        self._search(TOP_K.value, RANK_BYTES.value - TOKEN_BYTES.value)  # top-k keeps all tokens of one score
         self._over_blocks(sum_weights, TOP_P.value, FILTER=TOP_P.value)
         self._search(TOP_P.value, RANK_BYTES.value)
         self._over_blocks(sum_weights, ETA.value, FILTER=ETA.value)

@@ -28,25 +28,22 @@ IS_RESTRICTED = tl.constexpr(rows.column_of("is_restricted"))
 
 @triton.jit
 def whole(rows_ptr, row, COLUMN: tl.constexpr):
-    """A word of a row's parameters as int32."""
     return tl.load(rows_ptr + row * NUM_WORDS + COLUMN)
 
 
 @triton.jit
 def real(rows_ptr, row, COLUMN: tl.constexpr):
-    """A word of a row's parameters as float32."""
     return tl.load(rows_ptr + row * NUM_WORDS + COLUMN).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def noise_key_of(rows_ptr, row):
-    """All 64 bits of a row's key."""
     low = whole(rows_ptr, row, NOISE_KEY).to(tl.uint32).to(tl.uint64)
     high = whole(rows_ptr, row, NOISE_KEY + 1).to(tl.uint32).to(tl.uint64)
     return (high << 32) | low
 
 
-# Changes a row's logits in front of the noise: bias, masks, penalties, temperature; and how scores are ordered.
+# Changes of a row's logits before the noise, and the order of scores.
 
 
 LARGEST = tl.constexpr(0x7FFFFFFF)
@@ -54,35 +51,32 @@ LARGEST = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def order_of(x):
-    """An int32 that orders float32 as it is ordered: both zeros are one, and NaN is above all."""
+    """Return an int32 in the order of float32, with equal zeros, and NaN above all."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, LARGEST, tl.where(bits < 0, bits ^ LARGEST, bits))
 
 
 @triton.jit
 def number_of(order):
-    """The float32 that has this order."""
     return tl.where(order < 0, order ^ LARGEST, order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def rank_of(x, token_ids):
-    """An int64 that orders tokens by their float32 and puts the lower one of equals above the other."""
+    """Return an int64 that orders tokens by float32, the lower id above its equals."""
     return (order_of(x).to(tl.int64) << 32) | (token_ids ^ LARGEST).to(tl.int64)
 
 
 @triton.jit
 def token_of(rank):
-    """The token of a rank, int32."""
     return (rank & 0xFFFFFFFF).to(tl.int32) ^ LARGEST
 
 
 @triton.jit
 def occurrences(rows_ptr, row, counts_ptr, ancestors_ptr, leaving_ptr, tokens, inside, vocab):
-    """Count how often each token `[BLOCK]` lies in the penalty window at a row, int32.
+    """Count each token `[BLOCK]` in the penalty window of a row, int32.
 
-    The slot's counts are those behind its committed tokens. Each token of the row's own path comes into the window, and
-    one goes: a committed one, listed in `leaving`, or, where that has -1, in a short window, one of the path itself.
+    For each token of the row's path one leaves: a committed one in `leaving` or, at -1, one of the path.
     """
     slot, depth, window = whole(rows_ptr, row, SLOT), whole(rows_ptr, row, DEPTH), whole(rows_ptr, row, WINDOW)
     found = tl.load(counts_ptr + slot.to(tl.int64) * vocab + tokens, mask=inside, other=0)
@@ -95,14 +89,14 @@ def occurrences(rows_ptr, row, counts_ptr, ancestors_ptr, leaving_ptr, tokens, i
 
 @triton.jit
 def penalise(scores, found, penalty):
-    """Divide positive, multiply negative scores of the tokens that were found (Keskar et al. 2019)."""
+    """Divide positive, multiply negative scores of found tokens (Keskar et al. 2019)."""
     penalised = tl.where(scores < 0.0, scores * penalty, tl.math.div_rn(scores, penalty))
     return tl.where(found > 0, penalised, scores)
 
 
 @triton.jit
 def restricted(rows_ptr, row, allowed_ptr, scores, tokens, inside, vocab):
-    """Leave only what the row's mask has, where it has one."""
+    """Mask all tokens outside the row's mask, if it has one."""
     if whole(rows_ptr, row, IS_RESTRICTED) != 0:
         words = allowed_ptr + row.to(tl.int64) * tl.cdiv(vocab, 32)
         word = tl.load(words + tokens // 32, mask=inside, other=0)
@@ -112,7 +106,7 @@ def restricted(rows_ptr, row, allowed_ptr, scores, tokens, inside, vocab):
 
 @triton.jit
 def biased(rows_ptr, row, bias_ptr, masked_ptr, scores, tokens, inside, vocab):
-    """Add the slot's bias, and mask what can't come at this row."""
+    """Add the slot's bias, and mask the row's forbidden tokens."""
     if whole(rows_ptr, row, HAS_BIAS) != 0:
         slot = whole(rows_ptr, row, SLOT).to(tl.int64)
         scores += tl.load(bias_ptr + slot * vocab + tokens, mask=inside, other=0.0)
@@ -123,10 +117,7 @@ def biased(rows_ptr, row, bias_ptr, masked_ptr, scores, tokens, inside, vocab):
 
 @triton.jit
 def held_back(rows_ptr, row, output_ptr, ancestors_ptr, scores, tokens, inside, vocab):
-    """Take off what the penalties by counts say, in float64: a count's product is exact there, fused or not.
-
-    The slot's counts are those of its committed output; the row's own path comes on top.
-    """
+    """Subtract the count penalties, in float64, where a count's product is exact."""
     frequency, presence = real(rows_ptr, row, FREQUENCY), real(rows_ptr, row, PRESENCE)
     if (frequency != 0.0) | (presence != 0.0):
         slot = whole(rows_ptr, row, SLOT).to(tl.int64)
@@ -140,14 +131,14 @@ def held_back(rows_ptr, row, output_ptr, ancestors_ptr, scores, tokens, inside, 
 
 @triton.jit
 def row_peak(peaks_ptr, num_blocks, WIDTH: tl.constexpr):
-    """The best of all blocks of a row, float32; NaN where there is any."""
+    """Return the best of a row's blocks; NaN if there is any."""
     blocks = tl.arange(0, WIDTH)
     return number_of(tl.max(tl.load(peaks_ptr + blocks, mask=blocks < num_blocks, other=-0x80000000), 0))
 
 
 @triton.jit
 def temper(scores, peak, temperature):
-    """Scores over temperature; where that leaves float32, their distances from the best one, which draw the same."""
+    """Divide by the temperature; on overflow, first subtract the best score, which draws the same token."""
     leaves = (temperature < 1.0) & (tl.abs(tl.math.div_rn(peak, temperature)) == float("inf"))
     shift = tl.where(leaves, peak, 0.0)
     return tl.math.div_rn(scores - shift, temperature)
@@ -155,7 +146,6 @@ def temper(scores, peak, temperature):
 
 @triton.jit
 def is_greedy(rows_ptr, row, peak):
-    """Return whether a row's best token is drawn without noise."""
     return (real(rows_ptr, row, TEMPERATURE) == 0.0) | (tl.abs(peak) == float("inf"))
 
 
@@ -176,7 +166,7 @@ def penalise_blocks(
     vocab,
     BLOCK: tl.constexpr,
 ):
-    """Penalised scores `[num_rows, vocab]`, and the best of each block, before and behind all that, as orders."""
+    """Store penalised scores `[num_rows, vocab]`, and orders of each block's best, before and after the changes."""
     row, block = tl.program_id(0), tl.program_id(1)
     if whole(rows_ptr, row, SLOT) < 0:
         return
@@ -196,16 +186,16 @@ def penalise_blocks(
     tl.store(peaks + tl.num_programs(0) * tl.num_programs(1), tl.max(order_of(scores), 0))
 
 
-# The tokens in each slot's penalty window and in its output: what a commit brings in and what it moves out.
+# Token counts of each slot's penalty window and output.
 
 
-BLOCK = 64  # tokens of one program
+BLOCK = 64
 NUM_WARPS = 1
 
 
 @triton.jit
 def count_tokens(counts_ptr, output_ptr, arriving_ptr, leaving_ptr, vocab, width, BLOCK: tl.constexpr):
-    """Add one for each arriving token and take one for each leaving; whole numbers: their order is no matter."""
+    """Add one for each arriving token and subtract one for each leaving."""
     slot = tl.program_id(0)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     counts, output = counts_ptr + slot.to(tl.int64) * vocab, output_ptr + slot.to(tl.int64) * vocab
@@ -217,10 +207,10 @@ def count_tokens(counts_ptr, output_ptr, arriving_ptr, leaving_ptr, vocab, width
 
 
 def update_counts(counts: torch.Tensor, output: torch.Tensor, arriving: torch.Tensor, leaving: torch.Tensor) -> None:
-    """Bring `counts` and `output [num_slots, vocab] int32` up to what was committed since; from the latter none leaves.
+    """Update `counts` and `output [num_slots, vocab] int32`.
 
-    `arriving` and `leaving [num_slots, width] int32`: tokens below `vocab` (this is not checked), -1 for none; a token
-    that leaves in the same step comes in as well. Raises ValueError for buffers that do not fit.
+    `arriving` and `leaving [num_slots, width] int32` have tokens below `vocab` (unchecked), or -1. Raises ValueError
+    for unfit buffers.
     """
     num_slots, vocab_size = counts.shape
     width = arriving.shape[-1]
@@ -232,21 +222,21 @@ def update_counts(counts: torch.Tensor, output: torch.Tensor, arriving: torch.Te
     count_tokens[grid](counts, output, arriving, leaving, vocab_size, width, BLOCK=BLOCK, num_warps=NUM_WARPS)
 
 
-# The noise of worker/sampling/noise.py where it is used: Philox4x32-10 keyed as there, on (token / 4, position).
+# Noise of worker/sampling/noise.py: Philox4x32-10 with the same key, on (token / 4, position).
 
 
 @triton.jit
 def noise_words(key, position_low, position_high, first, BLOCK: tl.constexpr):
-    """Words `[BLOCK] uint32` of the tokens from `first` on, a multiple of 4; the position comes in two words."""
+    """Return words `[BLOCK] uint32` of the tokens from `first` on, a multiple of 4."""
     quads = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)  # four tokens share a counter
     zeros = tl.zeros_like(quads)
     low, high = zeros + position_low.to(tl.uint32), zeros + position_high.to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(key, quads, low, high, zeros)
-    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # in the order of the tokens
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # follows the tokens
 
 
 @triton.jit
 def gumbel(words):
-    """Standard Gumbel noise of some words, float32. The words are equal everywhere, logarithms are the device's own."""
+    """Return standard Gumbel noise, float32."""
     uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32: exact, inside (0, 1)
     return (-tl.log(-tl.log(uniform))).to(tl.float32)

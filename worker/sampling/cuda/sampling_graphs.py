@@ -1,4 +1,4 @@
-"""Sampling of all rows of a step on a GPU: its kernel launches, captured as CUDA graphs."""
+"""Sampling of a step's rows on a GPU as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ NUM_WARPS = 4
 
 @dataclass(frozen=True)
 class SamplingBuffers:
-    """The buffers that a draw reads and writes; they stay where they are."""
+    """Fixed buffers of a draw."""
 
     logits: torch.Tensor  # [num_rows, vocab] float32
     rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of sampling_rows.py
-    ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32: tokens of the row's path, root side first, its own last
+    ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32: tokens of the row's path, from the root to its own
     slots: SlotBuffers
-    leaving: torch.Tensor  # [num_slots, NUM_DRAFTED] int32: committed tokens that leave it next, in turn; -1: none does
-    tokens: torch.Tensor  # [num_rows] int32, written: the drawn tokens, -1 where nothing can be drawn and for padding
-    highest: torch.Tensor  # [num_rows] float32, written: the highest logit, NaN where there is any and for padding
+    # [num_slots, NUM_DRAFTED] int32: committed tokens that leave the window next, in turn; -1: none
+    leaving: torch.Tensor
+    tokens: torch.Tensor  # [num_rows] int32, written: drawn tokens, -1 if nothing can be drawn and for padding
+    highest: torch.Tensor  # [num_rows] float32, written: the highest logit, NaN if there is any and for padding
 
     def check(self) -> None:
-        """Raise ValueError for buffers that do not fit each other."""
+        """Raise ValueError for buffers that do not fit together."""
         num_rows = len(self.rows)
         expect_logits(self.logits, num_rows)
         expect(self.rows, "rows", (num_rows, NUM_WORDS), torch.int32)
@@ -52,10 +53,9 @@ class SamplingBuffers:
 
 
 class Draw:
-    """Draws in three launches, and those that find the cuts of `is_filtered` rows. Min-p needs none of these."""
+    """Draws in three launches, and more for the cuts of `is_filtered` rows."""
 
     def __init__(self, buffers: SamplingBuffers, is_filtered: bool = False) -> None:
-        """Allocate what lies between the launches. Raises ValueError for buffers that do not fit each other."""
         buffers.check()
         self.buffers = buffers
         num_rows, vocab_size = buffers.logits.shape
@@ -68,14 +68,12 @@ class Draw:
         self.cuts = RowCuts(buffers.rows, self._scores, self._peaks) if is_filtered else None
 
     def launch(self) -> None:
-        """Draw all rows."""
         self._penalise()
         if self.cuts is not None:
             self.cuts.launch()
         self._choose()
 
     def _penalise(self) -> None:
-        """Find the scores in front of the temperature, and the best of each block."""
         given, slots, vocab_size = self.buffers, self.buffers.slots, self.buffers.logits.shape[1]
         penalise_blocks[self._grid](
             given.logits, given.logits.stride(0), given.rows, slots.counts, given.ancestors, given.leaving,
@@ -84,7 +82,6 @@ class Draw:
         )  # fmt: skip
 
     def _choose(self) -> None:
-        """Draw from the scores, from each row's cut on where there are some."""
         given, (num_rows, num_blocks) = self.buffers, self._grid
         ranks = None if self.cuts is None else self.cuts.ranks
         best_of_blocks[self._grid](
@@ -97,26 +94,26 @@ class Draw:
         )  # fmt: skip
 
 
-# The draws of one table of rows as graphs: for rows with filters, and for all others.
+# Graphs for rows with filters, and for all others.
 
 
-WORDS_OUT = 2 + 2 * TOP_K  # of a row: token, highest logit, candidates and their log-probabilities
+WORDS_OUT = 2 + 2 * TOP_K  # a row has token, highest logit, candidates and their log-probabilities
 
 
 @dataclass(frozen=True)
 class SampledRows:
-    """The results of a draw for its rows, on the host."""
+    """Results of a draw on the host."""
 
-    tokens: NDArray[np.int32]  # [num_rows]; -1 where nothing can be drawn
+    tokens: NDArray[np.int32]  # [num_rows]; -1 if nothing can be drawn
     top_ids: NDArray[np.int32]  # [num_rows, TOP_K]
     top_logprobs: NDArray[np.float32]  # [num_rows, TOP_K]
 
 
 class SamplingGraphs:
-    """Static buffers and what runs over them. Captured at once: copies of other threads would disturb it later."""
+    """Fixed buffers and their graphs, captured at once, before other threads copy."""
 
     def __init__(self, vocab_size: int, layout: SamplingRowLayout, device: torch.device, capture: Capture) -> None:
-        """Allocate and capture. Inputs go to `logits [num_rows, vocab] float32` and `table [layout.size] int32`."""
+        """Inputs go to `logits [num_rows, vocab] float32` and `table [layout.size] int32`."""
         num_rows = self._num_rows = layout.num_rows
         self.logits = torch.zeros(num_rows, vocab_size, device=device)
         padding = np.zeros(layout.size, dtype=np.int32)
@@ -138,7 +135,7 @@ class SamplingGraphs:
         self._plain, self._filtered = (capture(work, device) for work in works)
 
     def replay(self, is_filtered: bool) -> SampledRows:
-        """Draw; waits for the tokens."""
+        """Draw, and wait for the tokens."""
         (self._filtered if is_filtered else self._plain).replay()
         out = self._download.wait()
         num_rows, out = self._num_rows, out.copy()
@@ -147,7 +144,7 @@ class SamplingGraphs:
 
 
 def in_a_row(*works: Work) -> Work:
-    """Return the work of all, one after the other. It refers to no graph, so that the last owner frees all buffers."""
+    """Return all works as one, without keeping graphs alive."""
 
     def work() -> None:
         for each in works:

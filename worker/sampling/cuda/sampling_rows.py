@@ -1,4 +1,4 @@
-"""The table that says how each row is sampled on a GPU, and the buffers of counts, biases and masks."""
+"""Table of each row's sampling parameters on a GPU, and the buffers of counts, biases and masks."""
 
 from __future__ import annotations
 
@@ -23,34 +23,33 @@ from swiftbatch.worker.sampling.token_masks import num_mask_words
 ROW = np.dtype(
     [
         ("noise_key", "<u8"),
-        ("position", "<i8"),  # of the token to be drawn
-        ("slot", "<i4"),  # -1: a padding row, of which nothing is read
-        ("depth", "<i4"),  # of the row's node in its draft tree: how many tokens it has behind the committed ones
-        ("window", "<i4"),  # of the penalty, in tokens
+        ("position", "<i8"),  # position of the token to draw
+        ("slot", "<i4"),  # -1: a padding row, whose other words are not read
+        ("depth", "<i4"),  # counts drafted tokens between the committed ones and this row
+        ("window", "<i4"),
         ("temperature", "<f4"),  # 0: the best token, without noise
         ("penalty", "<f4"),  # 1: off
         *((number.name, "<i4" if number.is_whole else "<f4") for number in NUMBERS),
         ("frequency", "<f4"),  # 0: off
         ("presence", "<f4"),  # 0: off
-        ("has_bias", "<i4"),  # 0: none is read
-        ("num_masked", "<i4"),  # tokens that can't come at this row
-        ("is_restricted", "<i4"),  # 0: its mask is not read
+        ("has_bias", "<i4"),  # 0: the bias is not read
+        ("num_masked", "<i4"),  # counts the row's forbidden tokens
+        ("is_restricted", "<i4"),  # 0: the mask is not read
     ]
 )
-NUM_WORDS = ROW.itemsize // 4  # of a row
-NUM_DRAFTED = 64  # room for the tokens of a row's own path through its tree
-NUM_MASKED = 512  # room for the tokens that can't come at a row
+NUM_WORDS = ROW.itemsize // 4
+NUM_DRAFTED = 64  # limits a row's path
+NUM_MASKED = 512  # limits a row's forbidden tokens
 PADDING = -1
 
 
 def column_of(name: str) -> int:
-    """The first word of a field."""
     fields: Mapping[str, Any] = ROW.fields or {}
     return int(fields[name][1]) // 4
 
 
 def padding_rows(num_rows: int) -> NDArray[Any]:
-    """A table `[num_rows] ROW` in which nothing is to be drawn; `.view(np.int32)` of it is what the device gets."""
+    """Return an empty table `[num_rows] ROW`."""
     rows = np.zeros(num_rows, dtype=ROW)
     rows["slot"] = PADDING
     return rows
@@ -67,13 +66,12 @@ def fill_row(
     is_restricted: bool = False,
     words: tuple[float, ...] | None = None,
 ) -> None:
-    """Say how row `index` is drawn; `words` are `parameter_words` of the parameters, where these are at hand."""
     words = parameter_words(sequence.sampling) if words is None else words
     rows[index] = (sequence.noise_key, position, slot, depth, *words, num_masked, is_restricted)
 
 
 def parameter_words(params: SamplingParams) -> tuple[float, ...]:
-    """The fields of a row, from its window to its bias, that follow from the parameters."""
+    """Return the fields that depend on parameters alone, from `window` to `has_bias`."""
     return (
         params.penalty_window,
         params.temperature,
@@ -86,19 +84,15 @@ def parameter_words(params: SamplingParams) -> tuple[float, ...]:
 
 
 def needs_slot(params: SamplingParams) -> bool:
-    """Return whether a row reads anything of its slot: counts, or a bias."""
     return params.repetition_penalty != 1.0 or counts_output(params) or has_bias(params)
 
 
-# The buffers that launches are given: their sizes, their checks, and those that hold counts, bias and masks.
-
-
-BLOCK = 1024  # tokens of one program; a multiple of 4, which share a counter of the noise
-MAX_VOCAB = 2**19 - 1  # weights of that many tokens are summed as whole numbers of 2^-44 in 63 bits
+BLOCK = 1024  # a multiple of 4, because four tokens share a counter of the noise
+MAX_VOCAB = 2**19 - 1  # weights of so many tokens, as multiples of 2^-44, have a sum below 2^63
 
 
 def expect(tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise ValueError for a buffer of another shape or dtype, or whose numbers do not lie side by side."""
+    """Raise ValueError for a buffer of another shape or dtype, or one that is not contiguous."""
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or not tensor.is_contiguous():
         raise ValueError(
             f"{name}: found {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}, expected "
@@ -107,7 +101,7 @@ def expect(tensor: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch
 
 
 def expect_logits(logits: torch.Tensor, num_rows: int, least: int = 1) -> None:
-    """Raise ValueError for anything but `[num_rows, vocab] float32`, each row's numbers side by side."""
+    """Raise ValueError unless logits are `[num_rows, vocab] float32` with contiguous rows."""
     fits = logits.dim() == 2 and len(logits) == num_rows and logits.dtype == torch.float32
     if not fits or logits.stride(1) != 1 or not least <= logits.shape[1] <= MAX_VOCAB:
         raise ValueError(
@@ -118,20 +112,16 @@ def expect_logits(logits: torch.Tensor, num_rows: int, least: int = 1) -> None:
 
 @dataclass(frozen=True)
 class SlotBuffers:
-    """The data of sequences on the device, from which penalties, bias and masks are read; they stay where they are.
+    """Fixed device buffers of penalties and bias (by slots) and of masks (by rows)."""
 
-    Counts of tokens and the bias lie by slots, masked tokens by rows.
-    """
-
-    counts: torch.Tensor  # [num_slots, vocab] int32: of the tokens in the penalty window behind the committed ones
-    output: torch.Tensor  # [num_slots, vocab] int32: of all committed tokens behind the prompt
+    counts: torch.Tensor  # [num_slots, vocab] int32: committed tokens in the penalty window
+    output: torch.Tensor  # [num_slots, vocab] int32: committed output tokens
     bias: torch.Tensor  # [num_slots, vocab] float32: added to the logits
-    masked: torch.Tensor  # [num_rows, NUM_MASKED] int32: tokens that can't come at a row, as many as the row says
-    allowed: torch.Tensor  # [num_rows, num_mask_words] int32: the only tokens that may come at a restricted row
+    masked: torch.Tensor  # [num_rows, NUM_MASKED] int32: forbidden tokens
+    allowed: torch.Tensor  # [num_rows, num_mask_words] int32: the only tokens allowed at a restricted row
 
     @classmethod
     def empty(cls, num_slots: int, num_rows: int, vocab_size: int, device: torch.device) -> SlotBuffers:
-        """Allocate buffers of zeros."""
         by_slot = (num_slots, vocab_size)
         return cls(
             torch.zeros(by_slot, dtype=torch.int32, device=device),
@@ -142,7 +132,7 @@ class SlotBuffers:
         )
 
     def check(self, num_rows: int, vocab_size: int, leaving: torch.Tensor) -> None:
-        """Raise ValueError for buffers that do not fit; `leaving [num_slots, NUM_DRAFTED] int32` is beside them."""
+        """Raise ValueError for unfit buffers, also for `leaving [num_slots, NUM_DRAFTED] int32`."""
         num_slots = len(self.counts)
         expect(self.counts, "counts", (num_slots, vocab_size), torch.int32)
         expect(self.output, "output", (num_slots, vocab_size), torch.int32)
@@ -152,33 +142,31 @@ class SlotBuffers:
         expect(leaving, "leaving", (num_slots, NUM_DRAFTED), torch.int32)
 
 
-# The rows of a draw on a GPU: whose they are, where they stand, and their paths through a draft tree.
+# Rows of a draw on a GPU.
 
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """One row of logits: the token behind a path that begins at a sequence's committed tokens."""
+    """Row of logits after a path of drafted tokens."""
 
-    sequence: Sequence  # the committed tokens, without the path
-    slot: int  # of the counts of its penalty window
-    path: list[int]  # tokens behind the committed ones, the row's own last
-    allowed: np.ndarray | None = None  # [num_mask_words] uint32, the tokens that may come; None: any may
+    sequence: Sequence  # has the committed tokens, without the path
+    slot: int  # has the token counts
+    path: list[int]  # drafted tokens end with the row's own
+    allowed: np.ndarray | None = None  # [num_mask_words] uint32; None: all tokens may come
 
     @property
     def position(self) -> int:
-        """The position of the token to be drawn."""
         return len(self.sequence) + len(self.path)
 
     @property
     def masked(self) -> tuple[int, ...]:
-        """Tokens that can't come there."""
         return masked_behind(self.sequence, self.path)
 
 
 def rows_of(
     committed: Sequence, slot: int, drafted: list[int], tree: DraftTree, masks: np.ndarray | None
 ) -> Iterator[SamplingRow]:
-    """The rows of a tree behind `drafted` tokens, root first; their `masks [1 + num_nodes, num_mask_words] uint32`."""
+    """Yield a tree's rows after `drafted` tokens, root first; `masks [1 + num_nodes, num_mask_words] uint32`."""
     allowed = [None] * (1 + len(tree)) if masks is None else list(masks)
     paths = {ROOT: drafted}
     yield SamplingRow(committed, slot, drafted, allowed[0])
@@ -188,7 +176,7 @@ def rows_of(
 
 
 def mask_rows(slots: SlotBuffers, rows: Many[SamplingRow | None]) -> None:
-    """Copy each row's masks to the device, where a row has any; queued behind the copies before."""
+    """Copy the rows' masks to the device, after earlier copies."""
     restricted = [(index, row.allowed) for index, row in enumerate(rows) if row is not None and row.allowed is not None]
     if restricted:
         words = np.zeros((len(rows), slots.allowed.shape[1]), dtype=np.uint32)
@@ -206,7 +194,7 @@ def mask_rows(slots: SlotBuffers, rows: Many[SamplingRow | None]) -> None:
 
 @dataclass(frozen=True)
 class SamplingRowLayout:
-    """The layout of a draw's inputs in one buffer of int32."""
+    """Layout of a draw's inputs in one int32 buffer."""
 
     num_slots: int
     num_rows: int = NUM_ROWS
@@ -216,7 +204,7 @@ class SamplingRowLayout:
         return sum(math.prod(shape) for shape in self._shapes())
 
     def parts(self, buffer: Any) -> list[Any]:
-        """Rows, ancestors, leaving, arriving and gone tokens: views of a tensor or an array `[size] int32`."""
+        """Return views of rows, ancestors, leaving, arriving and gone tokens."""
         parts, start = [], 0
         for shape in self._shapes():
             end = start + math.prod(shape)
@@ -225,10 +213,7 @@ class SamplingRowLayout:
         return parts
 
     def fill(self, buffer: NDArray[np.int32], rows: Many[SamplingRow | None], news: dict[int, tuple[Any, Any]]) -> None:
-        """Fill a buffer with at most `num_rows` rows; None is a row that nothing is asked of.
-
-        `news` has for slots the tokens that came into and left their windows since.
-        """
+        """Fill a buffer with up to `num_rows` rows; `news` has tokens that entered and left windows, by slot."""
         words, ancestors, leaving, arriving, gone = self.parts(buffer)
         table = words.reshape(-1).view(ROW)
         table[:] = np.zeros((), dtype=ROW)
@@ -246,10 +231,10 @@ class SamplingRowLayout:
 
 
 def fill_rows(table: NDArray[Any], ancestors: NDArray[np.int32], rows: Many[SamplingRow | None]) -> dict[int, Sequence]:
-    """Fill rows of `table [num_rows] ROW` and their paths `[num_rows, NUM_DRAFTED]`; return the sequences by slots."""
+    """Fill rows of `table [num_rows] ROW` and paths `[num_rows, NUM_DRAFTED]`; return the sequences by slot."""
     windows = dict[int, Sequence]()
     known: Sequence | None = None
-    words: tuple[float, ...] = ()  # a tree's rows have the same sequence: its parameters are looked at once
+    words: tuple[float, ...] = ()  # computed once for the rows of a tree
     for index, row in enumerate(rows):
         if row is None:
             continue
@@ -265,7 +250,7 @@ def fill_rows(table: NDArray[Any], ancestors: NDArray[np.int32], rows: Many[Samp
 
 
 def leaving_tokens(token_ids: NDArray[np.int64], window: int) -> NDArray[np.int32]:
-    """The committed tokens that leave the window with each further token, `[NUM_DRAFTED]`; -1 where none does."""
+    """Return the committed tokens that leave the window with each further token, `[NUM_DRAFTED]`, or -1."""
     leaving = np.full(NUM_DRAFTED, PADDING, dtype=np.int32)
     first = len(token_ids) - window  # leaves with the next token
     tokens = token_ids[max(first, 0) : max(first + NUM_DRAFTED, 0)]
@@ -277,6 +262,6 @@ def leaving_tokens(token_ids: NDArray[np.int64], window: int) -> NDArray[np.int3
 def committed_tokens(
     token_ids: NDArray[np.int64], num_new: int, window: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The last `num_new` tokens, and those that have left the window as they came; no more of these than of those."""
+    """Return the last `num_new` tokens, and those that left the window meanwhile."""
     length = len(token_ids)
     return token_ids[length - num_new :], token_ids[max(length - num_new - window, 0) : max(length - window, 0)]

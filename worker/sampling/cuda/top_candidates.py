@@ -52,7 +52,7 @@ def best_of_blocks(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The rank of each block's best token, `[num_rows, num_blocks] int64`; of rows that are cut, from their cut on."""
+    """Store the rank of each block's best token, `[num_rows, num_blocks] int64`, among those that the cut keeps."""
     row, block = tl.program_id(0), tl.program_id(1)
     if whole(rows_ptr, row, SLOT) < 0:
         return
@@ -68,7 +68,7 @@ def best_of_blocks(
         if cuts_ptr is not None:
             kept = kept & (rank_in_row(values, tokens) >= tl.load(cuts_ptr + row))
         values = tl.where(kept, values, float("-inf"))
-        if tl.max(kept.to(tl.int32), 0) > 0:  # else noise changes nothing
+        if tl.max(kept.to(tl.int32), 0) > 0:  # without such tokens, noise changes nothing
             low, high = whole(rows_ptr, row, POSITION), whole(rows_ptr, row, POSITION + 1)
             values += gumbel(noise_words(noise_key_of(rows_ptr, row), low, high, block * BLOCK, BLOCK))
     ranks = tl.where(inside, rank_of(values, tokens), SMALLEST)
@@ -77,7 +77,7 @@ def best_of_blocks(
 
 @triton.jit
 def best_of_rows(rows_ptr, peaks_ptr, best_ptr, tokens_ptr, highest_ptr, num_blocks, WIDTH: tl.constexpr):
-    """Each row's token, -1 where nothing can be drawn, and its highest logit, NaN where there is any."""
+    """Store each row's token, -1 if nothing can be drawn, and its highest logit, NaN if there is any."""
     row = tl.program_id(0)
     if whole(rows_ptr, row, SLOT) < 0:
         tl.store(tokens_ptr + row, -1)
@@ -96,7 +96,7 @@ ROW_WARPS = 8
 
 @triton.jit
 def best_ranks(ranks, out_ptr, TOP: tl.constexpr):
-    """Store the `TOP` highest of some ranks, which all differ."""
+    """Store the `TOP` highest of different ranks."""
     for place in tl.static_range(TOP):
         best = tl.max(ranks, 0)
         tl.store(out_ptr + place, best)
@@ -105,7 +105,7 @@ def best_ranks(ranks, out_ptr, TOP: tl.constexpr):
 
 @triton.jit
 def store_block(logits, tokens, inside, place, ranks_ptr, peaks_ptr, sums_ptr, TOP: tl.constexpr):
-    """Store a block's best ranks, its best order, and the sum of e^(logit - best) in its own fixed order."""
+    """Store a block's best ranks, its best order, and the sum of e^(logit - best) in a fixed order."""
     best_ranks(tl.where(inside, rank_of(logits, tokens), SMALLEST), ranks_ptr + place * TOP, TOP)
     order = tl.max(order_of(logits), 0)
     peak = number_of(order)
@@ -130,7 +130,7 @@ def candidates_of_blocks(
 
 @triton.jit
 def log_denominator(peaks_ptr, sums_ptr, num_blocks, WIDTH: tl.constexpr):
-    """The logarithm of the sum of e^logit, float32; the best logit itself where that is not finite."""
+    """Return the logarithm of the sum of e^logit, float32; the best logit if that is not finite."""
     blocks = tl.arange(0, WIDTH)
     inside = blocks < num_blocks
     orders = tl.load(peaks_ptr + blocks, mask=inside, other=-0x80000000)
@@ -146,7 +146,7 @@ def candidates_of_rows(
     rows_ptr, ranks_ptr, peaks_ptr, sums_ptr, ids_ptr, logprobs_ptr, num_blocks,
     UNLIKELY: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """Ids and log-probabilities `[num_rows, TOP]`; of a padding row token 0, as unlikely as can be."""
+    """Store ids and log-probabilities `[num_rows, TOP]`; a padding row has token 0, very unlikely."""
     row = tl.program_id(0)
     ids, logprobs = ids_ptr + row * TOP, logprobs_ptr + row * TOP
     if whole(rows_ptr, row, SLOT) < 0:
@@ -167,15 +167,15 @@ def candidates_of_rows(
 
 @dataclass(frozen=True)
 class CandidateBuffers:
-    """The buffers that `TopCandidates` reads and writes; they stay where they are."""
+    """Fixed buffers of `TopCandidates`."""
 
     logits: torch.Tensor  # [num_rows, vocab] float32
-    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of sampling_rows.py; of a padding row nothing is read
-    ids: torch.Tensor  # [num_rows, TOP_K] int32, written: best first, equals in the order of their ids
-    logprobs: torch.Tensor  # [num_rows, TOP_K] float32, written; of a row with NaN all as unlikely as can be
+    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of sampling_rows.py
+    ids: torch.Tensor  # [num_rows, TOP_K] int32, written: best first, equals by id
+    logprobs: torch.Tensor  # [num_rows, TOP_K] float32, written; in a row with NaN all are very unlikely
 
     def check(self) -> None:
-        """Raise ValueError for buffers that do not fit each other."""
+        """Raise ValueError for buffers that do not fit together."""
         num_rows = len(self.rows)
         expect_logits(self.logits, num_rows, least=TOP_K)
         expect(self.rows, "rows", (num_rows, NUM_WORDS), torch.int32)
@@ -184,10 +184,9 @@ class CandidateBuffers:
 
 
 class TopCandidates:
-    """Finds the best tokens in two launches, of the same shape whatever the rows are."""
+    """Finds the best tokens in two launches, the same for all rows."""
 
     def __init__(self, buffers: CandidateBuffers) -> None:
-        """Allocate what lies between the launches. Raises ValueError for buffers that do not fit each other."""
         buffers.check()
         self._buffers = buffers
         num_rows, vocab_size = buffers.logits.shape
@@ -198,7 +197,6 @@ class TopCandidates:
         self._sums = torch.empty(self._grid, device=device)
 
     def launch(self) -> None:
-        """Find the candidates of all rows."""
         given, (num_rows, num_blocks) = self._buffers, self._grid
         candidates_of_blocks[self._grid](
             given.rows,
@@ -227,7 +225,7 @@ class TopCandidates:
         )
 
 
-# The tokens that a draft model is surest of at every row, with the penalty and the noise that the target will have.
+# Ranking of a draft model's tokens, with the penalty and the noise that the target will use.
 
 
 NUM_WARPS = 4
@@ -235,18 +233,19 @@ NUM_WARPS = 4
 
 @dataclass(frozen=True)
 class RankingBuffers:
-    """The buffers that `Ranking` reads and writes; they stay where they are."""
+    """Fixed buffers of `Ranking`."""
 
     logits: torch.Tensor  # [num_rows, vocab] float32, penalised in place
-    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of sampling_rows.py; of a padding row nothing is read
+    rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of sampling_rows.py
     ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32, as in `SamplingBuffers`
     slots: SlotBuffers
     leaving: torch.Tensor  # [num_slots, NUM_DRAFTED] int32, as in `SamplingBuffers`
-    ids: torch.Tensor  # [num_rows, num_candidates] int32, written: best first; their number is a power of 2
-    confidences: torch.Tensor  # [num_rows, num_candidates] float32, written: logarithms; -inf for what is cut off
+    ids: torch.Tensor  # [num_rows, num_candidates] int32, written: best first; a power of 2 of them
+    # [num_rows, num_candidates] float32, written: logarithms; -inf for tokens that are cut off
+    confidences: torch.Tensor
 
     def check(self) -> None:
-        """Raise ValueError for buffers that do not fit each other."""
+        """Raise ValueError for buffers that do not fit together."""
         num_rows, num_candidates = len(self.rows), self.ids.shape[1]
         expect_logits(self.logits, num_rows, least=num_candidates)
         expect(self.logits, "logits", (num_rows, self.logits.shape[1]), torch.float32)
@@ -262,7 +261,7 @@ def rank_blocks(
     rows_ptr, scores_ptr, peaks_ptr, ranks_ptr, tops_ptr, sums_ptr, vocab,
     SPREAD: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block): (score + T * noise) / spread of what min-p keeps, as worker/drafters/ranking.py has it."""
+    """Program (row, block): (score + T * noise) / spread of what min-p keeps, as in worker/drafters/ranking.py."""
     row, block = tl.program_id(0), tl.program_id(1)
     if whole(rows_ptr, row, SLOT) < 0:
         return
@@ -275,7 +274,7 @@ def rank_blocks(
         peak = row_peak(peaks_ptr + (num_rows + row) * num_blocks, num_blocks, WIDTH)
         kept = values >= peak + temperature * real(rows_ptr, row, LOG_MIN_P)
         values = tl.where(kept, values, float("-inf"))
-        if tl.max(kept.to(tl.int32), 0) > 0:  # else noise changes nothing
+        if tl.max(kept.to(tl.int32), 0) > 0:  # without such tokens, noise changes nothing
             low, high = whole(rows_ptr, row, POSITION), whole(rows_ptr, row, POSITION + 1)
             noise = gumbel(noise_words(noise_key_of(rows_ptr, row), low, high, block * BLOCK, BLOCK))
             values += temperature * noise
@@ -284,10 +283,10 @@ def rank_blocks(
 
 
 class Ranking:
-    """Ranks candidates in three launches, of the same shape whatever the rows are."""
+    """Ranks candidates in three launches, the same for all rows."""
 
     def __init__(self, buffers: RankingBuffers, spread: float) -> None:
-        """`spread` of the guesses' error, in logits. Raises ValueError for buffers that do not fit each other."""
+        """`spread` is the guesses' error, in logits. Raises ValueError for unfit buffers."""
         buffers.check()
         self._buffers, self._spread = buffers, spread
         num_rows, vocab_size = buffers.logits.shape
@@ -300,7 +299,6 @@ class Ranking:
         self._sums = torch.empty(self._grid, device=device)
 
     def launch(self) -> None:
-        """Rank all rows."""
         given, slots, vocab_size = self._buffers, self._buffers.slots, self._buffers.logits.shape[1]
         penalise_blocks[self._grid](
             given.logits, vocab_size, given.rows, slots.counts, given.ancestors, given.leaving,

@@ -1,4 +1,4 @@
-"""Parts for the tests of GRIFFIN: a draft model that drafts something, and its definition in plain tensors."""
+"""A GRIFFIN draft model, and its definition in plain tensors."""
 
 from __future__ import annotations
 
@@ -47,12 +47,11 @@ def load(folder: Path, dtype: str = "bfloat16") -> TargetModel:
 
 
 def by_token(candidates: Candidates) -> torch.Tensor:
-    """Log-confidences `[num_candidates]` of one row in the order of their tokens."""
+    """Return log-confidences `[num_candidates]` by token."""
     return torch.tensor([score for score, _ in sorted(candidates, key=lambda pair: pair[1])])
 
 
 def guess(logits: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities that candidates of guessed logits `[vocab]` are to have where nothing is drawn."""
     return torch.log_softmax(logits / SPREAD, dim=-1)
 
 
@@ -63,7 +62,7 @@ def random_draft_model(target: TargetModel) -> GriffinModel:
 
 
 def noisy_draft_model(target: TargetModel, config: GriffinConfig) -> GriffinModel:
-    """Random weights, norms and head included: at their initial ones and zeros a mistake in them would not show."""
+    """Make random norms and heads too: their initial ones and zeros would hide mistakes."""
     torch.manual_seed(2)
     model = GriffinModel(config)
     for parameter in model.parameters():
@@ -80,7 +79,7 @@ def random_rows(
     params: SamplingParams = GREEDY,
     most_rows: int = 21,
 ) -> DraftRows:
-    """A tree behind `length` entries of noise, in front of all its rows features of the text."""
+    """Make a tree after `length` noise entries."""
     vocab = target.vocab_size
     sequence = Sequence("a", [numbers.randrange(vocab) for _ in range(12)], params, vocab)
     room, generator = rows.new_room(sequence), torch.Generator().manual_seed(length)
@@ -101,7 +100,7 @@ def regressed(part: DraftRows) -> torch.Tensor:
 def read_sequence(
     target: TargetModel, token_ids: list[int], params: SamplingParams, name: str = "a"
 ) -> tuple[Sequence, FullKVCache]:
-    """A sequence whose cache holds all tokens but the last."""
+    """The cache holds all tokens except the last."""
     sequence = Sequence(name, token_ids, params, target.vocab_size)
     cache = target.new_cache(sequence.max_length)
     while cache.length < len(token_ids) - 1:
@@ -114,7 +113,7 @@ def random_tokens(target: TargetModel, length: int, seed: int = 0) -> list[int]:
 
 
 def window_positions(length: int) -> list[int]:
-    """Positions that are seen of a text of `length` tokens, written out: the sinks and the window."""
+    """Return sinks and window."""
     start = max(64, (length // 256 - 1) * 256)
     return [*range(min(64, length)), *range(start, length)]
 
@@ -122,10 +121,7 @@ def window_positions(length: int) -> list[int]:
 def defined_outputs(
     model: GriffinModel, target: TargetModel, token_ids: list[int], drafted: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits `[vocab]` and regressed feature `[hidden]` behind a text and a chain of drafted tokens.
-
-    By definition: one plain causal attention over the seen rows, the chain's features regressed one by one.
-    """
+    """Return logits `[vocab]` and feature `[hidden]` by definition, features regressed one by one."""
     ids = torch.tensor(token_ids)
     hidden = target.model.model(input_ids=ids[None], use_cache=False, row_groups=None).last_hidden_state[0]
     seen = window_positions(len(token_ids))

@@ -1,5 +1,3 @@
-"""Parts for the tests of GRIFFIN's training: tiny texts, tiny recipes, what a training leaves behind."""
-
 from __future__ import annotations
 
 import json
@@ -37,12 +35,11 @@ def untrained(target: TargetModel, recipe: GriffinRecipe = FAST) -> GriffinModel
     model = GriffinModel(recipe.config(target.model.config))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.05 * torch.randn_like(parameter)  # heads that differ, attention that matters
+            parameter += 0.05 * torch.randn_like(parameter)  # for distinct heads and visible attention
     return model
 
 
 def text(target: TargetModel, num_tokens: int, first_row: int = 0, seed: int = 0, name: str = "books") -> TextFeatures:
-    """Random tokens with the target's features."""
     token_ids = torch.randint(250, (num_tokens,), generator=torch.Generator().manual_seed(seed))
     hidden = hidden_states(target, token_ids.tolist()).clone()
     return TextFeatures(name, first_row, token_ids.to(torch.uint32), hidden)
@@ -57,7 +54,7 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 
 
 def silent(line: str) -> None:
-    """Reports nowhere."""
+    pass
 
 
 def command(model: Path, data: Path, output: Path, *options: str) -> Result:

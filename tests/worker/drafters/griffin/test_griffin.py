@@ -1,4 +1,4 @@
-"""GRIFFIN drafts what its definition says, from the tokens alone, alone or beside others."""
+"""GRIFFIN drafts by its definition, alone or in a batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def target_model(tiny_model: Path) -> TargetModel:
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Way:
-    """The way in which the draft model's rows are run."""
     return WAYS[request.param]
 
 
@@ -56,7 +55,6 @@ def new_drafter(way: Way, target: TargetModel, options: GriffinOptions = GRIFFIN
 
 
 def regressed(forwards: GriffinForwards, row: int) -> torch.Tensor:
-    """Return the state that was kept of a row of the tree of sequence "a"."""
     return forwards._contexts["a"].room.features.rows([regressed_place(row)])[0]
 
 
@@ -80,7 +78,7 @@ def test_candidates_and_features_of_a_draft_are_those_of_its_definition(
     torch.testing.assert_close(by_token(candidates), guess(expected[0][0]), rtol=1e-3, atol=3e-3)
     tree = DraftTree()
     for depth, token_id in enumerate(chain, start=1):
-        if (length - 1) % 64 + depth > 63:  # the root stands at the end of a block, or near it
+        if (length - 1) % 64 + depth > 63:  # the root is at or near the end of a block
             return
         tree.token_ids.append(token_id)
         tree.parents.append(depth - 2)
@@ -121,7 +119,7 @@ def test_a_resumed_sequence_has_the_very_same_drafts(
     while sequence.num_generated_tokens < num_tokens:
         engine.step()
     resumed, cache = read_sequence(target_model, sequence.token_ids.tolist(), PARAMS)
-    resumed.noise = sequence.noise  # that of its prompt, not of all that is read here
+    resumed.noise = sequence.noise  # its prompt's noise, not that of everything read here
     fresh = new_drafter(way, target_model, options)
     fresh.start(resumed, cache)
     kept = cache.kv(0, cache.length).copy()

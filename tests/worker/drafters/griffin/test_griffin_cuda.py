@@ -1,4 +1,4 @@
-"""GRIFFIN's rows through the CUDA kernels, in Triton's interpreter: what torch says, whatever shares a graph."""
+"""GRIFFIN's rows in CUDA kernels equal torch's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.long
 
 NUM_CANDIDATES = 5
 NUM_SLOTS = 3
-DIFFERING = ("token", "none")  # a second fusion, and none; which sources are fused test_griffin_rows.py tries
+DIFFERING = ("token", "none")  # a second fusion, and none; test_griffin_rows.py tries the fused sources
 VARIANTS = [
     *(pytest.param(name, 128, True, marks=() if name in DIFFERING else pytest.mark.slow) for name in SECOND_FUSIONS),
     ("token", 0, False),
@@ -80,7 +80,6 @@ def config(target: TargetModel) -> GriffinConfig:
 
 
 def nan_rows(model: GriffinModel, target: TargetModel) -> CudaRows:
-    """NaN wherever nobody may look."""
     rows = cuda_rows(model, target.forwards, NUM_CANDIDATES)
     for buffer in (rows._arena.buffer, rows._features):
         buffer.fill_(float("nan"))
@@ -88,7 +87,7 @@ def nan_rows(model: GriffinModel, target: TargetModel) -> CudaRows:
 
 
 def bytes_held(something: object, known: set[int]) -> int:
-    """Count the bytes of tensors on the device that an object leads to; what lies on the host is not counted."""
+    """Count device tensors that an object leads to."""
     if id(something) in known or isinstance(something, FunctionType):
         return 0
     known.add(id(something))
@@ -104,13 +103,12 @@ def bytes_held(something: object, known: set[int]) -> int:
 
 
 def guessed_logits(rows: TiledRows, part: DraftRows, target: TargetModel) -> torch.Tensor:
-    """Return the logits that torch guesses behind the rows of a tree, `[num_rows, vocab]`."""
+    """Return torch's logits after a tree's rows, `[num_rows, vocab]`."""
     [tile] = pack_tiles([part.rows], pad_rows=True)
     return target.logits(rows._tile(tile, features_of([part]))[0])[: len(part)]
 
 
 def is_near(found: list[Candidates], expected: list[Candidates]) -> bool:
-    """The same tokens, with log-confidences that are alike."""
     ours, theirs = ([pair for row in rows for pair in row] for rows in (found, expected))
     tokens, expected_tokens = ([token for _, token in pairs] for pairs in (ours, theirs))
     scores, expected_scores = ([score for score, _ in pairs] for pairs in (ours, theirs))
@@ -136,7 +134,7 @@ def test_kernels_and_torch_say_the_same_of_every_variant(
 
 
 def expected_ranks(part: DraftRows, logits: torch.Tensor) -> list[Candidates]:
-    """The best tokens behind each path by the definition: penalised as the target will have it, with its noise."""
+    """Return the best tokens after each path, with penalties and noise."""
     found = []
     for path, row in zip(part.paths, logits, strict=True):
         sequence = part.room.sequence
@@ -163,7 +161,7 @@ def test_candidates_are_ranked_with_the_noise_and_the_penalty_that_their_paths_w
     plain = TiledRows(model, target, target.vocab_size)
     logits = guessed_logits(plain, random_rows(random.Random(2), plain, 30, target, most_rows=9), target)
     assert is_near(before, expected_ranks(part, logits))
-    part.room.sequence.extend([before[0][0][1]] * 3)  # the device hears of what came, and is not told it again
+    part.room.sequence.extend([before[0][0][1]] * 3)  # the device already knows it
     for _ in range(2):
         [after] = rows.run([part])
         assert is_near(after, expected_ranks(part, logits))

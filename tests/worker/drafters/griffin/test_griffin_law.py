@@ -1,4 +1,4 @@
-"""The law of GRIFFIN's tokens: dynamic trees ranked with the noise pass the gate, the published bonus fails it."""
+"""The law of GRIFFIN's tokens: noise-ranked trees pass the gate, the published bonus fails it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.worker.law_parts import PLAIN, PROMPT, TABLE, VOCAB, gate, ours
 
 pytestmark = pytest.mark.long
 
-# The draft model's guess of the target's logits: wrong by as much as they differ.
+# The draft model's wrong guess of the target's logits.
 GUESS = TABLE + torch.tensor([[math.cos(2.0 * row - 0.7 * column) for column in range(VOCAB)] for row in range(VOCAB)])
 NO_CACHE = FullKVCache(CacheShape(1, 1, 1, torch.float32, torch.device("cpu")), 0)
 PARAMS = PLAIN.model_copy(update={"temperature": 0.6, "top_p": 0.9})
@@ -37,7 +37,7 @@ def griffin_step(sequence: Sequence, tree: DraftTree) -> list[int]:
 
 
 def published_bonus(sequence: Sequence, tree: DraftTree) -> list[int]:
-    """The same accepted path, and behind it a token from the bare logits: neither temperature nor top-p."""
+    """Return the accepted path and a token from the bare logits, without temperature and top-p."""
     committed = griffin_step(sequence, tree)
     last = ([*PROMPT, *committed])[-2]
     noise = sequence.noise.row(len(sequence) + len(committed) - 1)

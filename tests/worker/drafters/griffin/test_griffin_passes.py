@@ -1,5 +1,3 @@
-"""GRIFFIN's training: what it learns from, its windows, passes and losses, and how its accuracy is measured."""
-
 from __future__ import annotations
 
 import json
@@ -176,7 +174,7 @@ def test_in_use_every_row_is_seen_once_behind_the_sinks_and_its_window(tiny_targ
 
 
 def stepwise(model: GriffinModel, windows: Windows, embeddings: torch.Tensor, row: int, number: int) -> torch.Tensor:
-    """The last forward of a draft of `number` forwards that ends at a row of the only window, with an explicit mask."""
+    """Run the last of `number` draft forwards with an explicit mask."""
     model.set_attention("eager")
     inputs = windows.inputs[0, : row - number + 2].float()  # of committed rows
     for end in range(row - number + 2, row + 2):
@@ -207,7 +205,7 @@ def test_a_pass_says_what_a_draft_of_that_depth_says_row_by_row(
 def expected_loss(
     target: TargetModel, model: GriffinModel, windows: Windows, recipe: GriffinRecipe
 ) -> tuple[torch.Tensor, list[float], list[float]]:
-    """All logits at once, masks token by token: the sum with its graph, losses and shares by pass."""
+    """Compute all logits at once with token-wise masks: loss, losses and shares by pass."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         passes = forward_passes(
             model, target.model.get_input_embeddings()(windows.token_ids), windows, recipe.num_passes
@@ -242,7 +240,7 @@ def test_the_loss_counts_aligned_rows_with_the_targets_distributions_as_labels(
     total, losses, shares = expected_loss(tiny_target, reference, windows, recipe)
     total.backward()
     frozen = {name: parameter.clone() for name, parameter in tiny_target.model.named_parameters()}
-    for num_logits in (2**21, 1):  # whole, and a row at a time
+    for num_logits in (2**21, 1):  # all at once, and row by row
         monkeypatch.setattr(griffin_passes, "NUM_LOGITS", num_logits)
         model.zero_grad()
         found, aligned = accumulate_gradients(model, tiny_target, windows, recipe)
@@ -261,7 +259,7 @@ def test_a_token_is_aligned_when_fewer_than_top_k_others_are_better(tiny_target:
         embeddings = tiny_target.model.get_input_embeddings()(windows.token_ids)
         [output] = forward_passes(model, embeddings, windows, 1)
     _, _, ranks = token_loss(tiny_target, output.predicted, windows, everywhere)
-    top_k = int(ranks[0, :-1].median())  # a rank that occurs: one more token would count with one more
+    top_k = int(ranks[0, :-1].median())  # a rank that occurs, so that one more token would change the count
     _, [_, share] = accumulate_gradients(model, tiny_target, windows, replace(FAST, num_passes=2, align_top_k=top_k))
     assert share == round(float((ranks[0, :-1] < top_k).sum()) / 60, 4)
 

@@ -1,4 +1,4 @@
-"""The kernels run GRIFFIN's draft model as torch does, with exact rows, and the target is not loaded a second time."""
+"""The kernels run GRIFFIN's draft model like torch, exactly per row."""
 
 from __future__ import annotations
 

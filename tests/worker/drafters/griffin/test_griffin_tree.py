@@ -1,4 +1,4 @@
-"""Dynamic trees: the best paths under the coming noise, no node or level that does not pay."""
+"""Dynamic trees have the best paths with the coming noise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 
 
 def table(token_id: int) -> torch.Tensor:
-    """Logits `[vocab]` behind each token: a little model that needs no features."""
+    """Return logits `[vocab]` after a token."""
     return torch.tensor([3.0 * math.sin(2.0 * token_id + 1.3 * other) for other in range(VOCAB)])
 
 
@@ -33,7 +33,6 @@ def room_of(sequence: Sequence) -> TorchRoom:
 
 
 def paths_of(tree: DraftTree) -> list[list[int]]:
-    """Tokens down to each node."""
     paths: list[list[int]] = []
     for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
         paths.append([*(paths[parent] if parent >= 0 else []), token_id])
@@ -53,7 +52,6 @@ def grow(
 
 
 def drawn_path(params: SamplingParams, length: int) -> list[int]:
-    """Draw a path as a target with these very logits does."""
     sequence = Sequence("a", [1], params, VOCAB)
     sampler, path = TokenSampler(sequence, VOCAB), [1]
     for _ in range(length):

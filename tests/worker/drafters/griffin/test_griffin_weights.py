@@ -1,5 +1,3 @@
-"""GRIFFIN's weights: what is written is read again, and what does not fit is refused with what to do."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""`train griffin`: the command, how a killed training goes on, and its recipes."""
-
 from __future__ import annotations
 
 import json
@@ -42,7 +40,6 @@ def _one_thread(_fixed_threads: None) -> None:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Features of the tiny model along the books, for tests that are about what comes behind them."""
     return tmp_path_factory.mktemp("features")
 
 
@@ -54,7 +51,6 @@ def tiny_target(tiny_model: Path) -> TargetModel:
 def train(
     model: Path, books: Path, output: Path, recipe: GriffinRecipe = FAST, features: Path | None = None
 ) -> list[str]:
-    """Train, and return what the training reports."""
     said: list[str] = []
     train_griffin(str(model), books, output, recipe, said.append, features)
     return said
@@ -124,7 +120,7 @@ def test_a_killed_training_goes_on_to_the_same_bits_and_logs_each_step_once(
 
     monkeypatch.setattr(training, "accumulate_gradients", stopping)
     if stopped_at == FAST.num_steps:
-        monkeypatch.setattr(training, "save_griffin", lambda *args: stopping())  # killed when all steps are done
+        monkeypatch.setattr(training, "save_griffin", lambda *args: stopping())  # killed after the last step
     with pytest.raises(KeyboardInterrupt):
         train(tiny_model, books, tmp_path / "killed", features=shared)
     monkeypatch.undo()

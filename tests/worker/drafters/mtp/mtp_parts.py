@@ -1,4 +1,4 @@
-"""Parts for the tests of MTP layers: checkpoints with published keys and names, and what such a layer is in torch."""
+"""Random MTP layers with published keys and names."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], MTPSpec]] = {
 
 
 def publish_with_layer(name: str, folder: Path) -> PredictorModule:
-    """Write a random model with an MTP layer by its published names; returns what the layer is in torch."""
+    """Return the layer in torch."""
     config, form = CHECKPOINTS[name]
-    if config["model_type"] == "mimo":  # that class is not transformers' own; its layers are
+    if config["model_type"] == "mimo":  # that class is not transformers' own, its layers are
         publish(config | {"model_type": "qwen2"}, folder)
         (folder / "config.json").write_text(json.dumps(config))
     else:
@@ -71,7 +71,7 @@ def forwards_of(target: TargetModel, num_candidates: int = 4) -> MTPForwards:
 
 
 def fed(forwards: MTPForwards, name: str, row: int = 0) -> torch.Tensor:
-    """Return the feature `[hidden]` in front of the row behind one of a draft, whose root is row 0."""
+    """Return the feature `[hidden]` before a row; the root is row 0."""
     return forwards._tracks[name].room.features.rows([regressed_place(row)])[0]
 
 

@@ -1,4 +1,4 @@
-"""An MTP layer of a checkpoint is what its kind's layer is in torch, and drafts change no token of any model."""
+"""An MTP layer equals its kind's layer in torch, and its drafts change no token."""
 
 from __future__ import annotations
 
@@ -83,7 +83,6 @@ def test_a_full_cache_keeps_the_first_and_the_newest_rows_at_their_positions(
     sampling = SamplingParams(max_tokens=9, temperature=0.0)
 
     def entries() -> torch.Tensor:
-        """Keys and values of all rows that are kept."""
         sequence = Sequence("a", text, sampling, target.vocab_size, target.device)
         forwards = forwards_of(target)
         forwards.start(sequence, target.new_cache(500))
@@ -139,7 +138,7 @@ def test_a_job_that_moves_on_goes_on_with_the_same_tokens(name: str, tmp_path: P
     again = Sequence("0", TEXT[:20], sampling, target.vocab_size, target.device)
     again.extend(first.token_ids[20:45].tolist())
     cache = target.new_cache(again.max_length)
-    if cache.is_by_position:  # else it is read again
+    if cache.is_by_position:  # otherwise it is read again
         cache.load(slot.cache.kv(0, 44))
     engine = Engine(target, create_drafter("mtp", target, free_rows))
     engine.start(again, cache)

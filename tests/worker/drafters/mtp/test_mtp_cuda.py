@@ -1,4 +1,4 @@
-"""An MTP layer through the CUDA kernels, in Triton's interpreter: it says what it says on a CPU, and is planned for."""
+"""An MTP layer in CUDA kernels equals the CPU's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.worker.forward.cuda.cuda_parts import cuda_target
 
 pytestmark = pytest.mark.long
 
-TEXT = [(7 * number * number + 3 * number) % 60 for number in range(131)]  # two blocks and a little
+TEXT = [(7 * number * number + 3 * number) % 60 for number in range(131)]  # a little more than two blocks
 PARAMS = SamplingParams(max_tokens=9, temperature=0.8, seed=3)
 PENALISED = PARAMS.model_copy(update={"repetition_penalty": 1.2, "penalty_window": 30})
 NUM_SLOTS, NUM_DRAFTED = 2, 3
@@ -72,7 +72,6 @@ def rows_of(forwards: MTPForwards) -> CudaRows:
 
 
 def nan_forwards(target: TargetModel) -> MTPForwards:
-    """NaN wherever nobody may look."""
     forwards = forwards_of(target)
     spoil(rows_of(forwards))
     return forwards
@@ -91,7 +90,6 @@ def begun(
     chunk: int = 50,
     params: SamplingParams = PARAMS,
 ) -> Sequence:
-    """A text whose hidden states were read in chunks."""
     sequence = Sequence(name, TEXT[:length], params, target.vocab_size, target.device)
     forwards.start(sequence, target.new_cache(10))
     hidden = torch.randn(length - 1, target.hidden_size, generator=torch.Generator().manual_seed(length))
@@ -101,7 +99,7 @@ def begun(
 
 
 def drafted(forwards: MTPForwards, sequences: list[Sequence]) -> dict[str, Said]:
-    """Return the candidates behind each sequence's end and a chain of the best tokens, and their rows' features."""
+    """Return candidates after each sequence and a chain of best tokens, and their features."""
     names = [sequence.sequence_id for sequence in sequences]
     found = {name: [candidates] for name, candidates in zip(names, forwards.follow(sequences), strict=True)}
     trees = {name: DraftTree() for name in names}
@@ -166,7 +164,6 @@ def test_a_full_cache_keeps_the_first_and_the_newest_rows(tmp_path: Path, monkey
 
 
 def generated(target: TargetModel, engine_name: str, sampling: SamplingParams) -> tuple[list[list[int]], Engine]:
-    """Two jobs that begin one after the other."""
     engine = Engine(target, create_drafter(engine_name, target, free_rows))
     sequences = [Sequence(f"{n}", TEXT[: 20 + 9 * n], sampling, target.vocab_size, target.device) for n in range(2)]
     for sequence in sequences:
@@ -201,7 +198,7 @@ def test_engines_with_the_layer_give_the_tokens_of_plain_decoding(
 
 
 def let_it_copy(folder: Path) -> None:
-    """Make of a model and its layer two that say the same: what follows a token depends on that token alone."""
+    """Let the next token depend only on the last."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
@@ -273,7 +270,7 @@ def test_auto_has_the_layer_where_it_has_room(tmp_path: Path) -> None:
     tight = plan_wanted(replace(wanted, num_slots=1), sizes, GPUMemory(least, 3))
     assert not tight.drafts.has_engine
     assert tight.num_slots == 1
-    with pytest.raises(KVRoomError):  # whoever asks for the layer alone hears of it
+    with pytest.raises(KVRoomError):  # this names the layer
         plan_wanted(replace(wanted, num_slots=1, can_lack_engine=False), sizes, GPUMemory(least, 3))
     for plan, has_room in ((replace(memory, num_pages=9), True), (replace(tight, num_pages=9), False)):
         made = planned_forwards(files, torch.float32, torch.device("cpu"), plan, 3, frozenset(), None)

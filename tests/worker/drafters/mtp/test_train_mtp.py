@@ -1,5 +1,3 @@
-"""`train mtp`: what it learns, how a killed training goes on, and that the engine takes what it writes."""
-
 from __future__ import annotations
 
 import json

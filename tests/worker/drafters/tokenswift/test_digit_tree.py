@@ -1,4 +1,4 @@
-"""Digit trees against a brute-force product, with n-grams merged in."""
+"""Digit trees with merged n-grams against a brute-force product."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVERYTHING = 10_000
 def brute_force(
     levels: list[Ranked], digits: tuple[int, ...], ngrams: list[Ranked]
 ) -> tuple[Paths, set[tuple[int, ...]]]:
-    """Path confidence of every node of the merged tree, and the nodes of the digits."""
+    """Return the merged tree's path confidences, and the digits' nodes."""
     edges: Paths = {}
     used = [level[:digit] for level, digit in zip(levels, digits, strict=False)]
     products = [path for depth in range(1, len(used) + 1) for path in itertools.product(*used[:depth])]
@@ -46,7 +46,7 @@ def sources(levels: list[Ranked], digits: tuple[int, ...], ngrams: list[Ranked])
 def grown(
     levels: list[Ranked], digits: tuple[int, ...], ngrams: list[Ranked], max_nodes: int, max_depth: int
 ) -> tuple[DraftTree, list[bool]]:
-    """The tree, and of every node whether an n-gram alone proposed it."""
+    """Return the tree, and which nodes only n-grams proposed."""
     made_of = sources(levels, digits, ngrams)
     tree = digit_tree(made_of, max_nodes, max_depth)
     return tree, [by_ngrams_alone(path, made_of)[-1] for path in node_paths(tree)]
@@ -115,7 +115,7 @@ def test_ngrams_alone_make_a_tree() -> None:
 def test_what_is_recycled_as_well_is_no_ngram_s_alone() -> None:
     found = Sources([], [[(-0.1, 4), (-0.2, 5), (-0.3, 6)]], lambda path: [(-0.5, 5)] if path == (4,) else [(-0.5, 9)])
     assert node_paths(digit_tree(found, 6, 3))[:4] == [(4,), (4, 5), (9,), (4, 5, 6)]
-    assert by_ngrams_alone((4, 5, 6), found) == [True, True, True]  # below what an n-gram alone proposed
+    assert by_ngrams_alone((4, 5, 6), found) == [True, True, True]  # below a node that only an n-gram proposed
     assert by_ngrams_alone((9, 9), found) == [False, False]
     assert by_ngrams_alone((4, 9), found) == [True, False]
 
@@ -126,4 +126,4 @@ def test_forty_nodes_and_twenty_ngrams_take_little() -> None:
     ngrams = [[levels[0][0]] + [(-rng.expovariate(1.0), rng.randrange(99)) for _ in range(3)] for _ in range(20)]
     found = sources(levels, (1, 3, 3, 3), ngrams)
     assert len(digit_tree(found, 40, 9)) == 40
-    assert num_lines(lambda: digit_tree(found, 40, 9)) < 10_000  # 2,000 now: one of all combinations takes far more
+    assert num_lines(lambda: digit_tree(found, 40, 9)) < 10_000  # now 2,000; all combinations would take far more

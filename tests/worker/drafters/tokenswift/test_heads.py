@@ -1,5 +1,3 @@
-"""Decoding heads: what they compute, which files are refused, and that training makes them predict."""
-
 from __future__ import annotations
 
 import json
@@ -158,7 +156,7 @@ def test_training_makes_heads_that_predict(tiny_model: Path, books: Path, tmp_pa
     assert set(before) == set(after) == {"test books", *(f"own text, {name}" for name in OWN_SAMPLING)}
     for head in range(3):
         assert before["test books"][head][0] < 0.2
-        assert after["test books"][head][0] > 0.9  # the text says the same sentence again and again
+        assert after["test books"][head][0] > 0.9  # the text repeats one sentence
         assert after["test books"][head] == sorted(after["test books"][head])
     target = TargetModel.load(locate_model(str(tiny_model)), "bfloat16", "cpu")
     assert DecodingHeads.load(output, target).num_heads == 3
@@ -263,7 +261,7 @@ def test_soft_labels_are_what_the_target_expects_in_each_place(tiny_model: Path,
     target = load_target(locate_model(str(tiny_model)))
     states = training_states(target, books, FAST)
     row = torch.tensor([7])
-    weight = 6 * random_weight(64)  # sure of what it says, so that labels of another place cost something else
+    weight = 6 * random_weight(64)  # confident, so that shifted labels cost something else
     losses = accumulate_gradients(target, weight.requires_grad_(), states, row, soft_labels=True)
     logits = target.model(states.token_ids[None, :20]).logits[0].float()
     for head, state in enumerate(head_states(weight.detach().to(target.dtype), states.hidden[row])):

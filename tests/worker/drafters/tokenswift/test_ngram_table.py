@@ -1,4 +1,4 @@
-"""The n-gram table against a brute-force count of the same tokens; its time and memory."""
+"""The n-gram table against a brute-force count; time and memory."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def table_of(tokens: list[int], size: int = 4) -> NgramTable:
 
 
 def num_bytes(table: NgramTable) -> int:
-    """Memory held by arrays and the dict, integer objects of 32 bytes included."""
+    """Count an integer as 32 bytes."""
     entries = (table._starts, table._counts, table._next, table._previous, table._chain)
     size = sum(sys.getsizeof(part) for part in (table._tokens, *entries, table._buckets))
     return size + sys.getsizeof(table._fronts) + 2 * 32 * len(table._fronts)
 
 
 def brute_force(tokens: list[int], size: int, first_token: int) -> Ranked:
-    """Rank what followed `first_token` by falling count, then by the falling place of the last time."""
+    """Rank what followed `first_token` by count, then by the last place."""
     ngrams = [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
     counts = Counter(ngrams)
     last = {ngram: start for start, ngram in enumerate(ngrams)}
@@ -106,7 +106,7 @@ STREAMS = pytest.mark.parametrize("name", streams(0))
 @STREAMS
 def test_memory_stays_within_a_few_integers_per_token(name: str) -> None:
     table = table_of(streams(20_000)[name])
-    most = 250 if name in ("random", "one beginning") else 40  # where hardly a token comes twice, or as in a text
+    most = 250 if name in ("random", "one beginning") else 40  # where tokens hardly repeat, or as in a text
     assert num_bytes(table) <= most * len(table)
 
 

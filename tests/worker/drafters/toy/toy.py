@@ -1,4 +1,4 @@
-"""The smallest engine with a trained part: a table that says which token follows which."""
+"""The smallest engine with a trained part: a table of next tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ MOST_TOKENS = 3
 
 
 def toy(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter:
-    """A `DrafterFactory`. Raises ModelError as `read_part` does."""
+    """Raises ModelError as `read_part` does."""
     followers = read_part(PART, target, parts_folder).checked({"followers": (target.vocab_size,)})["followers"]
     return ToyDrafter([int(token) for token in followers])
 
 
 class ToyDrafter(Drafter):
-    """Drafts chains by the table alone."""
-
     def __init__(self, followers: list[int]) -> None:
         self._followers = followers
 

@@ -1,5 +1,3 @@
-"""A draft model that has learned nothing."""
-
 from __future__ import annotations
 
 import torch

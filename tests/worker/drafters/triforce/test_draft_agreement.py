@@ -1,5 +1,3 @@
-"""Agreement of a draft model with its target: from which tokens, with which noise, and how good the shipped one is."""
-
 from __future__ import annotations
 
 import tomllib

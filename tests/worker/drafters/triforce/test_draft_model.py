@@ -1,4 +1,4 @@
-"""The draft model reads a short window of each sequence, and proposes what it would draw with the same noise."""
+"""The draft model reads a short window and draws with the same noise."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def chain_of(sequence: Sequence) -> Chain:
 
 
 def plain_chain(model: TargetModel, sequence: Sequence, length: int) -> list[int]:
-    """Return the tokens that the draft model draws behind its window, computed from nothing at every token."""
+    """Return the draft model's tokens, computed anew at every token."""
     sampler, token_ids = TokenSampler(sequence, VOCAB), sequence.token_ids.copy()
     for _ in range(length):
         window = window_of(token_ids, len(sequence))
@@ -79,7 +79,7 @@ def test_a_chain_is_what_the_draft_model_would_draw(model: TargetModel, length: 
 
 
 def test_drafts_are_the_same_whatever_was_drafted_before(model: TargetModel) -> None:
-    """Tokens that were not accepted leave nothing behind; so a resumed job drafts the same."""
+    """Rejected tokens leave nothing behind."""
     sequence = sequence_of(2 * WINDOW - 20)
     proposer = proposer_of(model)
     proposer.start(sequence)

@@ -1,5 +1,3 @@
-"""`train draft` distils a small model from a target: what it writes, what it learns from, how its agreement counts."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -91,7 +89,7 @@ def test_training_makes_a_draft_model_that_agrees(tiny_model: Path, books: Path,
     assert losses[-1] < losses[0] - 0.3
     assert set(before) == set(after) == {"test books", *(f"own text, {name}" for name in OWN_SAMPLING)}
     gains = {name: after["test books"][name] - before["test books"][name] for name in SAMPLING}
-    assert min(gains.values()) > 0.15  # the text says the same sentence again and again, the random target does not
+    assert min(gains.values()) > 0.15  # the text repeats one sentence, the random target does not
     assert any(line.startswith("after training, test books: the same token as the target for ") for line in said)
 
 
@@ -114,7 +112,7 @@ def cost(logits: torch.Tensor, labels: torch.Tensor) -> float:
 def test_labels_are_what_the_target_expects_in_each_place(tiny_target: TargetModel) -> None:
     model = untrained(tiny_target)
     with torch.no_grad():
-        model.model.norm.weight *= 5  # both sure of what they say, so that labels of another place cost something else
+        model.model.norm.weight *= 5  # both confident, so that shifted labels cost something else
         tiny_target.model.lm_head.weight *= 5
     windows = torch.randint(250, (2, 4), generator=torch.Generator().manual_seed(1))
     expected = tiny_target.model(windows).logits.float().softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""TriForce: the same tokens whatever the middle level sees, alone or in a batch, and the same drafts after a resume."""
+"""TriForce gives equal tokens with any middle level or batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def new_sequence(target: TargetModel, sampler: str, name: str = "a", seed: int =
 
 
 def hierarchical(target: TargetModel, cache: str = "retrieval", width: int = 1) -> SelfSpeculationDrafter:
-    """Always two draft tokens per middle verification, until there are six; a budget that the text overflows."""
+    """Draft two tokens per middle verification up to six; the text overflows the budget."""
     options = TriForceOptions(cache=PARTIAL_CACHES[cache], budget=48, gammas=(2, 6), width=width)
     return triforce(target, free_rows, None, options)
 

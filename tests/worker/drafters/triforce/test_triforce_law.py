@@ -1,4 +1,4 @@
-"""Three levels draw by one law: a draft model, the target with a partial cache, the target with all of it."""
+"""Three levels draw by one law."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS_OF_LAW = pytest.mark.parametrize(
     "params", [pytest.param(PLAIN, id="plain"), pytest.param(PENALISED, id="penalised", marks=pytest.mark.slow)]
 )
 EMPTY = DraftTree()
-# What the draft model and the target with a partial cache think of the little model's logits: both are wrong.
+# The wrong logits of the draft model and of the partial cache.
 DRAFT_TABLE = TABLE + torch.cos(torch.arange(TABLE.numel(), dtype=torch.float32) * 2.3).view_as(TABLE)
 MIDDLE_TABLE = TABLE + 0.6 * torch.cos(torch.arange(TABLE.numel(), dtype=torch.float32) * 1.1).view_as(TABLE)
 
@@ -30,7 +30,6 @@ def rows_of(table: torch.Tensor, sequence: Sequence, tree: DraftTree) -> torch.T
 
 
 def chain_by(table: torch.Tensor, sequence: Sequence, length: int) -> DraftTree:
-    """A chain drawn from a table with the noise of the coming positions."""
     sampler, chain = TokenSampler(sequence, VOCAB), [int(sequence.token_ids[-1])]
     for _ in range(length):
         chain.append(sampler.draw(table[chain[-1]]))
@@ -38,7 +37,7 @@ def chain_by(table: torch.Tensor, sequence: Sequence, length: int) -> DraftTree:
 
 
 def three_levels(sequence: Sequence, _tree: DraftTree) -> list[int]:
-    """Our hierarchy: every level draws with the same noise and compares."""
+    """Return our hierarchy's path: every level compares with the same noise."""
     first = chain_by(DRAFT_TABLE, sequence, 2)
     middle = walk(first, rows_of(MIDDLE_TABLE, sequence, first), TokenSampler(sequence, VOCAB).draw).drawn
     second = DraftTree.chain(middle)
@@ -62,10 +61,9 @@ def law_of(table: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def published_levels(sequence: Sequence, *, corrects_middle: bool) -> list[int]:
-    """One token through both levels of speculative sampling with p / q ratios.
+    """Draw a token through both levels of speculative sampling with p / q ratios.
 
-    The published middle level draws from the checking law itself after a rejection; the right one from what that law
-    has more than the draft's. The full level is right in both.
+    The published middle level redraws from the checking law itself, the right one from its excess over the draft's.
     """
     generator = torch.Generator().manual_seed(int(sequence.sampling.seed or 0))
     draft, middle, full = (law_of(table, sequence.sampling) for table in (DRAFT_TABLE, MIDDLE_TABLE, TABLE))
@@ -84,6 +82,6 @@ def test_the_gate_catches_a_middle_level_that_draws_from_its_own_law_after_a_rej
     assert gate(lambda sequence, _: published_levels(sequence, corrects_middle=False), PLAIN) < 1e-6
 
 
-@pytest.mark.slow  # as in the test above, with a right one: those of our own levels say the same of the gate
+@pytest.mark.slow  # like the test above with a right one, which our own levels also show
 def test_the_gate_lets_the_corrected_middle_level_pass() -> None:
     assert gate(lambda sequence, _: published_levels(sequence, corrects_middle=True), PLAIN) > 1e-3

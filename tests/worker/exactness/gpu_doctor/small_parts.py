@@ -1,4 +1,4 @@
-"""A decoder of one layer, and little to try: Triton's interpreter takes a second for a forward."""
+"""One layer and few trials, because a forward takes the interpreter a second."""
 
 from __future__ import annotations
 
@@ -42,19 +42,17 @@ def small_parts(files: ModelFiles, dtype: torch.dtype = FLOAT32, linear: LinearN
 
 
 def row_by_row(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """A `LinearKernel` that is sooner done than the interpreter's."""
     for place, row in enumerate(rows):
         out[place] = (row.float() * weight.float()).sum(-1) + (0.0 if bias is None else bias.float())
 
 
 def by_place(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """A `LinearKernel` whose bits depend on a row's place: those of the second half are one unit higher."""
+    """Make the second half of rows one unit in the last place higher."""
     row_by_row(rows, weight, bias, out)
     half = out[len(out) // 2 :]
     half.copy_(torch.nextafter(half, half + 1))
 
 
 def a_little_off(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """A `LinearKernel` whose sums are wrong, in all places alike."""
     row_by_row(rows, weight, bias, out)
     out *= 1.001

@@ -1,5 +1,3 @@
-"""Attention is compared with each row alone and with float64; a row that sees its neighbours is found out."""
-
 from __future__ import annotations
 
 import sys
@@ -66,7 +64,7 @@ def broken(spoil: Any) -> Any:
 
     def attended(attention: TritonAttention, *args: Any, pages: PageTable | None) -> None:
         attend(attention, *args, pages=pages)
-        spoil(*args[-2:])  # the table, and what was mixed
+        spoil(*args[-2:])  # the table, and the mixed values
 
     return attended
 

@@ -1,4 +1,4 @@
-"""Whole forwards: each check passes in the interpreter, and fails where its subject is broken."""
+"""Checks of whole forwards fail on broken subjects."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_graph_that_forgets_its_newest_table_is_found(
 
 
 class Stale(Repeated):
-    """A graph that does its work but once in two replays."""
+    """A graph that works only at every second replay."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
         super().__init__(work)
@@ -94,7 +94,7 @@ def test_another_process_loads_the_model_and_computes_the_same_bits(
     one_layer_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("import tests.worker.interpreter\n", encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.getcwd()}")  # that it has the same interpreter
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.getcwd()}")  # so that it has the same interpreter
     finding = check_second_process(of_folder(one_layer_model))
     assert (finding.passed, finding.words) == (True, "another process computes the same bits")
 

@@ -1,5 +1,3 @@
-"""The list: every check in its order, a page as it goes, JSON at the end, and nothing behind a failure."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -73,7 +71,7 @@ def test_the_kernel_that_was_found_good_is_taken_from_then_on(
 
     found = run_checks(parts, checks=[CHECKS[1], dataclasses.replace(CHECKS[2], run=see)])
     assert (seen, found.linear) == (["triton"], "triton")
-    assert (found.failed, found.verdict) == (None, "exact up to ties")  # workers do not take it by themselves
+    assert (found.failed, found.verdict) == (None, "exact up to ties")  # workers do not choose it by themselves
     assert "; those by cublas failed: use --linear triton, which is exact\n" in found.page()
     assert verdicts(found) == [
         (CudaKernels(linear="cublas"), "exact up to ties"), (CudaKernels(linear="triton"), "exact"),
@@ -152,7 +150,7 @@ def test_products_are_tried_with_the_settings_that_workers_run_with(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     products = SimpleNamespace(allow_bf16_reduced_precision_reduction=True)
     monkeypatch.setattr(torch.backends.cuda, "matmul", products)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # of whoever started it, who has no say in a run's bits
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the caller's environment must not affect a run's bits
     chosen: list[str] = []
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)
     Parts.of(locate_model(str(one_layer_model)), "bfloat16", torch.device("cuda"))

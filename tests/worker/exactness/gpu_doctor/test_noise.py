@@ -1,5 +1,3 @@
-"""Noise is compared word by word, and number by number."""
-
 from __future__ import annotations
 
 from typing import Any

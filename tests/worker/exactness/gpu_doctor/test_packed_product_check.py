@@ -1,4 +1,4 @@
-"""Packed products are compared with the plain kernel's over dequantized weights: the model's own, or random ones."""
+"""Packed products equal the plain kernel's over dequantized weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from tests.worker.kernels.packed_parts import packed_weights
 
 
 def packed_parts(files: ModelFiles) -> Parts:
-    """The weights of one layer in int4 with offsets."""
     weights = packed_weights(Shape(), "uint4", 16, has_offsets=True)
     sizes = dataclasses.replace(weights.sizes, num_layers=1)
     stacked = stacked_weights(dataclasses.replace(weights, sizes=sizes, layers=weights.layers[:1]), CPU)
@@ -83,7 +82,7 @@ def test_nothing_is_tried_in_float32(embedded_files: ModelFiles) -> None:
 def test_a_packed_model_is_exact_with_the_kernels_that_were_asked_for(
     embedded_files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`triton` runs its products, whatever was asked for, so nobody is told to ask for it."""
+    """`triton` always runs its products, so no advice is needed."""
 
     def checked(parts: Parts, report: Callable[[str], None]) -> FirstRun:
         taken = Finding(passed=True, words="fine", rows=[], linear="triton")

@@ -1,5 +1,3 @@
-"""Products are tried place by place; the kernel that stands it is taken, and none is a failure."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""A CUDA graph's rules on a CPU: what was captured is what every replay must launch, over buffers that stay."""
+"""A CUDA graph's rules on a CPU: every replay launches what was captured."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from triton.runtime.interpreter import GridExecutor
 from swiftbatch.worker.kernels.cuda.cuda_graph import Work
 from tests.worker.library_calls import LibraryCall, Returned
 
-Launch = tuple[Any, ...]  # a kernel's or an operation's name and its arguments, tensors by their places
+Launch = tuple[Any, ...]  # a kernel's or operation's name and arguments, tensors by address
 
 
 class CaptureError(Exception):
-    """Work that no graph could hold, or that would do something else than its graph."""
+    """Work that no graph can hold, or that a replay would do differently."""
 
 
 class _Recording(TorchDispatchMode):
-    """Notes what is launched; refuses memory that would be allocated, and numbers that the host would wait for."""
+    """Records launches; refuses allocations and waits of the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,13 +40,14 @@ class _Recording(TorchDispatchMode):
 
 
 class CheckedGraph:
-    """A `Graph`; each is kept in `made`, with what it launches."""
+    """`made` has all graphs with their launches."""
 
     made: list[CheckedGraph]
 
     def __init__(self, work: Work, device: torch.device) -> None:
         self._work = work
-        self._pool: dict[str, Returned] = {}  # by library call: what it returned, where its next one returns it, too
+        # by library call: its results, which its next call must return in the same place
+        self._pool: dict[str, Returned] = {}
         work()  # as a warm-up does
         self.launches = self._run(is_capture=True)
         self.num_replays = 0
@@ -59,13 +60,13 @@ class CheckedGraph:
         self.num_replays += 1
 
     def _run(self, is_capture: bool = False) -> list[Launch]:
-        """Return what the work launches; no kernel runs while a graph is captured."""
+        """A capture runs no kernel."""
         recording, launch = _Recording(), GridExecutor.__call__
 
         def noted(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
             name = executor.fn.__name__
             recording.launches.append((name, executor.grid, *_places(args), *_places(kwargs.values())))
-            recording.is_interpreting = True  # in which tensors are read and written beside the graph's launches
+            recording.is_interpreting = True  # tensors are read and written beside the launches
             if not is_capture:
                 launch(executor, *args, **kwargs)
             recording.is_interpreting = False
@@ -88,7 +89,6 @@ class CheckedGraph:
 
 
 def _places(values: Any) -> list[Any]:
-    """Arguments as a graph keeps them."""
     return [
         (value.data_ptr(), tuple(value.shape), value.stride()) if isinstance(value, torch.Tensor) else repr(value)
         for value in values

@@ -1,4 +1,4 @@
-"""A target whose forwards and draws are a GPU's, on a CPU: kernels in the interpreter, graphs that are checked."""
+"""A GPU target on a CPU: interpreted kernels, checked graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAGE = 64  # positions
 
 
 def leave_unwritten(rows: torch.Tensor) -> None:
-    """Fill rows with NaN, those of codes with ones: their scales are then NaN."""
+    """Fill rows with NaN; in codes ones give NaN scales."""
     if rows.is_floating_point():
         rows.fill_(torch.nan)
     else:
@@ -51,7 +51,7 @@ def arena_of(
     num_pages: int | None,
     windows: WindowPages | None = None,
 ) -> KVArena:
-    """Slots for flash-attn, which has no pages; else small pages in any order, so that jobs have several."""
+    """Make slots for flash-attn, otherwise small shuffled pages, so that jobs have several."""
     if attention == "flash":
         return KVArena(shape, num_slots, longest_job)
     num_pages = num_pages or num_slots * pages_of(longest_job + PAGE, PAGE)
@@ -68,7 +68,7 @@ def arena_of(
 def window_arena_of(
     shape: CacheShape, num_slots: int, longest_job: int, num_pages: int, windows: WindowPages
 ) -> KVArena:
-    """The same with a pool for layers with a window, where a page that is nobody's is full of NaN."""
+    """Window layers have their own pool, whose free pages are full of NaN."""
     arena = KVArena(shape, num_slots, longest_job, PoolSize(num_pages, PAGE, windows))
     spoil_free_pages(arena)
     for pool in (arena.pool, arena.windowed.pool):
@@ -88,10 +88,7 @@ def cuda_target(
     num_rows: int = NUM_ROWS,
     windows: WindowPages | None = None,
 ) -> TargetModel:
-    """Caches are full of NaN where nothing was written. `num_pages` None: as many as all slots may have.
-
-    With `windows` layers that have one forget, in pages of their own.
-    """
+    """Unwritten caches are NaN; `num_pages` None means as many as all slots may have."""
     weights = dense_weights(files, dtype)
     assert weights is not None
     shape = cuda_cache_shape(weights, CPU, kv_dtype, windows is not None)
@@ -104,7 +101,7 @@ def cuda_target(
 
 
 class UnwrittenRows(OffloadedArena):
-    """Caches are full of NaN where nothing was written, on the host as well."""
+    """Fills unwritten cache rows with NaN."""
 
     def rows(self, lease: SlotLease, max_length: int) -> RingRows:
         rows = super().rows(lease, max_length)
@@ -121,7 +118,7 @@ def offloaded_target(
     attention: AttentionName = "triton",
     kv_dtype: KVDtype | None = None,
 ) -> TargetModel:
-    """Make a `cuda_target` with caches outside the device, whose copies come as late as they may."""
+    """Copies of offloaded caches come as late as possible."""
     weights = dense_weights(files, dtype)
     assert weights is not None
     streams = Streams(HostStream(), LazyStream(), LazyStream())
@@ -134,7 +131,6 @@ def offloaded_target(
 
 
 def check_rows_of_two_trees(target: TargetModel, num_nodes: int, *texts: list[int]) -> None:
-    """Rows of trees behind texts, which are read one after the other, have the bits of plain decoding."""
     forwards, numbers = target.forwards, random.Random(4)
     caches = [forwards.arena.new_cache(100) for _ in range(2)]  # type: ignore[union-attr]
     for cache in caches:
@@ -153,7 +149,6 @@ def check_rows_of_two_trees(target: TargetModel, num_nodes: int, *texts: list[in
 
 
 def check_drafts_beside_a_resumed_job(target: TargetModel, num_tokens: int) -> None:
-    """Two jobs, one of which goes on behind its first tokens, have the tokens of plain decoding."""
     params = SamplingParams(max_tokens=num_tokens, seed=3, ignore_eos=True)
 
     def sequences() -> list[Sequence]:

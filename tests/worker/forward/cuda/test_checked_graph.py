@@ -1,4 +1,4 @@
-"""The double of a CUDA graph refuses what a capture would refuse, and what a replay would not do."""
+"""The double refuses what a capture refuses, and what replays would not do."""
 
 from __future__ import annotations
 

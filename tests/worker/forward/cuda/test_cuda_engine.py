@@ -1,4 +1,4 @@
-"""On a GPU's forwards and draws every engine gives the same tokens, in steps that a graph could replay."""
+"""Every engine gives the same tokens with a GPU's forwards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.worker.forward.cuda.cuda_parts import cuda_target
 pytestmark = pytest.mark.long
 
 LAUNCHES_PER_LAYER = 10
-# Prompts, the interpreter takes its time for each token: those that reach the second block or begin in it take more.
+# Prompts; crossing the second block or beginning in it takes the interpreter longer.
 SHORT, CROSSING, LONG = (6, 18), (6, 62), (30, 50, 70)
 SAMPLING = (
     {"temperature": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "penalty_window": 20, "frequency_penalty": 1.5},
@@ -44,7 +44,7 @@ SAMPLING = (
 BAD_WORD_IDS = ((9, 9), (11,))
 ENGINES_HERE = pytest.mark.parametrize(
     "engine_name",
-    # plain decoding is compared with drafts by `test_tokens_do_not_depend_on_what_shares_a_step`
+    # `test_tokens_do_not_depend_on_what_shares_a_step` compares plain decoding with drafts
     [pytest.param("autoregressive", marks=pytest.mark.slow), "token-recycling"],
 )
 
@@ -55,7 +55,6 @@ def files(one_layer_model: Path) -> ModelFiles:
 
 
 def sequences(vocab_size: int, num_tokens: int, prompts: tuple[int, ...]) -> list[Sequence]:
-    """Jobs with their own ways of sampling, of prompts of these lengths."""
     made = []
     for number, fields in enumerate(SAMPLING[: len(prompts)]):
         prompt = [(7 * number + 3 * i) % 50 + 5 for i in range(prompts[number])]
@@ -89,7 +88,7 @@ def test_engines_give_the_reference_s_tokens(files: ModelFiles, engine_name: str
     assert generated(cuda_target(files, torch.float32), engine_name, 3, CROSSING) == expected
 
 
-@pytest.mark.slow  # test_rewinds.py takes them back, slots go back in test_cuda_states.py
+@pytest.mark.slow  # test_rewinds.py removes loops, test_cuda_states.py frees slots
 @ENGINES_HERE
 def test_rewound_sequences_have_the_reference_s_tokens(files: ModelFiles, engine_name: str) -> None:
     loop = {"max_pattern_size": 1, "min_count": 3, "action": "rewind", "max_rewinds": 2}
@@ -168,7 +167,7 @@ def test_costs_are_timed_over_a_whole_slot(files: ModelFiles, monkeypatch: pytes
 
 @pytest.mark.parametrize("engine_name", list(ENGINES))
 def test_drafts_are_planned_for_beside_the_slots(files: ModelFiles, engine_name: str) -> None:
-    """The room that an engine's drafter holds for a sequence is no more than what the plan of a GPU leaves for it."""
+    """A drafter's memory per sequence fits the GPU plan's reserve."""
     target, sizes = TargetModel.load(files, "float32", "cpu"), read_sizes(files, "float32")
     assert sizes is not None
     planned = drafts_of(SlotsWanted(3000, ENGINES[engine_name].partial_budget), sizes).slot_bytes
@@ -184,7 +183,7 @@ def test_drafts_are_planned_for_beside_the_slots(files: ModelFiles, engine_name:
 def test_a_drafter_s_slots_take_what_was_planned_for_them(
     files: ModelFiles, engine_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Partial caches with their means, the draft model with its slots, and heads: to the byte, but for small tables."""
+    """Counts partial caches, draft model and heads, to the byte except small tables."""
     monkeypatch.setattr(DraftModel, "token_seconds", lambda _: 0.001)
     target = cuda_target(files, torch.float32, 2, 3000)
     sizes, wanted = read_sizes(files, "float32"), slots_wanted(engine_name, files, "float32", 3000, None)
@@ -193,7 +192,7 @@ def test_a_drafter_s_slots_take_what_was_planned_for_them(
     drafter = create_drafter(engine_name, target, free_rows)
     arena = drafter._new_entries.__self__  # type: ignore[attr-defined]
     slot_bytes = (arena.buffer.nbytes + arena.means.nbytes) // 2
-    part_bytes = arena.means.nbytes // 4  # mean keys of one slot, when chunks are scored
+    part_bytes = arena.means.nbytes // 4  # one slot's mean keys while chunks are scored
     if engine_name == "triforce":
         model = drafter._proposer._draft_model._model.forwards  # type: ignore[attr-defined]
         draft_slot = model.arena.buffer.nbytes // 3
@@ -213,7 +212,6 @@ def test_a_drafter_s_slots_take_what_was_planned_for_them(
 
 
 def buffers_of(thing: object) -> list[torch.Tensor]:
-    """Every tensor that an object holds, however deep."""
     if isinstance(thing, torch.Tensor):
         return [thing]
     if isinstance(thing, (list, tuple)):
@@ -229,7 +227,7 @@ def buffers_of(thing: object) -> list[torch.Tensor]:
 def test_every_engine_gives_the_reference_s_tokens_for_200_tokens(
     embedded_files: ModelFiles, monkeypatch: pytest.MonkeyPatch, engine_name: str
 ) -> None:
-    """Trees are small: each row takes the interpreter a quarter of a second."""
+    """Trees are small, because a row takes the interpreter a quarter of a second."""
     monkeypatch.setattr("swiftbatch.worker.engine.engine.MAX_TREE_NODES", 3)
     reference = TargetModel.load(embedded_files, "float32", "cpu")
     expected = generated(reference, "autoregressive", 200, LONG[:1])
@@ -238,7 +236,6 @@ def test_every_engine_gives_the_reference_s_tokens_for_200_tokens(
 
 
 def dear_rows() -> StepCosts:
-    """Return the costs of rows in the interpreter."""
     return StepCosts((64, 8192), np.array([[1 + num_rows / 4 for num_rows in ROW_COUNTS]] * 2))
 
 
@@ -253,7 +250,7 @@ def test_a_model_is_checked_in_the_arena_s_only_slot(files: ModelFiles) -> None:
 def test_costs_are_measured_in_a_slot_however_short_before_jobs_take_all(
     files: ModelFiles, longest_job: int, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Costs are measured once, of the fewest rows and the most."""
+    """Costs are measured for the fewest and the most rows."""
     monkeypatch.setattr(step_costs, "ROW_COUNTS", (ROW_COUNTS[0], ROW_COUNTS[-1]))
     monkeypatch.setattr(step_costs, "PROBE_REPEATS", 1)
     monkeypatch.setattr(step_costs, "FEWEST_REPEATS", 1)

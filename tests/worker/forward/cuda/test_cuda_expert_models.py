@@ -1,4 +1,4 @@
-"""Models with experts through a GPU's forwards: the texts of transformers, rows of their own, packed as on the disk."""
+"""Models with experts through GPU forwards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.worker.model.formats.twins import make_twins
 pytestmark = pytest.mark.long
 
 CPU = torch.device("cpu")
-TRIED = "gpt-oss 120B"  # others differ from it in data alone
+TRIED = "gpt-oss 120B"  # others only differ in data
 
 
 def folder_of(name: str, folder: Path, **changes: Any) -> Path:
@@ -88,7 +88,7 @@ FP8_MODELS = {"FP8": "Qwen3 30B A3B", "FP8 beside what all rows meet": "GLM 4.5"
 
 @pytest.fixture(scope="module")
 def packed_and_dense(tmp_path_factory: pytest.TempPathFactory) -> Twins:
-    """Folders of a model whose experts are packed, and of its dequantized twin, written once for each kind."""
+    """Packed models and their dequantized twins."""
 
     @functools.cache
     def folders(kind: str) -> tuple[Path, Path]:

@@ -1,5 +1,3 @@
-"""Engine `griffin` on a GPU's forwards: plain decoding's tokens, torch's trees, and slots that come back."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""On a GPU all decoding heads run in one graph and say what they say on a CPU."""
+"""On a GPU all decoding heads run in one graph and equal the CPU's."""
 
 from __future__ import annotations
 

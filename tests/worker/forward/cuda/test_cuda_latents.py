@@ -1,4 +1,4 @@
-"""Models with latent attention through a GPU's forwards: the texts of transformers, rows whose bits are their own."""
+"""Models with latent attention through GPU forwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.worker.session.recurrent_parts import save_recurrent_model
 pytestmark = pytest.mark.long
 
 CPU = torch.device("cpu")
-TRIED = "DeepSeek R1"  # the others differ from it in data, and one in queries that are of no vector
+TRIED = "DeepSeek R1"  # the others differ in data, one in queries without vectors
 TEXT = [7 * each % 64 for each in range(70)]
 
 
@@ -59,7 +59,7 @@ def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: P
 
 
 def read(target: TargetModel, num_left: int = 0) -> torch.Tensor:
-    """The logits behind a text, and the same once its cache was emptied and got so many positions back."""
+    """Return a text's logits, also after a restore of `num_left` positions."""
     cache, logits = target.new_cache(100), []
     for start in (0, num_left):
         left = TEXT[start:]
@@ -75,7 +75,7 @@ def read(target: TargetModel, num_left: int = 0) -> torch.Tensor:
     return logits[0]
 
 
-# one whose caches lie elsewhere is compared with one whose caches lie there, which goes on as well
+# an offloaded cache is compared with a resident one, which continues, too
 @pytest.mark.parametrize("place", [pytest.param(cuda_target, marks=pytest.mark.slow), offloaded_target])
 def test_a_text_goes_on_from_a_checkpoint_with_the_same_bits(place: Callable[..., TargetModel], tmp_path: Path) -> None:
     files = files_of("DeepSeek V2 Lite", tmp_path)
@@ -89,7 +89,7 @@ def test_rows_of_two_trees_have_the_bits_of_plain_decoding(name: str, tmp_path: 
     check_rows_of_two_trees(cuda_target(files_of(name, tmp_path), torch.bfloat16), 4, TEXT[:64], TEXT[64:68])
 
 
-@pytest.mark.slow  # rows of trees have those bits, as the test above says
+@pytest.mark.slow  # rows of trees have those bits, as the test above shows
 def test_drafts_beside_a_resumed_job_give_plain_decoding_s_tokens(tmp_path: Path) -> None:
     target = cuda_target(files_of("GLM 4.7 Flash", tmp_path), torch.float32, linear="cublas")
     check_drafts_beside_a_resumed_job(target, 3)

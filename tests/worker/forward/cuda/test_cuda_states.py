@@ -1,4 +1,4 @@
-"""Models whose layers have states through a GPU's forwards: the texts of transformers, and rows of their own."""
+"""Models with layer states through GPU forwards."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ON_A_GPU = (
     *("Falcon-H1", "Falcon-H1 with norms", "Nemotron-H", "Nemotron 3 Nano", "Nemotron 3 Super"),
     *("Granite 4 h", "Granite 4 h micro", "Bamba", "LFM2", "Qwen3.5", "Qwen3-Next"),
 )
-FEWER_LAYERS: dict[str, dict[str, Any]] = {  # of those that are tried every day: the interpreter takes its time
+FEWER_LAYERS: dict[str, dict[str, Any]] = {  # of the kinds tried daily, because the interpreter is slow
     "LFM2": {"num_hidden_layers": 2, "full_attn_idxs": [1]},
     "Qwen3.5": {
         "num_hidden_layers": 2,
@@ -80,7 +80,6 @@ def caches(target: TargetModel, count: int) -> list[FullKVCache]:
 
 
 def next_logits(target: TargetModel, cache: FullKVCache, token_id: int = 5) -> torch.Tensor:
-    """Plain decoding's of one token, which is then committed."""
     [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
     logits = outputs.logits[0].clone()
     cache.commit([])
@@ -103,10 +102,10 @@ def test_choices_are_those_of_transformers(name: str, num_rows: int, tmp_path: P
     [("Qwen3.5", 1), *(pytest.param(name, 12, marks=SLOW) for name in ON_A_GPU)],
 )
 def test_rows_of_trees_beside_others_have_the_bits_of_plain_decoding(name: str, num_steps: int, tmp_path: Path) -> None:
-    """Rows lie in front of a boundary and behind it, where a path other than the first was accepted."""
+    """Rows lie on both sides of a boundary, after another path than the first was accepted."""
     target = made(name, tmp_path)
     ours, plain, others = caches(target, 3)
-    for each in (ours, plain):  # behind zeros, as many as steps have room for before they lie at the beginning again
+    for each in (ours, plain):  # after zeros, until steps reuse the first places
         each.clear()
         each.advance(FIRST)
     read(target, ours, FIRST + BLOCK - 4)
@@ -151,7 +150,7 @@ def test_states_go_through_checkpoints_copies_and_roll_backs_bit_for_bit(name: s
     read(target, ours, 70)
     assert torch.equal(next_logits(target, ours), expected)
 
-    source.roll_back(70)  # by more than a block, within which the state of its beginning is there
+    source.roll_back(70)  # by more than a block, to where its first state is kept
     assert (source.length, source.boundary) == (70, BLOCK)
     assert torch.equal(next_logits(target, source), expected)
     source.roll_back(30)

@@ -1,5 +1,3 @@
-"""The state that a GPU's drawing keeps of sequences between steps."""
-
 from __future__ import annotations
 
 import random
@@ -33,7 +31,7 @@ def test_forks_of_one_sequence_that_draw_together_all_know_its_newest_tokens() -
 
 
 def test_where_nothing_can_be_drawn_a_walk_says_so() -> None:
-    """Drawings elsewhere say so, too: a draft model's NaN is theirs to pass over."""
+    """Other drawings report it too, and a draft model may skip its NaN."""
     drawing = CudaBatchSampler(20, torch.device("cpu"), CheckedGraph)
     sampler = drawing.sampler(Sequence("a", [1, 2, 3], PENALISED, 20))
     [walk] = drawing.walks([sampler], [DraftTree()], [torch.full((1, 20), float("nan"))])
@@ -41,7 +39,7 @@ def test_where_nothing_can_be_drawn_a_walk_says_so() -> None:
 
 
 def test_whoever_draws_a_sequence_shares_its_counts_until_nobody_does() -> None:
-    """Engine and drafter both do, from one drawing: a place for each of them would halve the jobs that there may be."""
+    """Two places for engine and drafter would halve the number of jobs."""
     drawing = CudaBatchSampler(20, torch.device("cpu"), CheckedGraph)
     num_free = len(drawing._free)
     sequence, other = (Sequence(name, [1, 2, 3], PENALISED, 20) for name in "ab")
@@ -54,7 +52,7 @@ def test_whoever_draws_a_sequence_shares_its_counts_until_nobody_does() -> None:
         [walk] = drawing.walks([samplers[number]], [DraftTree()], [logits])
         drawn += walk.drawn
         sequence.extend(walk.drawn)
-    assert drawn == [7, 8, 7]  # what was drawn is penalised, whoever draws next: 2 and 1.5 become 1 and 0.75
+    assert drawn == [7, 8, 7]  # drawn tokens are penalised, whoever draws next: 2 and 1.5 become 1 and 0.75
     samplers.pop(0)
     assert len(drawing._free) == num_free - 2
     samplers.clear()
@@ -62,7 +60,7 @@ def test_whoever_draws_a_sequence_shares_its_counts_until_nobody_does() -> None:
 
 
 def test_each_row_of_a_tree_is_drawn_from_what_may_come_there() -> None:
-    """A sequence that anything may come in shares the step, and steps follow it."""
+    """An unconstrained sequence shares the step, and steps follow it."""
     drawing, chance = CudaBatchSampler(40, torch.device("cpu"), CheckedGraph), random.Random(3)
     params = SamplingParams(max_tokens=60, seed=5, frequency_penalty=0.5, ignore_eos=True)
     sequences = [Sequence(name, [1, 2, 3], params, 40) for name in "ab"]

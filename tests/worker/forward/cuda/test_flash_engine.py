@@ -1,4 +1,4 @@
-"""The engine over attention with flash-attn's prefixes, by a stub of it, in steps that a graph could replay."""
+"""The engine over a stub of flash-attn's prefixes, in capturable steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.worker.kernels.cuda import flash_stub
 
 pytestmark = pytest.mark.long
 
-PROMPTS = (6, 64)  # the second one is a whole block, which is a prefix from then on
+PROMPTS = (6, 64)  # the second one is a whole block and becomes a prefix
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,6 @@ def files(one_layer_model: Path) -> Iterator[ModelFiles]:
 
 @pytest.fixture(scope="module")
 def together(files: ModelFiles) -> list[list[int]]:
-    """The drafted tokens of jobs that share their steps."""
     with np.errstate(all="ignore"):
         return generated(flash_target(files), "token-recycling", 2, PROMPTS)
 
@@ -43,7 +42,7 @@ def test_tokens_do_not_depend_on_drafts_or_on_what_shares_a_step(files: ModelFil
     assert generated(flash_target(files, 1), "autoregressive", 2, PROMPTS, num_at_a_time=1) == together
 
 
-@pytest.mark.slow  # test_offloaded.py has them with our own attention
+@pytest.mark.slow  # test_offloaded.py covers them with our own attention
 def test_caches_outside_the_device_change_no_token(files: ModelFiles, together: list[list[int]]) -> None:
     offloaded = offloaded_target(files, torch.bfloat16, attention="flash")
     assert generated(offloaded, "token-recycling", 2, PROMPTS) == together

@@ -1,5 +1,3 @@
-"""Runs with keys and values in 8 bits on a GPU: the same tokens whatever drafts, wherever the caches lie."""
-
 from __future__ import annotations
 
 import dataclasses

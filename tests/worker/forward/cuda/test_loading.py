@@ -1,5 +1,3 @@
-"""Models that come onto a GPU with kernels of ours."""
-
 from __future__ import annotations
 
 import shutil

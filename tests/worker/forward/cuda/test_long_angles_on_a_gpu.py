@@ -1,4 +1,4 @@
-"""A job's own length chooses its model's angles on a GPU too, in slots and with caches on the host."""
+"""A job's length chooses longrope angles on a GPU too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU with caches outside the device gives the bits that it gives with caches on it."""
+"""A GPU with offloaded caches gives the same bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.long
 NUM_LAYERS = 3  # more than the ring has room for
 SIZES = {"num_hidden_layers": NUM_LAYERS, "hidden_size": 32, "intermediate_size": 32}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
-KINDS = [  # bfloat16 takes Triton's products, whose interpreter takes half a minute
+KINDS = [  # bfloat16 uses Triton's products, which take the interpreter half a minute
     (torch.float32, "cublas"),
     pytest.param(torch.bfloat16, "triton", marks=pytest.mark.slow),
 ]
@@ -39,7 +39,6 @@ KINDS = [  # bfloat16 takes Triton's products, whose interpreter takes half a mi
 
 @pytest.fixture(scope="module")
 def files(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    """The tiny model, smaller but for more layers."""
     folder = shutil.copytree(one_layer_model, tmp_path_factory.mktemp("deep") / "model")
     config = LlamaConfig.from_pretrained(one_layer_model)
     config.update(SIZES | HEADS)
@@ -49,7 +48,7 @@ def files(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Mo
 
 
 def load(cache: FullKVCache, shape: CacheShape, num_positions: int) -> None:
-    """Random keys and values, as from a checkpoint."""
+    """Load random keys and values, as from a checkpoint."""
     plain = FullKVCache(shape, num_positions)
     for layer in range(shape.num_layers):
         for rows in plain.stored(layer):
@@ -59,7 +58,6 @@ def load(cache: FullKVCache, shape: CacheShape, num_positions: int) -> None:
 
 
 def read(target: TargetModel, cache: FullKVCache, num_tokens: int) -> list[torch.Tensor]:
-    """A text of so many tokens behind a cache."""
     token_ids, hidden = [7 * place % target.vocab_size for place in range(num_tokens)], []
     while token_ids:
         hidden.append(target.read(cache, token_ids))
@@ -68,7 +66,6 @@ def read(target: TargetModel, cache: FullKVCache, num_tokens: int) -> list[torch
 
 
 def step(target: TargetModel, caches: list[FullKVCache], rng: random.Random) -> list[RowOutputs]:
-    """Trees behind some caches, and some of their paths committed."""
     trees = [random_tree(rng, rng.randrange(3, 6), cache.length, target.vocab_size) for cache in caches]
     outputs = target.verify([tree_rows(cache, 5, tree) for cache, tree in zip(caches, trees, strict=True)])
     for cache, tree in zip(caches, trees, strict=True):

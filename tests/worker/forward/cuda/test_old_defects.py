@@ -1,7 +1,6 @@
-"""Defects that were once on GPUs and could come back: rows that meet other kernels, sums in an order of the moment.
+"""Former GPU defects.
 
-Tests of others lie elsewhere: timings and names of devices in `tests/worker/forward/test_device_rules.py`, lengths of
-timed steps in `test_cuda_engine.py`.
+Others are tested in `tests/worker/forward/test_device_rules.py` and `test_cuda_engine.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.parametrize(("dtype", "linear"), [(torch.bfloat16, "triton"), (torch.float32, "cublas")])
 def test_one_row_and_many_go_through_the_same_products(one_layer_model: Path, dtype: torch.dtype, linear: str) -> None:
-    """Other numbers of rows took other kernels, in bfloat16 without padding."""
+    """Other numbers of rows used other kernels, in bfloat16 without padding."""
     target = cuda_target(locate_model(str(one_layer_model)), dtype, num_slots=1, linear=linear)
     assert isinstance(target.forwards, CudaForwards)
     graph, cache = target.forwards._graph, target.new_cache(100)
@@ -44,8 +43,6 @@ def test_one_row_and_many_go_through_the_same_products(one_layer_model: Path, dt
 
 
 class _Sums(TorchDispatchMode):
-    """Notes the dtypes of running sums."""
-
     def __init__(self) -> None:
         super().__init__()
         self.dtypes: list[torch.dtype] = []
@@ -59,7 +56,7 @@ class _Sums(TorchDispatchMode):
 
 
 def test_off_the_cpu_top_p_sums_whole_numbers() -> None:
-    """GPUs add up in an order of the moment, which torch says of `cumsum`: only whole numbers do not mind."""
+    """GPUs add in changing order (see torch's `cumsum`)."""
     with _Sums() as sums:
         keep_top_p(torch.zeros(50, device="meta"), 0.9)
     assert sums.dtypes == [torch.int64]

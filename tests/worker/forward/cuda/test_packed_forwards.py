@@ -1,4 +1,4 @@
-"""Forwards of a GPU whose weights are packed: the bits, and the name, of the dequantized model's."""
+"""Packed GPU forwards have the dequantized model's bits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def forwards_of(weights: DecoderWeights, shape: Shape, linear: LinearName) -> Cu
 
 
 def outputs(forwards: CudaForwards) -> list[torch.Tensor]:
-    """Hidden states of a text, then of a tree behind it, its logits, and those by the head alone."""
+    """Return hidden states of a text and a tree, its logits, and the head's alone."""
     cache = forwards.arena.new_cache(100)
     read = forwards.read(cache, [7 * each % forwards.vocab_size for each in range(5)])
     hidden, logits = forwards.run([tree_rows(cache, 3, TREE)])

@@ -1,4 +1,4 @@
-"""More jobs than a GPU's pages hold: the youngest leave, come back, and give the tokens of plain decoding."""
+"""More jobs than a GPU's pages: the youngest leave and return."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.worker.session.session_parts import claimed, digest, make_run, record
 pytestmark = pytest.mark.long
 
 LONGEST = 90  # positions
-PROMPT = "fox and " * 11  # with what `record` adds 60 tokens: three pages, with the room for a step, and soon four
+PROMPT = "fox and " * 11  # 60 tokens with `record`'s text: three pages with room for a step, soon four
 JOBS = [record(f"{PROMPT}cat", 4), record(f"{PROMPT}dog", 6)]
 
 
@@ -41,7 +41,6 @@ def alone(tmp_path: Path, one_layer_model: Path) -> dict[str, str]:
 
 
 def alone_on_a_cpu(folder: Path, model: Path) -> dict[str, str]:
-    """The digests of all jobs by plain decoding on a CPU."""
     run = make_run(folder)
     worker = session(run, model, engine="autoregressive")
     to_the_end(worker, *(claimed(run, job) for job in JOBS))

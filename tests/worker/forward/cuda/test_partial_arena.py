@@ -1,4 +1,4 @@
-"""Partial caches in slots hold what they hold in memory of their own, whatever lay there, in a few launches."""
+"""Partial caches in slots equal separate ones, in few launches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXACT = ("dynamic", "static", "full", "streaming", "h2o", "topk")
 
 @pytest.fixture(autouse=True)
 def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten periods, so that a short text is summarised more than once."""
+    """Shortens periods, so that a short text is summarised repeatedly."""
     monkeypatch.setattr(sparse_cache, "NUM_RECENT", 48)
     monkeypatch.setattr(sparse_cache, "PERIOD", 32)
     monkeypatch.setattr(retrieval_cache, "STRIDE", 24)
@@ -40,7 +40,6 @@ def text(max_length: int = LONGEST) -> Sequence:
 
 
 def full_cache(shape: CacheShape = SHAPE) -> FullKVCache:
-    """A slot of an arena with noise in it."""
     arena = KVArena(shape, 2, LONGEST)
     arena.buffer.copy_(torch.randn(arena.buffer.shape, generator=torch.Generator().manual_seed(0)))
     return arena.new_cache(LONGEST)
@@ -81,7 +80,7 @@ def test_every_kind_holds_in_a_slot_what_it_holds_elsewhere(kind: str) -> None:
 
 
 def test_a_cache_of_its_own_is_copied_from_as_well() -> None:
-    """One that lies outside the GPU, for instance."""
+    """For example one outside the GPU."""
     full, own = full_cache(), FullKVCache(SHAPE, LONGEST)
     own.rows.buffer.copy_(full.rows.buffer)
     ours, theirs = (PARTIAL_CACHES["summary"](SHAPE, BUDGET, text(), arena_of("summary").new_entries) for _ in range(2))
@@ -93,7 +92,7 @@ def test_a_cache_of_its_own_is_copied_from_as_well() -> None:
 
 
 def launches_of(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
-    """Return the launches of a build, and those that follow a few positions later."""
+    """Return the launches of a build, and those of a few positions later."""
     shape = CacheShape(num_layers, 2, 24, torch.float32, CPU)
     full, noise = full_cache(shape), torch.randn(num_layers, 2, 2, 24)
     cache = PARTIAL_CACHES["summary"](shape, BUDGET, text(), arena_of("summary", shape).new_entries)

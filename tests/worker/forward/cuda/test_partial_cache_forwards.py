@@ -1,4 +1,4 @@
-"""Rounds on a GPU: forwards behind partial caches that lie in slots say what they say on a CPU, whatever lay there."""
+"""GPU rounds over partial caches in slots equal the CPU's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.worker.kv.cache_parts import EverythingCache
 
 pytestmark = pytest.mark.long
 
-NUM_ENTRIES = (1, 70, 128)  # of a sequence each: prefixes end within blocks and at their ends
+NUM_ENTRIES = (1, 70, 128)  # per sequence: prefixes end inside blocks and at their ends
 LONGEST = 150
 
 
@@ -52,7 +52,6 @@ def everything(shape: CacheShape, budget: int, sequence: Sequence, new_entries: 
 
 
 def room_in(target: TargetModel) -> NewEntries:
-    """Return room in slots that are full of NaN."""
     room = target.forwards.room_for(everything, LONGEST)
     arena = room.__self__  # type: ignore[attr-defined]
     arena.buffer.fill_(float("nan"))
@@ -60,7 +59,7 @@ def room_in(target: TargetModel) -> NewEntries:
 
 
 def filled(cache: SparseCache, num_entries: int, seed: int, is_biased: bool) -> SparseCache:
-    """Noise in the entries, the same for all caches of one seed."""
+    """The noise depends on the seed alone."""
     shape, noise = cache.shape, torch.Generator().manual_seed(seed)
     for layer in range(shape.num_layers):
         key, value = torch.randn(2, shape.num_kv_heads, num_entries, shape.head_dim, generator=noise)
@@ -71,7 +70,7 @@ def filled(cache: SparseCache, num_entries: int, seed: int, is_biased: bool) -> 
 
 
 def caches_of(shape: CacheShape, room: NewEntries | None, is_biased: bool = True) -> list[SparseCache]:
-    """Make the caches of three sequences; the second has no biases."""
+    """The second of three has no biases."""
     made = []
     for seed, num_entries in enumerate(NUM_ENTRIES):
         cache = EverythingCache(shape, LONGEST) if room is None else EverythingCache(shape, LONGEST, room)

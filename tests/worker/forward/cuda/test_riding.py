@@ -1,4 +1,4 @@
-"""Known tokens ride in the rows that a step's trees leave unused: the same bits, and nobody waits for a prompt."""
+"""Known tokens use rows that a step's trees leave free."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ from tests.worker.forward.cuda.cuda_parts import cuda_target
 
 pytestmark = pytest.mark.long
 
-SPOILT = 200  # a token that no prompt has and no tree
-Forwarded = list[list[tuple[int, int]]]  # for each forward, what it has of each sequence: first entry, rows
+SPOILT = 200  # a token of no prompt or tree
+Forwarded = list[list[tuple[int, int]]]  # per forward and sequence: first entry, rows
 
 
 class Guesser(Drafter):
-    """Proposes as many tokens as it is told, and keeps what it hears."""
-
     def __init__(self, num_nodes: int, needs_top_k: bool = False) -> None:
         self.num_nodes, self.needs_top_k = num_nodes, needs_top_k
         self.heard: list[ReadRows] = []
@@ -53,7 +51,7 @@ def on_gpu(files: ModelFiles) -> TargetModel:
 
 @pytest.fixture(scope="module")
 def in_torch(files: ModelFiles) -> TargetModel:
-    """The same number of rows, in less time than the interpreter takes."""
+    """Torch is faster than the interpreter."""
     target = TargetModel(TargetModel.load(files, "float32", "cpu").transformers, files)
     target.forwards.rows_per_forward = NUM_ROWS
     return target
@@ -61,11 +59,10 @@ def in_torch(files: ModelFiles) -> TargetModel:
 
 @pytest.fixture(scope="module", params=["graph", "torch"])
 def target(request: pytest.FixtureRequest, on_gpu: TargetModel, in_torch: TargetModel) -> TargetModel:
-    """Both kinds of forwards whose rows are there in any case."""
     return on_gpu if request.param == "graph" else in_torch
 
 
-# what is on a GPU is shown by the first test, and slots that are copied by those of caches
+# the first test covers the GPU, tests of caches cover copied slots
 MOSTLY_IN_TORCH = pytest.mark.parametrize(
     "target", [pytest.param("graph", marks=pytest.mark.slow), "torch"], indirect=True
 )
@@ -95,7 +92,7 @@ JOBS = (("a", 3, 4, 3), ("bb", 70, 2, 1), ("ccc", 20, 1, 2))
 
 @functools.cache
 def alone(target: TargetModel, fields: tuple[str, int, int, int]) -> tuple[list[int], np.ndarray]:
-    """A job's tokens and its keys and values, where nothing else runs."""
+    """Return tokens, keys and values."""
     engine, sequence = Engine(target, Guesser(2)), job(*fields)
     slot = engine.start(sequence)
     while sequence.finish_reason is None:
@@ -105,7 +102,7 @@ def alone(target: TargetModel, fields: tuple[str, int, int, int]) -> tuple[list[
 
 
 def ridden(target: TargetModel, jobs: tuple[tuple[str, int, int, int], ...]) -> Engine:
-    """An engine that has run jobs together, each with the tokens and the keys and values that it has alone."""
+    """Check each job against itself alone."""
     expected = [alone(target, fields) for fields in jobs]
     engine = Engine(target, Guesser(2))
     slots = [engine.start(job(*fields)) for fields in jobs]
@@ -118,7 +115,7 @@ def ridden(target: TargetModel, jobs: tuple[tuple[str, int, int, int], ...]) -> 
 
 
 def test_tokens_and_keys_and_values_are_those_of_a_job_alone(target: TargetModel) -> None:
-    """Prompts of several jobs, one behind the other and at once, over block boundaries, beside one that decodes."""
+    """Prompts of several jobs, at once and in turn, over block boundaries."""
     engine = ridden(target, JOBS)
     assert engine.counters.num_prompt_tokens == sum(fields[1] for fields in JOBS)
     assert engine.counters.num_read_tokens == sum(fields[1] - 1 for fields in JOBS)
@@ -132,7 +129,7 @@ def test_a_beginning_that_two_jobs_share_rides_once_and_the_other_slot_has_its_b
 
 
 def test_who_waited_for_a_shared_beginning_copies_it_before_it_rides(in_torch: TargetModel) -> None:
-    """The first has read it in front of a step whose forward has rows left: the second needs none for it."""
+    """The first reads it in a step with free rows, so the second needs none."""
     jobs = (("bb", 100, 2, 1), ("ccc", 110, 2, 1))
     expected = [alone(in_torch, fields) for fields in jobs]
     engine = Engine(in_torch, Guesser(2))
@@ -222,7 +219,7 @@ def test_nan_behind_a_prompt_s_tokens_ends_that_job_alone(on_gpu: TargetModel) -
 
 
 def test_a_replay_rides_too(on_gpu: TargetModel, forwarded: Forwarded) -> None:
-    """The text that a resume brings back is longer than its prompt, and its cache may hold a part of it."""
+    """A resume's text is longer than its prompt, and its cache may hold a part."""
     fields = ("bb", 20, 4, 1)
     tokens, kv = alone(on_gpu, fields)
     forwarded.clear()

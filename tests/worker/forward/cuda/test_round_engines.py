@@ -1,4 +1,4 @@
-"""On a GPU two-level drafters draft in rounds, and the tokens are those of plain decoding whatever becomes of them."""
+"""On a GPU two-level drafters draft in rounds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PENALISED = {
 
 @pytest.fixture(autouse=True)
 def small_periods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten periods, so that short texts are summarised, and once more on the way, and windows begin anew."""
+    """Shortens periods, so that windows of short texts restart."""
     monkeypatch.setattr(sparse_cache, "CHUNK_SIZE", 8)
     monkeypatch.setattr(sparse_cache, "NUM_RECENT", 8)
     monkeypatch.setattr(sparse_cache, "PERIOD", 8)
@@ -72,7 +72,6 @@ def sequences(target: TargetModel) -> list[Sequence]:
 
 
 def run(target: TargetModel, drafter: SelfSpeculationDrafter | None, *together: Sequence) -> list[int]:
-    """Tokens of the first sequence; afterwards no slot is taken."""
     run_together(Engine(target, drafter or AutoregressiveDrafter(target, free_rows, None)), together)
     return together[0].output_ids.tolist()
 
@@ -100,7 +99,7 @@ def test_rounds_over_keys_in_8_bits_give_the_tokens_of_plain_decoding(files: Mod
 
 
 def test_a_draft_model_says_of_texts_of_any_lengths_what_it_says_on_a_cpu(files: ModelFiles) -> None:
-    """The shorter one's logits are there before the last forward of the longer one."""
+    """The shorter one's logits come before the longer one's last forward."""
     folder = locate_model(str(files.path / PARTS_FOLDER / DRAFT_FOLDER))
     models = [
         cuda_target(files, torch.float32, 2, 64, "cublas").load_beside(folder, 592),

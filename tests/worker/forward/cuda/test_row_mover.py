@@ -1,4 +1,4 @@
-"""Rows that are told to move end where indexing brings them, step after step, and no other row is touched."""
+"""Moved rows end as indexing would bring them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPE = CacheShape(2, 2, 16, torch.float32, torch.device("cpu"))
 
 
 class CountedGraphs:
-    """Work that is not captured; counts how often all of it was done."""
+    """Counts uncaptured work."""
 
     num_replays = 0
 
@@ -31,7 +31,7 @@ class CountedGraphs:
 
 @pytest.mark.parametrize("num_sequences", [2, 9])
 def test_moves_of_all_sequences_of_a_step_are_one_launch_and_leave_what_indexing_leaves(num_sequences: int) -> None:
-    """More than the table takes are two."""
+    """More than fit the table need two launches."""
     graphs, numbers = CountedGraphs(), random.Random(2)
     arenas = [KVArena(SHAPE, num_sequences, 300, PoolSize(num_sequences * 9, 64)) for _ in range(2)]
     arenas[0].buffer.normal_(generator=torch.Generator().manual_seed(0))
@@ -51,7 +51,7 @@ def test_moves_of_all_sequences_of_a_step_are_one_launch_and_leave_what_indexing
     for plain, moved in zip(*caches, strict=True):
         assert plain.length == moved.length == 69
         assert torch.equal(plain.rows.between(slice(0, 69)), moved.rows.between(slice(0, 69)))
-    caches[1][0].commit([2])  # one by itself moves at once
+    caches[1][0].commit([2])  # a single one moves at once
     assert graphs.num_replays == 1 - (-18 * num_sequences // MAX_TREE_NODES)
 
 

@@ -1,4 +1,4 @@
-"""Runs whose forwards have 128 or 256 rows: plain decoding's tokens, in one forward and one draw for all jobs."""
+"""Forwards of 128 or 256 rows have plain decoding's tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def job(number: int, vocab_size: int, penalty: float = 0.7) -> Sequence:
 
 
 def tokens(target: TargetModel, engine_name: str, numbers: range) -> dict[int, list[int]]:
-    """The tokens of jobs that run together."""
     engine = Engine(target, create_bench_drafter(engine_name, target, lambda: wide_rows(target)))
     jobs = {number: job(number, target.vocab_size) for number in numbers}
     for each in jobs.values():
@@ -62,7 +61,7 @@ def wide_rows(target: TargetModel) -> StepCosts:
 
 @pytest.mark.parametrize("num_rows", [128, pytest.param(256, marks=pytest.mark.slow)])
 def test_more_jobs_than_a_narrow_run_takes_have_plain_decoding_s_tokens(files: ModelFiles, num_rows: int) -> None:
-    """A step is one forward and one draw, and the numerics name the rows."""
+    """A step is one forward and one draw."""
     target = cuda_target(files, torch.bfloat16, NUM_JOBS, 40, num_rows=num_rows)
     replayed = noted_replays(target)
     together = tokens(target, "token-recycling", range(NUM_JOBS))
@@ -76,7 +75,6 @@ def test_more_jobs_than_a_narrow_run_takes_have_plain_decoding_s_tokens(files: M
 
 
 def noted_replays(target: TargetModel) -> list[str]:
-    """The names of graphs as they are replayed from now on."""
     replayed: list[str] = []
     graphs = {"forward": target.forwards._graph, "draw": target.forwards._batch_sampler._graphs._plain}  # type: ignore[attr-defined]
     for name, graph in graphs.items():

@@ -1,5 +1,3 @@
-"""A job that came into a run when slots were made for shorter ones is refused once, by name; others go on."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -47,13 +45,13 @@ def test_it_is_refused_with_the_numbers_and_its_neighbour_finishes(
     assert [worker.engine.target.new_cache(40).length for _ in range(2)] == [
         0,
         0,
-    ]  # both slots are there again
+    ]  # both slots are free again
 
 
 def test_a_lack_of_free_slots_is_another_matter(
     tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lack of slots passes: such an attempt has failed, and the next one may find a slot."""
+    """A lack of slots is temporary: only this attempt fails."""
     monkeypatch.setattr(TargetModel, "load", lambda files, *_: cuda_target(files, torch.float32, 1, 40))
     run = make_run(tmp_path)
     first, second = record("fox", 9), record("dog", 9)

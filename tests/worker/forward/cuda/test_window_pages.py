@@ -1,6 +1,6 @@
-"""Models whose layers with a window have pages of their own on a GPU, which others get when no row sees them.
+"""Window layers reuse their GPU pages once no row sees them.
 
-Pages that are nobody's are full of NaN here, and so would be all that is computed from one.
+Free pages are full of NaN here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ TREE = DraftTree([9, 8, 7, 6, 5, 4, 3], [-1, 0, 0, 1, 3, 4, 4])
 
 
 def windowed_model(folder: Path, kind: str) -> ModelFiles:
-    """Two layers, of which the first has a window."""
     config = tiny_config(kind, WINDOW, has_wide_heads=True)
     config.num_hidden_layers, config.layer_types = 2, ["sliding_attention", "full_attention"]
     save_tiny(config, folder)
@@ -64,7 +63,7 @@ def read_to(target: TargetModel, cache: FullKVCache, end: int, shift: int = 0) -
     ],
 )
 def test_rows_have_the_bits_of_caches_that_forget_nothing(tmp_path: Path, kind: str, kv_dtype: KVDtype | None) -> None:
-    """Trees over the edges of windows and pages, beside a job whose pages lie where the first one's were."""
+    """Trees over edges of windows and pages, beside a job in the first one's old pages."""
     files = windowed_model(tmp_path, kind)
     kept = {"longest_job": 300, "linear": "cublas", "kv_dtype": kv_dtype}
     plain = cuda_target(files, torch.float32, **kept)  # type: ignore[arg-type]
@@ -99,7 +98,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[str]:
-    """The digests of all jobs on a CPU."""
     run = make_run(tmp_path_factory.mktemp("plain") / "run")
     to_the_end(session(run, model, engine="autoregressive"), *(claimed(run, job) for job in JOBS))
     return [digest(run, job) for job in JOBS]
@@ -108,7 +106,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[str]:
 def windowed_session(
     run: Run, model: Path, num_window_pages: int, monkeypatch: pytest.MonkeyPatch, **changes: Any
 ) -> tuple[WorkerSession, KVArena]:
-    """A worker of a GPU with so few pages of windows."""
+    """Make a GPU worker with few window pages."""
 
     def load(files: ModelFiles, *_: Any) -> TargetModel:
         windows = WindowPages(num_window_pages, HELD)

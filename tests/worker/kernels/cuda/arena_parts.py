@@ -1,4 +1,4 @@
-"""Small arenas whose every number is another one."""
+"""Small arenas of distinct numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGES = [7, 2, 12, 0, 9]
 
 
 def any_arena(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """`[num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]` of random bits, those of NaN among them."""
+    """Return `[num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]` of random bits, NaN included."""
     shape = (NUM_LAYERS, 2, NUM_SLOTS, NUM_HEADS, CAPACITY, HEAD_DIM)
     generator = torch.Generator().manual_seed(1)
     bits = torch.randint(-(2**15), 2**15, shape, generator=generator)
@@ -19,7 +19,7 @@ def any_arena(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def in_pages(rows: torch.Tensor) -> tuple[torch.Tensor, PageTable]:
-    """A pool in whose pages `rows [..., capacity, head_dim]` lie, in no order, and which they are."""
+    """Put `rows [..., capacity, head_dim]` into shuffled pages; return the pool and their numbers."""
     page = -(-rows.shape[-2] // len(PAGES))
     pool = rows.new_full((*rows.shape[:-2], 13 * page, rows.shape[-1]), torch.nan)
     for number, place in enumerate(PAGES):

@@ -1,4 +1,4 @@
-"""Sequences in an arena for the tests of the CUDA kernels: NaN wherever no row may look."""
+"""Sequences in an arena with NaN wherever no row may look."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Placed = tuple[SequenceRows, int]  # rows and their slot
 
 @dataclass(frozen=True)
 class Arena:
-    """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`, and the caches that are its slots."""
+    """`buffer [num_layers, 2, num_slots, num_kv_heads, capacity, head_dim]`, and its slots' caches."""
 
     shape: Shape
     buffer: Tensor
@@ -40,7 +40,7 @@ class Arena:
         return TableLayout(len(self.caches), CAPACITY, attention.rows_per_group, CAPACITY, shape.vocab)
 
     def table(self, sequences: Sequence[Placed], pages: PageTable | None = None) -> CudaRowTable[Tensor]:
-        """Return the table of the rows; entries of tails that are not real lead to NaN."""
+        """Unused tail entries lead to NaN."""
         layout, own = self.layout, [[0]] * len(sequences)
         if pages is not None:
             layout = replace(layout, page=pages.page)
@@ -52,9 +52,10 @@ class Arena:
         return table
 
     def in_pages(self, page: int) -> tuple[Tensor, PageTable]:
-        """All slots' entries in pages of a pool `[num_layers, 2, num_slots, num_kv_heads, entries, head_dim]`.
+        """Put all slots into shuffled pages `[num_layers, 2, num_slots, num_kv_heads, entries, head_dim]` with NaN
+        between them.
 
-        The pages lie in any order, with NaN between them; every slot sees the whole pool.
+        Every slot sees the whole pool.
         """
         num_slots, most = len(self.caches), CAPACITY // page
         numbers = torch.randperm(2 * num_slots * most, generator=torch.Generator().manual_seed(page))
@@ -80,7 +81,6 @@ def arena_of(shape: Shape, buffer: Tensor, lengths: Sequence[int]) -> Arena:
 
 
 def random_arena(shape: Shape, lengths: Sequence[int]) -> Arena:
-    """A slot for each length, with so many positions of noise; NaN behind them."""
     size = (2, cache_shape(shape).num_parts, len(lengths), shape.num_kv_heads, CAPACITY, shape.head_dim)
     arena = arena_of(shape, torch.full(size, NAN, dtype=shape.dtype), lengths)
     for slot, length in enumerate(lengths):
@@ -89,7 +89,7 @@ def random_arena(shape: Shape, lengths: Sequence[int]) -> Arena:
 
 
 def random_rows(numbers: random.Random, arena: Arena, sizes: Sequence[int]) -> list[Placed]:
-    """A tree of up to so many rows for each of the first slots."""
+    """Make trees of at most these sizes."""
     sequences = []
     for slot, size in enumerate(sizes):
         cache, vocab = arena.caches[slot], arena.shape.vocab
@@ -99,7 +99,6 @@ def random_rows(numbers: random.Random, arena: Arena, sizes: Sequence[int]) -> l
 
 
 def padded(rows: Tensor) -> Tensor:
-    """Rows at the beginning of a forward's, NaN in the others."""
     whole = torch.full((NUM_ROWS, *rows.shape[1:]), NAN, dtype=rows.dtype)
     whole[: len(rows)] = rows
     return whole

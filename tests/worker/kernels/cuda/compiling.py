@@ -1,4 +1,4 @@
-"""A program that compiles kernels for GPUs which need not be there, and says what became of them, as JSON.
+"""Compiles kernels for absent GPUs and prints reports as JSON.
 
 `python -m tests.worker.kernels.cuda.compiling DTYPE KERNEL ...`, without Triton's interpreter.
 """
@@ -36,7 +36,7 @@ INTEGERS += (
     "tile_pairs_ptr",
 )
 INTEGERS += ("sequences_ptr", "paths_ptr", "moves_ptr")
-READ = ("numbers_ptr", "sums_ptr")  # by the kernel that does nothing else
+READ = ("numbers_ptr", "sums_ptr")  # by the kernel that only reads them
 LONG_INTEGERS = ("met_ptr", "words_ptr", "places_ptr", "addresses_ptr")
 SUMS = (
     "lse_ptr",
@@ -57,7 +57,7 @@ SUMS = (
     "offsets_ptr",
 )
 SUMS += ("router_ptr", "parts_ptr", "router_bias_ptr", "choice_bias_ptr", "choice_weights_ptr", "shares_ptr")
-SUMS += ("samples_ptr", "flat_deviations_ptr", "best_output_ptr", "best_lse_ptr")  # float32 whatever the model's dtype
+SUMS += ("samples_ptr", "flat_deviations_ptr", "best_output_ptr", "best_lse_ptr")  # float32 with any model dtype
 OF_ROWS = ("wide_ptr", "narrow_ptr", "inputs_ptr", "mixed_ptr", "qkv_ptr")  # of a state's kernels: else float32
 
 
@@ -96,7 +96,7 @@ def compiled(name: str, dtype: str, capability: int) -> Any:
 
 
 def described(name: str, dtype: str, capability: int) -> dict[str, Any]:
-    """Registers and bytes on the stack (0: nothing was spilled) of a thread, shared memory, and instructions."""
+    """Return registers and stack bytes (0: no spills) per thread, and shared memory."""
     drawing = drawing_launches()
     made = compile_launch(drawing[name], capability) if name in drawing else compiled(name, dtype, capability)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

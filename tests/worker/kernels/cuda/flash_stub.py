@@ -1,4 +1,4 @@
-"""A stand-in on a CPU for flash-attn 2.8.3's `flash_attn_with_kvcache`: its layouts, its splits, its refusals."""
+"""A CPU stand-in for flash-attn 2.8.3's `flash_attn_with_kvcache`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ MOST_SPLITS = 128
 
 
 def install(patches: pytest.MonkeyPatch) -> None:
-    """Make the stub what `import flash_attn` finds."""
     module = ModuleType("flash_attn")
     module.flash_attn_with_kvcache = LibraryCall(flash_attn_with_kvcache)  # type: ignore[attr-defined]
     patches.setitem(sys.modules, "flash_attn", module)
@@ -37,7 +36,9 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Returned:
-    """Output `[batch, num_rows, num_heads, head_dim]` and LSE `[batch, num_heads, num_rows]`, natural, inf if empty."""
+    """Return output `[batch, num_rows, num_heads, head_dim]` and natural LSE `[batch, num_heads, num_rows]`, inf if
+    empty.
+    """
     _check_numbers(q, k_cache, v_cache)
     assert cache_seqlens is not None, "without them another kernel runs"
     assert cache_batch_idx is not None
@@ -61,14 +62,14 @@ def flash_attn_with_kvcache(
 
 
 def split_length(capacity: int, head_dim: int, num_splits: int) -> int:
-    """Keys of a split: whole blocks, by capacity, whatever the lengths."""
+    """Return whole blocks by capacity, for any lengths."""
     block = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
     num_blocks = -(-capacity // block)
     return -(-num_blocks // num_splits) * block
 
 
 def _in_splits(q: Tensor, keys: Tensor, values: Tensor, scale: float, length: int) -> tuple[Tensor, Tensor]:
-    """One entry: each split in float64, kept as float32, then all of them in order."""
+    """Compute each split in float64, keep it as float32."""
     heads = q.double().transpose(0, 1)
     outputs, lses = [], []
     for key, value in zip(keys.split(length), values.split(length), strict=True):

@@ -1,4 +1,4 @@
-"""The constants of every kernel in the sizes of published models, by the name that reports give the kernel."""
+"""The constants of every kernel for published models."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ from tests.worker.kernels.cuda.product_constants import (
 
 MOST_ROWS = ROW_CHOICES[-1]
 HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, NUM_SPLITS = 32, 8, 128, 14336, 54  # Llama 3.1 8B
-KEPT = {"int8": "*i8", "e4m3": "*u8"}  # by what a kernel's name ends with: its keys and values in 8 bits
+KEPT = {"int8": "*i8", "e4m3": "*u8"}  # by the end of a kernel's name: 8-bit keys and values
 OTHER_WIDTHS = (96, 256)
 JOINED = (1024, 4096, 7168)  # of Qwen3.5 0.8B, GLM 4.5 Air, DeepSeek V3
 NO_PAGES: dict[str, Any] = {"PAGE": 0, "pages_ptr": None}
 
 
 def kernels(dtype: str) -> dict[str, Made]:
-    """Every kernel by what it is called in a report."""
+    """Return every kernel by report name."""
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, NUM_SPLITS, DTYPES[dtype])
     found: dict[str, Made] = {}
     for width in (HEAD_DIM, *OTHER_WIDTHS):
@@ -93,7 +93,7 @@ def kernels(dtype: str) -> dict[str, Made]:
     )
 
 
-RECURRENT_LAYERS = {  # of models that are published
+RECURRENT_LAYERS = {  # of published models
     "Qwen3.5 27B": RecurrentSizes(RecurrentForm.DELTA_NET, 48, 16, 128, 128, 10240, 4, norm_width=128, epsilon=1e-6),
     "Nemotron-H 8B": RecurrentSizes(
         RecurrentForm.STATE_SPACE, 128, 8, 128, 64, 10240, 4, norm_width=1024, epsilon=1e-5
@@ -103,7 +103,6 @@ RECURRENT_LAYERS = {  # of models that are published
 
 
 def state_kernels(dtype: str) -> dict[str, Made]:
-    """The kernels of layers that have a state or a convolution."""
     found: dict[str, Made] = {}
     for model, sizes in RECURRENT_LAYERS.items():
         layout, has_bias = StepLayout.of(sizes, DTYPES[dtype].itemsize, 128), sizes.form == RecurrentForm.STATE_SPACE
@@ -136,7 +135,7 @@ def gates_of_heads() -> dict[str, Any]:
 
 
 def latent_kernels(dtype: str) -> dict[str, Made]:
-    """The sizes of GLM 4.7 Flash; DeepSeek V3 has more heads, which fill several tiles."""
+    """Heads of GLM 4.7 Flash and DeepSeek V3 fill several tiles."""
     sizes, num_heads, paged = MLASizes(512, 768, 192, 64, 256), 20, {"PAGE": GPU_PAGE}
     attention = mla_kernels.MLAShape(num_heads, sizes, 132, DTYPES[dtype])
     many = dataclasses.replace(attention, num_heads=128, num_splits=16, num_rows=MOST_ROWS)
@@ -169,7 +168,6 @@ def latent_kernels(dtype: str) -> dict[str, Made]:
 
 
 def coded_kernels(dtype: str) -> dict[str, Made]:
-    """The kernels that read or write keys and values in 8 bits."""
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, NUM_SPLITS, DTYPES[dtype])
     paged = {"PAGE": GPU_PAGE}
     plain = {
@@ -185,7 +183,6 @@ def coded_kernels(dtype: str) -> dict[str, Made]:
 
 
 def wide_kernels(dtype: str) -> dict[str, Made]:
-    """The kernels whose code follows from the number of rows, for the most of them."""
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, 16, DTYPES[dtype], MOST_ROWS)
     paged = without(attention.prefix_constants(), "HAS_BIAS", "bias_ptr") | {"PAGE": GPU_PAGE}
     packed = packed_zeros("uint4", HIDDEN, 128, has_offsets=True)
@@ -209,7 +206,7 @@ def wide_kernels(dtype: str) -> dict[str, Made]:
 
 
 def scan_kernels(dtype: str, head_dim: int = HEAD_DIM) -> dict[str, Made]:
-    """The kernels that scan texts of 100,000 positions."""
+    """Texts have 100,000 positions."""
     attention = AttentionShape(KV_HEADS, HEADS // KV_HEADS, head_dim, NUM_SPLITS, DTYPES[dtype])
     constants = scan_constants(attention, TextSizes(32, 4, KV_HEADS, head_dim, 97, 256, 16))
     made = {

@@ -1,4 +1,4 @@
-"""Launches of a forward and what else it asks of torch, seen from outside. Nothing that is launched runs here."""
+"""A forward's launches and torch operations, without running them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.worker.library_calls import LibraryCall, Returned
 
 
 class Launches(TorchDispatchMode):
-    """Names of kernels and of torch's operations in their order, without views of tensors that there are."""
+    """Records kernels and torch operations without views."""
 
     def __init__(self, patches: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Launches(TorchDispatchMode):
         self._is_in_library = False
 
         def launch(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
-            self.names.append(executor.fn.__name__)  # the interpreter would take its time, and tell of no other launch
+            self.names.append(executor.fn.__name__)  # not run: the interpreter is slow, and no launch depends on it
 
         def call_library(call: LibraryCall, *args: Any, **kwargs: Any) -> Returned:
             self.names.append(call.name)
@@ -42,7 +42,6 @@ class Launches(TorchDispatchMode):
 
 
 def launched(patches: pytest.MonkeyPatch, forward: Callable[[], None]) -> list[str]:
-    """Return the names of what a call launched."""
     with Launches(patches) as launches:
         forward()
     return launches.names

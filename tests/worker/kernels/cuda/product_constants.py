@@ -1,4 +1,4 @@
-"""The constants of kernels for packed matrices and for experts, in the sizes of published models."""
+"""The constants of packed and expert kernels for published models."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, TABLES, Code,
 
 HIDDEN = 4096  # of Llama 3.1 8B
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-Made = tuple[Any, dict[str, Any]]  # a kernel and its constants, options among them
+Made = tuple[Any, dict[str, Any]]  # a kernel, its constants and options
 
 
 def without(constants: dict[str, int], has: str, *pointers: str) -> dict[str, Any]:
-    """A kernel that does without an operand."""
     return constants | {has: False} | dict.fromkeys(pointers)
 
 
 def packed_kernels() -> dict[str, Made]:
-    """Products with every code; groups of 16, 32, 128 and all of a depth, of which one is not whole blocks; offsets."""
+    """Return every code; groups of 16, 32, 128 and a whole depth."""
     found = {f"packed {code}": packed_gemm(code, 128) for code in TABLES}
     return found | {
         "packed e2m1 in blocks of 16": packed_gemm("e2m1", 16),
@@ -39,7 +38,7 @@ DEEPSEEK = Routing(256, 8, Score.SIGMOID, True, 1e-20, 2.5, 8, 4, rounds_logits=
 
 
 def expert_kernels(dtype: str) -> dict[str, Made]:
-    """The kernels of experts in the sizes of models that are published, their weights packed and in the dtype."""
+    """Return published models' experts, packed and in the dtype."""
     plain, number = torch.zeros(1, 2048, dtype=DTYPES[dtype]), DTYPES[dtype]
     found: dict[str, Made] = {
         "experts' router": (moe_router.multiply_router, moe_router.router_constants(2880, 128)),
@@ -63,7 +62,7 @@ def expert_kernels(dtype: str) -> dict[str, Made]:
 
 
 def packed_experts() -> dict[str, Made]:
-    """FP8 in blocks of 128, MXFP4 of gpt-oss with its limit, NVFP4, and int4 with offsets."""
+    """Return FP8 in blocks of 128, gpt-oss' MXFP4 with its limit, NVFP4, and int4 with offsets."""
     return {
         "FP8 experts": expert_product(QWEN3, packed_zeros("e4m3", 2048, 128), is_gated=True),
         "MXFP4 experts": expert_product(GPT_OSS, packed_zeros("e2m1", 2880, 32), is_gated=True, limit=7.0),

@@ -1,4 +1,4 @@
-"""Attention of the CUDA kernels: near float64, and each row's bits its own, whatever shares the launches."""
+"""CUDA attention is near float64, with independent rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ SCALE = 0.1
 
 
 def written(shape: Shape, lengths: Sequence[int], sizes: Sequence[int], seed: int) -> tuple[Arena, list[Placed]]:
-    """Rows of trees, their own keys and values in the arena."""
     arena = random_arena(shape, lengths)
     sequences = random_rows(random.Random(seed), arena, sizes)
     for rows, slot in sequences:
@@ -59,7 +58,7 @@ def attended(
     view: AttentionView = SEES_ALL,
     page: int | None = None,
 ) -> Tensor:
-    """NaN in scratch and in what is padding, so that anything that leaks shows."""
+    """NaN in scratch and padding makes leaks show."""
     buffer, pages = (arena.buffer, None) if page is None else arena.in_pages(page)
     scratch = Scratch.empty(num_splits, *query.shape[1:], torch.device("cpu"))
     scratch.output.fill_(NAN)
@@ -78,7 +77,6 @@ def exactly(
     bias: Tensor | None = None,
     view: AttentionView = SEES_ALL,
 ) -> Tensor:
-    """The same by definition, in float64."""
     outputs: list[Tensor] = []
     for rows, slot in sequences:
         for tail, length in zip(rows.tail_entries, rows.tail_lengths, strict=True):
@@ -100,7 +98,7 @@ def exactly(
 
 
 def weights_of(scores: Tensor, view: AttentionView) -> Tensor:
-    """The softmax of `[num_kv_heads, heads of each, num_keys]`, of which sinks have their share."""
+    """Return `[num_kv_heads, heads of each, num_keys]`, with sinks."""
     if view.sinks is None:
         return scores.softmax(-1)
     sinks = view.sinks.double().view(*scores.shape[:2], 1)
@@ -154,7 +152,7 @@ def test_biases_are_added_and_entries_that_they_leave_out_are_never_seen(shape: 
 
 
 def alone(arena: Arena, rows: Placed, row: int) -> tuple[Arena, list[Placed]]:
-    """A row as plain decoding has it: its tail in order in the cache, and nothing else in the forward."""
+    """Run a row as in plain decoding, with its tail in the cache."""
     sequence, slot = rows
     tail = torch.from_numpy(sequence.tail_entries[row, : sequence.tail_lengths[row]])
     plain = arena.copy()
@@ -185,7 +183,7 @@ def test_a_row_has_the_bits_of_plain_decoding_in_any_company_and_order(shape: Sh
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("page", "window"), [(256, 300), (64, None), (128, None)])
 def test_entries_in_pages_in_any_order_have_the_bits_of_entries_side_by_side(page: int, window: int | None) -> None:
-    """A split begins and ends within pages: it is counted in positions."""
+    """Splits count positions, so they begin and end inside pages."""
     for shape in (SMALL, Shape(head_dim=80, group=4)):
         arena, sequences = written(shape, (5, 100, 704, 448), (4, 14, 9, 7), seed=11)
         query, view = queries(arena, num_rows_of(sequences)), AttentionView(window)
@@ -229,7 +227,7 @@ def test_windows_soft_caps_and_sinks_are_near_float64(
     "window", [1, pytest.param(40, marks=pytest.mark.slow), 65, pytest.param(130, marks=pytest.mark.slow), 300]
 )
 def test_a_row_with_a_window_has_the_bits_of_plain_decoding(window: int) -> None:
-    """Rows of a block see from different blocks of the prefix on, some of them nothing of it."""
+    """Rows of a block see the prefix from different blocks on, some none of it."""
     for shape in (SMALL, Shape(head_dim=80, group=4)):
         view = view_of(shape, window, 5.0, has_sinks=True)
         arena, sequences = written(shape, (100, 448, 702), (14, 40, 7), seed=8)

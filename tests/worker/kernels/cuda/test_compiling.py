@@ -1,4 +1,4 @@
-"""Kernels compiled for A100 and H100 in the sizes of Llama 3.1 8B, on a machine without a GPU."""
+"""Kernels compiled for A100 and H100, in the sizes of Llama 3.1 8B."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.worker.sampling.cuda.compile_parts import MOST_SHARED, drawing_launch
 
 pytestmark = pytest.mark.long
 
-SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have
+SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes per program
 H100, BOTH = (90,), (80, 90)
 KINDS = pytest.mark.parametrize(
     ("dtype", "capabilities"),
@@ -42,7 +42,7 @@ ATTENTION = (
     *("prefix", "prefix in pages", "prefix with biases", "prefix with a window"),
     *("tail", "packed tail", "tail with a window"),
 )
-IN_OTHER_FORMS = (  # whose own form is compiled every day
+IN_OTHER_FORMS = (  # their own form is compiled daily
     *("tail", "rope with norms", "rope, then norms", "embed, scaled", "norm", "add, scaled, and norm"),
     *("norm of one more", "norm of distances from the mean", "gelu", "relu2", "linear with bias", "head"),
     *("packed uint4", "packed uint8", "packed int8", "packed e2m1", "packed e4m3"),
@@ -71,10 +71,7 @@ Report = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def compiled() -> Callable[..., list[Report]]:
-    """Reports of kernels for GPUs, by another process, which has no interpreter; each is compiled once.
-
-    Triton keeps what it compiled by the digest of all that decides it. For H100 alone some are left out.
-    """
+    """Reports from another process without an interpreter; some kernels are only compiled for H100."""
     known = dict[tuple[str, tuple[int, ...], str], list[Report]]()
 
     def reports(dtype: str, capabilities: tuple[int, ...], *names: str) -> list[Report]:
@@ -121,7 +118,7 @@ def test_warps_of_the_prefix_lie_along_its_rows_and_two_programs_share_a_process
     compiled: Callable[..., list[Report]], capabilities: tuple[int, ...]
 ) -> None:
     for report in compiled("bf16", capabilities, "prefix", "prefix in pages", "prefix with biases"):
-        assert report["layouts"] == [[4, 1]]  # else every block's probabilities pass through shared memory
+        assert report["layouts"] == [[4, 1]]  # otherwise every block's probabilities pass through shared memory
         assert 2 * report["shared"] <= SHARED[report["capability"]]
         assert 2 * 4 * 32 * report["registers"] <= 2**16
         uses = "wgmma.mma_async" if report["capability"] == 90 else "mma.sync"
@@ -159,14 +156,14 @@ def test_the_scan_spills_nothing_and_fits_into_shared_memory(
     for report in reports:
         assert fits(report) or (dtype == "fp32" and report["stack"] <= 32 < report["shared"] <= 2**17), report
         if report["kernel"].startswith("attend to the best"):
-            assert report["ops"]["cp.async"] > 16, report  # 16 bytes at a time, for all that their address is a number
+            assert report["ops"]["cp.async"] > 16, report  # 16 bytes at a time, although their address is a number
 
 
 @KINDS
 def test_experts_spill_nothing_and_share_a_processor(
     compiled: Callable[..., list[Report]], dtype: str, capabilities: tuple[int, ...]
 ) -> None:
-    """Four programs of a product at least, so that one has weights on their way while others multiply."""
+    """One of at least four programs loads weights while others multiply."""
     reports = compiled(dtype, capabilities, *expert_kernels(dtype))
     assert len(reports) == len(capabilities) * len(asked_for(capabilities, expert_kernels(dtype)))
     for report in reports:
@@ -219,7 +216,7 @@ def test_packed_products_spill_nothing_and_multiply_as_the_plain_one(
 
 @pytest.mark.parametrize("capabilities", [H100, pytest.param(BOTH, marks=pytest.mark.slow)])
 def test_a_code_becomes_a_number_once(compiled: Callable[..., list[Report]], capabilities: tuple[int, ...]) -> None:
-    """Two at a time, by one thread of 128. Every warp that multiplies with it could make its own."""
+    """Two at a time by one thread of 128; otherwise every warp would convert its own."""
     for report in compiled("bf16", capabilities, *packed_kernels()):
         assert report["ops"]["cvt.rn.bf16x2.f32"] == 32 * 128 // 128 // 2, report
 
@@ -228,7 +225,7 @@ def test_a_code_becomes_a_number_once(compiled: Callable[..., list[Report]], cap
 def test_codes_are_read_sixteen_bytes_at_a_time(
     compiled: Callable[..., list[Report]], capabilities: tuple[int, ...]
 ) -> None:
-    """A block has 32 times 128 codes for 128 threads: one copy each of four bits, two of eight, and four stages."""
+    """32 x 128 codes per 128 threads: one copy of four bits, two of eight, in four stages."""
     for report in compiled("bf16", capabilities, *packed_kernels()):
         num_bits = 8 if "8" in report["kernel"].split()[1] or "e4m3" in report["kernel"] else 4
         num_rows = 4 * (64 * 128 * 2) // (128 * 16)  # copies of the input's blocks
@@ -246,7 +243,7 @@ def test_keys_and_values_in_8_bits_become_numbers_once_and_are_read_sixteen_byte
         if report["kernel"].startswith("prefix"):
             assert report["layouts"] == [[4, 1]]
             assert 2 * 4 * 32 * report["registers"] <= 2**16
-            assert report["copied"]["0x10"] == 16, report  # half of what numbers of bfloat16 take
+            assert report["copied"]["0x10"] == 16, report  # half of bfloat16's
             assert report["ops"]["cvt.rn.bf16x2.f32"] == 16 + 64, report  # probabilities, and two numbers at a time
 
 
@@ -270,7 +267,7 @@ def test_heads_of_other_widths_fit_into_shared_memory(compiled: Callable[..., li
 
 
 def test_every_kernel_that_is_launched_is_among_them() -> None:
-    moving = "kv_kernels.py"  # whose launches are among those of `compile_parts.py`
+    moving = "kv_kernels.py"  # `compile_parts.py` has their launches
     sources = [path for path in (ROOT / "worker/kernels/cuda").glob("*.py") if path.name != moving]
     griffin = (f"drafters/griffin/{name}" for name in ("cuda_griffin", "draft_layer_kernels"))
     apart = ("exactness/gpu_doctor/machine_checks", *griffin)

@@ -1,4 +1,4 @@
-"""Experts of the CUDA kernels: the choice to the bit, every row its own bits in any company, codes as numbers."""
+"""CUDA experts choose exactly, row by row."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ DTYPES = pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
 
 
 def table_of(rows: list[int]) -> Tensor:
-    """The rows of a table of which these are no padding."""
     table = torch.zeros(NUM_ROWS, 5, dtype=torch.int32)
     table[rows, 2] = 1
     return table
@@ -48,7 +47,7 @@ def weights_of(shape: ExpertShape, dtype: torch.dtype, hidden: int = HIDDEN) -> 
 
 
 def kernels_of(weights: ExpertWeights, dtype: torch.dtype, hidden: int = HIDDEN) -> CudaExperts:
-    """Make experts whose buffers hold nothing of what lay in them before."""
+    """Make experts whose buffers are cleared."""
     made = CudaExperts(
         [stacked_experts(weights, CPU)], hidden, dtype, Activation.SILU, CPU, WeightKernel(triton_linear)
     )
@@ -59,7 +58,6 @@ def kernels_of(weights: ExpertWeights, dtype: torch.dtype, hidden: int = HIDDEN)
 
 
 def run(weights: ExpertWeights, rows: Tensor, places: list[int], shared: Tensor | None = None) -> Tensor:
-    """The sums that experts add to rows which lie at these places, among padding."""
     num_rows, hidden = rows.shape
     normed, out = (torch.full((NUM_ROWS, hidden), torch.nan, dtype=rows.dtype) for _ in range(2))
     normed[places] = rows
@@ -92,7 +90,7 @@ def test_experts_add_what_the_reference_adds(name: str, dtype: torch.dtype) -> N
 
 
 def told(routing: Routing, router: Tensor, choice_bias: Tensor | None, states: Tensor) -> Tensor:
-    """The weights of all experts `[num_rows, num_experts]` that the kernels give rows of these states."""
+    """Return weights `[num_rows, num_experts]`."""
     dtype, hidden = states.dtype, states.shape[1]
     weights = weights_of(ExpertShape(routing, intermediate=16), dtype, hidden)
     weights = dataclasses.replace(weights, router=Linear(router), choice_bias=choice_bias)
@@ -100,7 +98,7 @@ def told(routing: Routing, router: Tensor, choice_bias: Tensor | None, states: T
     places = random.Random(2).sample(range(NUM_ROWS), len(states))
     normed = torch.full((NUM_ROWS, hidden), torch.nan, dtype=dtype)
     normed[places] = states
-    with np.errstate(all="ignore"):  # as a GPU does not tell
+    with np.errstate(all="ignore"):  # a GPU reports no overflow
         made._choose(table_of(places), experts, normed)
     marks = made._marks[: NUM_ROWS * routing.num_experts].view(NUM_ROWS, -1)
     assert not marks[[row for row in range(NUM_ROWS) if row not in places]].any()
@@ -110,12 +108,11 @@ def told(routing: Routing, router: Tensor, choice_bias: Tensor | None, states: T
 
 
 def order_of(marks: Tensor) -> Tensor:
-    """The experts of rows by rank, counted from 1."""
     return torch.stack([(row.argsort(stable=True)[row.sort(stable=True).values > 0]) + 1 for row in marks])
 
 
 def is_sorted(made: CudaExperts, routing: Routing, marks: Tensor) -> bool:
-    """Tell whether each expert has the pairs of its rows, in their order, in as few tiles as there may be."""
+    """Return whether each expert's pairs are in row order, in as few tiles as possible."""
     pairs = made._tile_pairs.view(-1, TILE)
     expected = []
     for expert in range(routing.num_experts):
@@ -133,9 +130,7 @@ def is_sorted(made: CudaExperts, routing: Routing, marks: Tensor) -> bool:
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_choices_and_weights_are_the_reference_s_to_the_bit(name: str, dtype: torch.dtype) -> None:
     routing, numbers = ROUTINGS[name], torch.Generator().manual_seed(3)
-    states = (
-        torch.randint(-8, 9, (16, 600), generator=numbers) / 8
-    )  # so that no sum rounds, of parts of the depth either
+    states = torch.randint(-8, 9, (16, 600), generator=numbers) / 8  # so that no sum rounds, nor parts of the depth
     router = torch.randint(-1, 2, (routing.num_experts, 600), generator=numbers) / 8
     choice_bias = torch.rand(routing.num_experts, generator=numbers) if routing.score == Score.SIGMOID else None
     choices, weights = reference_choice(routing, states @ router.T, choice_bias, lambda each: each.to(dtype).float())
@@ -158,10 +153,10 @@ def test_a_router_without_numbers_shows_and_ends_nothing(name: str) -> None:
 
 
 def test_there_are_tiles_for_all_that_rows_may_choose() -> None:
-    """Rows may all choose one expert, all of them evenly, or as unevenly as can be."""
+    """All rows may choose one expert, all evenly, or as unevenly as possible."""
     for num_experts, num_chosen in ((1, 1), (8, 2), (128, 8), (60, 4), (512, 10), (20, 20)):
         most = 0
-        for counted in range(1, num_experts + 1):  # experts with one row, while others have as many as there are
+        for counted in range(1, num_experts + 1):  # experts with one row, while others have as many as possible
             left = NUM_ROWS * num_chosen - counted
             full, rest = divmod(max(left, 0), NUM_ROWS)
             most = max(most, counted + min(full, num_experts - counted) * NUM_ROWS // TILE + bool(rest))
@@ -210,8 +205,8 @@ def packed(weights: ExpertWeights, code: Code, group: int, has_offsets: bool) ->
         assert isinstance(linear, Linear)
         columns, depth = linear.weight.shape
         matrix = random_packed(code, columns, depth, group or depth, has_offsets=has_offsets)
-        codes = matrix.codes.roll(number, 0)  # of each expert its own
-        scales = matrix.scales / 64 if code == "e4m3" else matrix.scales  # whose numbers are as large as 448
+        codes = matrix.codes.roll(number, 0)  # each expert has its own
+        scales = matrix.scales / 64 if code == "e4m3" else matrix.scales  # its numbers reach 448
         made = linear_from(dataclasses.replace(matrix, codes=codes, scales=scales), linear.bias)
         assert isinstance(made, PackedLinear)
         return made

@@ -1,5 +1,3 @@
-"""Work that is captured: what a graph needs stays as long as the graph does, and no longer."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The whole decoder of CUDA kernels, in the interpreter: the reference's logits, and each row's bits its own."""
+"""The whole CUDA decoder has the reference's logits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KINDS = {
     "mistral, bfloat16": (Shape(group=4, windows=(70, None)), triton_linear),
     "all at once, bfloat16": (Shape(head_dim=80, group=8, has_bias=True, has_qk_norm=True), triton_linear),
     **{name: (shape, triton_linear) for name, shape in OTHER_FORMS.items()},
-    # experts without gates are in hybrids alone, whose mixers have no kernels on a GPU
+    # only hybrids have experts without gates, and their mixers lack GPU kernels
     **{name: (shape, triton_linear) for name, shape in WITH_EXPERTS.items() if shape.has_gates},
     **{f"latent, {shape.dtype}": (shape, triton_linear) for shape in LATENTS},
 }
@@ -79,7 +79,7 @@ def run(
     sequences: Sequence[tuple[Rows, int]],
     tap: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states and logits of the real rows; whatever lay in the outputs before is gone."""
+    """Return the real rows' hidden states and logits."""
     upload(decoder, sequences)
     decoder.hidden.fill_(NAN)
     decoder.logits.fill_(NAN)
@@ -129,7 +129,7 @@ def test_a_text_read_block_by_block_is_as_in_the_reference() -> None:
 
 
 def test_rows_behind_partial_caches_are_as_in_the_reference() -> None:
-    """Their prefixes end anywhere: nothing is known of biases and entries behind them."""
+    """Prefixes end anywhere; biases and entries after them are unknown."""
     numbers = random.Random(5)
     arena = arena_of(LLAMA, torch.full((2, 2, 4, 1, CAPACITY, 64), NAN), [0] * 4)
     bias = torch.full((4, CAPACITY), NAN)
@@ -154,7 +154,7 @@ def test_two_decoders_that_share_their_buffers_do_not_disturb_each_other() -> No
     hidden, logits = run(decoder, sequences)
     other = decoder.over(partial.buffer, torch.zeros(2, CAPACITY))
     run(other, random_rows(random.Random(7), partial, (2, 9)))
-    decoder.forward()  # its own table is as it was
+    decoder.forward()  # its own table is unchanged
     assert torch.equal(decoder.hidden[:5], hidden)
     assert torch.equal(decoder.logits[:5], logits)
 

@@ -1,4 +1,4 @@
-"""Attention with flash-attn's prefixes, by a stub of it: near float64, each row's bits its own, nothing unseen read."""
+"""Attention with a stub of flash-attn's prefixes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def flash_of(arena: Arena, num_splits: int = NUM_SPLITS) -> FlashAttention:
 
 
 def attended(arena: Arena, sequences: Sequence[Placed], query: Tensor, num_splits: int = NUM_SPLITS) -> Tensor:
-    """NaN in the places of queries that no row has, and in what is padding."""
     attention, table, mixed = flash_of(arena, num_splits), arena.table(sequences), padded(query[:0])
     attention.put(query, table)
     attention.attend(1, *arena.buffer[1], None, table, mixed)
@@ -100,7 +99,7 @@ def test_a_row_has_the_bits_of_plain_decoding_in_any_company_and_order() -> None
 
 
 def test_a_prefix_and_a_tail_are_weighed_by_natural_lse() -> None:
-    """Both weigh as much as each other, and are far from the numbers where base 2 would do as well."""
+    """Both weigh the same and are far from values where base 2 would pass."""
     arena, sequences = written(SMALL, (128,), (1,), seed=3)
     arena.buffer[1, 0] *= 12
     query = queries(arena, 1)

@@ -1,5 +1,3 @@
-"""Rows copied out of the arena are the rows that indexing finds."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits in the CUDA kernels: codes as torch has them, and the bits of attention to numbers."""
+"""8-bit keys and values in CUDA have torch's codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ SMALL = Shape(group=3, head_dim=48)
 
 
 def kept(arena: Arena, kv_dtype: KVDtype) -> Arena:
-    """The same arena in 8 bits, without numbers where that one has none."""
     return arena_of(
         arena.shape, coded(arena.buffer, CODES[kv_dtype], CUDA_SCALE_BYTES), [cache.length for cache in arena.caches]
     )
@@ -62,7 +61,7 @@ def test_a_step_keeps_the_codes_that_torch_keeps(kv_dtype: KVDtype, dtype: torch
     generator = torch.Generator().manual_seed(3)
     heads = shape.num_kv_heads * (shape.group + 2)
     qkv = padded(torch.randn(6, heads * shape.head_dim, generator=generator).to(dtype))
-    qkv[1] = 0  # rows of zeros, of tiny numbers, and one that is no number
+    qkv[1] = 0  # rows of zeros, of tiny numbers, and a NaN
     qkv[2] *= 1e-20
     qkv[3, -1] = float("inf")
     turns = torch.randn(CAPACITY, shape.head_dim, generator=generator).to(dtype)

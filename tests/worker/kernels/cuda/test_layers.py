@@ -1,4 +1,4 @@
-"""Norms, gate, embedding and rotary positions of the CUDA kernels: rounded where the reference rounds."""
+"""CUDA norms, gate, embedding and rotary round where the reference does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def normal(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def is_near(found: Tensor, expected: Tensor) -> bool:
-    """Up to the order of float32 sums, which may turn a rounding to bfloat16 over, but seldom does."""
+    """Allow for float32's order of summation, which rarely changes a rounding to bfloat16."""
     if found.dtype == BF16 and (found != expected.to(BF16)).float().mean() > 0.005:
         return False
     return torch.allclose(found.float(), expected.float(), rtol=2 * torch.finfo(found.dtype).eps, atol=1e-6)
@@ -149,7 +149,6 @@ ROPES = (
 
 
 def turned(arena: Arena, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference's queries, keys and values of rows at these positions."""
     weights = random_weights(arena.shape)
     table = angles(weights.rotary, positions.numpy(), arena.shape.dtype)
     turns = [half.repeat(1, 2)[:, None] for half in table.chunk(2, dim=1)]

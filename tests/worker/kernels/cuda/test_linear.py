@@ -1,5 +1,3 @@
-"""Linear layers of the CUDA kernels: what a product is, and that a row's place and neighbours are nothing to it."""
-
 from __future__ import annotations
 
 import pytest
@@ -49,7 +47,7 @@ def test_a_product_is_as_in_float64(
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_logits_of_bfloat16_weights_are_asked_of_cublas_in_float32(has_bias: bool) -> None:
     rows, weight, bias = (torch.empty(size, dtype=BF16, device="meta") for size in ((NUM_ROWS, 48), (100, 48), (100,)))
-    out = torch.empty(NUM_ROWS, 100, device="meta")  # a CPU has no such product: its arguments at least are torch's
+    out = torch.empty(NUM_ROWS, 100, device="meta")  # a CPU lacks this product; at least its arguments are torch's
     cublas_linear(rows, weight, bias if has_bias else None, out)
 
 

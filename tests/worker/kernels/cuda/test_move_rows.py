@@ -1,4 +1,4 @@
-"""Accepted rows move next to their roots as worker/kv/full_cache.py moves them, and no other row changes."""
+"""Accepted rows move as in worker/kv/full_cache.py, and no other row changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.worker.kernels.cuda.arena_parts import CAPACITY, NUM_SLOTS, any_arena
 
 
 def any_path(chance: random.Random, num_nodes: int) -> list[int]:
-    """The accepted nodes of a random tree: each one's parent stands before it."""
+    """Return accepted nodes of a random tree, parents first."""
     path, node = [], -1
     while node < num_nodes - 1 and len(path) < 12:
         node = chance.randrange(node + 1, min(node + 4, num_nodes))
@@ -22,7 +22,7 @@ def any_path(chance: random.Random, num_nodes: int) -> list[int]:
 
 
 def table_of(moves: list[tuple[int, int, int]], chance: random.Random) -> torch.Tensor:
-    """`[64, 3]`: the slots' moves among each other and among padding, each slot's in their order."""
+    """Return `[64, 3]`: moves mixed with padding, each slot's in order."""
     slots = [move[0] for move in moves] + [-1] * (64 - len(moves))
     chance.shuffle(slots)
     queues = {slot: iter([move for move in moves if move[0] == slot]) for slot in slots}

@@ -1,4 +1,4 @@
-"""Products with packed weights have the bits of the plain kernel's with the matrix that these stand for."""
+"""Packed products have the bits of plain ones over the dequantized matrix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def normal(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def products(matrix: PackedMatrix, bias: Tensor | None, out: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The kernel's, and the plain kernel's over the twin."""
+    """Return the kernel's, and the plain kernel's over the twin."""
     columns, depth = matrix.shape
     rows = normal(NUM_ROWS, depth, dtype=matrix.dtype)
     found, expected = (torch.full((NUM_ROWS, columns), float("nan"), dtype=out) for _ in range(2))
@@ -49,7 +49,7 @@ def test_a_product_has_the_bits_of_the_dequantized_matrix_s(
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("dtype", [BF16, FLOAT32], ids=str)
 def test_every_code_becomes_the_number_of_its_table(code: Code, dtype: torch.dtype) -> None:
-    """Rows pick one number each; scales leave 24 significant bits to be rounded away."""
+    """Each row picks one number; scales leave 24 significant bits to round."""
     num_codes = len(TABLES[code])
     matrix = random_packed(code, 24, num_codes, num_codes, dtype=dtype)
     codes = torch.arange(num_codes, dtype=torch.uint8)

@@ -1,5 +1,3 @@
-"""Means of chunks are those that torch finds, wherever they go."""
-
 from __future__ import annotations
 
 import pytest

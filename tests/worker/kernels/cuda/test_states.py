@@ -1,4 +1,4 @@
-"""States of heads in Triton against the plain recurrence in float64, across a boundary; tables that do not fit."""
+"""Triton's head states against the float64 recurrence, across a boundary."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ SIZES = {
     "Mamba-2": RecurrentSizes(RecurrentForm.STATE_SPACE, 6, 1, 32, 16, 160, 4, most_step=1.0),
 }
 LENGTH, SLOT = BLOCK + 6, 1
-PARTS = (BLOCK - 5, LENGTH)  # ends of forwards: the second passes the boundary
+PARTS = (BLOCK - 5, LENGTH)  # ends of forwards; the second passes the boundary
 
 
 class Steps:
-    """Random steps of all rows, in float32."""
-
     def __init__(self, sizes: RecurrentSizes) -> None:
         generator = torch.Generator().manual_seed(3)
 
@@ -49,7 +47,7 @@ class Steps:
         self.shares, self.logs = rows(sizes.num_heads).sigmoid(), -rows(sizes.num_heads).exp() / 10
 
     def plainly(self) -> tuple[Tensor, Tensor]:
-        """Compute in float64, position by position, the outputs of rows and the state at the boundary."""
+        """Compute each row's output and the state at the boundary."""
         group, found, kept = self.sizes.num_heads // self.sizes.num_key_heads, [], None
         state = torch.zeros(self.sizes.num_heads, self.sizes.key_dim, self.sizes.value_dim, dtype=torch.float64)
         for row in range(LENGTH):
@@ -72,7 +70,7 @@ def padded(rows: Tensor, part: slice) -> Tensor:
 
 
 def run(steps: Steps, states: StateBuffers, first: int) -> Tensor:
-    """Return the results of rows that find the steps of positions from a boundary on."""
+    """Run rows that read the steps from a boundary on."""
     sizes, layout = steps.sizes, states.layout
     tables = StateLayout(states.num_slots, layout.ring, sizes.conv_width - 1, NUM_ROWS)
     cache: Any = SimpleNamespace(length=first, first_angle=0)
@@ -100,7 +98,7 @@ def run(steps: Steps, states: StateBuffers, first: int) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "first"),
     [
-        ("delta net", 4 * BLOCK),  # its steps begin at the end of the ring, and go on at its beginning
+        ("delta net", 4 * BLOCK),  # its steps wrap around the ring
         ("Mamba-2", 0),
         pytest.param("delta net", 0, marks=pytest.mark.slow),
         pytest.param("Mamba-2", 4 * BLOCK, marks=pytest.mark.slow),

@@ -1,4 +1,4 @@
-"""Row tables: what a forward's kernels read of its rows, and what a table has no room for."""
+"""Row tables: what kernels read of a forward's rows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_sequence_with_more_rows_than_a_group_takes_several() -> None:
 @pytest.mark.parametrize("num_slots", [1, 3, 4, 64])
 @pytest.mark.parametrize("heads_per_kv", range(1, 17))
 def test_there_are_groups_enough_for_any_64_rows_of_as_many_sequences(num_slots: int, heads_per_kv: int) -> None:
-    """A sequence's rows stand in two blocks at most: known tokens that are read begin anywhere."""
+    """A sequence's rows span at most two blocks, because known tokens begin anywhere."""
     per_group = 64 // heads_per_kv
     layout = TableLayout(num_slots, CAPACITY, per_group, CAPACITY, 100)
     ones = min(2 * num_slots, NUM_ROWS) - 1
@@ -140,14 +140,13 @@ def test_layers_with_a_window_have_entries_and_tails_in_their_own_pages_and_all_
 
 
 def pages_of(numbers: random.Random, page: int, num_lost: int) -> list[list[int]]:
-    """Pages of each slot, in any order; the first ones are others' by now."""
+    """The first `num_lost` of the shuffled pages belong to others."""
     places = numbers.sample(range(500), 3 * CAPACITY // page)
     own = [places[slot::3] for slot in range(3)]
     return [[-1] * num_lost + each[num_lost:] for each in own]
 
 
 def random_layout(numbers: random.Random) -> tuple[TableLayout, tuple[list[list[int]], ...]]:
-    """A layout, and the pages that three slots have: none, some, or some in two pools."""
     page, has_windows = numbers.choice([(None, False), (BLOCK, False), (2 * BLOCK, True)])
     layout = dataclasses.replace(
         ARENA.layout, page=page, has_window_pages=has_windows, num_rows=numbers.choice([64, 128])
@@ -158,7 +157,7 @@ def random_layout(numbers: random.Random) -> tuple[TableLayout, tuple[list[list[
 @needs_kernels
 @pytest.mark.parametrize("seed", range(12))
 def test_a_table_that_c_fills_is_that_of_numpy(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables agree also where nodes of a tree lie in a page behind that of their block."""
+    """Also for tree nodes in a page after their block's."""
     numbers = random.Random(seed)
     arena = random_arena(Shape(group=4), [numbers.randrange(BLOCK, 700) for _ in range(3)])
     layout, pages = random_layout(numbers)

@@ -1,4 +1,4 @@
-"""A decoder whose forwards have 64, 128 or 256 rows: each row's bits are those that it has alone."""
+"""In forwards of 64, 128 or 256 rows each row's bits are its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.worker.kernels.kernel_parts import BF16, FLOAT32, LATENTS, WITH_EXPER
 pytestmark = pytest.mark.long
 
 ROWS_OF_A_TREE = 8
-NUM_ALONE, NUM_ALONE_EVERY_DAY = 16, 2  # rows that are looked at; the interpreter takes a second for each
+NUM_ALONE, NUM_ALONE_EVERY_DAY = 16, 2  # compared rows; the interpreter takes a second for each
 SHAPES = {
     "bfloat16": Shape(num_kv_heads=2, has_bias=True),
     "float32": Shape(dtype=FLOAT32),
@@ -28,7 +28,7 @@ SHAPES = {
     "latent": LATENTS[0],
     "experts, float32": WITH_EXPERTS["gpt_oss in float32"],
 }
-EVERY_DAY = {("experts", 128)}  # which attend as those without experts do
+EVERY_DAY = {("experts", 128)}  # these attend like those without experts
 
 
 def decoder_of(arena: Arena, num_rows: int) -> CudaDecoder:
@@ -37,7 +37,7 @@ def decoder_of(arena: Arena, num_rows: int) -> CudaDecoder:
 
 
 def company(shape: Shape, num_rows: int) -> tuple[Arena, list[Placed]]:
-    """Trees of as many sequences as a forward has room for, behind texts of all lengths."""
+    """Make as many trees as a forward holds, after texts of all lengths."""
     numbers = random.Random(num_rows)
     lengths = [numbers.choice((0, 64, 130, 200, 400, 520)) for _ in range(num_rows // ROWS_OF_A_TREE)]
     arena = random_arena(shape, lengths)
@@ -45,14 +45,14 @@ def company(shape: Shape, num_rows: int) -> tuple[Arena, list[Placed]]:
 
 
 def in_other_order(decoder: CudaDecoder, placed: list[Placed]) -> tuple[Tensor, Tensor]:
-    """Hidden states and logits of the same rows, each in another place among others, in the order of `placed`."""
+    """Shuffle rows; return hidden states and logits in the order of `placed`."""
     found = [each.split([len(rows) for rows, _ in placed[::-1]]) for each in run(decoder, placed[::-1])]
     hidden, logits = (torch.cat(parts[::-1]) for parts in found)
     return hidden, logits
 
 
 def alone(decoder: CudaDecoder, placed: list[Placed], number: int) -> tuple[Tensor, Tensor]:
-    """Hidden state and logits of one row, counted over all trees, whose ancestors lie in the arena."""
+    """Run one row, numbered over all trees, with its ancestors in the arena."""
     for rows, slot in placed:
         if number < len(rows):
             hidden, logits = run(decoder, [(rows.part(number, number + 1), slot)])
@@ -83,7 +83,7 @@ def test_a_row_has_the_bits_in_company_that_it_has_alone(kind: str, num_rows: in
 
 
 def test_a_wide_forward_computes_what_a_narrow_one_does() -> None:
-    """Rounding alone differs: prefixes are cut into other splits."""
+    """Only rounding differs, because prefixes are split differently."""
     arena, placed = company(SHAPES["float32"], 64)
     other = arena.copy()
     narrow, wide = run(decoder_of(arena, 64), placed), run(decoder_of(other, 128), placed)

@@ -1,4 +1,4 @@
-"""A run with --kv-offload has the slots that both the host's memory and two layers on the GPU have room for."""
+"""`--kv-offload` runs as many slots as fit the host and two GPU layers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _no_streams() -> Streams:
 
 
 def test_jobs_run_whose_keys_and_values_the_gpu_has_no_room_for() -> None:
-    """A job of 100,000 positions of Qwen2.5 32B, which docs/gpu.md has no slot for."""
+    """A Qwen2.5 32B job of 100,000 positions has no slot in docs/gpu.md."""
     plan = plan_offload(QWEN, A100, 100_000, 10**11)
     assert plan.num_slots == 3
     assert plan.used_bytes <= plan.free_bytes

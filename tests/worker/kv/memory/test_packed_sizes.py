@@ -1,4 +1,4 @@
-"""The plan knows before a load which weights stay packed on a GPU, and what they take there."""
+"""The plan knows the bytes of packed weights before loading."""
 
 from __future__ import annotations
 
@@ -39,13 +39,12 @@ def plain_tensors(weights: StackedWeights) -> Iterator[torch.Tensor]:
 
 
 def products(weights: StackedWeights) -> list[AnyLinear]:
-    """All products of a decoder, with those of experts."""
     experts = [layer.experts for layer in weights.layers if layer.experts is not None]
     return [*weights.products, *(each for own in experts for each in (own.gate_up, own.down))]
 
 
 def loaded_bytes(weights: StackedWeights) -> int:
-    """The bytes of all weights; a head that is the embedding counts once."""
+    """A tied head counts once."""
     plain = {each.data_ptr(): each.nbytes for each in plain_tensors(weights)}
     packed = (product.weight for product in products(weights) if not isinstance(product.weight, torch.Tensor))
     return sum(plain.values()) + sum(weight.nbytes for weight in packed)
@@ -81,7 +80,7 @@ def test_the_forms_of_types_are_those_that_their_blocks_have(name: str) -> None:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_checkpoint_in_parts_takes_what_the_plan_counts_for_it(name: str, tmp_path: Path) -> None:
-    """No less than the plan says, where only the numbers tell whether they stay packed."""
+    """At least the plan's size, where only the numbers decide on packing."""
     files = locate_model(str(make_packed(EXAMPLES[name], tmp_path / "model")[0]))
     weights, sizes = dense_weights(files, torch.bfloat16), read_sizes(files, "bfloat16")
     assert weights is not None

@@ -1,5 +1,3 @@
-"""The pages that growing caches take, now and at most until their jobs end."""
-
 from __future__ import annotations
 
 import random
@@ -12,8 +10,6 @@ HELD = HeldPositions(150, 0.25)
 
 
 def peak(jobs: list[Growth], held: HeldPositions | None) -> int:
-    """The same by stepping through time."""
-
     def of(job: Growth, time: int) -> int:
         return held.of(job.now + time, job.num_shared) if held else job.now + time
 

@@ -1,4 +1,4 @@
-"""A pool of pages for a GPU's caches: as many as fit beside what drafts keep for each job, the longest job at least."""
+"""A GPU's pool of pages fits beside drafts, and has room for the longest job."""
 
 from __future__ import annotations
 

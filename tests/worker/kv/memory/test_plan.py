@@ -1,4 +1,4 @@
-"""A GPU is shared out before anything is allocated: what fits is told, what does not is refused with the numbers."""
+"""A GPU is divided before any allocation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BUDGET = 2048  # of the summary cache
 def parameters(
     layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int, has_bias: bool
 ) -> int:
-    """Count the parameters of an untied decoder with heads of 128, by hand."""
+    """Count an untied decoder with heads of 128."""
     query, key = heads * 128, kv_heads * 128
     attention = 2 * query * hidden + 2 * key * hidden + (query + 2 * key if has_bias else 0)
     return layers * (attention + 3 * hidden * intermediate + 2 * hidden) + hidden + 2 * vocab * hidden
@@ -63,7 +63,7 @@ def test_the_two_models_have_the_sizes_that_follow_from_their_configs() -> None:
 
 
 def test_four_slots_of_100k_take_what_they_take_by_hand() -> None:
-    """Weights 16.1, keys and values 4 x 102,400 x 131,072 bytes = 53.7, drafts 4.7, the rest 1.0: 75.4 of 83.4 GB."""
+    """In GB: weights 16.1, keys and values 4 x 102,400 x 131,072 bytes = 53.7, drafts 4.7, the rest 1.0."""
     drafts = DraftMemory(slot_bytes=summary_positions(BUDGET, LONGEST) * LLAMA.bytes_per_position)
     plan = plan_memory(LLAMA, A100, LONGEST, 4, drafts)
     assert plan.capacity == 102_400
@@ -215,7 +215,7 @@ def test_the_plan_is_made_without_torch() -> None:
 
 
 def test_what_rows_take_grows_with_what_a_row_holds() -> None:
-    """Logits as decoded, drawn from and sorted with their tokens; activations in the model's dtype."""
+    """Logits as decoded, drawn and sorted; activations in the model's dtype."""
 
     def row_bytes(sizes: ModelSizes) -> float:
         return one_slot(sizes, A100, 1000).row_bytes / NUM_ROWS

@@ -1,5 +1,3 @@
-"""The rows of a run's forwards: as many as its jobs use on a GPU that has them for nothing."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -34,7 +32,7 @@ def test_no_run_has_more_rows_than_its_gpu_takes_for_nothing() -> None:
     assert chosen(200, 2000, most=128) == 128
     assert chosen(200, 2000, most=64) == 64
     assert [most_rows(capability, 2, False) for capability in (HOPPER, 10, AMPERE, None)] == [256, 256, 128, 128]
-    assert most_rows(HOPPER, 2, True) == 128  # codes become numbers once for all rows of a tile
+    assert most_rows(HOPPER, 2, True) == 128  # codes are converted once for all rows of a tile
     assert most_rows(HOPPER, 4, False) == 64  # float32 has no tensor cores
 
 

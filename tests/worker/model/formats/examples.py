@@ -1,6 +1,6 @@
-"""Matrices in every format that runs here, with random codes, and the numbers that they stand for, one by one.
+"""Matrices in every supported format, and their numbers.
 
-The numbers follow the formats' definitions, in numpy's float32, and share no code with the readers.
+Numbers follow the formats' definitions in numpy's float32, without the readers' code.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 F32 = np.float32
-Parts = dict[str, Tensor]  # by how their names go on behind that of the module
+Parts = dict[str, Tensor]  # by the end of their names after the module's
 Value = Callable[[int, int], Any]  # the number in a row and a column
 Made = tuple[Parts, Value]
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the columns of a word, from its lowest bits on
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # a word's columns from its lowest bits on
 
 
 @dataclass(frozen=True)
 class Example:
-    """A format: what the config says, and a matrix of so many rows and columns."""
+    """A format: its config, and a matrix of given size."""
 
     config: dict[str, Any]
     make: Callable[[int, int, torch.Generator], Made]
@@ -44,7 +44,7 @@ def e2m1(code: int) -> Any:
 
 
 def rows_of(values: Tensor) -> list[list[Any]]:
-    """The numbers of a matrix, floats as numpy's float32: a list finds one sooner than an array or a tensor does."""
+    """numpy float32 in lists indexes faster than arrays."""
     return [list(row) for row in values.float().numpy()] if values.is_floating_point() else values.tolist()
 
 
@@ -58,7 +58,7 @@ def random_scales(shape: tuple[int, ...], size: float, numbers: torch.Generator,
 
 
 def bits_of(codes: list[int], bits: int) -> list[int]:
-    """Codes one behind the other, the lowest bits first, in words of 32 bits with a sign."""
+    """Pack codes, lowest bits first, into signed 32-bit words."""
     stream = sum(code << number * bits for number, code in enumerate(codes))
     words = [stream >> 32 * number & 0xFFFFFFFF for number in range(-(-len(codes) * bits // 32))]
     return [word - 2**32 if word >= 2**31 else word for word in words]
@@ -270,5 +270,4 @@ EXAMPLES: dict[str, Example] = {
 
 
 def numbers_of(value: Value, rows: int, columns: int) -> Tensor:
-    """The matrix in float32, one number at a time."""
     return torch.tensor(np.array([[value(r, c) for c in range(columns)] for r in range(rows)], dtype=F32))

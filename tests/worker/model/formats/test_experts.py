@@ -1,4 +1,4 @@
-"""Quantized experts, which run in transformers' layers: the bits of their dequantized twins."""
+"""Quantized experts in transformers' layers have their twins' bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.long
 
 
 def saved(kind: str, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors of a tiny model, by their published names."""
     tiny_model(tiny_config(kind)).save_pretrained(folder)
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
@@ -41,7 +40,7 @@ def test_experts_of_gpt_oss_are_those_that_transformers_makes_of_them(tmp_path: 
 
 
 def test_experts_in_one_tensor_have_the_blocks_of_each(tmp_path: Path) -> None:
-    """Newer versions of transformers write a tensor of all experts so, with scales beside it."""
+    """Newer versions of transformers store all experts in one tensor with scales."""
     config, tensors = saved("glm4_moe", tmp_path / "plain")
     numbers, packed, dense = torch.Generator().manual_seed(5), dict(tensors), dict(tensors)
     found = sorted({name.rpartition(".experts.")[0] for name in tensors if ".experts." in name})

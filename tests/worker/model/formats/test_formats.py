@@ -1,4 +1,4 @@
-"""A quantized model is the model that its format defines: on a run's own path, the bits of its dequantized twin."""
+"""A quantized model has its dequantized twin's bits on a run's own path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.worker.model.formats.twins import LINEARS, TEXT, load, logits_of, mak
 
 pytestmark = pytest.mark.long
 
-AS_NUMBERS = {  # formats whose matrices are no packed ones, all of them or some
+AS_NUMBERS = {  # formats with some or all matrices unpacked
     "fp8 in blocks that no groups follow",
     "compressed-tensors int4 in the order of activations",
     "compressed-tensors int8 in groups with zeros, scales of float32",
@@ -30,7 +30,6 @@ AS_NUMBERS = {  # formats whose matrices are no packed ones, all of them or some
 
 @pytest.fixture(scope="module", params=EXAMPLES)
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
-    """The name of a format, a model in it, and the same with numbers in place of codes."""
     return request.param, *make_twins(EXAMPLES[request.param], tmp_path_factory.mktemp("twins"))
 
 

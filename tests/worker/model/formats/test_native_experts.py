@@ -1,4 +1,4 @@
-"""Quantized experts in our kernels: packed as they are stored, with the bits of their dequantized twins."""
+"""Quantized experts in our kernels have their twins' bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ OWN_TEXT = [7 * each % 64 for each in range(18)]
 
 
 def stored(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors of a tiny model, by their published names."""
     config = (WITH_EXPERTS | WITH_LATENTS)[name]
     saved(folder, AutoConfig.for_model(**config))
     return config, load_file(folder / "model.safetensors")
@@ -42,7 +41,6 @@ def native(folder: Path, dtype: str) -> TargetModel:
 
 
 def num_packed(folder: Path) -> int:
-    """Count the matrices of experts that stay packed."""
     weights = dense_weights(locate_model(str(folder)), torch.bfloat16)
     assert weights is not None
     found = [layer.experts for layer in weights.layers if layer.experts is not None]
@@ -72,7 +70,6 @@ def test_latent_attention_of_deepseek_in_blocks_of_fp8(tmp_path: Path) -> None:
 
 
 def write_gpt_oss(folder: Path) -> tuple[Path, Path]:
-    """Folders of a tiny model whose experts are packed, and of its dequantized twin."""
     return write_mxfp4(folder, *stored("gpt-oss 120B", folder / "plain"))
 
 

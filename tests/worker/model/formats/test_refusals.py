@@ -1,4 +1,4 @@
-"""Quantized weights are right or refused: before anything is loaded, in one line, with the name of what is wrong."""
+"""Quantized weights are right, or refused before loading."""
 
 from __future__ import annotations
 
@@ -28,26 +28,23 @@ Edit = Callable[[dict[str, Tensor]], object]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models in these formats."""
     names = (FP8, INT4, NVFP4, "compressed-tensors MXFP4", "GPTQ int4", "AWQ")
     return {name: make_packed(EXAMPLES[name], tmp_path_factory.mktemp("made") / "model")[0] for name in names}
 
 
 @pytest.fixture
 def packed(made: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
-    """Makes a copy of a model in a format, for a test to change."""
     return lambda name: Path(shutil.copytree(made[name], tmp_path / "packed"))
 
 
 def change(folder: Path, edit: Edit) -> None:
-    """Edit all tensors, and keep them in one file."""
     tensors = {n: each for file in folder.glob("*.safetensors") for n, each in load_file(file).items()}
     edit(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def refusal(folder: Path) -> str:
-    """The line in which a folder is refused, by `inspect` as by a run."""
+    """Return the line in which `inspect` and runs refuse a folder."""
     with pytest.raises(ModelError) as caught:
         locate_model(str(folder))
     line = str(caught.value)
@@ -97,7 +94,7 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_loaded(
 ) -> None:
     folder = packed(name)
     change(folder, edit)
-    if not words:  # a matrix of another shape, which the model then has no place for
+    if not words:  # a matrix of another shape, which the model then can't place
         with pytest.raises(ModelError, match=r"up_proj.weight as \[1, 64\], expected \[96, 64\]"):
             load(folder, "float32")
         return

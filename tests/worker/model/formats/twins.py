@@ -1,4 +1,4 @@
-"""Tiny models in a format, each beside its dequantized twin: the same numbers, written out."""
+"""Tiny models in a format, each with its dequantized twin."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ TEXT = [5, 17, 60, 3, 88, 41, 9, 9, 72, 30, 55, 2, 61, 14, 90, 33, 7, 26]
 
 
 def llama_tensors(numbers: torch.Generator) -> dict[str, Tensor]:
-    """Tensors of a Llama, whose linear layers are replaced."""
-
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=numbers).to(torch.bfloat16)
 
@@ -56,7 +54,7 @@ def llama_tensors(numbers: torch.Generator) -> dict[str, Tensor]:
 def make_twins(
     example: Example, folder: Path, config: dict[str, Any] = LLAMA, tensors: dict[str, Tensor] | None = None
 ) -> tuple[Path, Path]:
-    """A model in this format with random numbers in all its projections, and its twin in float32."""
+    """Make a float32 twin."""
     packed, values = make_packed(example, folder / "packed", config, tensors)
     numbers = torch.Generator().manual_seed(11)
     dense = llama_tensors(numbers) if tensors is None else dict(tensors)
@@ -67,7 +65,7 @@ def make_twins(
 def make_packed(
     example: Example, folder: Path, config: dict[str, Any] = LLAMA, tensors: dict[str, Tensor] | None = None
 ) -> tuple[Path, dict[str, Value]]:
-    """The first of these alone, and the numbers of its projections."""
+    """Return the projections' numbers."""
     numbers = torch.Generator().manual_seed(11)
     packed, values = dict[str, Tensor](), dict[str, Value]()
     for name, tensor in (llama_tensors(numbers) if tensors is None else tensors).items():
@@ -84,7 +82,7 @@ def make_packed(
 
 
 def written(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
-    """A model folder whose tensors lie in two files, so that a matrix's parts may lie apart."""
+    """Write two files, so that a matrix's parts may be separated."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     shards = {f"model-{which}.safetensors": {n: tensors[n] for n in sorted(tensors)[which::2]} for which in (0, 1)}
@@ -100,7 +98,6 @@ def load(folder: Path, dtype: str) -> TargetModel:
 
 
 def logits_of(target: TargetModel, token_ids: list[int] = TEXT) -> Tensor:
-    """Logits of all positions of a text, through the forwards that a run has."""
     cache, found = target.new_cache(len(token_ids) + 64), []
     while cache.length < len(token_ids):
         found.append(target.logits(target.read(cache, token_ids[cache.length :])))
@@ -108,7 +105,7 @@ def logits_of(target: TargetModel, token_ids: list[int] = TEXT) -> Tensor:
 
 
 def write_mxfp4(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Path, Path]:
-    """Folders of a model whose experts are packed as those of gpt-oss are, and of its dequantized twin."""
+    """Write gpt-oss' packed experts, and a twin."""
     numbers, packed, dense = torch.Generator().manual_seed(5), dict(tensors), dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         num_experts, depth, rows = packed.pop(name).shape

@@ -1,5 +1,3 @@
-"""Random bytes of GGUF's types."""
-
 from __future__ import annotations
 
 import gguf
@@ -7,7 +5,7 @@ import numpy as np
 
 from swiftbatch.worker.model.gguf.header import READABLE
 
-HALVES = {  # where blocks have numbers of two bytes
+HALVES = {  # where blocks have two-byte numbers
     "Q4_0": (0,),
     "Q4_1": (0, 2),
     "Q5_0": (0,),
@@ -26,7 +24,7 @@ SPREAD = 0.05  # of the numbers of a matrix
 
 
 def random_blocks(name: str, num_blocks: int, seed: int = 0) -> np.ndarray:
-    """Blocks with any bits at all, but for scales that are no finite numbers."""
+    """Make random bits with finite scales."""
     rng = np.random.default_rng(seed)
     blocks = _bytes(name, num_blocks, rng)
     for place in HALVES[name]:
@@ -37,7 +35,7 @@ def random_blocks(name: str, num_blocks: int, seed: int = 0) -> np.ndarray:
 
 
 def random_matrix(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of bytes as a file holds them, and the numbers they stand for, as a model has them."""
+    """Return a file's rows of bytes, and a model's numbers."""
     if name in ("F32", "F16", "BF16"):
         numbers = rng.normal(0, SPREAD, shape).astype(np.float32)
         data = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType[name])

@@ -1,4 +1,4 @@
-"""Blocks of GGUF's types against the library of the format, bit for bit in float32."""
+"""Blocks of GGUF's types equal the format's library in float32."""
 
 from __future__ import annotations
 

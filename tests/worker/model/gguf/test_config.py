@@ -1,4 +1,4 @@
-"""A GGUF file's metadata becomes the config of its twin; a key that is not understood and may matter is refused."""
+"""GGUF metadata becomes the twin's config."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from tests.worker.model.gguf.tiny_gguf import SIZES, TINY, finish, twin_config, 
 
 
 def written(folder: Path, name: str = "llama", tensors: dict[str, np.ndarray] | None = None, **said: Any) -> Path:
-    """A file that says what a model is, with its embedding as its only matrix."""
     writer = GGUFWriter(folder / "model.gguf", name)
     write_metadata(writer, name, twin_config(name), said)
     embedding = np.zeros((SIZES["vocab_size"], SIZES["hidden_size"]), np.float32)
@@ -64,7 +63,7 @@ def test_numbers_are_those_that_were_written_before_float32() -> None:
 
 
 def llama3_factors(factor: float) -> np.ndarray:
-    """The factors that llama.cpp's converter writes for Llama 3's frequencies."""
+    """Return Llama 3's frequency factors as llama.cpp writes them."""
     frequencies = 50_000.0 ** -(np.arange(0, 64, 2, dtype=np.float32) / 64)
     found = []
     for wavelength in 2 * math.pi / frequencies:

@@ -1,4 +1,4 @@
-"""A GGUF file is a model like any other: found, hashed, compared, and with the tokenizer that `transformers` makes."""
+"""A GGUF file is found, hashed and compared like any model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A file and its twin."""
     return write_tiny("llama", tmp_path_factory.mktemp("stored"), BF16)
 
 
@@ -221,7 +220,7 @@ def test_a_tokenizer_that_cuts_otherwise_is_refused(key: str, value: str, tmp_pa
 
 
 def split(file: Path, folder: Path, count: int) -> Path:
-    """Write the same model in several files, as llama.cpp splits one; the first is returned."""
+    """Split as llama.cpp does; return the first file."""
     reader = GGUFReader(file)
     for number in range(count):
         writer = GGUFWriter(folder / f"many-{number + 1:05}-of-{count:05}.gguf", "llama")

@@ -1,4 +1,4 @@
-"""A damaged or hostile GGUF file is refused in one line, before any length in it is believed."""
+"""A damaged or hostile GGUF file is refused before its lengths are used."""
 
 from __future__ import annotations
 
@@ -157,11 +157,11 @@ def test_any_bytes_in_a_head_are_taken_or_refused_in_one_line(
 
 
 class OneLine(Exception):  # noqa: N818 (no error of the product)
-    """A refusal in one line."""
+    pass
 
 
 def taken(file: Path) -> None:
-    """Look at a file. Raises OneLine where it is refused as it should be."""
+    """Raises OneLine at a proper refusal."""
     try:
         model_folder(str(file), CONFIG_FILES)
     except ModelError as error:

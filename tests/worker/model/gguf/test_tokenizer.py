@@ -1,5 +1,3 @@
-"""Texts come to the tokens that the model's own tokenizer gives, whatever a GGUF file leaves out of it."""
-
 from __future__ import annotations
 
 import os
@@ -30,7 +28,7 @@ WORD = "Ġzq"  # no merges lead to it
 TOKENS = [*BYTES, *(merge.replace(" ", "") for merge in MERGES), WORD, "<|bos|>"]
 TEXTS = ("Add ½ 1234", "I'LL oK", "a.\n/b", "x\u0302y zq")
 WHOLE_WORDS = "falcon-h1 falcon3 jina-v5-nano lfm2 llama-bpe llama-v3 llama3 midm-2.0 pixtral"
-# Vectors of llama.cpp, but for `x\u0302y` of the last two, of which it knows but an approximate pattern
+# llama.cpp's vectors, except `x\u0302y` of the last two, whose pattern it approximates
 VECTORS = {
     "gpt-2 granite-docling jais mpt olmo phi-2 trillion": (
         *("A dd ĠÂ½ Ġ 123 4", "I ' LL Ġ oK", "a . Ċ / b", "x ÌĤ y Ġ z q"),
@@ -52,7 +50,7 @@ SCORED = [*PIECES, *(f"<0x{byte:02X}>" for byte in range(256))]
 def tokenizer_of(
     folder: Path, tokens: Sequence[str] = TOKENS, types: Sequence[int] | None = None, name: str = "llama", **said: Any
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer of a file with these tokens, which says beside them what is said, and nothing that is None."""
+    """Omit keys that are None."""
     writer = GGUFWriter(folder / "model.gguf", name)
     values = {"model": "gpt2", "pre": "llama-bpe", "merges": list(MERGES), "bos_token_id": len(TOKENS) - 1} | said
     kinds = [TokenType.CONTROL if text.startswith("<|") else TokenType.NORMAL for text in tokens]
@@ -151,7 +149,7 @@ def test_tokens_that_fill_a_vocabulary_have_no_text_and_come_of_none(kind: Token
         ("<\uff5cUser\uff5c>", TokenType.CONTROL, True),
         ("<tool_call>", TokenType.USER_DEFINED, False),
         ("   ", TokenType.USER_DEFINED, False),
-        ("<|im_end|>", TokenType.NORMAL, True),  # llama.cpp: a control token, whatever the file says
+        ("<|im_end|>", TokenType.NORMAL, True),  # a control token in llama.cpp, whatever the file says
         ("<|fim_prefix|>", TokenType.USER_DEFINED, True),
     ],
 )
@@ -190,7 +188,7 @@ def test_a_text_of_two_tokens_is_refused(tmp_path: Path) -> None:
 def test_no_class_of_an_architecture_changes_what_the_file_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`transformers` has a tokenizer of its own for all models of this architecture, which composes characters."""
+    """`transformers`' own tokenizer for this architecture composes characters."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     codec = TextCodec(locate_model(str(write_tiny("qwen2", tmp_path, torch.bfloat16, ("F32",))[0])))
     assert codec.decode(codec.encode("e\u0301")) == "e\u0301"

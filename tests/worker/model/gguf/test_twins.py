@@ -1,4 +1,4 @@
-"""A GGUF file gives the very logits of its dequantized twin, which the libraries of others make."""
+"""A GGUF file gives the exact logits of a twin made by other libraries."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Tiny random models as GGUF files, and their dequantized twins, both made with the libraries of others alone.
+"""Tiny random GGUF models and twins, made by other libraries alone.
 
-The twin is a model of `transformers`' own class. Names in the file are those of the package `gguf`, and what llama.cpp
-changes when it writes a file is done here as its converter does it.
+Names come from the package `gguf`; changes of llama.cpp's converter are repeated here.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ WINDOW = {"attention.sliding_window": 16}
 
 @dataclass(frozen=True)
 class Tiny:
-    """An architecture of GGUF: what the config of its twin says, and what its file says beside sizes."""
+    """A GGUF architecture: its twin's config, and its file's metadata."""
 
     config: dict[str, Any]
     said: dict[str, Any] = field(default_factory=dict)
@@ -138,7 +137,6 @@ def twin_config(name: str) -> PreTrainedConfig:
 def write_tiny(
     name: str, folder: Path, dtype: torch.dtype, types: Sequence[str] = MIXED, **said: Any
 ) -> tuple[Path, Path]:
-    """Write the model as a file, and its twin of this dtype as a folder. Both are returned."""
     torch.manual_seed(5)
     config = twin_config(name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -160,7 +158,7 @@ def finish(writer: GGUFWriter) -> None:
 
 
 def write_metadata(writer: GGUFWriter, name: str, config: PreTrainedConfig, said: dict[str, Any]) -> None:
-    """Write what llama.cpp's converter says of a model, with other values for what is said."""
+    """`said` changes the converter's metadata."""
     rope = config.rope_parameters
     values: dict[str, Any] = {
         "context_length": config.max_position_embeddings,
@@ -195,7 +193,7 @@ def write_tokenizer(writer: GGUFWriter) -> None:
 
 
 def _with_random_tensors(writer: GGUFWriter, name: str, model: Any, types: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Add random tensors for a model's, matrices in one type after the other; return the numbers they stand for."""
+    """Use one type after another for matrices; return the numbers."""
     arch = next(arch for arch, said in gguf.MODEL_ARCH_NAMES.items() if said == name)
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     found: dict[str, torch.Tensor] = {}
@@ -219,7 +217,7 @@ def _with_random_tensors(writer: GGUFWriter, name: str, model: Any, types: Seque
 def _add(
     writer: GGUFWriter, names: Any, key: str, parameter: torch.Tensor, rng: np.random.Generator, kind: str
 ) -> torch.Tensor:
-    """Add a tensor of this shape, with numbers of this size; return the numbers it stands for."""
+    """Return the tensor's numbers."""
     base, suffix = (
         (key.rsplit(".", 1)[0], "." + key.rsplit(".", 1)[1]) if key.endswith(("weight", "bias")) else (key, ".weight")
     )
@@ -235,7 +233,7 @@ def _add(
 
 
 def _read_back(stored: torch.Tensor, key: str, name: str, config: PreTrainedConfig) -> torch.Tensor:
-    """Undo what llama.cpp's converter does: rows of two halves of a head in turn, and norms that hold one more."""
+    """Undo the converter's interleaved head halves, and norms plus one."""
     tiny = TINY[name]
     if tiny.has_raised_norms and key.endswith("norm.weight"):
         return stored - 1

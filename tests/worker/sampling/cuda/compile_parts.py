@@ -1,4 +1,4 @@
-"""The kernels that draw and that move rows, as they are launched, to be compiled on a machine without a GPU."""
+"""The drawing and moving kernels as launched."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from swiftbatch.worker.sampling.cuda import top_candidates as choice
 from swiftbatch.worker.sampling.cuda import top_candidates as ranking
 from swiftbatch.worker.sampling.verification import TOP_K
 
-MULTIPLES = ("vocab", "logits_stride", "stride_")  # numbers that are multiples of 16 in large models
-MOST_SHARED = 48 * 1024  # bytes, of which every GPU gives a program as much
+MULTIPLES = ("vocab", "logits_stride", "stride_")  # multiples of 16 in large models
+MOST_SHARED = 48 * 1024  # bytes that every GPU gives a program
 FLOATS, BF16, INTS, LONGS = "*fp32", "*bf16", "*i32", "*i64"
 TYPES = {
     "rows_ptr": INTS,
@@ -63,7 +63,7 @@ WIDE = {"arena_ptr": INTS, "source_ptr": INTS, "out_ptr": INTS}  # of float32
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as it is launched: types of its pointers (all else is int32), constants, and warps."""
+    """Pointer types (all else is int32), constants and warps."""
 
     kernel: Any
     types: dict[str, str]
@@ -72,10 +72,10 @@ class Launch:
 
 
 def every_launch() -> list[Launch]:
-    """Return the launches of sampling on a GPU, and of moved rows and means, with heads of 128."""
+    """Heads have 128 numbers."""
     block, top = {"BLOCK": sampling_rows.BLOCK}, {"TOP": TOP_K}
     ranked = {"TOP": 16}  # candidates of a draft model's row
-    width = {"WIDTH": 128}  # a head's, and that of 128,256 tokens in blocks
+    width = {"WIDTH": 128}  # a head's, and 128,256 tokens in blocks
     searched = width | {"BLOCK": filter_kernels.SEARCH_BLOCK}
     top_k, top_p, eta = ({"FILTER": number} for number in range(3))
     moved = width | {"HEAD_DIM": 128}
@@ -129,7 +129,7 @@ def every_launch() -> list[Launch]:
 
 
 def drawing_launches() -> dict[str, Launch]:
-    """All by their kernels' names, and their numbers where a kernel is launched in several forms."""
+    """Number a kernel's forms if there are several."""
     found: dict[str, Launch] = {}
     for launch in every_launch():
         forms = sum(each.kernel is launch.kernel for each in found.values())
@@ -138,7 +138,7 @@ def drawing_launches() -> dict[str, Launch]:
 
 
 def compiled(launch: Launch, capability: int) -> Any:
-    """The kernel in machine code, for addresses that are multiples of 16, as torch's allocator gives them."""
+    """Addresses are multiples of 16, as torch allocates."""
     names = launch.kernel.arg_names
     signature = {name: "constexpr" if name in launch.constants else launch.types.get(name, "i32") for name in names}
     aligned = {i: signature[name].startswith("*") or name.startswith(MULTIPLES) for i, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""The rules of a device for all tests here: its infinities are numpy's warnings, its sums are of whole numbers."""
+"""A device's rules for all tests here: silent infinities, integer sums."""
 
 from __future__ import annotations
 

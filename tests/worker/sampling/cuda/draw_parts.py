@@ -1,4 +1,4 @@
-"""Steps of some sequences with draft trees as the device gets them, and what `sampler.py` draws at each row."""
+"""Steps of sequences with draft trees for the device, and `sampler.py`'s draws."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.worker.sampling.native.sampling_parts import any_mask, any_row, any_w
 
 NAN = float("nan")
 UNSEEN_COUNT = 2**30
-UNSEEN_TOKEN = 0  # a real one: whoever looks at it counts it
+UNSEEN_TOKEN = 0  # a real one, so that any read counts it
 VOCAB = 300
 NO_FILTERS = {each.field: each.off for each in FILTER_LIST if each.is_searched}
 FILTERS = {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "eta": 0.01}
@@ -36,7 +36,7 @@ FILTERS = {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "eta": 0.01}
 
 @dataclass
 class Branch:
-    """One row: a sequence, the tokens that a draft has put behind it, and the logits there."""
+    """A sequence, drafted tokens after it, and their logits."""
 
     sequence: Sequence
     path_ids: list[int]
@@ -57,7 +57,7 @@ def sequence_of(
     num_output: int = 0,
     bad_word_ids: tuple[tuple[int, ...], ...] = (),
 ) -> Sequence:
-    """Return a sequence of these tokens, the last `num_output` of which are no prompt's."""
+    """The last `num_output` tokens are output."""
     num_prompt = max(1, len(token_ids) - num_output)
     params = params.model_copy(update={"max_tokens": 1 + num_output})
     sequence = Sequence("s", token_ids[:num_prompt], params, vocab_size, bad_word_ids=bad_word_ids)
@@ -70,7 +70,6 @@ def plain(**settings: float) -> SamplingParams:
 
 
 def any_branch(chance: random.Random, params: SamplingParams, vocab_size: int = VOCAB) -> Branch:
-    """A row behind some committed tokens and some of a draft."""
     params = params.model_copy(update={"penalty_window": chance.choice([1, 3, 40, 1024])})
     token_ids = [chance.randrange(vocab_size) for _ in range(chance.choice([1, 20, 70]))]
     path_ids = [chance.randrange(vocab_size) for _ in range(chance.choice([0, 1, 5, 63]))]
@@ -81,13 +80,13 @@ def any_branch(chance: random.Random, params: SamplingParams, vocab_size: int = 
     if chance.random() < 0.3:
         allowed = any_mask(chance, vocab_size)
         banned = (*masked_behind(sequence, path_ids), *(word[0] for word in words if len(word) == 1))
-        if (allowed & ~mask_of(banned, vocab_size)).any():  # else nothing is left to be drawn
+        if (allowed & ~mask_of(banned, vocab_size)).any():  # otherwise nothing could be drawn
             branch.allowed = allowed
     return branch
 
 
 def branches_of(sequence: Sequence, tree: DraftTree, logits: torch.Tensor) -> list[Branch]:
-    """The rows of a tree, the root's first; `logits [1 + num_nodes, vocab]`."""
+    """Return rows, root first; `logits [1 + num_nodes, vocab]`."""
     paths: dict[int, list[int]] = {ROOT: []}
     for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
         paths[node] = [*paths[parent], token_id]
@@ -100,7 +99,10 @@ def any_tree(chance: random.Random, num_nodes: int, vocab_size: int) -> DraftTre
 
 
 def step_of(branches: list[Branch | None], num_slots: int = 0) -> SamplingBuffers:
-    """Rows in this order, each sequence in a slot of its own; None is a padding row. All else is wrong."""
+    """Put each sequence in its own slot; None pads.
+
+    Unused values are wrong on purpose.
+    """
     vocab_size = next(len(branch.logits) for branch in branches if branch)
     found = {id(branch.sequence): branch.sequence for branch in branches if branch}
     slots = {name: len(found) - 1 - i for i, name in enumerate(found)}  # the last row's sequence is in slot 0

@@ -1,5 +1,3 @@
-"""Candidates on the device are those of the kernels in C and of torch."""
-
 from __future__ import annotations
 
 import numpy as np

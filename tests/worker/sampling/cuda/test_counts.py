@@ -1,4 +1,4 @@
-"""Counts on the device follow each slot's penalty window as tokens are committed."""
+"""Counts on the device follow each slot's penalty window."""
 
 from __future__ import annotations
 

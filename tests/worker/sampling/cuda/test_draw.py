@@ -1,4 +1,4 @@
-"""The device draws what worker/sampling/sampler.py draws, and what a row draws depends on nothing but the row."""
+"""The device draws what worker/sampling/sampler.py draws, row by row."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rows_without_filters_draw_the_same_in_three_launches() -> None:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("window", [1, 2, 5, 64, 1024])
 def test_each_row_of_a_tree_is_penalised_for_its_own_path(window: int) -> None:
-    """Tokens are few, so that they come, leave and come again; penalties are strong, so that each of them shows."""
+    """Few tokens come and leave, with strong penalties."""
     chance = random.Random(window)
     branches: list[Branch | None] = []
     for length in (1, 4, 70):
@@ -76,7 +76,7 @@ def test_each_row_of_a_tree_is_penalised_for_its_own_path(window: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_each_row_of_a_tree_counts_its_own_path_and_ends_no_bad_word_of_it(temperature: float) -> None:
-    """Tokens are few, and rows lie on both sides of the least number of tokens."""
+    """Rows lie on both sides of the minimum."""
     chance, branches = random.Random(7), []
     words = ((5,), *((first, chance.randrange(12)) for first in range(12)))
     for num_output in (0, 3, 40):
@@ -114,7 +114,7 @@ def test_a_row_draws_the_same_alone_in_company_and_in_another_place() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_of_equal_sums_the_lower_token_wins_across_blocks(temperature: float) -> None:
-    """Large logits: sums with noise are rounded to even numbers, and many are equal."""
+    """Sums of large logits with noise round to even numbers."""
     params, vocab_size = plain(temperature=temperature), 2 * BLOCK + 37
     rows = torch.full((6, vocab_size), 2.0**25)
     rows[3:, :1500] = -INF
@@ -151,7 +151,7 @@ def test_rows_that_nothing_can_be_drawn_from_are_told(temperature: float, settin
     rows = torch.zeros(6, 12)
     rows[0, 5], rows[1, 3], rows[2] = NAN, INF, -INF
     rows[3, 2:4] = torch.tensor([NAN, INF])
-    rows[4, 6] = -INF  # masks its token, no more
+    rows[4, 6] = -INF  # masks only its token
     params = plain(temperature=temperature, repetition_penalty=2.0, **settings)
     branches = [Branch(sequence_of([1], params, 12), [], row) for row in rows]
     buffers = step_of([*branches, None])

@@ -1,4 +1,4 @@
-"""Filters on the device keep the tokens that worker/sampling/sampler.py keeps."""
+"""Filters on the device keep worker/sampling/sampler.py's tokens."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def branch_of(params: SamplingParams, logits: torch.Tensor) -> Branch:
 
 
 def ranks_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The ranks of filter_kernels.py, by a sort of the bits of the scores."""
+    """Sort the scores' bits."""
     bits = torch.where(scores == 0.0, 0.0, scores).view(torch.int32).long()
     orders = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return ((orders + 2**31) << 24) | tokens
 
 
 def assert_kept(branches: list[Branch]) -> None:
-    """Check that a row keeps behind its cut what the sampler keeps; min-p is applied there again, as the draw does."""
+    """Min-p applies again, as in the draw."""
     buffers = step_of([*branches, None])
     drawing = Draw(buffers, is_filtered=True)
     drawing.launch()
@@ -51,7 +51,7 @@ def test_of_rows_of_every_kind() -> None:
 
 
 def test_of_rows_longer_than_a_block() -> None:
-    """The cut lies in the first block or behind it; nearly flat rows have much mass on both sides of its border."""
+    """The cut is in the first block or after it."""
     generator = torch.Generator().manual_seed(8)
     rows = [
         (1.0, {"top_k": SEARCH_BLOCK + 400}),
@@ -67,5 +67,5 @@ def test_of_rows_longer_than_a_block() -> None:
 
 
 def test_of_the_largest_vocabulary_whose_tokens_are_all_alike() -> None:
-    """The row's weights, all of them 1, add up below 2^63; it has more tokens than Gemma 3's 262,208."""
+    """Its weights of 1 sum below 2^63, with more tokens than Gemma 3's 262,208."""
     assert_kept([branch_of(plain(top_p=0.5), torch.zeros(MAX_VOCAB))])

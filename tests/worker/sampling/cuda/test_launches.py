@@ -1,4 +1,4 @@
-"""A draw is a fixed list of launches over memory that is there, and refuses memory that does not fit."""
+"""A draw is a fixed list of launches over fixed memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from tests.worker.sampling.cuda.draw_parts import FILTERS, Branch, any_branch, p
 
 
 class Recorder:
-    """Stands for a kernel: writes down what it is launched with."""
-
     def __init__(self, launches: list[tuple[object, ...]]) -> None:
         self._launches = launches
 
@@ -32,7 +30,7 @@ def address(argument: object) -> object:
 
 
 class Refusal(TorchDispatchMode):
-    """Refuses every operation of torch but that which writes zeros into memory that is there."""
+    """Refuses all torch operations except zeroing existing memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.zero_.default:

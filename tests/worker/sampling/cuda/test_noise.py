@@ -1,4 +1,4 @@
-"""Noise on the device is that of worker/sampling/noise.py: its words, and the float32 that come of them."""
+"""Noise on the device equals worker/sampling/noise.py's words and floats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walks down trees along the tokens that a GPU has drawn, and the table of rows that these are drawn from."""
+"""Walks along a GPU's drawn tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCAB = 4  # few, so that walks are long
 
 
 def random_tree(numbers: random.Random, num_tries: int) -> DraftTree:
-    """A tree of some nodes, whose siblings have different tokens."""
+    """Siblings have different tokens."""
     tree, known = DraftTree(), set[tuple[int, int]]()
     for _ in range(num_tries):
         parent, token_id = numbers.randrange(-1, len(tree)), numbers.randrange(VOCAB)
@@ -32,7 +32,7 @@ def random_tree(numbers: random.Random, num_tries: int) -> DraftTree:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_walk_along_drawn_tokens_is_that_of_the_reference(seed: int) -> None:
-    """The walks agree also where nothing could be drawn from a row, which is -1 in place of its token."""
+    """Also if a row has no token, which is -1."""
     numbers = random.Random(seed)
     tree = random_tree(numbers, numbers.randrange(30))
     drawn = [numbers.randrange(-(seed % 4 == 0), VOCAB) for _ in range(len(tree) + 1)]

@@ -1,4 +1,4 @@
-"""Rows and parameters of all kinds, and what worker/sampling/sampler.py draws from them."""
+"""Rows and parameters of all kinds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEEDS = (0, 7, 2**62 + 11)
 
 
 def any_adjustments(chance: random.Random, vocab_size: int) -> dict[str, Any]:
-    """Bias, masks and penalties by counts, often none; only in a sequence they have an effect."""
+    """Often draw none."""
     token_ids = chance.sample(range(vocab_size), min(vocab_size - 1, 5))
     values: dict[str, list[Any]] = {
         "frequency_penalty": [0.0, 0.0, 0.3, 2.0, -0.7, 1e-3],
@@ -47,7 +47,6 @@ def any_adjustments(chance: random.Random, vocab_size: int) -> dict[str, Any]:
 
 
 def any_words(chance: random.Random, params: SamplingParams, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """The tokens of bad words, where a sequence has any: many, so that they match."""
     if not params.bad_words:
         return ()
     lengths = chance.choices([1, 2, 2, 3], k=chance.choice([1, 3 * vocab_size]))
@@ -56,7 +55,7 @@ def any_words(chance: random.Random, params: SamplingParams, vocab_size: int) ->
 
 
 def any_mask(chance: random.Random, vocab_size: int) -> np.ndarray:
-    """Return a mask of few tokens or of many; never of none."""
+    """Draw a mask that allows some token."""
     size = chance.choice([1, 2, max(1, vocab_size // 2), vocab_size])
     return mask_of(tuple(chance.sample(range(vocab_size), size)), vocab_size)
 
@@ -67,7 +66,7 @@ def any_params(chance: random.Random) -> SamplingParams:
 
 
 def any_row(chance: random.Random, vocab_size: int) -> torch.Tensor:
-    """Logits `[vocab] float32` from which something can be drawn."""
+    """Return `[vocab] float32` with something to draw."""
     generator = torch.Generator().manual_seed(chance.getrandbits(32))
     row = torch.randn(vocab_size, generator=generator) * chance.choice([0.1, 1.0, 4.0, 20.0])
     best = chance.randrange(vocab_size)
@@ -84,7 +83,7 @@ def any_row(chance: random.Random, vocab_size: int) -> torch.Tensor:
     elif kind in ("huge", "tiny"):
         row = row * (1e30 if kind == "huge" else 1e-40)
     elif kind == "far":
-        row += 2.0**24  # sums with noise are rounded to whole numbers, so that many are equal
+        row += 2.0**24  # sums with noise round to whole numbers, so that many are equal
     elif kind == "one":
         row[:] = -INF
         row[best] = -5.0
@@ -92,12 +91,12 @@ def any_row(chance: random.Random, vocab_size: int) -> torch.Tensor:
 
 
 def any_counts(chance: random.Random, vocab_size: int) -> np.ndarray:
-    """Return how often each token lies in a window, `[vocab] int32`."""
+    """Return `[vocab] int32`."""
     return np.array(chance.choices([0, 0, 1, 3], k=vocab_size), dtype=np.int32)
 
 
 class Reference:
-    """Draws as worker/sampling/sampler.py does, at positions that share their noise."""
+    """Draws as worker/sampling/sampler.py does."""
 
     def __init__(self, vocab_size: int) -> None:
         self._noise = {seed: GumbelNoise(seed, vocab_size) for seed in SEEDS}
@@ -111,7 +110,6 @@ class Reference:
 def cases(
     chance: random.Random, vocab_size: int, num_rows: int
 ) -> Iterator[tuple[torch.Tensor, int, SamplingParams, np.ndarray]]:
-    """Rows, positions, parameters and counts."""
     for _ in range(num_rows):
         row, counts = any_row(chance, vocab_size), any_counts(chance, vocab_size)
         yield row, chance.randrange(BLOCK), any_params(chance), counts
@@ -122,7 +120,6 @@ def penalised_counts(params: SamplingParams, counts: np.ndarray) -> np.ndarray |
 
 
 def in_every_variant() -> Iterator[str]:
-    """Each instruction set in use in turn."""
     with pytest.MonkeyPatch.context() as patch:
         for name in VARIANTS:
             patch.setenv(OVERRIDE, name)

@@ -1,4 +1,4 @@
-"""Log-probabilities in C: those that float64 gives, the same bits in every instruction set, of each row for itself."""
+"""Log-probabilities in C have float64's values and equal bits everywhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ def asking(vocab_size: int, num_top: int = NUM_TOP, **params: object) -> Sequenc
 
 
 def of_row(row: torch.Tensor, token_id: int, mode: LogprobsMode = RAW, **params: object) -> TokenLogprobs:
-    """Return the log-probabilities of one token drawn from one row."""
     sequence, drawing = asking(len(row), **params), NativeBatchSampler()
     return drawing.logprobs(drawing.sampler(sequence), DraftTree(), row[None], Walk([], [token_id]), mode)
 
@@ -54,7 +53,6 @@ def test_raw_ones_are_those_of_float64_with_the_same_bits_everywhere(vocab_size:
 
 
 def same(one: TokenLogprobs, other: TokenLogprobs) -> bool:
-    """Tell whether both are the same to the bit."""
     return all(
         getattr(one, name).tobytes() == getattr(other, name).tobytes()
         for name in ("logprobs", "top_ids", "top_logprobs")
@@ -63,7 +61,7 @@ def same(one: TokenLogprobs, other: TokenLogprobs) -> bool:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_processed_ones_are_those_of_what_is_drawn_from_along_the_walk(seed: int) -> None:
-    """Torch's, which process rows as plainly as may be, differ in rounding alone, where they keep the same tokens."""
+    """Torch's differ only in rounding if they keep the same tokens."""
     chance = random.Random(seed)
     num_compared = 0
     for _ in range(12):
@@ -83,7 +81,7 @@ def test_processed_ones_are_those_of_what_is_drawn_from_along_the_walk(seed: int
                 theirs = plain.logprobs(plain.sampler(sequence), tree, rows, walk, mode)
                 for place in range(len(walk.drawn)):
                     if (ours.top_ids[place] == NO_TOKEN).sum() != (theirs.top_ids[place] == NO_TOKEN).sum():
-                        continue  # the filters' own cuts are rounded otherwise
+                        continue  # the filters' own cuts round differently
                     num_compared += 1
                     for name in ("logprobs", "top_logprobs"):
                         one, other = getattr(ours, name)[place], getattr(theirs, name)[place]

@@ -1,4 +1,4 @@
-"""Kernels draw the tokens that worker/sampling/sampler.py draws, in every instruction set that this machine runs."""
+"""Kernels draw worker/sampling/sampler.py's tokens, in every instruction set."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_large_vocabulary_is_drawn_from_as_well(params: SamplingParams, large_
 
 
 def test_of_equal_sums_the_first_token_wins() -> None:
-    """Large logits: sums with noise are rounded to even numbers, and many are equal."""
+    """Sums of large logits with noise round to even numbers."""
     params, noise = SamplingParams(max_tokens=1), GumbelNoise(3, 300)
     rows = torch.randn(2 * BLOCK, 300, generator=torch.Generator().manual_seed(4)) * 4 + 2.0**24
     expected = [draw(row, position, params, noise) for position, row in enumerate(rows)]
@@ -67,7 +67,7 @@ def test_of_equal_sums_the_first_token_wins() -> None:
 
 
 def test_the_mass_of_the_unlikeliest_counts_in_top_p() -> None:
-    """Together they have nearly half of what is left out, and so the second best token stays."""
+    """Together they hold nearly half of the rest."""
     mass = torch.full((1000,), 4.5e-5)
     mass[[300, 700]] = torch.tensor([0.07, 1 - 0.07 - 998 * 4.5e-5])
     params, noise = SamplingParams(max_tokens=1, top_p=0.9), GumbelNoise(3, 1000)
@@ -103,7 +103,7 @@ def test_noise_is_that_of_the_reference(seed: int, position: int) -> None:
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 130, 4097])
 def test_no_skipped_token_could_have_won(vocab_size: int, scale: float) -> None:
-    """Noise is computed for few tokens: the best one is that of all."""
+    """Noise is computed for few tokens only."""
     rows = torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(2)) * scale
     params = SamplingParams(max_tokens=1)
     for position, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Trees are walked as `drawing/verification.py` walks them, and candidates are those of `engine/engine.py`."""
+"""Trees are walked as in `drawing/verification.py`, with `engine/engine.py`'s candidates."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def any_rows(chance: random.Random, num_rows: int) -> torch.Tensor:
 
 
 def drawn_chain(sequence: Sequence, logits: torch.Tensor) -> DraftTree:
-    """The chain of all tokens that will be drawn from these rows but the last."""
+    """Return all drawn tokens except the last."""
     sampler = TokenSampler(sequence, VOCAB)
     return DraftTree.chain([sampler.draw(row) for row in logits[:-1]])
 
 
 def reference_walk(sequence: Sequence, tree: DraftTree, logits: torch.Tensor, masks: np.ndarray | None = None) -> Walk:
-    """Plain: a sampler that has seen what is committed, and rows that hold what may come alone."""
+    """Use a sampler of the committed text."""
     if masks is not None:
         allowed = [[bool(words[token // 32] >> token % 32 & 1) for token in range(VOCAB)] for words in masks.tolist()]
         logits = torch.where(torch.tensor(allowed), logits, -INF)
@@ -52,7 +52,6 @@ def reference_walk(sequence: Sequence, tree: DraftTree, logits: torch.Tensor, ma
 
 
 def any_masks(chance: random.Random, tree: DraftTree) -> np.ndarray | None:
-    """Return masks for every row of a tree, or None."""
     return np.stack([any_mask(chance, VOCAB) for _ in range(len(tree) + 1)]) if chance.random() < 0.7 else None
 
 
@@ -84,12 +83,12 @@ def test_walks_of_many_sequences_are_those_of_each_alone(seed: int) -> None:
             walks = sampling.walk(samplers, trees, logits, masks)
             assert walks == expected
             for sequence, one in zip(running, walks, strict=True):
-                num_kept = chance.randrange(len(one.drawn)) + 1  # what comes behind a stop string is not committed
+                num_kept = chance.randrange(len(one.drawn)) + 1  # nothing after a stop string is committed
                 sequence.extend(one.drawn[: min(num_kept, sequence.num_remaining_tokens)])
 
 
 def chain_rows(*best: int) -> torch.Tensor:
-    """Rows from which one token each is drawn, `[len(best), VOCAB]`."""
+    """Return rows that each draw one token, `[len(best), VOCAB]`."""
     return torch.full((len(best), VOCAB), -INF).scatter(1, torch.tensor(best)[:, None], 0.0)
 
 

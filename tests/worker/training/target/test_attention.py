@@ -1,4 +1,4 @@
-"""A model in training attends in the kernels where it can, and learns as it does with torch's attention."""
+"""A training model attends in the kernels where possible and learns as with torch's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def token_ids() -> Tensor:
 
 
 def gradients(model: PreTrainedModel, name: str) -> Tensor:
-    """Return the gradients of a step as the training loop makes it: all side by side."""
+    """Return a training step's gradients side by side."""
     model.set_attn_implementation(name)
     model.zero_grad()
     ids = token_ids()
@@ -48,7 +48,7 @@ def gradients(model: PreTrainedModel, name: str) -> Tensor:
 
 @pytest.fixture
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtype of each call that goes to the kernels, which torch serves where the processor has none."""
+    """The dtypes that the kernels are called with; torch serves other processors."""
     calls: list[torch.dtype] = []
 
     def counted(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

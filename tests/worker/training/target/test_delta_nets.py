@@ -1,4 +1,4 @@
-"""Gated delta nets in training find what transformers' layers find, and learn the same, chunk by chunk."""
+"""Gated delta nets in training equal transformers' layers, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def token_ids(*shape: int) -> Tensor:
 
 
 def learned(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """States, and the gradients of a sum that no state is alike in."""
+    """Return states, and gradients of a sum that weighs every state differently."""
     model.zero_grad()
     states = model.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
     (states * torch.arange(states.shape[-1])).sin().sum().backward()

@@ -1,5 +1,3 @@
-"""Figures on far text are those of whole forwards over the text that they name."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -25,7 +23,6 @@ def target(tiny_model: Path) -> TargetModel:
 
 
 def whole(target: TargetModel) -> Any:
-    """The same model, as `transformers` runs it."""
     return AutoModelForCausalLM.from_pretrained(target.files.path, dtype=torch.float32, local_files_only=True)
 
 

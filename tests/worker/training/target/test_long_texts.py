@@ -1,4 +1,4 @@
-"""A segment of a long text learns from all that is before it, and from what its newest tokens alone would say."""
+"""A segment of a long text learns from all before it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gradients(model: Qwen3ForCausalLM) -> Tensor:
 def segment_gradients(
     monkeypatch: pytest.MonkeyPatch, recipe: LongTextRecipe
 ) -> tuple[Qwen3ForCausalLM, Tensor, list[float]]:
-    """A model with the gradients of a text's last segment, the text, and the losses of all segments."""
+    """Return the last segment's gradients, the text, and all losses."""
     monkeypatch.setattr(target_stages, "add_batch_gradients", lambda *args: 0.0)
     model = small_model()
     texts = LongTexts(model, source_of(recipe), recipe, lambda line: None)
@@ -65,7 +65,7 @@ def segment_gradients(
 
 
 def by_definition(model: Qwen3ForCausalLM, text: Tensor, recipe: LongTextRecipe) -> tuple[float, Tensor]:
-    """Loss and gradients of the last segment, by the library's own cache in front of it and its own attention."""
+    """Use the library's cache and attention."""
     model.set_attn_implementation("eager")
     model.zero_grad()
     cache, start = DynamicCache(config=model.config), LENGTH - SEGMENT
@@ -147,5 +147,5 @@ def test_texts_of_pieces_have_another_book_behind_each() -> None:
         lengths += [len(piece) - 1 for piece in pieces[:-1]]
     assert np.quantile(lengths, 0.1) >= 49  # a book may end sooner
     assert max(lengths) <= 200
-    assert np.median(lengths) < 115  # short ones are as likely as long ones: half of them below the mean of logarithms
+    assert np.median(lengths) < 115  # short ones are as likely as long ones: half are below the mean of logarithms
     assert len({source.long_text(number, 900, (50, 200)).numpy().tobytes() for number in range(8)}) == 8

@@ -10,6 +10,6 @@ import tests.worker.interpreter  # noqa: F401
 
 @pytest.fixture(autouse=True)
 def _numbers_as_a_gpu_has_them() -> Iterator[None]:
-    """NaN and infinities pass without a word, as they do there."""
+    """Lets NaN and infinities pass silently, as on a GPU."""
     with np.errstate(all="ignore"):
         yield

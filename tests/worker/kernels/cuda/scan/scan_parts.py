@@ -1,4 +1,4 @@
-"""Texts of several sequences in slots that are scanned, NaN wherever nobody may look, and what should come of it."""
+"""Scanned texts in slots, with NaN elsewhere."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ LEVELS = torch.tensor([-1.890625, -0.56640625, 0.56640625, 1.890625], dtype=torc
 
 @dataclass(frozen=True)
 class Rows:
-    """The sizes of one sequence: chunks of its text, entries beside them, rows of its chain."""
-
     num_chunks: int
     num_entries: int
     num_rows: int
 
 
 class Texts:
-    """A layer of full caches, jointly normal, in slots from the last to the first, and of entries beside them."""
+    """A layer of jointly normal caches in slots, last to first."""
 
     def __init__(
         self,
@@ -88,7 +86,7 @@ class Texts:
         cache.advance(length)
 
     def _place(self, slot: int, rows: Rows, generator: torch.Generator) -> None:
-        """Entries, and keys and values of the rows themselves, as `rope_store` would have written them."""
+        """Write as `rope_store` does."""
         seen = self.entries[:, :, slot, :, : rows.num_entries + rows.num_rows]
         seen[..., : rows.num_entries, :] = self.caches[slot].rows.between(slice(0, rows.num_entries))
         own = torch.randn(seen[..., rows.num_entries :, :].shape, generator=generator)
@@ -108,19 +106,18 @@ class Texts:
         return table
 
     def chain(self, slot: int) -> SparseRows:
-        """Rows behind a sequence's entries."""
         num_rows = self.sequences[slot].num_rows
         return partial_rows(self.partial[slot], 0, self.caches[slot].length, DraftTree.chain([0] * (num_rows - 1)))
 
     def queries(self, deviation: float = 2.0) -> Tensor:
-        """Return queries whose scores deviate by about so much; NaN in padding rows."""
+        """Return queries whose scores deviate by about this much; NaN pads them."""
         size = (NUM_ROWS, self.num_kv_heads * self.group, self.shape.head_dim)
         query = deviation * torch.randn(size, generator=torch.Generator().manual_seed(7))
         query[sum(rows.num_rows for rows in self.sequences) :] = NAN
         return query.to(self.shape.dtype)
 
     def scan(self) -> Scan:
-        """Return a scan with scratch full of NaN."""
+        """Return a scan whose scratch is full of NaN."""
         num_heads = self.num_kv_heads * self.group
         scratch = ScanScratch.empty(self.texts.sizes, num_heads, NUM_SPLITS, CPU)
         for tensor in scratch.tensors():
@@ -128,7 +125,7 @@ class Texts:
         return Scan(self.attention, self.texts, scratch, self.shape.head_dim**-0.5, self.full, self.pages)
 
     def attended(self, scan: Scan, query: Tensor) -> Tensor:
-        """Real rows `[num_rows, num_heads, head_dim]`; those of padding were not written."""
+        """Return `[num_rows, num_heads, head_dim]`, and check that padding was not written."""
         prefixes = Scratch.empty(NUM_SPLITS, query.shape[1], query.shape[2], CPU)
         prefixes.output.fill_(NAN)
         prefixes.lse.fill_(NAN)
@@ -140,7 +137,7 @@ class Texts:
         return mixed[:num_rows]
 
     def scores(self, query: Tensor, slot: int, head: int) -> Tensor:
-        """Return the scores of queries `[num_rows, head_dim]` from the codes, float64 `[num_rows, num_keys]`."""
+        """Return `[num_rows, num_keys]` in float64, by codes; queries are `[num_rows, head_dim]`."""
         texts, kv_head, head_dim = self.texts, head // self.group, self.shape.head_dim
         num_chunks = self.sequences[slot].num_chunks
         codes = texts.codes[0, slot, kv_head].view(-1, head_dim // 4, BLOCK)[: num_chunks * SCAN_CHUNK // BLOCK]
@@ -151,7 +148,7 @@ class Texts:
         return spread @ levels.T + means.repeat_interleave(SCAN_CHUNK, dim=1)
 
     def chosen(self, scan: Scan, slot: int, row: int, head: int) -> Tensor:
-        """Keys that a row of a sequence has on its tile's lists, as they lie in the text, in order."""
+        """Return a row's keys in text order."""
         first_row = sum(rows.num_rows for rows in self.sequences[:slot])
         per_tile = TILE_ROWS // self.group
         tile, kv_head = first_row + row // per_tile * per_tile, head // self.group
@@ -168,7 +165,7 @@ class Texts:
         return slice(first, first + self.sequences[slot].num_rows)
 
     def exactly(self, scan: Scan, query: Tensor, slot: int, row: int, head: int) -> Tensor:
-        """`[head_dim]` in float64 by definition: entries and rows in front, chosen keys, and of the others a cloud."""
+        """Return `[head_dim]` in float64: entries, rows before it, chosen keys, and a cloud of the others."""
         rows, kv_head, scale = self.sequences[slot], head // self.group, scan.scale
         own = query[self.rows_of(slot)][row, head].double()
         keys, values = self.entries[0, :, slot, kv_head, : rows.num_entries + row + 1].double()
@@ -186,7 +183,7 @@ class Texts:
 
 
 def cloud(keys: Tensor, values: Tensor, query: Tensor, scale: float, limit: float) -> tuple[Tensor, Tensor]:
-    """Logarithm of what jointly normal keys weigh whose products with a query are below a limit, and their value."""
+    """Return the log weight and value of jointly normal keys whose products with a query are below a limit."""
     scores, mean_value = keys @ query * scale, values.mean(0)
     chunks, away = scores.view(-1, SCAN_CHUNK), values.view(-1, SCAN_CHUNK, values.shape[-1]) - mean_value
     mean, means = scores.mean(), chunks.mean(1, keepdim=True)

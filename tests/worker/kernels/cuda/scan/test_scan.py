@@ -1,4 +1,4 @@
-"""The scan on a GPU: scores as codes have them, the best read exactly, the rest as clouds, the same bits every time."""
+"""The GPU scan: exact best keys, clouds for the rest."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.worker.kernels.kernel_parts import BF16, FLOAT32, VARIANTS, needs_ker
 pytestmark = pytest.mark.long
 
 NUM_BEST = 50
-SEQUENCES = [Rows(2, 40, 3), Rows(0, 70, 2), Rows(1, 5, 9)]  # of which one is short, and one has more than a tile
+SEQUENCES = [Rows(2, 40, 3), Rows(0, 70, 2), Rows(1, 5, 9)]  # one is short, and one has more than a tile
 SIZES = [(64, FLOAT32), pytest.param(128, BF16, marks=pytest.mark.slow)]
-DEVIATIONS = (0.05, 2.0, 12.0)  # of queries: what they see is flat, between, and sharp
-Attended = tuple[Texts, Scan, Tensor, Tensor]  # with queries and what they see
+DEVIATIONS = (0.05, 2.0, 12.0)  # flat, medium and sharp attention
+Attended = tuple[Texts, Scan, Tensor, Tensor]  # with queries and their results
 
 
 @functools.cache
@@ -37,7 +37,6 @@ def attended(head_dim: int, dtype: torch.dtype, deviation: float = 2.0, num_best
 
 
 def heads_of(texts: Texts, slots: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Slot, row and head of some queries."""
     return [
         (slot, row, head)
         for slot in slots
@@ -157,7 +156,7 @@ def test_where_texts_are_long_some_blocks_say_where_the_best_begin() -> None:
 def test_it_comes_to_nearly_the_same_as_the_compiled_kernels(
     head_dim: int, dtype: torch.dtype, num_best: int, apart: float
 ) -> None:
-    """Thresholds lie a little apart where some keys are read: scores have eight bits there."""
+    """Thresholds may differ a little where keys are read, because scores have eight bits there."""
     texts, scan, query, found = attended(head_dim, dtype, num_best=num_best)
     for slot in (0, 2):
         cache, rows = texts.caches[slot], texts.rows_of(slot)
@@ -165,7 +164,7 @@ def test_it_comes_to_nearly_the_same_as_the_compiled_kernels(
         keys = ScannedKeys([cache.stored(0)], FIRST, length, num_best)
         keys.extend(length)
         codes = texts.texts.codes[0, slot, :, : keys._codes.shape[-1]]
-        assert (codes == keys._codes[0]).float().mean() > 0.9999  # but for keys that lie on the border of a level
+        assert (codes == keys._codes[0]).float().mean() > 0.9999  # except keys at the border of a level
         first = texts.sequences[slot].num_entries
         own = texts.entries[0, :, slot, :, first : first + texts.sequences[slot].num_rows].transpose(1, 2).contiguous()
         away = []

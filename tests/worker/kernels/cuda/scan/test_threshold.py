@@ -1,5 +1,3 @@
-"""The least score that few samples reach: exactly the one that sorting finds."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -23,7 +21,7 @@ def find(numbers_ptr, out_ptr, count, place, size: tl.constexpr):
 @pytest.mark.parametrize("spread", [1e-3, 1.0, 1e30, 0.0])
 @pytest.mark.parametrize(("count", "place"), [(512, 1), (512, 7), (100, 100), (64, 33), (1, 1)])
 def test_the_number_at_a_place_is_that_of_sorting(count: int, place: int, spread: float) -> None:
-    """Numbers have both signs, and some come twice; those that do not count are larger or smaller."""
+    """Numbers of both signs, some twice; uncounted ones are larger or smaller."""
     rng = np.random.default_rng(count + place)
     numbers = (spread * rng.standard_normal(NUM_NUMBERS)).astype(np.float32)
     numbers[1::3] = numbers[0]
