@@ -13,7 +13,7 @@ from swiftbatch.worker.drafters.catalogue import ENGINES, MTP, engine_entry
 from swiftbatch.worker.drafters.choice.chain_way import ChainWay
 from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
 from swiftbatch.worker.drafters.choice.repeated_text import RepeatWay
-from swiftbatch.worker.drafters.choice.ways import MeasuredWay, TreeWay, Way
+from swiftbatch.worker.drafters.choice.ways import DraftWay, MeasuredWay, TreeWay
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.self_speculation.round_planner import (
@@ -35,7 +35,7 @@ def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Choosi
     trees, rounds = TreeWay(TokenRecyclingDrafter(target), costs()), round_costs(target)
     chains = None if rounds is None else ChainWay(target, RoundsPlanner(costs(), rounds), trees, NUM_BEST)
     predicting = _predicting(target, costs, parts_folder)
-    others: dict[str, Way] = {} if predicting is None else {MTP.engine: MeasuredWay(predicting)}
+    others: dict[str, DraftWay] = {} if predicting is None else {MTP.engine: MeasuredWay(predicting)}
     return ChoosingDrafter(costs(), trees, RepeatWay(trees), chains, others)
 
 

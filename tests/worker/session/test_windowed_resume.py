@@ -33,6 +33,7 @@ from tests.worker.session.session_parts import (
     record,
     run_at,
     session,
+    step_one_by_one,
     to_the_end,
     undisturbed_digest,
     until,
@@ -76,8 +77,9 @@ def test_jobs_have_the_tokens_of_caches_that_forget_nothing(
 
 @pytest.mark.parametrize("damaged", [None, "kv-256-*.arrow"])
 def test_a_job_goes_on_from_segments_that_end_anywhere(
-    tmp_path: Path, model: Path, undisturbed: str, damaged: str | None
+    tmp_path: Path, model: Path, undisturbed: str, damaged: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    step_one_by_one(monkeypatch)
     run = make_run(tmp_path / "run")
     preempted(run, model, JOB, 400, checkpoint="state", checkpoint_tokens=128)
     for path in (Path(run.store.uri) / "checkpoints" / JOB.job_id / "0001").glob(damaged or "nothing"):

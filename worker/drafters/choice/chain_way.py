@@ -8,7 +8,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 
 from swiftbatch.worker.drafters.choice.tree_sizes import lengths_of
-from swiftbatch.worker.drafters.choice.ways import TreeWay, Way
+from swiftbatch.worker.drafters.choice.ways import DraftWay, TreeWay
 from swiftbatch.worker.drafters.drafter_interface import DraftCounters, DraftRequest, Verified
 from swiftbatch.worker.drafters.self_speculation.draft_chain import Chain, Proposer
 from swiftbatch.worker.drafters.self_speculation.round_planner import RoundsChoice, RoundsPlanner
@@ -37,7 +37,7 @@ class RecycledProposer(Proposer):
         return [next(trees) if min(limit) > 0 else DraftTree() for limit in limits]
 
 
-class ChainWay(Way):
+class ChainWay(DraftWay):
     """Rounds with scanned keys draw a chain, and the whole cache verifies it."""
 
     draft_kind = "chain"

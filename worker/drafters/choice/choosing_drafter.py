@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from swiftbatch.worker.drafters.choice.chain_way import ChainWay
-from swiftbatch.worker.drafters.choice.policy import PLAIN, Call, Policy
+from swiftbatch.worker.drafters.choice.policy import PLAIN, Policy, StepCall
 from swiftbatch.worker.drafters.choice.repeated_text import RepeatWay
-from swiftbatch.worker.drafters.choice.ways import PlainWay, TreeWay, Way
+from swiftbatch.worker.drafters.choice.ways import DraftWay, PlainWay, TreeWay
 from swiftbatch.worker.drafters.drafter_interface import DraftCounters, Drafter, DraftRequest, ReadRows, Verified
 from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.forward.step_costs import Costs, StepCosts, seconds_now
@@ -33,12 +33,12 @@ class ChoosingDrafter(Drafter):
         trees: TreeWay,
         repeats: RepeatWay | None = None,
         chains: ChainWay | None = None,
-        others: dict[str, Way] | None = None,
+        others: dict[str, DraftWay] | None = None,
         clock: Callable[[], float] = seconds_now,
     ) -> None:
         """Choose between plain decoding, trees, chains and others; `repeats` take a step wherever they promise more."""
         self.policy, self._clock = Policy(), clock
-        self.ways: dict[str, Way] = {PLAIN: PlainWay(costs), TREE: trees, **(others or {})}
+        self.ways: dict[str, DraftWay] = {PLAIN: PlainWay(costs), TREE: trees, **(others or {})}
         if chains is not None:
             self.ways[CHAIN] = chains
         self._repeats, self._chains = repeats, chains
@@ -135,7 +135,7 @@ class ChoosingDrafter(Drafter):
             raise
 
     @property
-    def _newest(self) -> Way:
+    def _newest(self) -> DraftWay:
         return self._repeats if self.way == REPEAT and self._repeats is not None else self.ways[self.way]
 
     def _choose(self, requests: list[DraftRequest]) -> None:
@@ -149,11 +149,11 @@ class ChoosingDrafter(Drafter):
             self.way = REPEAT
 
 
-def _call_of(verified: Many[Verified]) -> Call:
+def _call_of(verified: Many[Verified]) -> StepCall:
     """Add up what a call has brought."""
     num_tokens = sum(len(verification.committed_ids) for _, verification in verified)
     num_steps = max(verification.num_steps for _, verification in verified)
-    return Call(num_tokens, num_steps, sum(len(verification.tree) for _, verification in verified))
+    return StepCall(num_tokens, num_steps, sum(len(verification.tree) for _, verification in verified))
 
 
 def with_trees(drafter: TreeDrafter, costs: Costs) -> ChoosingDrafter:

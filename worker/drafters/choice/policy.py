@@ -35,7 +35,7 @@ DRAFTING_SECONDS = 0.2e-3  # that drafts take beside forwards, before any was se
 MOST_BESIDE = 9  # times the seconds of a forward
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """The tokens, steps and draft tokens of one call of the target, of all sequences together."""
 
     num_tokens: int
@@ -53,13 +53,13 @@ class TokenRate:
 
     def __init__(self, before: TokenRate | None = None) -> None:
         """Begin with the calls of another one."""
-        self._calls: deque[tuple[Call, float]] = deque(
+        self._calls: deque[tuple[StepCall, float]] = deque(
             before._calls if before else (), maxlen=NUM_KEPT
         )  # with their seconds
         self.num_calls = len(self._calls)
         self._value: float | None = None  # None since a call came
 
-    def observe(self, call: Call, seconds: float) -> None:
+    def observe(self, call: StepCall, seconds: float) -> None:
         self._calls.append((call, seconds))
         self.num_calls += 1
         self._value = None
@@ -108,7 +108,7 @@ class StepTimes:
 
 
 @dataclass
-class Turn:
+class BestTurn:
     """Calls in a row that go the best way."""
 
     most_tokens: int
@@ -116,7 +116,7 @@ class Turn:
 
 
 @dataclass
-class Trial:
+class WayTrial:
     """Blocks of calls that go another way and the best one by turns: when a machine slows down, both become slower."""
 
     way: str
@@ -146,7 +146,7 @@ class Trial:
             return self.num_blocks >= FEWEST_BLOCKS
         return self.num_blocks >= (MOST_BLOCKS if WORSE < self.ratio < CLEARLY_BETTER else NUM_BLOCKS)
 
-    def observe(self, call: Call, seconds: float) -> None:
+    def observe(self, call: StepCall, seconds: float) -> None:
         self.num_calls += 1
         is_plain = self.newest == PLAIN
         if self.is_trying:
@@ -213,7 +213,7 @@ class Policy:
         self.times = StepTimes()
         self._places: list[Place] = []
         self._place = Place(0, 0)
-        self._turn: Turn | Trial | None = None  # None: the place is new
+        self._turn: BestTurn | WayTrial | None = None  # None: the place is new
         self._names: list[str] = []  # of the newest call's sequences
         self._promised = 0.0  # tokens per second of the best way
         self._gains: dict[str, float] = {}  # of ways without promises, times the rate of plain decoding
@@ -233,7 +233,7 @@ class Policy:
             self._turn = self._next_turn(self._values(promises()))
         return self._way
 
-    def observe(self, way: str, call: Call, seconds: float, expected: float | None) -> None:
+    def observe(self, way: str, call: StepCall, seconds: float, expected: float | None) -> None:
         """Take in what a call brought; its forwards should take `expected` seconds a step.
 
         A call that went another way than the turn tells nothing of the turn.
@@ -244,7 +244,7 @@ class Policy:
         if turn is None or way != self._way:
             return
         place.num_tokens += call.num_tokens
-        if isinstance(turn, Trial):
+        if isinstance(turn, WayTrial):
             turn.observe(call, seconds)
         else:
             turn.num_tokens += call.num_tokens
@@ -259,49 +259,49 @@ class Policy:
     def most_steps(self) -> int:
         """The plain steps that one call of this turn may take."""
         turn = self._turn
-        if isinstance(turn, Turn) and self._place.rate.num_calls:
+        if isinstance(turn, BestTurn) and self._place.rate.num_calls:
             return max(1, (turn.most_tokens - turn.num_tokens) // self._place.number)
         return STEPS_PER_TRIAL_CALL
 
     def num_tokens_to_trial(self, way: str) -> int:
         """Return the tokens of each sequence until a way is tried."""
-        if isinstance(self._turn, Trial) and self._turn.way == way:
+        if isinstance(self._turn, WayTrial) and self._turn.way == way:
             return 0
         place = self._place
         return (place.due.get(way, place.num_tokens) - place.num_tokens) // max(1, place.number)
 
     @property
     def _way(self) -> str:
-        return self._turn.newest if isinstance(self._turn, Trial) else self._place.best
+        return self._turn.newest if isinstance(self._turn, WayTrial) else self._place.best
 
     @property
     def _is_over(self) -> bool:
         turn = self._turn
-        return turn is None or (turn.is_over if isinstance(turn, Trial) else turn.num_tokens >= turn.most_tokens)
+        return turn is None or (turn.is_over if isinstance(turn, WayTrial) else turn.num_tokens >= turn.most_tokens)
 
-    def _next_turn(self, values: dict[str, float]) -> Turn | Trial:
+    def _next_turn(self, values: dict[str, float]) -> BestTurn | WayTrial:
         """End the turn, and begin another one. `values` are the tokens per second of the ways that can be gone."""
         place, turn = self._place, self._turn
-        if isinstance(turn, Trial):
+        if isinstance(turn, WayTrial):
             self._judge(turn)
         if place.best not in values:
             place.take(self._first(values), TokenRate())
         self._promised = values[place.best]
         if not place.rate.value:
-            return Turn(place.number * (2 * STEPS_PER_TRIAL_CALL if place.best == PLAIN else STEPS_PER_TRIAL_CALL))
+            return BestTurn(place.number * (2 * STEPS_PER_TRIAL_CALL if place.best == PLAIN else STEPS_PER_TRIAL_CALL))
         due = [way for way in values if way != place.best and place.is_due(way, values[way])]
         if due:
             way = max(due, key=values.__getitem__)
-            return Trial(way, place.best, place.trials.setdefault(way, {True: TokenRate(), False: TokenRate()}))
+            return WayTrial(way, place.best, place.trials.setdefault(way, {True: TokenRate(), False: TokenRate()}))
         until = min((place.due[way] - place.num_tokens for way in values if way != place.best), default=LOOK_EVERY)
-        return Turn(min(until, LOOK_EVERY * place.number))
+        return BestTurn(min(until, LOOK_EVERY * place.number))
 
     def _first(self, values: dict[str, float]) -> str:
         """Return the way to begin with: plain decoding, unless another one surely brings more."""
         way = max(values, key=values.__getitem__)
         return way if values[way] > SURELY_BETTER * values[PLAIN] or self.times.is_known(way) else PLAIN
 
-    def _judge(self, trial: Trial) -> None:
+    def _judge(self, trial: WayTrial) -> None:
         """Take a way that was faster than the best one; try another one again later."""
         place, way, ratio = self._place, trial.way, trial.ratio
         if trial.best != place.best:

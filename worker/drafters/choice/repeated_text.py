@@ -10,7 +10,7 @@ from itertools import accumulate
 import numpy as np
 
 from swiftbatch.worker.drafters.choice.tree_sizes import best_shares, lengths_of
-from swiftbatch.worker.drafters.choice.ways import TreeWay, Way
+from swiftbatch.worker.drafters.choice.ways import DraftWay, TreeWay
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest, Verified
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
 from swiftbatch.worker.kv.full_cache import FullKVCache
@@ -138,7 +138,7 @@ REFUSED_FOR = 16  # steps until repeats as long are planned for again: to plan t
 FEWEST_AT_ONCE, MOST_AT_ONCE = 8, 32  # plain steps between two looks at a text: they double while nothing is found
 
 
-class RepeatWay(Way):
+class RepeatWay(DraftWay):
     """Chains of what sequences repeat; sequences that repeat nothing have the trees of another way."""
 
     def __init__(self, trees: TreeWay) -> None:

@@ -19,7 +19,7 @@ from swiftbatch.worker.sampling.sequence import Sequence
 SAME_LENGTH = 64  # positions that change a step's time by little
 
 
-class Way(Learner):
+class DraftWay(Learner):
     """One way to draft. Its `update_all` hears of steps that it proposed for, its `hear` of all others."""
 
     draft_kind = "tree"
@@ -44,7 +44,7 @@ class Way(Learner):
         """Take in a step that another way has proposed for, or several plain ones."""
 
 
-class PlainWay(Way):
+class PlainWay(DraftWay):
     """Plain decoding, where several steps may pass in one call."""
 
     draft_kind = "none"
@@ -66,7 +66,7 @@ class PlainWay(Way):
         return [DraftTree()] * len(requests)
 
 
-class TreeWay(Way):
+class TreeWay(DraftWay):
     """Trees of a drafter, each as large as pays."""
 
     def __init__(self, drafter: TreeDrafter, costs: StepCosts) -> None:
@@ -118,7 +118,7 @@ class TreeWay(Way):
             raise
 
 
-class MeasuredWay(Way):
+class MeasuredWay(DraftWay):
     """A drafter that plans its drafts by itself: how much it brings is seen in trials alone."""
 
     def __init__(self, drafter: Drafter) -> None:

@@ -17,8 +17,8 @@ from swiftbatch.worker.drafters.choice.policy import (
     SETTLING,
     STEPS_PER_TRIAL_CALL,
     UNMEASURED_GAIN,
-    Call,
     Policy,
+    StepCall,
 )
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -53,7 +53,7 @@ class Machine:
             tokens, seconds = (steps, float(steps)) if way == PLAIN else (2, self.seconds[way])
             seconds *= self.slowed()
             self.now += seconds
-            self.policy.observe(way, Call(tokens, steps, 3 * (way != PLAIN)), seconds, None)
+            self.policy.observe(way, StepCall(tokens, steps, 3 * (way != PLAIN)), seconds, None)
             self.ways += [way] * tokens
         return self.ways[before:]
 
@@ -172,7 +172,7 @@ def test_a_call_that_went_another_way_tells_nothing_of_the_turn() -> None:
     machine = Machine({TREE: 3.0})
     machine.run(1024)
     before = machine.policy.rate
-    machine.policy.observe("repeat", Call(9, 1, 8), 1000.0, None)
+    machine.policy.observe("repeat", StepCall(9, 1, 8), 1000.0, None)
     assert machine.policy.rate == before == 1.0
 
 
