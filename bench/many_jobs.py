@@ -14,7 +14,7 @@ import numpy as np
 from bench.options import JSONOptions as Options
 from bench.tables import Record
 from swiftbatch.worker.drafters.catalogue import ENGINES
-from swiftbatch.worker.drafters.shared_budget import best_shares, rate_of
+from swiftbatch.worker.drafters.choice.tree_sizes import best_shares
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, PRIOR_ACCEPTANCE
 from swiftbatch.worker.forward.cuda.cuda_loading import with_rounds
 from swiftbatch.worker.forward.rows_per_forward import RunLoad, most_rows, rows_that_pay
@@ -189,11 +189,10 @@ class Simulation:
         way, number = self.way, len(self.running)
         lengths, tokens = np.array([job.now for job in self.running]), np.tile(way.tokens, (number, 1))
         overhead = way.host.seconds(number) + self.gpu.per_job * (number - 1)
-        chosen = best_shares(costs, tokens, lengths, overhead, 0.0)
+        chosen, rate = best_shares(costs, tokens, lengths, overhead)
         brought = tokens[np.arange(number), chosen]
         rows = np.array(NODE_CHOICES)[chosen] + 1
-        own = costs.own_seconds(np.array(NODE_CHOICES) + 1, lengths)
-        step = float(brought.sum()) / rate_of(costs, tokens, own, chosen, overhead, 0.0)
+        step = float(brought.sum()) / rate
         step += self.gpu.merge_seconds(lengths, rows, memory)
         lefts = np.array([job.left for job in self.running])
         num_steps = min(STEPS_AT_ONCE, max(1, int((lefts / brought).min())))

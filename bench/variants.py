@@ -1,4 +1,4 @@
-"""The compared engines: users', the papers', and reduced ones."""
+"""The engines that benchmarks compare: the user's, and variants as the papers have them or with a part left out."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import numpy as np
 from bench.compared_caches import ImportanceKVCache, RetrievalKVCache
 from swiftbatch.worker.decode_bench import BY_NAME as BY_NAME
 from swiftbatch.worker.drafters.catalogue import ENGINES, DrafterFactory
+from swiftbatch.worker.drafters.choice.choosing_drafter import with_trees
 from swiftbatch.worker.drafters.drafter_interface import Drafter, ReadRows
 from swiftbatch.worker.drafters.griffin.griffin import GriffinOptions, griffin
 from swiftbatch.worker.drafters.ranking import CandidateRanker
 from swiftbatch.worker.drafters.recycling.token_recycling import (
     RecyclingMatrix,
-    TokenRecyclingDrafter,
+    token_recycling,
     top_candidates_of,
 )
-from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
 from swiftbatch.worker.drafters.tokenswift.tokenswift import TokenSwiftOptions, tokenswift
+from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.drafters.triforce import TriForceOptions, triforce
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -29,24 +30,23 @@ from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import TOP_K, Verification
 
-MAX_LAYERS = 6  # layers with the root: the paper's depth
-MAX_NODES = 79  # the paper's 80 with the root
+MAX_LAYERS = 6  # layers below and with the root: the paper's depth
+MAX_NODES = 79  # with the root the paper's 80
 NUM_RANKS = 8
-# Share of steps whose token was the candidate of this rank: embedded model, six books, mean of T = 0 and T = 1 with
-# min-p 0.1, 2,000 steps.
+# Share of steps whose token was the matrix's candidate of this rank: the embedded model on six books, the mean of T = 0
+# and T = 1 with min-p 0.1, 2,000 steps.
 ACCEPTED_BY_RANK = (0.386, 0.076, 0.023, 0.013, 0.006, 0.005, 0.003, 0.002)
 
 
-class StaticTokenRecyclingDrafter(BudgetedDrafter):
-    """A static tree filled from the matrix; candidates are ranked with the noise.
+class StaticTokenRecyclingDrafter(TreeDrafter):
+    """Fills the static tree breadth-first from the matrix; each node's candidates are ranked with the noise.
 
-    Without `costs` it has the paper's 80 nodes.
+    Alone it is the paper's tree of 80 nodes, root included: three tiles of rows, made for a GPU.
     """
 
     needs_top_k = True
 
-    def __init__(self, target: TargetModel, costs: Costs | None, *_: object) -> None:
-        super().__init__(costs)
+    def __init__(self, target: TargetModel, *_: object) -> None:
         self._matrix = RecyclingMatrix(target.vocab_size, TOP_K, new_share=1.0)
 
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
@@ -71,8 +71,8 @@ class StaticTokenRecyclingDrafter(BudgetedDrafter):
         self._matrix.write(rows.token_ids, rows.top_ids, rows.top_logprobs)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
-        super().update(sequence, verification)
-        self._matrix.write(np.array(verification.row_token_ids), *top_candidates_of(verification))
+        if verification.top_ids is not None:
+            self._matrix.write(np.array(verification.row_token_ids), *top_candidates_of(verification))
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         return {"recycling_ids": self._matrix.ids.copy(), "recycling_logprobs": self._matrix.logprobs.copy()}
@@ -88,9 +88,10 @@ class StaticTokenRecyclingDrafter(BudgetedDrafter):
 
 @lru_cache
 def static_tree(max_nodes: int, max_depth: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the best shape of `max_nodes` nodes: (parent, depth, rank among the parent's candidates).
+    """The shape of at most `max_nodes` nodes, breadth-first: (parent, depth, rank among the parent's candidates).
 
-    A node's worth is the product of acceptances along its path.
+    A node's worth is the product of the acceptances by rank along its path; the shape holds the nodes of most worth.
+    So smaller shapes are parts of larger ones, and early candidates get more children and longer paths.
     """
     num_nodes, num_layers = min(max_nodes, MAX_NODES), min(max_depth, MAX_LAYERS - 1)
     queue: list[tuple[float, tuple[int, ...]]] = [(-ACCEPTED_BY_RANK[0], (0,))] if num_layers > 0 else []
@@ -109,9 +110,9 @@ def static_tree(max_nodes: int, max_depth: int) -> tuple[tuple[int, int, int], .
 
 
 STATIC_VARIANTS: dict[str, DrafterFactory] = {
-    "token-recycling-static": StaticTokenRecyclingDrafter,
-    "token-recycling-static-80": lambda target, *_: StaticTokenRecyclingDrafter(target, None),
-    "token-recycling-no-noise": functools.partial(TokenRecyclingDrafter, with_noise=False),
+    "token-recycling-static": lambda target, costs, _: with_trees(StaticTokenRecyclingDrafter(target), costs),
+    "token-recycling-static-80": StaticTokenRecyclingDrafter,
+    "token-recycling-no-noise": functools.partial(token_recycling, with_noise=False),
 }
 
 
@@ -128,4 +129,5 @@ BY_NAME.update(VARIANTS)
 
 
 def create_bench_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: Path | None = None) -> Drafter:
+    """Create a drafter as `create_drafter` does, for variants, too."""
     return BY_NAME[name](target, costs, parts_folder)

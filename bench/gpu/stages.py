@@ -25,7 +25,7 @@ from bench.tables import flat, tables
 from swiftbatch.jobs.python_processes import environment_of_code, module_command
 from swiftbatch.jobs.run.compute_options import KVDtype
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.auto.auto import NUM_BEST
+from swiftbatch.worker.drafters.auto import NUM_BEST
 from swiftbatch.worker.drafters.catalogue import ENGINES
 from swiftbatch.worker.exactness.gpu_doctor.attention_check import OneLayer
 from swiftbatch.worker.exactness.gpu_doctor.findings import Finding, Row, differing_bits

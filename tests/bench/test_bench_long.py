@@ -191,7 +191,7 @@ def test_the_time_of_the_pauses_does_not_count(
     disturbed = list(run(make_options()))
     assert len(pauses) >= 8
     before, after = ([record["total"]["seconds"] for record in records] for records in (undisturbed, disturbed))
-    assert after == pytest.approx(before)
+    assert after == pytest.approx(before, rel=0.05)  # a pause is a thousand seconds; `auto` may choose otherwise
 
 
 def test_the_integral_goes_through_all_points() -> None:

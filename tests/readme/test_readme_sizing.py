@@ -72,7 +72,7 @@ def test_checkpoints_take_what_the_text_says() -> None:
     found = re.search(r"(\d+) bytes for every entry of the vocabulary and ([\d.]+) MB", PROSE)
     assert found is not None
     for vocab_size in (300, 4096):
-        state = TokenRecyclingDrafter(SimpleNamespace(vocab_size=vocab_size), None).state(None)  # type: ignore[arg-type]
+        state = TokenRecyclingDrafter(SimpleNamespace(vocab_size=vocab_size)).state(None)  # type: ignore[arg-type]
         expected = int(found[1]) * vocab_size + float(found[2]) * 1e6
         assert len(encode_state(state, IDENTITY)) == pytest.approx(expected, abs=50_000)
 

@@ -22,7 +22,8 @@ from bench.gpu.stages import offloaded_target
 from bench.gpu.trial import DEVIATION, SMALL_SIZES, Trial
 from bench.variants import create_bench_drafter
 from swiftbatch.jobs.run.compute_options import KVDtype
-from swiftbatch.worker.drafters.auto.auto import NUM_BEST, RecycledProposer
+from swiftbatch.worker.drafters.auto import NUM_BEST
+from swiftbatch.worker.drafters.choice.chain_way import RecycledProposer
 from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.self_speculation.draft_chain import RoundPlan
 from swiftbatch.worker.drafters.self_speculation.round_planner import Planner
@@ -193,7 +194,7 @@ def test_chains_behind_scanned_texts_give_the_tokens_of_plain_decoding(trial: Tr
     parts, longest = trial.parts(files=trial.decoded_files), SIZES.forced_length + SIZES.forced_tokens
     target = parts.target(3, longest) if place == "device" else offloaded_target(parts, 3, longest)
     costs = step_costs_of(target)
-    proposer = RecycledProposer(TokenRecyclingDrafter(target, costs))
+    proposer = RecycledProposer(TokenRecyclingDrafter(target))
     forced = SelfSpeculationDrafter(target, proposer, Planner(FORCED), ScanKVCache, NUM_BEST)
     prompts = [random_ids(target.vocab_size, length, 5) for length in (SIZES.forced_length, 20)]
     found = [

@@ -12,8 +12,8 @@ import torch
 import triton
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.auto.mtp_trials import TrialDrafter
 from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
 from swiftbatch.worker.drafters.engine_memory import slots_wanted
 from swiftbatch.worker.drafters.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.engine.engine import Engine
@@ -66,7 +66,8 @@ def test_a_layer_says_on_cuda_what_it_says_on_a_cpu(name: str, tmp_path: Path) -
 
 def generated(target: TargetModel, engine_name: str, temperature: float) -> list[list[int]]:
     engine = Engine(target, create_drafter(engine_name, target, free_rows))
-    assert isinstance(engine.drafter, TrialDrafter) == (engine_name == "auto")
+    if isinstance(engine.drafter, ChoosingDrafter):
+        assert "mtp" in engine.drafter.ways
     sampling = SamplingParams(max_tokens=MOST_TOKENS, temperature=temperature, seed=4, ignore_eos=True)
     sequences = [
         Sequence(f"{number}", TEXT[: 20 + 40 * number], sampling, target.vocab_size, target.device)

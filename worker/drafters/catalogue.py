@@ -164,7 +164,7 @@ def _function(place: str) -> Any:
 
 ENGINES = {
     "auto": EngineEntry(
-        ".drafters.auto.auto:auto",
+        ".drafters.auto:auto",
         "whatever brings most tokens: recycled candidates, repeats, or chains drawn with scanned keys",
         scanned_best=256,
         tries=MTP.engine,
@@ -173,11 +173,11 @@ ENGINES = {
         ".drafters.autoregressive:AutoregressiveDrafter", "nothing: plain decoding, the baseline"
     ),
     "prompt-lookup": EngineEntry(
-        ".drafters.prompt_lookup:PromptLookupDrafter", "the latest match of the last tokens in prompt and output"
+        ".drafters.prompt_lookup:prompt_lookup", "the latest match of the last tokens in prompt and output"
     ),
-    "suffix": EngineEntry(".drafters.suffix:SuffixDrafter", "a suffix automaton over prompt and output"),
+    "suffix": EngineEntry(".drafters.suffix:suffix", "a suffix automaton over prompt and output"),
     "token-recycling": EngineEntry(
-        ".drafters.recycling.token_recycling:TokenRecyclingDrafter",
+        ".drafters.recycling.token_recycling:token_recycling",
         "the target's own candidates at rows that it verified before",
     ),
     "tokenswift": EngineEntry(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
+from pathlib import Path
+
+from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter, with_trees
+from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.full_cache import FullKVCache
@@ -51,11 +54,15 @@ class NGramIndex:
         return key
 
 
-class PromptLookupDrafter(BudgetedDrafter):
+def prompt_lookup(target: TargetModel, costs: Costs, parts_folder: Path | None) -> ChoosingDrafter:
+    """A `DrafterFactory`."""
+    return with_trees(PromptLookupDrafter(target), costs)
+
+
+class PromptLookupDrafter(TreeDrafter):
     """Proposes the tokens behind the most recent earlier match of the last three tokens, else two, else one."""
 
-    def __init__(self, target: TargetModel, costs: Costs, *_: object) -> None:
-        super().__init__(costs)
+    def __init__(self, target: TargetModel) -> None:
         self._vocab_size = target.vocab_size
         self._indexes: dict[str, NGramIndex] = {}
 
@@ -71,9 +78,7 @@ class PromptLookupDrafter(BudgetedDrafter):
         return DraftTree.chain(sequence.token_ids[start : start + num_nodes].tolist())
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
-        super().update(sequence, verification)
         self._indexes[sequence.sequence_id].catch_up(sequence)
 
     def stop(self, sequence: Sequence) -> None:
-        super().stop(sequence)
         del self._indexes[sequence.sequence_id]

@@ -6,9 +6,11 @@ import math
 from array import array
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
+from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter, with_trees
 from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first
-from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
+from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.full_cache import FullKVCache
@@ -134,11 +136,15 @@ class SuffixAutomaton:
             edges[token] = edges.pop(token)
 
 
-class SuffixDrafter(BudgetedDrafter):
+def suffix(target: TargetModel, costs: Costs, parts_folder: Path | None) -> ChoosingDrafter:
+    """A `DrafterFactory`."""
+    return with_trees(SuffixDrafter(), costs)
+
+
+class SuffixDrafter(TreeDrafter):
     """Grows best-first trees from what followed the longest repeated suffixes, ranked with the noise."""
 
-    def __init__(self, target: TargetModel, costs: Costs, *_: object) -> None:
-        super().__init__(costs)
+    def __init__(self) -> None:
         self._automata: dict[str, SuffixAutomaton] = {}
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
@@ -159,11 +165,9 @@ class SuffixDrafter(BudgetedDrafter):
         return grow_best_first(automaton.longest_repeated_suffix(), expand, max_nodes, max_depth)
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
-        super().update(sequence, verification)
         self._catch_up(sequence)
 
     def stop(self, sequence: Sequence) -> None:
-        super().stop(sequence)
         del self._automata[sequence.sequence_id]
 
     def _catch_up(self, sequence: Sequence) -> None:

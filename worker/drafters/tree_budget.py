@@ -27,6 +27,11 @@ MOST_DOUBLED = 32  # times the shortest interval between two looks
 PROMISING = 3  # accepted tokens of a look: the text may have begun to repeat itself
 
 
+def together(forward_seconds: float, beside: float) -> float:
+    """Return the seconds of a step: at least half its forward, however early such steps were done."""
+    return max(forward_seconds + beside, forward_seconds / 2)
+
+
 @dataclass
 class ProbeSchedule:
     """Gives a sequence that drafts nothing a draft as a trial, a look: the longer these bring nothing, the rarer."""
@@ -41,11 +46,6 @@ class ProbeSchedule:
     @property
     def is_due(self) -> bool:
         return self.num_waited >= self.interval
-
-    @property
-    def num_left(self) -> int:
-        """Steps without a tree until the coming look."""
-        return max(0, self.interval - self.num_waited)
 
     def observe(self, is_drafted: bool, num_accepted: int = 0) -> None:
         """Note that a step went by, with a tree or without. A look that found nothing to draft brought nothing."""
@@ -88,15 +88,6 @@ class NodeAcceptance:
     def went_by(self, is_drafted: bool, num_accepted: int = 0) -> None:
         """Note a step, with a tree or without."""
         self._probes.observe(is_drafted, num_accepted)
-
-    def waited(self, num_steps: int) -> None:
-        """Note so many steps without a tree."""
-        self._probes.num_waited += num_steps
-
-    @property
-    def num_steps_to_probe(self) -> int:
-        """Steps without drafts until the coming look."""
-        return self._probes.num_left
 
     def learn(self, num_draft_tokens: int, path: list[int]) -> None:
         """Learn from one verified tree alone."""

@@ -18,6 +18,11 @@ def free_rows() -> StepCosts:
     return StepCosts((64, 8192), np.array([[4.0] * 6, [5.0] * 6]))
 
 
+def dear_rows() -> StepCosts:
+    """Return costs by which a row takes as long as a forward, so that no drafts pay."""
+    return StepCosts((64, 8192), np.outer([1.0, 2.0], [1, 2, 4, 8, 16, 32]) * 4.0)
+
+
 def proposed(drafter: Drafter, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
     [tree] = drafter.propose([DraftRequest(sequence, max_nodes, max_depth)])
     return tree

@@ -1,4 +1,4 @@
-"""The number of draft nodes."""
+"""The number of draft nodes follows measured costs and the running acceptance."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.choice.choosing_drafter import with_trees
+from swiftbatch.worker.drafters.choice.tree_sizes import best_shares
+from swiftbatch.worker.drafters.choice.ways import TreeWay
 from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
-from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter, best_shares
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, NodeAcceptance, NodeBudget
+from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward import step_costs
 from swiftbatch.worker.forward.step_costs import ROW_COUNTS, StepCosts, measure_step_costs
@@ -57,7 +60,7 @@ def test_costs_are_linear_between_and_beyond_what_was_measured() -> None:
 
 
 def test_measured_costs_rise_with_rows_and_length(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row takes a millisecond per thousand positions before it."""
+    """A row of a forward takes a millisecond here for every thousand positions before it."""
     clock = SimulatedClock()
     clock.rule(monkeypatch)
     verify = clock.taking(lambda groups: sum(len(g) * g.first_entry for g in groups) / 1e6, target.verify)
@@ -72,7 +75,7 @@ def test_measured_costs_rise_with_rows_and_length(target: TargetModel, monkeypat
 def test_what_disturbs_one_of_the_times_makes_no_row_dear_or_free(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first forward in a long cache took twenty times as long, so that drafts seemed free."""
+    """The first forward in a long cache took twenty times as long as the next one: all drafts seemed to be free."""
     calls = itertools.count()
 
     def seconds_of(_: TargetModel, forward: functools.partial[object]) -> float:
@@ -92,7 +95,9 @@ def test_a_short_generation_is_not_led_by_the_prior() -> None:
     assert budget.state()[0] < 0.25  # the prior says 0.6; at the final rate alone it would still be 0.4
 
 
-class Chains(BudgetedDrafter):
+class Chains(TreeDrafter):
+    """Chains as long as they may be."""
+
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         return DraftTree.chain([0] * min(max_nodes, max_depth))
 
@@ -101,23 +106,25 @@ class Chains(BudgetedDrafter):
 def test_trees_are_as_large_as_pays_for_sequences_that_share_a_forward(num_sequences: int) -> None:
     sequence = Sequence("a", [1] * 8193, SamplingParams(max_tokens=9), 10)
     lengths = []
-    for overhead in (0.0, 100.0):  # a step's fixed time makes larger trees pay
-        trees = Chains(lambda: DEAR_ROWS).propose([DraftRequest(sequence, 127, 63, overhead)] * num_sequences)
+    for beside in (0.0, 100.0):  # what a step takes beside its forward makes larger trees pay
+        way, requests = TreeWay(Chains(), DEAR_ROWS), [DraftRequest(sequence, 127, 63)] * num_sequences
+        way.promise(requests, beside)
+        trees = way.propose(requests)
         assert len(trees) == num_sequences
         lengths.append(len(trees[0]))
     assert lengths[0] < lengths[1]
-    assert len(Chains(lambda: FREE_ROWS).propose([DraftRequest(sequence, 2, 63)])[0]) == 2
-    assert len(Chains(None).propose([DraftRequest(sequence, 127, 63)])[0]) == 63
+    assert len(TreeWay(Chains(), FREE_ROWS).propose([DraftRequest(sequence, 2, 63)])[0]) == 2
+    assert len(Chains().propose([DraftRequest(sequence, 127, 63)])[0]) == 63
 
 
 def test_no_sequences_get_no_trees() -> None:
-    assert Chains(lambda: FREE_ROWS).propose([]) == Chains(None).propose([]) == []
+    assert with_trees(Chains(), free_rows).propose([]) == Chains().propose([]) == []
 
 
 def shares(acceptance: list[float], lengths: list[int], costs: StepCosts = DEAR_ROWS) -> list[int]:
-    """Return the tokens per node of sequences with these acceptances."""
+    """Nodes of sequences whose every node is accepted in such a share of steps in which its parent was."""
     tokens = [[1.0 + sum(share**i for i in range(1, nodes + 1)) for nodes in NODE_CHOICES] for share in acceptance]
-    chosen = best_shares(costs, np.array(tokens), np.array(lengths), overhead=0.0, proposing=0.0)
+    chosen, _ = best_shares(costs, np.array(tokens), np.array(lengths), beside=0.0)
     return [NODE_CHOICES[choice] for choice in chosen]
 
 
@@ -133,7 +140,7 @@ def test_rows_go_where_they_are_cheap() -> None:
 
 
 def test_shares_promise_no_less_than_any_others() -> None:
-    """Compares with all choices of three sequences."""
+    """All that three sequences can have is tried: the search looks at few of these choices."""
     lengths, acceptance = [64, 2000, 8192], [0.9, 0.8, 0.6]
     tokens = np.array([[1.0 + sum(s**i for i in range(1, n + 1)) for n in NODE_CHOICES] for s in acceptance])
     rows, own = np.array(NODE_CHOICES) + 1, DEAR_ROWS.own_seconds(np.array(NODE_CHOICES) + 1, np.array(lengths))
@@ -144,8 +151,9 @@ def test_shares_promise_no_less_than_any_others() -> None:
         return float(tokens[picked].sum() / seconds)
 
     best = max(map(rate, itertools.product(range(len(NODE_CHOICES)), repeat=3)))
-    found = best_shares(DEAR_ROWS, tokens, np.array(lengths), 0.0, 0.0)
-    assert rate(tuple(found)) > 0.97 * best
+    found, promised = best_shares(DEAR_ROWS, tokens, np.array(lengths), 0.0)
+    assert rate(tuple(found)) == pytest.approx(promised)
+    assert promised > 0.97 * best
 
 
 def test_seconds_of_many_sequences_at_once_are_those_of_each() -> None:
@@ -159,7 +167,7 @@ def test_seconds_of_many_sequences_at_once_are_those_of_each() -> None:
 
 
 def test_small_trees_tell_of_large_ones() -> None:
-    """If no node of a small tree is accepted, none after them would be."""
+    """Looks are small: where none of their nodes comes, no more of those behind them would."""
     acceptance = NodeAcceptance()
     before = acceptance.tokens(NODE_CHOICES)
     for _ in range(100):
@@ -172,15 +180,18 @@ def test_small_trees_tell_of_large_ones() -> None:
 
 def test_a_drafter_learns_what_pays() -> None:
     sequence = Sequence("a", [1] * 9, SamplingParams(max_tokens=9), 10)
-    drafter = Chains(lambda: DEAR_ROWS)
-    [before] = drafter.propose([DraftRequest(sequence, 127, 63)])
+    way = TreeWay(Chains(), DEAR_ROWS)
+    [before] = way.propose([DraftRequest(sequence, 127, 63)])
     for _ in range(24 * 20):
-        drafter.update(sequence, Verification(DraftTree.chain([0] * 31), [], [1], np.zeros(32, dtype=int), None, None))
-    [after] = drafter.propose([DraftRequest(sequence, 127, 63)])
+        verification = Verification(DraftTree.chain([0] * 31), [], [1], np.zeros(32, dtype=int), None, None)
+        way.update_all([(sequence, verification)])
+    [after] = way.propose([DraftRequest(sequence, 127, 63)])
     assert len(after) < len(before)
 
 
 class Recorder(Drafter):
+    """Takes its time when it learns, and proposes nothing."""
+
     def __init__(self, clock: SimulatedClock) -> None:
         self.overheads: list[float] = []
         self._clock = clock

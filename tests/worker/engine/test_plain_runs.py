@@ -9,13 +9,13 @@ import pytest
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.metrics.counters import EngineCounters
-from swiftbatch.worker.drafters.auto.auto import auto
+from swiftbatch.worker.drafters.auto import auto
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
 from swiftbatch.worker.engine.engine import FEW_STEPS, MOST_STEPS, Engine, PlainRuns
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.sequence import Sequence
-from tests.worker.drafters.drafter_parts import free_rows
+from tests.worker.drafters.drafter_parts import dear_rows, free_rows
 from tests.worker.kernels.kernel_parts import needs_kernels
 from tests.worker.model.kind_parts import native_target
 
@@ -139,9 +139,10 @@ def test_runs_are_short_where_more_than_a_token_may_end_a_sequence(target: Targe
 
 
 def test_runs_of_auto_become_as_long_as_can_be_where_nothing_repeats_itself(target: TargetModel) -> None:
-    engine = begun(target, {"temperature": 1.0}, Engine(target, auto(target, free_rows, None)))
+    engine = begun(target, {"temperature": 1.0}, Engine(target, auto(target, dear_rows, None)))
     sizes = [len(engine.step()[0][1].committed_ids) for _ in range(4)]
-    assert sizes == [1, 8, 17, MOST_STEPS]
+    assert sizes[:2] == [1, MOST_STEPS - 1]  # the second call ends with the first look at what was measured
+    assert min(sizes[2:]) > FEW_STEPS
 
 
 def test_auto_looks_soon_again_where_a_text_repeats_itself(target: TargetModel) -> None:

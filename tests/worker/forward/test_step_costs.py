@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
+from swiftbatch.worker.drafters.choice.tree_sizes import NUM_ROWS, best_shares
+from swiftbatch.worker.drafters.choice.ways import TreeWay
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.drafters.griffin.griffin import PricePlanner
 from swiftbatch.worker.drafters.self_speculation.round_planner import RoundsPlanner
-from swiftbatch.worker.drafters.shared_budget import NUM_ROWS, best_shares
 from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, NodeBudget
 from swiftbatch.worker.forward import step_costs
 from swiftbatch.worker.forward.expert_counts import ExpertCounts, ExpertSpread
@@ -137,7 +138,7 @@ def test_shares_promise_no_less_than_any_others(
         result: np.ndarray = tokens[every, chosen].sum(axis=1) / seconds
         return result
 
-    found = best_shares(costs, tokens, np.array(lengths), 0.0, 0.0)
+    found, _ = best_shares(costs, tokens, np.array(lengths), 0.0)
     assert rates(found[None])[0] > 0.97 * rates(all_chosen).max()
 
 
@@ -148,7 +149,7 @@ def test_a_replay_is_run_in_whole_forwards(costs: StepCosts) -> None:
 def test_a_clock_that_sees_nothing_leaves_every_choice_open() -> None:
     nothing = StepCosts((64, 8192), np.zeros((2, len(ROW_COUNTS))))
     assert NodeBudget(nothing).best(64, 2, 0.0).num_nodes in NODE_CHOICES
-    shares = best_shares(nothing, np.ones((2, len(NODE_CHOICES))), np.array([64, 64]), 0.0, 0.0)
+    shares, _ = best_shares(nothing, np.ones((2, len(NODE_CHOICES))), np.array([64, 64]), 0.0)
     assert len(shares) == 2
 
 
@@ -186,7 +187,7 @@ def settled_choice(costs: StepCosts, counts: ExpertCounts, accepted: float, shar
     for _ in range(12):
         for nodes in (0, NODE_CHOICES[choice], NODE_CHOICES[min(choice + 1, len(NODE_CHOICES) - 1)]):
             counts.observe(nodes + 1, round(NUM_LAYERS * distinct(nodes + 1, share)))
-        choice = int(best_shares(costs.as_routed(), tokens, np.array([64]), 0.0, 0.0)[0])
+        choice = int(best_shares(costs.as_routed(), tokens, np.array([64]), 0.0)[0][0])
     return NODE_CHOICES[choice]
 
 
@@ -264,7 +265,7 @@ def test_plans_of_drafts_follow_what_real_steps_met() -> None:
         counts = ExpertCounts()
         counts.observe(4, round(NUM_LAYERS * distinct(4, share)))
         costs = routed_costs(counts)
-        [tree] = Chains(lambda costs=costs: costs).propose([DraftRequest(sequence, 127, 63)])
+        [tree] = TreeWay(Chains(), costs).propose([DraftRequest(sequence, 127, 63)])
         sizes.append(len(tree))
     assert sizes[0] < sizes[1] == NODE_CHOICES[-1], "rows that share a row's experts cost nothing here"
 
@@ -276,9 +277,9 @@ def test_on_a_gpu_no_row_is_free_that_meets_experts_of_its_own() -> None:
     assert costs.shared_seconds(32) == pytest.approx(step_seconds(32, 1.0))
     assert costs.shared_seconds(66) == pytest.approx(costs.shared_seconds(64) + costs.shared_seconds(2))
     tokens = np.array([[1.0 + sum(0.3 ** (1 + each) for each in range(nodes)) for nodes in NODE_CHOICES]])
-    assert not best_shares(costs, tokens, np.array([64]), 0.0, 0.0).any(), "a second row takes nearly as long again"
+    assert not best_shares(costs, tokens, np.array([64]), 0.0)[0].any(), "a second row takes nearly as long again"
     free = StepCosts((64, 8192), np.full((2, len(ROW_COUNTS)), step_seconds(1, 1.0)), 64)
-    assert best_shares(free, tokens, np.array([64]), 0.0, 0.0).any()
+    assert best_shares(free, tokens, np.array([64]), 0.0)[0].any()
 
 
 def test_where_caches_have_little_memory_costs_are_probed_in_that_of_one_layer(

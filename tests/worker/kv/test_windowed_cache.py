@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftbatch.worker.drafters.auto.mtp_trials import TrialDrafter
-from swiftbatch.worker.drafters.auto.repeated_text import RepeatingDrafter
 from swiftbatch.worker.drafters.catalogue import engine_entry
+from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
 from swiftbatch.worker.drafters.drafter_interface import Drafter
 from swiftbatch.worker.drafters.griffin.griffin import GriffinDrafter
 from swiftbatch.worker.drafters.mtp.mtp import MTPDrafter
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.self_speculation.self_speculation import SelfSpeculationDrafter
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.tile_packing import tree_rows
@@ -171,9 +169,7 @@ def test_rows_have_the_same_bits_whatever_was_forgotten(tmp_path: Path, kind: st
         (("triforce", "tokenswift"), SelfSpeculationDrafter),
         (("griffin",), GriffinDrafter),
         (("mtp",), MTPDrafter),
-        (("auto",), RepeatingDrafter),
-        (("auto",), TrialDrafter),
-        (("token-recycling",), TokenRecyclingDrafter),
+        (("auto", "token-recycling", "suffix", "prompt-lookup"), ChoosingDrafter),
     ],
 )
 def test_the_list_of_engines_says_whose_drafts_read_caches(names: tuple[str, ...], drafter: type[Drafter]) -> None:

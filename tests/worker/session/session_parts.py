@@ -112,6 +112,11 @@ def until(worker: WorkerSession, job: JobRecord, num_tokens: int, *assignments: 
         report = worker.work(Orders(), 1e-5)  # one step, because a fast machine does many in a millisecond
 
 
+def step_one_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Let `until` stop at any token, also where nothing is drafted."""
+    patch.setattr("swiftbatch.worker.engine.engine.MOST_STEPS", 1)
+
+
 def preempted(run: Run, model: Path, job: JobRecord, num_tokens: int, **changes: Any) -> int:
     """Run a job in its own worker to that many tokens; return its number."""
     worker = session(run, model, **changes)

@@ -12,7 +12,7 @@ from swiftbatch.jobs.job import JobRecord
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.worker.model.model_files import eos_token_ids_of, locate_model
 from tests.scheduler.runs.extension_parts import extend
-from tests.worker.session.session_parts import claimed, digest, make_run, session, to_the_end, until
+from tests.worker.session.session_parts import claimed, digest, make_run, session, step_one_by_one, to_the_end, until
 from tests.worker.session.test_thinking import ENGINES, MARKERS, chat, done, end_of, model, run
 
 __all__ = ["model", "run"]  # fixtures
@@ -58,8 +58,9 @@ def test_the_answer_follows_where_the_text_would_end(
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["state", "tokens"])
 def test_a_closed_thought_goes_on_in_another_worker(
-    tmp_path: Path, model: Path, thought: dict[str, Any], kind: str
+    tmp_path: Path, model: Path, thought: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    step_one_by_one(monkeypatch)
     job, undisturbed = asking(model, "close"), make_run(tmp_path / "undisturbed")
     done(undisturbed, model, job, engine="autoregressive")
     num_thought = thought["usage"]["completion_tokens"] - 1

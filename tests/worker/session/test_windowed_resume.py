@@ -14,8 +14,8 @@ import pytest
 
 from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.job import JobRecord
-from swiftbatch.worker.drafters.auto.repeated_text import RepeatingDrafter
 from swiftbatch.worker.drafters.catalogue import ENGINES
+from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
 from swiftbatch.worker.kv.kv_capacity import HeldPositions, pages_of
 from swiftbatch.worker.kv.sliding_window_cache import Window
 from swiftbatch.worker.session.backlog import CacheRoom
@@ -33,6 +33,7 @@ from tests.worker.session.session_parts import (
     record,
     run_at,
     session,
+    step_one_by_one,
     to_the_end,
     undisturbed_digest,
     until,
@@ -76,8 +77,9 @@ def test_jobs_have_the_tokens_of_caches_that_forget_nothing(
 
 @pytest.mark.parametrize("damaged", [None, "kv-256-*.arrow"])
 def test_a_job_goes_on_from_segments_that_end_anywhere(
-    tmp_path: Path, model: Path, undisturbed: str, damaged: str | None
+    tmp_path: Path, model: Path, undisturbed: str, damaged: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    step_one_by_one(monkeypatch)
     run = make_run(tmp_path / "run")
     preempted(run, model, JOB, 400, checkpoint="state", checkpoint_tokens=128)
     for path in (Path(run.store.uri) / "checkpoints" / JOB.job_id / "0001").glob(damaged or "nothing"):
@@ -197,7 +199,7 @@ def test_segments_of_a_job_that_is_kept_have_all_positions(tmp_path: Path, model
 def test_caches_of_jobs_forget_unless_drafts_read_them(
     tmp_path: Path, model: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RepeatingDrafter, "reads_caches", ENGINES[engine].reads_caches)  # triforce has no part here
+    monkeypatch.setattr(ChoosingDrafter, "reads_caches", ENGINES[engine].reads_caches)  # triforce has no part here
     run = make_run(tmp_path / "run")
     worker = session(run, model, engine="auto", checkpoint="tokens")
     until(worker, JOB, 300, claimed(run, JOB))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Many
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter, with_trees
 from swiftbatch.worker.drafters.drafter_interface import ReadRows, Verified, WantedTree
 from swiftbatch.worker.drafters.ranking import CandidateRanker, grow_best_first, ranking_rule
 from swiftbatch.worker.drafters.recycling.native_recycler import NativeRecycling, TextCandidates
-from swiftbatch.worker.drafters.shared_budget import BudgetedDrafter
+from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
 from swiftbatch.worker.forward.step_costs import Costs
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kernels.instruction_sets import chosen_variant
@@ -239,19 +241,21 @@ def create_recycler(tables: RecyclingTables, with_noise: bool) -> Recycler:
     return PythonRecycler(tables, with_noise) if variant is None else NativeRecycler(tables, with_noise, variant)
 
 
-class TokenRecyclingDrafter(BudgetedDrafter):
+def token_recycling(
+    target: TargetModel, costs: Costs, parts_folder: Path | None, with_noise: bool = True
+) -> ChoosingDrafter:
+    """A `DrafterFactory`."""
+    return with_trees(TokenRecyclingDrafter(target, with_noise), costs)
+
+
+class TokenRecyclingDrafter(TreeDrafter):
     """Best-first trees over averaged rows of tokens and of pairs, ranked with the noise."""
 
     needs_top_k = True
 
-    def __init__(self, target: TargetModel, costs: Costs | None, *_: object, with_noise: bool = True) -> None:
-        super().__init__(costs)
+    def __init__(self, target: TargetModel, with_noise: bool = True) -> None:
         self.tables = RecyclingTables(target.vocab_size)
         self._recycler = create_recycler(self.tables, with_noise)
-
-    @property
-    def wants_candidates(self) -> bool:
-        return self.is_drafting
 
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
         return self.trees([(sequence, max_nodes, max_depth)])[0]
@@ -268,13 +272,8 @@ class TokenRecyclingDrafter(BudgetedDrafter):
         self.update_all([(sequence, verification)])
 
     def update_all(self, verified: Many[Verified]) -> None:
-        self.observe(verified)
-        self.take([each for each in verified if each[1].top_ids is not None])  # where no drafts pay, there are none
-
-    def take(self, verified: Many[Verified]) -> None:
-        """Keep the target's candidates at the rows of a verified step, whoever proposed its trees."""
-        if verified:
-            self._recycler.write([_candidates_of(*each) for each in verified])
+        if texts := [_candidates_of(*each) for each in verified if each[1].top_ids is not None]:
+            self._recycler.write(texts)
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
         return self.tables.state()

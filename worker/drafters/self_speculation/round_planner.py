@@ -8,8 +8,14 @@ from statistics import median
 import numpy as np
 
 from swiftbatch.worker.drafters.self_speculation.draft_chain import ChainTree, Round, RoundPlan
-from swiftbatch.worker.drafters.step_clock import together
-from swiftbatch.worker.drafters.tree_budget import EXPLORE_EVERY, LEARNING_RATE, NODE_CHOICES, BudgetChoice, NodeBudget
+from swiftbatch.worker.drafters.tree_budget import (
+    EXPLORE_EVERY,
+    LEARNING_RATE,
+    NODE_CHOICES,
+    BudgetChoice,
+    NodeBudget,
+    together,
+)
 from swiftbatch.worker.forward.step_costs import Costs, StepCosts
 from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.kernels.scan_coding import CLUSTER_CHUNKS, SCAN_CHUNK
@@ -137,7 +143,6 @@ PRIOR_ROUNDS = 4  # that the prior counts for: the first chain of a place where 
 STEPS_TO_KNOW = 4  # with rounds, before they are planned for several at once
 MOST_SLOWNESS = 3.0  # of one chain beside earlier ones: a slow moment of the machine tells nothing of the next
 SLOWEST = 100.0  # that is ever kept: a state with more is refused as damaged
-FORGETTING = 0.03  # with every plan that is not for rounds, so that they are tried again
 PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
 PRIOR_ALIKE = 0.95
 KEPT = 0.97  # share of what earlier steps count that stays with every step
@@ -272,12 +277,6 @@ class RoundsPlanner(Planner):
         num_alike = sum(node < proposed.chain_length for node in path)
         num_compared = min(num_alike + 1, max(1, proposed.chain_length))  # nothing drawn is nothing alike
         self._alike, self._compared = KEPT * self._alike + num_alike, KEPT * self._compared + num_compared
-
-    def forget(self) -> None:
-        """Let what is known of rounds count a little less, since they do not pay now."""
-        self._slowness += FORGETTING * (1.0 - self._slowness)
-        self._alike += FORGETTING * (PRIOR_ALIKE * PRIOR_TRIALS - self._alike)
-        self._compared += FORGETTING * (PRIOR_TRIALS - self._compared)
 
     def state(self) -> dict[str, np.ndarray]:
         return {"rounds_plan": np.array([self._slowness, self._alike, self._compared])}

@@ -265,7 +265,7 @@ def tokenswift(
         digits = ",".join(map(str, options.digits))
         folder = parts_folder or target.files.path
         raise ModelError(f"tree {digits}: the heads in {folder} are {heads.num_heads}, for that many digits + 1")
-    recycling = TokenRecyclingDrafter(target, None) if options.recycles else None
+    recycling = TokenRecyclingDrafter(target) if options.recycles else None
     proposer = new_proposer(heads, options.digits[1:], options.ngram_size, options.num_ngrams, recycling)
     plan = None if options.draft_rounds is None else whole_trees(options.draft_rounds)
     planner = planner_of(plan, costs, options.budget)

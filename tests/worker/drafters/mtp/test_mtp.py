@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from swiftbatch.jobs.errors import ModelError
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.auto.mtp_trials import TrialDrafter
+from swiftbatch.worker.drafters.auto import auto
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.drafters.mtp import predictor
@@ -151,14 +151,14 @@ def test_a_job_that_moves_on_goes_on_with_the_same_tokens(name: str, tmp_path: P
 def test_auto_tries_the_layer_by_turns_and_without_one_it_is_as_it_was(tmp_path: Path) -> None:
     publish_with_layer("Qwen3.5", tmp_path)
     target = loaded(tmp_path, "bfloat16")
-    assert isinstance(create_drafter("auto", target, free_rows), TrialDrafter)
+    assert "mtp" in auto(target, free_rows, None).ways
     sampling = SamplingParams(max_tokens=90, temperature=1.0, seed=4, ignore_eos=True)
     assert generated(target, "auto", sampling, 1) == generated(target, "autoregressive", sampling, 1)
     tensors = load_file(tmp_path / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert inspect_model(str(tmp_path)).predictor is None
-    assert not isinstance(create_drafter("auto", loaded(tmp_path, "bfloat16"), free_rows), TrialDrafter)
+    assert "mtp" not in auto(loaded(tmp_path, "bfloat16"), free_rows, None).ways
 
 
 def test_a_layer_that_is_not_understood_is_named_and_left_alone(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_layer_that_is_not_understood_is_named_and_left_alone(tmp_path: Path) 
     assert said is not None
     assert said.startswith("not used: its tensors are others")
     target = loaded(tmp_path)
-    assert not isinstance(create_drafter("auto", target, free_rows), TrialDrafter)
+    assert "mtp" not in auto(target, free_rows, None).ways
     with pytest.raises(ModelError, match="are not used"):
         create_drafter("mtp", target, free_rows)
 
@@ -187,7 +187,7 @@ def test_a_layer_whose_parts_have_another_width_is_named_and_left_alone(
     assert said is not None
     assert f"is {list(shape)}; expected" in said
     target = loaded(tmp_path)
-    assert not isinstance(create_drafter("auto", target, free_rows), TrialDrafter)
+    assert "mtp" not in auto(target, free_rows, None).ways
     with pytest.raises(ModelError, match="are not used"):
         create_drafter("mtp", target, free_rows)
 
@@ -197,6 +197,6 @@ def test_a_matrix_without_rows_is_named(tmp_path: Path) -> None:
     empty = {"mtp.layers.0.self_attn.k_proj.weight": torch.empty(0, 64)}
     save_file(load_file(tmp_path / "model.safetensors") | empty, tmp_path / "model.safetensors", {"format": "pt"})
     target = loaded(tmp_path)
-    assert not isinstance(create_drafter("auto", target, free_rows), TrialDrafter)
+    assert "mtp" not in auto(target, free_rows, None).ways
     with pytest.raises(ModelError, match="found 0 rows, expected those of heads"):
         create_drafter("mtp", target, free_rows)

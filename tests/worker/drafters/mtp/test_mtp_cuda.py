@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 import tests.worker.interpreter  # noqa: F401
 from swiftbatch.jobs.run.compute_options import LinearName
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.auto import mtp_trials
-from swiftbatch.worker.drafters.auto.mtp_trials import TrialDrafter
+from swiftbatch.worker.drafters.auto import auto
 from swiftbatch.worker.drafters.catalogue import create_drafter
+from swiftbatch.worker.drafters.choice import policy
 from swiftbatch.worker.drafters.engine_memory import slots_wanted
 from swiftbatch.worker.drafters.griffin.cuda_draft_rows import CudaRows
 from swiftbatch.worker.drafters.griffin.draft_forwards import Level
@@ -183,8 +183,7 @@ def generated(target: TargetModel, engine_name: str, sampling: SamplingParams) -
 def test_engines_with_the_layer_give_the_tokens_of_plain_decoding(
     name: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mtp_trials, "FIRST_PERIOD", 2)
-    monkeypatch.setattr(mtp_trials, "SETTLING", 0)
+    monkeypatch.setattr(policy, "UNMEASURED_GAIN", 100.0)  # few tokens are drawn
     publish_with_layer(name, tmp_path)
     target = on_a_gpu(tmp_path)
     sampling = SamplingParams(max_tokens=4, temperature=temperature, seed=4, ignore_eos=True)
@@ -281,7 +280,7 @@ def test_auto_has_the_layer_where_it_has_room(tmp_path: Path) -> None:
     assert target.forwards.arena is not None
     for holds_engine in (True, False):
         target.forwards.arena.holds_engine = holds_engine
-        assert isinstance(create_drafter("auto", target, free_rows), TrialDrafter) == holds_engine
+        assert ("mtp" in auto(target, free_rows, None).ways) == holds_engine
 
 
 def test_a_model_without_such_a_layer_is_planned_as_it_was(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.auto.mtp_trials import TrialDrafter
+from swiftbatch.worker.drafters.auto import auto
 from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
@@ -50,7 +50,7 @@ def test_a_killed_training_goes_on_to_the_weights_that_the_engine_drafts_with(
     assert (killed / "mtp.safetensors").read_bytes() == (whole / "mtp.safetensors").read_bytes()
 
     target = TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
-    assert isinstance(create_drafter("auto", target, free_rows, whole), TrialDrafter)
+    assert "mtp" in auto(target, free_rows, whole).ways
     texts = []
     for drafter in (
         create_drafter("mtp", target, free_rows, whole),

@@ -1,4 +1,4 @@
-"""On a GPU auto drafts over scanned texts, with plain decoding's tokens."""
+"""On a GPU auto draws chains behind scanned texts, and the tokens are those of plain decoding all the same."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.auto import auto as auto_module
-from swiftbatch.worker.drafters.auto.auto import AutoDrafter, auto
-from swiftbatch.worker.drafters.auto.repeated_text import RepeatingDrafter
+from swiftbatch.worker.drafters import auto as auto_module
+from swiftbatch.worker.drafters.auto import auto
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.choice import chain_way, policy
+from swiftbatch.worker.drafters.choice.chain_way import ChainWay
 from swiftbatch.worker.drafters.drafter_interface import Drafter
-from swiftbatch.worker.drafters.recycling.token_recycling import TokenRecyclingDrafter
 from swiftbatch.worker.drafters.self_speculation import round_planner as plan_module
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.forward_interface import partial_rows
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.long
 
 CHUNK, NUM_RECENT, NUM_TOKENS, LONGEST = 64, 16, 4, 192
 SHORTEST = 16 + NUM_RECENT + CHUNK
-LENGTHS = (110, 20)  # of prompts: one has a chunk to scan, the other is too short
+LENGTHS = (110, 20)  # of prompts: a chunk of one is scanned, the other is too short
 MakeTarget = Callable[..., TargetModel]
 PLACES = ((cuda_target, "on the device"), (offloaded_target, "on the host"))
 PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20}
@@ -47,20 +47,20 @@ PENALISED = {"temperature": 0.9, "repetition_penalty": 1.2, "penalty_window": 20
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens chunks, so that short texts are scanned."""
+    """Shorten chunks, so that short texts are scanned."""
     for module in (coding, scan_arena, scan_cache, texts_module):
         monkeypatch.setattr(module, "SCAN_CHUNK", CHUNK)
     monkeypatch.setattr(scan_cache, "NUM_RECENT", NUM_RECENT)
     monkeypatch.setattr(scan_cache, "MOST_ENTRIES", SHORTEST)
-    monkeypatch.setattr(auto_module, "SHORTEST_SCANNED", SHORTEST)
+    for module in (auto_module, chain_way):
+        monkeypatch.setattr(module, "SHORTEST_SCANNED", SHORTEST)
     monkeypatch.setattr(plan_module, "MOST_ENTRIES", 32)
     monkeypatch.setattr(plan_module, "CHAIN_LENGTHS", (3,))
     for module in (texts_module, scan_module):  # a program for each pair
         monkeypatch.setattr(module, "MOST_SAMPLED", 4)
         monkeypatch.setattr(module, "SAMPLED_PER_PROGRAM", 4)
     monkeypatch.setattr(auto_module, "NUM_BEST", 20)
-    monkeypatch.setattr(auto_module, "TREES_PER_PLAN", 1)
-    monkeypatch.setattr(auto_module, "ALWAYS_BETTER", 1.0)  # chains of three tokens gain little over trees
+    monkeypatch.setattr(policy, "SURELY_BETTER", 1.0)  # chains of three tokens bring little more than trees
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def files(one_layer_model: Path) -> ModelFiles:
 
 
 def rounds_always_pay() -> StepCosts:
-    """A cache row is worth any number of scans."""
+    """Return costs by which reading a cache takes so long that a row of it is worth any number of scans."""
     rows = 0.001 * np.array(ROW_COUNTS)
     return StepCosts((16, 32, 1000), np.array([0 * rows + 0.001, 0 * rows + 0.001, 10.0 + rows]), 64)
 
@@ -96,14 +96,14 @@ def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
     files: ModelFiles, make: MakeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for taking_in in ("LAUNCHES_IN_ROWS", "CROSSINGS_IN_ROWS"):
-        monkeypatch.setattr(plan_module, taking_in, 0)  # because there are few tokens
+        monkeypatch.setattr(plan_module, taking_in, 0)  # few tokens as there are
     reference = TargetModel.load(files, "float32", "cpu")
     plain = run(reference, AutoregressiveDrafter(reference, free_rows, None), sequences(reference))
     target = make(files, torch.float32, 2, LONGEST, linear="cublas")
     drafter = auto(target, rounds_always_pay, None)
-    assert isinstance(drafter, RepeatingDrafter)
-    assert isinstance(drafter.otherwise, AutoDrafter)
-    arena = drafter.otherwise._chains._new_entries.__self__  # type: ignore[attr-defined]
+    chains = drafter.ways["chain"]
+    assert isinstance(chains, ChainWay)
+    arena = chains.chains._new_entries.__self__  # type: ignore[attr-defined]
     assert isinstance(arena, SparseArena)
     assert arena.texts is not None
     for tensor in arena.texts.tensors():
@@ -127,6 +127,7 @@ def test_rounds_rest_while_more_jobs_run_than_have_room_for_their_texts(
     alone, both = sequences(target)[:1], sequences(target)
     together = run(target, drafter, both)
     assert drafter.counters.num_rounds == 0
+    drafter = auto(target, rounds_always_pay, None)
     assert run(target, drafter, alone) == together[:1]
     assert drafter.counters.num_rounds > 0
 
@@ -143,7 +144,7 @@ def test_rounds_rest_while_more_jobs_run_than_have_room_for_their_texts(
 def test_a_round_says_nearly_what_the_target_says(
     files: ModelFiles, make: MakeTarget, num_best: int, away: float
 ) -> None:
-    """Every layer reads its own scanned keys."""
+    """Every layer reads its own scanned keys: without them a round says something else."""
     target = make(files, torch.float32, 1, LONGEST, linear="cublas")
     new_entries = target.forwards.room_for(ScanKVCache, num_best)
     sequence = sequences(target)[0]
@@ -165,7 +166,7 @@ def test_a_round_says_nearly_what_the_target_says(
 def test_a_round_is_fifteen_launches_a_layer_in_one_graph(files: ModelFiles) -> None:
     target = cuda_target(files, torch.float32, 1, LONGEST)
     drafter = auto(target, rounds_always_pay, None)
-    assert isinstance(drafter, RepeatingDrafter)
+    assert "chain" in drafter.ways
     [rounds] = target.forwards._rounds.values()  # type: ignore[attr-defined]
     assert isinstance(rounds._graph, CheckedGraph)
     assert len(rounds._graph.launches) == target.cache_shape.num_layers * 15 + 3
@@ -173,6 +174,4 @@ def test_a_round_is_fifteen_launches_a_layer_in_one_graph(files: ModelFiles) -> 
 
 def test_where_nothing_can_be_scanned_there_are_trees_and_repeats_alone(files: ModelFiles) -> None:
     for make in (cuda_target, offloaded_target):
-        drafter = auto(make(files, torch.float32, 1, 16), rounds_always_pay, None)
-        assert isinstance(drafter, RepeatingDrafter)
-        assert isinstance(drafter.otherwise, TokenRecyclingDrafter)
+        assert set(auto(make(files, torch.float32, 1, 16), rounds_always_pay, None).ways) == {"plain", "tree"}

@@ -1,4 +1,4 @@
-"""Drafts of repeats in the text."""
+"""Drafts of what a text repeats of itself: found, followed, and counted for what they have brought."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ import numpy as np
 import pytest
 
 from swiftbatch.jobs.sampling_params import SamplingParams
-from swiftbatch.worker.drafters.auto.auto import auto
-from swiftbatch.worker.drafters.auto.repeated_text import (
-    IDLE_STEPS_AT_ONCE,
+from swiftbatch.worker.drafters.auto import auto
+from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.choice.choosing_drafter import REPEAT, ChoosingDrafter
+from swiftbatch.worker.drafters.choice.policy import PLAIN, Policy
+from swiftbatch.worker.drafters.choice.repeated_text import (
+    FEWEST_AT_ONCE,
+    MOST_AT_ONCE,
     MOST_TOLD_APART,
     NGRAM,
     REFUSED_FOR,
     RepeatedText,
-    RepeatingDrafter,
     RepeatShares,
+    RepeatWay,
 )
-from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.choice.ways import TreeWay
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 from swiftbatch.worker.engine.engine import Engine
-from swiftbatch.worker.forward.step_costs import StepCosts
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Verification
-from tests.worker.drafters.drafter_parts import free_rows, run_together
+from tests.worker.drafters.drafter_parts import dear_rows, free_rows, run_together
 
 VOCAB = 50
 PHRASE = [7, 3, 9, 1, 4, 8, 2, 6]
@@ -41,6 +43,7 @@ def sequence_of(tokens: list[int], room: int = 200) -> Sequence:
 
 
 def grown(tokens: list[int], shares: RepeatShares, first: int) -> tuple[Sequence, RepeatedText]:
+    """A text that came token by token behind its first ones."""
     sequence = sequence_of(tokens[:first])
     text = RepeatedText(sequence, shares)
     for token in tokens[first:]:
@@ -76,7 +79,7 @@ def test_a_text_without_repeats_promises_its_next_token_alone(length: int) -> No
 
 
 def test_a_text_that_grows_agrees_with_one_that_is_there() -> None:
-    """The repeat is one in the text, unless an older one still continues."""
+    """However it came, the repeat is one that stands there, unless an older one is still under way."""
     chance = random.Random(3)
     for _ in range(30):
         tokens = [chance.randrange(4) for _ in range(5)]
@@ -130,9 +133,17 @@ def target(tiny_model: Path) -> TargetModel:
     return TargetModel.load(locate_model(str(tiny_model)), "float32", "cpu")
 
 
+@pytest.fixture
+def repeats_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no other way bring anything by measured times."""
+    monkeypatch.setattr(Policy, "rate", 1e-9)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_auto_drafts_repeats_beside_trees_and_draws_the_same_tokens(target: TargetModel, temperature: float) -> None:
+def test_auto_drafts_repeats_beside_trees_and_draws_the_same_tokens(
+    target: TargetModel, temperature: float, repeats_pay: None
+) -> None:
     def sequences() -> list[Sequence]:
         params = SamplingParams(max_tokens=150, temperature=temperature, seed=5, ignore_eos=True)
         prompts = ([3, 1, 4, 1, 5], [2, 7, 1, 8] * 12, list(range(30)))
@@ -145,118 +156,86 @@ def test_auto_drafts_repeats_beside_trees_and_draws_the_same_tokens(target: Targ
 
     plain = outputs(Engine(target, AutoregressiveDrafter(target, free_rows, None)))
     drafter = auto(target, free_rows, None)
-    assert isinstance(drafter, RepeatingDrafter)
-    num_repeating = count_repeating_steps(drafter)
     assert outputs(Engine(target, drafter)) == plain
-    assert num_repeating[0] > 0
-    assert not drafter._texts
+    assert ways_of(drafter, target, sequences()).count(REPEAT) > 0
+    assert not repeats_of(drafter)._texts
 
 
-def test_what_repeats_bring_is_not_learned_of_trees(target: TargetModel) -> None:
-    drafter = auto(target, free_rows, None)
-    assert isinstance(drafter, RepeatingDrafter)
-    num_repeating, num_drafted = count_repeating_steps(drafter), 0
-    engine, params = Engine(target, drafter), SamplingParams(max_tokens=150, temperature=0.0, seed=5, ignore_eos=True)
-    sequence = Sequence("a", [2, 7, 1, 8] * 12, params, target.vocab_size)
-    engine.start(sequence)
-    drafter._budget.clock.begin(1.0, "tree")
-    while sequence.finish_reason is None:
-        num_drafted += sum(verification.num_proposed_tokens > 0 for _, verification in engine.step())
-        assert drafter._budget.clock._open is None or not drafter._is_repeating  # such a step is not timed
-    assert num_repeating[0] > 0
-    assert drafter._budget.state(sequence)[TILE_ROWS] == num_drafted - num_repeating[0]
+def repeats_of(drafter: ChoosingDrafter) -> RepeatWay:
+    assert drafter._repeats is not None
+    return drafter._repeats
 
 
-def count_repeating_steps(drafter: RepeatingDrafter) -> list[int]:
-    """Count the steps in which the drafter proposed."""
-    counted, choose = [0], drafter._sizes_that_pay
+def ways_of(drafter: ChoosingDrafter, target: TargetModel, sequences: list[Sequence]) -> list[str]:
+    """Run sequences to their ends; return the way of each step."""
+    engine, ways = Engine(target, drafter), list[str]()
+    for sequence in sequences:
+        engine.start(sequence)
+    while any(sequence.finish_reason is None for sequence in sequences):
+        if engine.step():
+            ways.append(drafter.way)
+    for sequence in sequences:
+        engine.stop(sequence)
+    return ways
 
-    def counting(*given: object) -> list[int] | None:
-        sizes = choose(*given)  # type: ignore[arg-type]
-        counted[0] += sizes is not None
-        return sizes
 
-    drafter._sizes_that_pay = counting  # type: ignore[method-assign, assignment]
-    return counted
+def repeating(target: TargetModel, temperature: float = 0.0, num_tokens: int = 150) -> Sequence:
+    params = SamplingParams(max_tokens=num_tokens, temperature=temperature, seed=5, ignore_eos=True)
+    return Sequence("a", [2, 7, 1, 8] * 12, params, target.vocab_size)
+
+
+def test_what_repeats_bring_is_not_learned_of_trees(target: TargetModel, repeats_pay: None) -> None:
+    drafter, learned = auto(target, free_rows, None), list[int]()
+    trees = drafter.ways["tree"]
+    assert isinstance(trees, TreeWay)
+    observe = trees.sizes.observe
+    trees.sizes.observe = lambda verified: [learned.append(len(verified)), observe(verified)][1]  # type: ignore[method-assign, func-returns-value]
+    ways = ways_of(drafter, target, [repeating(target)])
+    assert ways.count(REPEAT) > 0
+    assert sum(learned) == ways.count("tree")
 
 
 def test_where_rows_cost_as_much_as_steps_repeats_are_not_drafted(target: TargetModel) -> None:
-    dear = StepCosts((64, 8192), np.outer([1.0, 2.0], [1, 2, 4, 8, 16, 32]) * 4.0)
-    drafter = auto(target, lambda: dear, None)
-    assert isinstance(drafter, RepeatingDrafter)
-    num_repeating = count_repeating_steps(drafter)
-    params = SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
-    sequence = Sequence("a", [2, 7, 1, 8] * 12, params, target.vocab_size)
-    run_together(Engine(target, drafter), [sequence])
-    assert num_repeating[0] == 0
+    assert REPEAT not in ways_of(auto(target, dear_rows, None), target, [repeating(target, 1.0, 60)])
 
 
 def test_repeats_that_did_not_pay_are_planned_for_again_after_a_while(target: TargetModel) -> None:
-    dear = StepCosts((64, 8192), np.outer([1.0, 2.0], [1, 2, 4, 8, 16, 32]) * 4.0)
-    drafter = auto(target, lambda: dear, None)
-    assert isinstance(drafter, RepeatingDrafter)
-    num_plans, choose = 0, drafter._sizes_that_pay
+    way, num_plans = repeats_of(auto(target, dear_rows, None)), 0
+    planned = way._planned
 
-    def counting(requests: list[DraftRequest], repeated: set[str]) -> list[int] | None:
+    def counting(*given: Any) -> float:
         nonlocal num_plans
         num_plans += 1
-        return choose(requests, repeated)
+        return planned(*given)
 
-    drafter._sizes_that_pay = counting  # type: ignore[method-assign]
+    way._planned = counting  # type: ignore[method-assign]
     sequence, phrase = sequence_of([2, 7, 1, 8] * 12), [2, 7, 1, 8]
-    drafter.start(sequence, target.new_cache(400))
-    for step in range(8 * REFUSED_FOR):  # of which many rest
-        assert not any(map(len, drafter.propose([DraftRequest(sequence, 31, 31, 0.0)])))
+    way.start(sequence, target.new_cache(400))
+    for step in range(8 * REFUSED_FOR):
+        assert not way.pays([DraftRequest(sequence, 31, 31)], 0.0, rate=1.0)
         sequence.extend([phrase[step % 4]])
-        drafter.update(sequence, Verification(DraftTree(), [], [phrase[step % 4]], [1], None, None, None))
-        drafter._texts["a"].catch_up(sequence)
-    assert 2 <= num_plans <= 5
+        way.hear([(sequence, Verification(DraftTree(), [], [phrase[step % 4]], [1], None, None))])
+    assert 7 <= num_plans <= 9 + MOST_TOLD_APART  # once for each length that is told apart, and then now and then
 
 
-def plain_steps(drafter: RepeatingDrafter, sequences: list[Sequence], num_steps: int) -> None:
-    """Nothing is accepted, and texts have no repeats."""
-    for _ in range(num_steps):
-        trees = drafter.propose([DraftRequest(sequence, 31, 31, 0.0) for sequence in sequences])
-        for sequence, tree in zip(sequences, trees, strict=True):
-            sequence.extend([random.Random(len(sequence)).randrange(VOCAB)])
-            rows = np.array([1, *tree.token_ids])
-            drafter.update(sequence, Verification(tree, [], sequence.token_ids[-1:].tolist(), rows, None, None, None))
+def test_plain_steps_pass_ever_more_at_once_while_no_text_repeats_itself(target: TargetModel) -> None:
+    way = repeats_of(auto(target, dear_rows, None))
+    sequence = sequence_of([*range(9)])
+    way.start(sequence, target.new_cache(400))
+    at_once = []
+    for _ in range(4):
+        way.pays([DraftRequest(sequence, 31, 31)], 0.0, rate=1.0)
+        at_once.append(way.most_steps)
+    assert at_once == [2 * FEWEST_AT_ONCE, MOST_AT_ONCE, MOST_AT_ONCE, MOST_AT_ONCE]
+    sequence.extend([*range(9)])
+    way.hear([(sequence, Verification(DraftTree(), [], [*range(9)], [1], None, None))])
+    way.pays([DraftRequest(sequence, 31, 31)], 0.0, rate=1.0)
+    assert way.most_steps == FEWEST_AT_ONCE
 
 
-def test_steps_that_rest_ask_nobody_and_are_counted_behind_the_rest(target: TargetModel) -> None:
-    dear = StepCosts((64, 8192), np.outer([1.0, 2.0], [1, 2, 4, 8, 16, 32]) * 4.0)
-    drafter = auto(target, lambda: dear, None)
-    assert isinstance(drafter, RepeatingDrafter)
-    asked, propose = [], drafter.otherwise.propose
-
-    def asking(requests: list[DraftRequest]) -> list[DraftTree]:
-        asked.append(len(requests))
-        return propose(requests)
-
-    drafter.otherwise.propose = asking  # type: ignore[method-assign]
-    noted, rested = [], drafter._budget.rested
-
-    def resting(sequences: list[Sequence], num_steps: int, *others: Any) -> None:
-        noted.append(num_steps)
-        rested(sequences, num_steps, *others)
-
-    drafter._budget.rested = resting  # type: ignore[method-assign]
-    first, second = (Sequence(name, [*range(9)], SamplingParams(max_tokens=800), VOCAB) for name in "ab")
-    for sequence in (first, second):  # the second one still has unread text
-        drafter.start(sequence, target.new_cache(900))
-    plain_steps(drafter, [first], 300)
-    drafter.state(first)
-    asked.clear()
-    noted.clear()
-    plain_steps(drafter, [first], 300)
-    drafter.state(first)
-    assert 0 < len(asked) < 30
-    assert max(noted) > IDLE_STEPS_AT_ONCE
-    assert len(asked) + sum(noted) == 300
-    assert drafter._texts["a"]._num_tokens == len(first)
-    plain_steps(drafter, [first], 1)
-    while not drafter._num_idle:
-        plain_steps(drafter, [first], 1)
-    asked.clear()
-    plain_steps(drafter, [first, second], 1)
-    assert asked == [2]
+def test_plain_decoding_goes_on_in_runs_where_nothing_pays(target: TargetModel) -> None:
+    drafter = auto(target, dear_rows, None)
+    params = SamplingParams(max_tokens=300, temperature=1.0, seed=5, ignore_eos=True)
+    ways = ways_of(drafter, target, [Sequence("a", [*range(9)], params, target.vocab_size)])
+    assert set(ways) == {PLAIN}
+    assert drafter.pass_plain(31) > 0

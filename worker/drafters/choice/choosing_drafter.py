@@ -1,0 +1,161 @@
+"""The drafter that has several ways to draft, and a policy that chooses among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import numpy as np
+import torch
+
+from swiftbatch.worker.drafters.choice.chain_way import ChainWay
+from swiftbatch.worker.drafters.choice.policy import PLAIN, Policy, StepCall
+from swiftbatch.worker.drafters.choice.repeated_text import RepeatWay
+from swiftbatch.worker.drafters.choice.ways import DraftWay, PlainWay, TreeWay
+from swiftbatch.worker.drafters.drafter_interface import DraftCounters, Drafter, DraftRequest, ReadRows, Verified
+from swiftbatch.worker.drafters.tree_drafter import TreeDrafter
+from swiftbatch.worker.forward.step_costs import Costs, StepCosts, seconds_now
+from swiftbatch.worker.kv.full_cache import FullKVCache
+from swiftbatch.worker.sampling.draft_tree import DraftTree
+from swiftbatch.worker.sampling.sequence import Sequence
+from swiftbatch.worker.sampling.verification import Verification
+
+TREE, CHAIN, REPEAT = "tree", "chain", "repeat"
+HEARD = 512  # tokens in front of a trial, whose hidden states are taken
+
+
+class ChoosingDrafter(Drafter):
+    """Drafts each step the way that brings most tokens per second."""
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        trees: TreeWay,
+        repeats: RepeatWay | None = None,
+        chains: ChainWay | None = None,
+        others: dict[str, DraftWay] | None = None,
+        clock: Callable[[], float] = seconds_now,
+    ) -> None:
+        """Choose between plain decoding, trees, chains and others; `repeats` take a step wherever they promise more."""
+        self.policy, self._clock = Policy(), clock
+        self.ways: dict[str, DraftWay] = {PLAIN: PlainWay(costs), TREE: trees, **(others or {})}
+        if chains is not None:
+            self.ways[CHAIN] = chains
+        self._repeats, self._chains = repeats, chains
+        self._all = [*self.ways.values(), *([repeats] if repeats is not None else [])]
+        self.needs_top_k = any(way.needs_top_k for way in self._all)
+        self.needs_hidden = any(way.needs_hidden for way in self._all)
+        self.phases = () if chains is None else chains.chains.phases
+        self.way = PLAIN  # of the newest step
+        self._sequences: list[Sequence] = []  # of that step
+        self._is_chosen = False  # whether it has been proposed for and not verified yet
+        self._begun = 0.0
+
+    @property
+    def draft_kind(self) -> str:
+        return self._newest.draft_kind
+
+    @property
+    def wants_candidates(self) -> bool:
+        return self._newest.wants_candidates
+
+    @property
+    def wants_hidden(self) -> bool:
+        return any(
+            way.needs_hidden and (name == self.way or self.policy.num_tokens_to_trial(name) < HEARD)
+            for name, way in self.ways.items()
+        )
+
+    @property
+    def counters(self) -> DraftCounters:
+        return super().counters if self._chains is None else self._chains.counters
+
+    def start(self, sequence: Sequence, cache: FullKVCache) -> None:
+        for way in self._all:
+            way.start(sequence, cache)
+
+    def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
+        if not requests:
+            return []
+        sequences = [request.sequence for request in requests]
+        if not (self._is_chosen and sequences == self._sequences):
+            self._begun, self._sequences, self._is_chosen = self._clock(), sequences, True
+            self._choose(requests)
+        trees = self._newest.propose(requests)
+        if trees is None:
+            self.way = TREE
+            trees = self.ways[TREE].propose(requests)
+            assert trees is not None
+        return trees
+
+    def pass_plain(self, most: int) -> int:
+        if self.way != PLAIN or self.wants_hidden:
+            return 0
+        most = min(most, self.policy.most_steps - 1)
+        return most if self._repeats is None else min(most, self._repeats.most_steps - 1)
+
+    def learn(self, rows: ReadRows) -> None:
+        for way in self._all:
+            way.learn(rows)
+
+    def read(self, sequence: Sequence, position: int, hidden: torch.Tensor) -> None:
+        for way in self._all:
+            way.read(sequence, position, hidden)
+
+    def update(self, sequence: Sequence, verification: Verification) -> None:
+        self.update_all([(sequence, verification)])
+
+    def update_all(self, verified: Many[Verified]) -> None:
+        newest, self._is_chosen = self._newest, False
+        newest.update_all(verified)
+        for way in self._all:
+            if way is not newest:
+                way.hear(verified)
+        if verified:
+            call, seconds = _call_of(verified), self._clock() - self._begun
+            self.policy.observe(self.way, call, seconds, newest.expected_seconds)
+
+    def stop(self, sequence: Sequence) -> None:
+        for way in self._all:
+            way.stop(sequence)
+
+    def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
+        """Return what ways keep. Rates are left out: another machine soon finds its own."""
+        return {name: array for way in self._all for name, array in way.state(sequence).items()}
+
+    def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
+        before = {} if self._chains is None else self._chains.state(sequence)
+        if self._chains is not None:
+            self._chains.restore(sequence, state)
+        try:
+            self.ways[TREE].restore(sequence, state)
+        except ValueError:
+            if self._chains is not None:
+                self._chains.restore(sequence, before)
+            raise
+
+    @property
+    def _newest(self) -> DraftWay:
+        return self._repeats if self.way == REPEAT and self._repeats is not None else self.ways[self.way]
+
+    def _choose(self, requests: list[DraftRequest]) -> None:
+        times, otherwise = self.policy.times, requests[0].overhead
+
+        def promises() -> dict[str, float | None]:
+            return {name: way.promise(requests, times.beside(name, otherwise)) for name, way in self.ways.items()}
+
+        self.way = self.policy.choose(requests, promises)
+        if self._repeats is not None and self._repeats.pays(requests, times.beside(TREE, otherwise), self.policy.rate):
+            self.way = REPEAT
+
+
+def _call_of(verified: Many[Verified]) -> StepCall:
+    """Add up what a call has brought."""
+    num_tokens = sum(len(verification.committed_ids) for _, verification in verified)
+    num_steps = max(verification.num_steps for _, verification in verified)
+    return StepCall(num_tokens, num_steps, sum(len(verification.tree) for _, verification in verified))
+
+
+def with_trees(drafter: TreeDrafter, costs: Costs) -> ChoosingDrafter:
+    """Choose between plain decoding and the trees of a drafter."""
+    return ChoosingDrafter(costs(), TreeWay(drafter, costs()))

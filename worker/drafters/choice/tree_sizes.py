@@ -1,0 +1,134 @@
+"""Sizes of draft trees: each sequence of a step gets the nodes that bring most tokens per second of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import numpy as np
+
+from swiftbatch.worker.drafters.drafter_interface import DraftRequest, Verified
+from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, PRIOR_ACCEPTANCE, NodeAcceptance, together
+from swiftbatch.worker.forward.step_costs import StepCosts
+from swiftbatch.worker.sampling.sequence import Sequence
+
+NUM_ROWS = np.array(NODE_CHOICES) + 1
+NUM_PASSES = 2  # over the shares, each by the rate that the last ones promise: more passes change nothing
+PLAN_EVERY, PLAN_AT_LEAST_EVERY = 8, 64  # trees: to find shares takes half a short step
+
+
+def best_shares(
+    costs: StepCosts, tokens: np.ndarray, lengths: np.ndarray, beside: float, can_be_none: bool = True
+) -> tuple[np.ndarray, float]:
+    """Choose the index into `NODE_CHOICES` of each sequence, `[num_sequences]`, for most tokens per second of all.
+
+    `tokens [num_sequences, num_choices]` are those that trees of these sizes bring, `lengths [num_sequences]` those of
+    the caches; a step takes `beside` seconds beside its forward. Returns the rate, too. Unless `can_be_none`, one
+    sequence at least has a tree.
+    """
+    own = costs.own_seconds(NUM_ROWS, lengths)  # [num_sequences, num_choices]
+    rates = _rates_alike(costs, tokens, own, beside)
+    first = 0 if can_be_none else 1
+    best = np.full(len(lengths), first + int(np.argmax(rates[first:])))
+    best_rate = rates[best[0]]
+    for _ in range(NUM_PASSES if len(lengths) > 1 else 0):  # one sequence alone has no other shares than those
+        for price in costs.row_prices(int(NUM_ROWS[best].sum())):
+            priced = (tokens - best_rate * (own + price * NUM_ROWS)).argmax(axis=1)
+            rate = rate_of(costs, tokens, own, priced, beside)
+            if rate > best_rate and (can_be_none or priced.any()):
+                best, best_rate = priced, rate
+    return best, best_rate
+
+
+def _rates_alike(costs: StepCosts, tokens: np.ndarray, own: np.ndarray, beside: float) -> list[float]:
+    """Return the tokens per second where all sequences have the same one of `NODE_CHOICES`, for each of these."""
+    brought, seconds, number = tokens.sum(axis=0).tolist(), own.sum(axis=0).tolist(), len(tokens)
+    return [
+        brought[choice] / together(costs.shared_seconds(number * (num_nodes + 1)) + seconds[choice], beside)
+        for choice, num_nodes in enumerate(NODE_CHOICES)
+    ]
+
+
+def rate_of(costs: StepCosts, tokens: np.ndarray, own: np.ndarray, chosen: np.ndarray, beside: float) -> float:
+    """Return the tokens per second where sequences have the `chosen` ones of `NODE_CHOICES`, `[num_sequences]`.
+
+    `tokens` and `own` seconds are `[num_sequences, num_choices]`.
+    """
+    sequences = np.arange(len(chosen))
+    forward = costs.shared_seconds(int(NUM_ROWS[chosen].sum())) + own[sequences, chosen].sum()
+    return float(tokens[sequences, chosen].sum() / together(forward, beside))
+
+
+def forward_seconds(costs: StepCosts, requests: list[DraftRequest], sizes: list[int]) -> float:
+    """Return the seconds of a forward of trees of these numbers of nodes."""
+    own = costs.own_seconds(np.arange(max(sizes) + 1) + 1, lengths_of(requests))
+    return float(costs.shared_seconds(len(sizes) + sum(sizes)) + own[np.arange(len(sizes)), sizes].sum())
+
+
+def lengths_of(requests: list[DraftRequest]) -> np.ndarray:
+    """Return the cached positions of sequences, `[num_sequences]`."""
+    return np.array([len(request.sequence) - 1 for request in requests])
+
+
+class TreeSizes:
+    """The acceptance of every sequence, and the sizes that follow from it until more was learned."""
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._probed, self.costs = costs, costs
+        self._own: dict[str, NodeAcceptance] = {}
+        self._mean = PRIOR_ACCEPTANCE  # of sequences that left: the next ones begin with it
+        self._left: NodeAcceptance | None = None  # of the newest of them
+        self._shares: dict[str, int] = {}  # planned indices into `NODE_CHOICES`
+        self._num_learned = 0  # trees since the plan
+        self._plan_every = PLAN_EVERY
+
+    def plan(self, requests: list[DraftRequest], beside: float) -> float:
+        """Find the sizes of the coming trees; return the tokens per second that they promise."""
+        self.costs = self._probed.as_routed()
+        shares, rate = best_shares(self.costs, self.tokens(requests), lengths_of(requests), beside, can_be_none=False)
+        plan = {r.sequence.sequence_id: int(share) for r, share in zip(requests, shares, strict=True)}
+        self._plan_every = min(2 * self._plan_every, PLAN_AT_LEAST_EVERY) if plan == self._shares else PLAN_EVERY
+        self._shares, self._num_learned = plan, 0
+        return rate
+
+    def sizes(self, requests: list[DraftRequest], beside: float) -> list[int]:
+        """Return the numbers of nodes of the coming trees: now and then more than pay, to learn of them."""
+        names = {request.sequence.sequence_id for request in requests}
+        if names != self._shares.keys() or self._num_learned >= self._plan_every * len(names):
+            self.plan(requests, beside)
+        return [min(r.max_nodes, NODE_CHOICES[self._choice(r.sequence)]) for r in requests]
+
+    def _choice(self, sequence: Sequence) -> int:
+        return self._of(sequence).looked_at(self._shares[sequence.sequence_id], len(NODE_CHOICES))
+
+    def tokens(self, requests: list[DraftRequest]) -> np.ndarray:
+        """Return the tokens that trees of `NODE_CHOICES` nodes bring in a step, `[num_sequences, num_choices]`."""
+        return np.array([self._of(request.sequence).tokens(NODE_CHOICES) for request in requests])
+
+    def observe(self, verified: Many[Verified]) -> None:
+        """Learn from verified trees; from an empty one, that a step went by."""
+        for sequence, verification in verified:
+            self._num_learned += verification.num_proposed_tokens > 0
+            self._of(sequence).observe(verification.num_proposed_tokens, verification.proposed_path)
+
+    def learn(self, sequence: Sequence, num_nodes: int, path: list[int]) -> None:
+        """Learn from a tree that was checked beside a step's own."""
+        self._of(sequence).learn(num_nodes, path)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forget a sequence that has left; its acceptance counts in the mean for sequences to come."""
+        if left := self._own.pop(sequence.sequence_id, None):
+            others = min(1, len(self._own))  # one that was alone knew all that was seen before
+            self._mean = (others * self._mean + np.array(left.shares)) / (others + 1)
+            self._left = left
+
+    def state(self, sequence: Sequence) -> np.ndarray:
+        return self._of(sequence).state()
+
+    def restore(self, sequence: Sequence, state: np.ndarray) -> None:
+        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
+        self._of(sequence).restore(state)
+
+    def _of(self, sequence: Sequence) -> NodeAcceptance:
+        if (own := self._own.get(sequence.sequence_id)) is None:
+            own = self._own[sequence.sequence_id] = NodeAcceptance(self._mean, self._left)
+        return own
