@@ -215,8 +215,7 @@ def submit(
     \b
     Example:
       swiftbatch submit jobs.jsonl
-      swiftbatch submit jobs.jsonl --run my-run --workers 2
-      swiftbatch submit 'part-*.parquet' --run my-run --column prompt=text
+      swiftbatch submit 'part-*.parquet' --run my-run --workers 2 --column prompt=text
     """
     from swiftbatch.jobs.input.job_files import run_folder_beside
     from swiftbatch.scheduler.display.events import FieldsWithoutEffect, RunFolderChosen
