@@ -30,6 +30,7 @@ SURELY_BETTER = 2.0  # times plain decoding, as promised: a way that begins with
 UNMEASURED_GAIN = 1.1  # times plain decoding, for a way that cannot promise anything
 MUCH_LONGER = 1.5  # times the text of other sequences: rates measured for them do not count
 NUM_TIMES, FEWEST_TIMES = 15, 3  # newest times that tell what a step takes beside its forward
+MOST_UNKNOWN = 16  # newest calls that a rate leaves out: to find it anew takes a fifth of a short step
 MOST_HELD_UP = 1.5  # times the median of like calls
 DRAFTING_SECONDS = 0.2e-3  # that drafts take beside forwards, before any was seen
 MOST_BESIDE = 9  # times the seconds of a forward
@@ -53,21 +54,19 @@ class TokenRate:
 
     def __init__(self, before: TokenRate | None = None) -> None:
         """Begin with the calls of another one."""
-        self._calls: deque[tuple[StepCall, float]] = deque(
-            before._calls if before else (), maxlen=NUM_KEPT
-        )  # with their seconds
+        self._calls: deque[tuple[StepCall, float]] = deque(before._calls if before else (), maxlen=NUM_KEPT)
         self.num_calls = len(self._calls)
-        self._value: float | None = None  # None since a call came
+        self._value, self._num_known = 0.0, 0  # and the calls that it was found by
 
     def observe(self, call: StepCall, seconds: float) -> None:
         self._calls.append((call, seconds))
         self.num_calls += 1
-        self._value = None
 
     @property
     def value(self) -> float:
-        """Tokens per second; 0 before the first call."""
-        if self._value is None:
+        """Tokens per second, by all calls but the newest few; 0 before the first call."""
+        if self.num_calls - self._num_known > min(self._num_known // 4, MOST_UNKNOWN):
+            self._num_known = self.num_calls
             by_kind = defaultdict[tuple[int, int], list[tuple[int, float]]](list)
             for call, seconds in self._calls:
                 by_kind[call.kind].append((call.num_tokens, seconds))

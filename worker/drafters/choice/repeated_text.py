@@ -12,7 +12,7 @@ import numpy as np
 from swiftbatch.worker.drafters.choice.tree_sizes import best_shares, lengths_of
 from swiftbatch.worker.drafters.choice.ways import DraftWay, TreeWay
 from swiftbatch.worker.drafters.drafter_interface import DraftRequest, Verified
-from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES
+from swiftbatch.worker.drafters.tree_budget import NODE_CHOICES, together
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -131,7 +131,8 @@ class RepeatedText:
         return (ngram[0] * a + ngram[1] * b + ngram[2] * c + ngram[3] * d) % self._num_buckets
 
 
-FEW_NODES = (7,)
+FEW_NODES = 7
+NEARLY = 0.85  # times the rate of the chosen way, by a few nodes: a repeat that promises less is not planned for
 PROMISING = 1.3  # tokens a step of a chain that short: a repeat that promises less is not worth planning for
 BETTER = 1.05  # times the rate of the chosen way
 REFUSED_FOR = 16  # steps until repeats as long are planned for again: to plan takes a tenth of a batch's step
@@ -164,6 +165,10 @@ class RepeatWay(DraftWay):
         promised = {name: tokens for name in names if (tokens := self._promised(name)) > PROMISING}
         self.most_steps = FEWEST_AT_ONCE if promised else min(2 * self.most_steps, MOST_AT_ONCE)
         if sum(promised.values()) - len(promised) <= (BETTER - 1) * len(requests):
+            return False
+        few = [FEW_NODES if name in promised else 0 for name in names]
+        seconds = together(self._trees.sizes.forward_seconds(requests, few), beside)
+        if len(requests) + sum(promised.values()) - len(promised) < NEARLY * rate * seconds:
             return False
         lengths = tuple(sorted(self._texts[name].num_told_apart for name in promised))
         self._num_since += 1
@@ -206,7 +211,7 @@ class RepeatWay(DraftWay):
     def _promised(self, name: str) -> float:
         """Return the tokens of a step that drafts a few nodes of what a text repeats; 1 where it repeats nothing."""
         text = self._texts[name]
-        return text.tokens(FEW_NODES)[0] if text.num_matched else 1.0
+        return text.tokens((FEW_NODES,))[0] if text.num_matched else 1.0
 
     def _planned(self, requests: list[DraftRequest], repeated: set[str], beside: float) -> float:
         """Find the nodes of each sequence; return the tokens per second that they promise."""

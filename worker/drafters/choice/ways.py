@@ -16,7 +16,7 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 
-SAME_LENGTH = 64  # positions that change a step's time by little
+SAME_LENGTH = 1 / 16  # of a text: it changes a step's time by little
 
 
 class DraftWay(Learner):
@@ -60,7 +60,7 @@ class PlainWay(DraftWay):
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         number, longest = len(requests), max(len(request.sequence) for request in requests)
-        if number != self._known_for[0] or abs(longest - self._known_for[1]) > SAME_LENGTH:
+        if number != self._known_for[0] or abs(longest - self._known_for[1]) > SAME_LENGTH * longest:
             self._known_for = number, longest  # to ask for it takes a tenth of a short step
             self.expected_seconds = forward_seconds(self._costs.as_routed(), requests, [0] * number)
         return [DraftTree()] * len(requests)

@@ -12,6 +12,7 @@ import pytest
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.drafters.auto import auto
 from swiftbatch.worker.drafters.autoregressive import AutoregressiveDrafter
+from swiftbatch.worker.drafters.choice import repeated_text
 from swiftbatch.worker.drafters.choice.choosing_drafter import REPEAT, ChoosingDrafter
 from swiftbatch.worker.drafters.choice.policy import PLAIN, Policy
 from swiftbatch.worker.drafters.choice.repeated_text import (
@@ -199,7 +200,10 @@ def test_where_rows_cost_as_much_as_steps_repeats_are_not_drafted(target: Target
     assert REPEAT not in ways_of(auto(target, dear_rows, None), target, [repeating(target, 1.0, 60)])
 
 
-def test_repeats_that_did_not_pay_are_planned_for_again_after_a_while(target: TargetModel) -> None:
+def test_repeats_that_did_not_pay_are_planned_for_again_after_a_while(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeated_text, "NEARLY", 0.0)
     way, num_plans = repeats_of(auto(target, dear_rows, None)), 0
     planned = way._planned
 
@@ -216,6 +220,15 @@ def test_repeats_that_did_not_pay_are_planned_for_again_after_a_while(target: Ta
         sequence.extend([phrase[step % 4]])
         way.hear([(sequence, Verification(DraftTree(), [], [phrase[step % 4]], [1], None, None))])
     assert 7 <= num_plans <= 9 + MOST_TOLD_APART  # once for each length that is told apart, and then now and then
+
+
+def test_a_repeat_that_promises_far_less_than_the_chosen_way_is_not_planned_for(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way, sequence = repeats_of(auto(target, dear_rows, None)), sequence_of([2, 7, 1, 8] * 12)
+    way.start(sequence, target.new_cache(400))
+    monkeypatch.setattr(way, "_planned", None)
+    assert not way.pays([DraftRequest(sequence, 31, 31)], 0.0, rate=1.0)
 
 
 def test_plain_steps_pass_ever_more_at_once_while_no_text_repeats_itself(target: TargetModel) -> None:
