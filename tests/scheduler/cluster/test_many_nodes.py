@@ -27,7 +27,7 @@ from tests.worker.session.session_parts import PLAINLY
 
 pytestmark = pytest.mark.ray
 
-NUM_TOKENS = 500
+NUM_TOKENS = 1000
 JOBS: list[dict[str, Any]] = [
     {"custom_id": name, "prompt": prompt, "max_tokens": 4 * NUM_TOKENS, "temperature": 0.8, "ignore_eos": True}
     for name, prompt in list(PROMPTS.items())[:3]
@@ -146,7 +146,7 @@ def test_a_worker_that_is_asked_to_end_hands_its_jobs_back_whole(
 @pytest.mark.slow
 def test_chaos_runs_on_a_cluster_that_is_there(cluster: LocalCluster, tmp_path: Path) -> None:
     findings = tmp_path / "chaos.json"
-    size = ["--jobs", "2", "--tokens", "800", "--kills", "2", "--slots", "1", "--checkpoint-tokens", "64"]
+    size = ["--jobs", "2", "--tokens", "12000", "--kills", "2", "--slots", "1", "--checkpoint-tokens", "64"]
     where = ["--address", cluster.address, "--run", str(tmp_path / "runs"), "--json", str(findings)]
     command = swiftbatch("chaos", *size, *where)
     process = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
