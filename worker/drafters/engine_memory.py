@@ -1,4 +1,4 @@
-"""The room that an engine wants on a GPU beside the target's weights: known before any load, and without torch."""
+"""GPU memory that an engine needs beside the target's weights, computed without torch or a load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 
 
 def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, parts: str | Path | None) -> SlotsWanted:
-    """Return what an engine wants for jobs of up to `longest_job` positions; `parts` is the folder of `--draft-model`.
+    """Return the slots for jobs of up to `longest_job` positions; `parts` is the folder of `--draft-model`.
 
     Raises ModelError as `check_parts` does.
     """
@@ -30,7 +30,7 @@ def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, p
 
 
 def with_tried(wanted: SlotsWanted, engine: str, files: ModelFiles, parts_folder: Path | None) -> SlotsWanted:
-    """Add the memory of an engine that is only tried to the wanted slots; none where its part is missing."""
+    """Add the memory of a tried engine, unless its part is missing."""
     entry = engine_entry(engine)
     if entry.part is None:
         return wanted

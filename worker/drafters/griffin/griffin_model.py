@@ -1,9 +1,8 @@
 """GRIFFIN's draft model (Hu et al. 2025, section 4.2): one decoder layer over fused features and tokens.
 
-A row stands for one token of the text. It takes the token's embedding x and the target's feature F in front of it (the
-final hidden state that the token was drawn from), and gives two features: one that the target's language model head
-turns into logits of the next token, and one that stands in for F in the next row of a draft. Embedding and language
-model head are the target's own.
+A row takes a token's embedding x and the feature F that the token was drawn from (the target's final hidden state). It
+gives two features: one for the target's language model head, one in place of F for the draft's next row. Embedding and
+head are the target's own.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ SECOND_FUSIONS: dict[Fusion, tuple[Source, ...]] = {
 
 @dataclass(frozen=True)
 class GriffinConfig:
-    """Sizes of a draft model, and what of it is left out for an ablation."""
+    """Sizes of a draft model, and its ablation."""
 
-    hidden_size: int  # the target's
+    hidden_size: int  # as the target's
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
@@ -46,7 +45,7 @@ class GriffinConfig:
 
     @classmethod
     def for_target(cls, target: PreTrainedConfig) -> GriffinConfig:
-        """The target's own sizes; the second fusion expands to those of its feed-forward layers (A.3)."""
+        """Return the target's own sizes; the second fusion expands to those of its feed-forward layers (A.3)."""
         num_heads = target.num_attention_heads
         return cls(
             hidden_size=target.hidden_size,
@@ -58,7 +57,7 @@ class GriffinConfig:
         )
 
     def layer_config(self) -> LlamaConfig:
-        """The decoder layer's, as `transformers` wants it."""
+        """Return the decoder layer's configuration for `transformers`."""
         return LlamaConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -72,7 +71,7 @@ class GriffinConfig:
 
 
 class TokenGuidedFusion(nn.Module):
-    """Fuses features and token embeddings `[..., hidden]`, and guides the result by the tokens once more."""
+    """Fuses features and token embeddings `[..., hidden]`, then guides the result by the tokens once more."""
 
     def __init__(self, config: GriffinConfig) -> None:
         super().__init__()
@@ -96,7 +95,7 @@ class TokenGuidedFusion(nn.Module):
 
 
 class TokenEnhancedHead(nn.Module):
-    """Two linear layers, so that predicting tokens and regressing features do not pull at the same vector."""
+    """Two linear layers, so that token prediction and feature regression do not share a vector."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -110,7 +109,7 @@ class TokenEnhancedHead(nn.Module):
 
 
 class GriffinModel(nn.Module):
-    """Fusion, one decoder layer, head. How rows attend is up to the caller: see `set_attention`."""
+    """Fusion, one decoder layer, head. `set_attention` chooses the attention."""
 
     def __init__(self, config: GriffinConfig) -> None:
         super().__init__()
@@ -122,15 +121,14 @@ class GriffinModel(nn.Module):
         self.head = TokenEnhancedHead(config.hidden_size) if config.has_token_enhanced_head else None
 
     def set_attention(self, name: str) -> None:
-        """Use an attention that was registered with `transformers` under this name."""
         self.layer.self_attn.config._attn_implementation = name
 
     def forward(
         self, features: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predict features and regress features `[batch, num_rows, hidden]`, from inputs of that shape.
+        """Predict features and regress features, in the inputs' shape `[batch, num_rows, hidden]`.
 
-        `positions [batch, num_rows]`; `attention` goes to the attention function as it is.
+        `positions [batch, num_rows]`; `attention` is passed to the attention function.
         """
         fused = self.fusion(features, embeddings)
         hidden = self.layer(fused, position_embeddings=self.rotary(fused, positions), **attention)
