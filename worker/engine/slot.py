@@ -21,11 +21,11 @@ class Slot:
     sampler: Sampler
     stop_rule: StopRule
     constraints: Constraints
-    num_shared_tokens: int = 0  # first ones that other sequences, which may come later, are known to have
+    num_shared_tokens: int = 0  # first ones known to be shared with other, perhaps later, sequences
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens in front of the last one that the cache does not hold yet."""
+        """Return the number of tokens in front of the last one that the cache lacks."""
         return len(self.sequence) - 1 - self.cache.length
 
     def up_to_its_end(self, walk: Walk) -> Walk:
