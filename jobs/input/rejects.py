@@ -25,7 +25,7 @@ class Reject:
 
     @property
     def place(self) -> str:
-        """The place as `line 7` or `part-2.jsonl:7`."""
+        """Return the place as `line 7` or `part-2.jsonl:7`."""
         return f"line {self.line_number}" if self.file is None else f"{self.file}:{self.line_number}"
 
 

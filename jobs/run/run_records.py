@@ -81,7 +81,7 @@ class RunManifest(Frozen):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides a job's tokens besides its id and the hardware."""
+        """Return a hash of all that decides a job's tokens besides its id and the hardware."""
         model = [self.model_fingerprint, self.text_fingerprint, self.thinking_markers]
         later: list[str] = [] if self.kv_dtype is None else [self.kv_dtype]
         later += [self.clock] if self.reads_clock else []

@@ -85,7 +85,7 @@ class Retries:
         return replace(self, seconds=seconds_left)._call_again(action, failed)
 
     def _call_again(self, action: Callable[[], Result], failed: list[OSError]) -> Result:
-        """Do as `call` after a first try that `failed`."""
+        """Call `action` again after a first try that `failed`."""
 
         def action_again() -> Result:
             if failed:

@@ -46,7 +46,7 @@ class ChaosOptions:
 
     @property
     def tokens_per_checkpoint(self) -> int:
-        """The tokens of the whole run between two checkpoints."""
+        """Return the tokens of the whole run between two checkpoints."""
         return self.checkpoint_tokens * min(self.num_jobs, self.num_workers * self.num_slots)
 
     def submit_args(self, jobs_file: Path, run_uri: str, address: str) -> list[str]:

@@ -84,7 +84,7 @@ class LocalVictims:
         return f"{worker.id}, process {worker.pid}"
 
     def kill_raylet(self, workers: Sequence[WorkerStatus]) -> str | None:
-        """SIGKILL a worker's node and start another node."""
+        """Kill a worker's node with SIGKILL and start another node."""
         worker = self._choose(workers)
         node = None if worker is None else self._cluster.node_of(worker.pid)
         if node is None:

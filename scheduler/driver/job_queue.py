@@ -236,7 +236,7 @@ class JobQueue:
 
     @property
     def num_tokens_left(self) -> int:
-        """The most tokens to come."""
+        """Return the most tokens to come."""
         return self._num_tokens_left + self._untouched.num_tokens_left
 
     @property

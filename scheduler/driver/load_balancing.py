@@ -141,7 +141,7 @@ class LoadBalancer:
 
 
 def _seconds_of_first(lefts: list[int], per_token: NDArray[np.float64]) -> float:
-    """The worker always runs as many jobs as it can."""
+    """Return the seconds until all jobs end if the worker always runs as many as it can."""
     running, waiting, seconds, drawn = lefts[: len(per_token)], deque(lefts[len(per_token) :]), 0.0, 0
     heapify(running)  # keys are the tokens drawn per job when they end
     while running:

@@ -57,7 +57,7 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """Its state for metrics; a ready worker takes work."""
+        """Return its state for metrics; a ready worker takes work."""
         return "draining" if self.drain_reason else "ready" if self.info else "starting"
 
     def cancel(self, job_ids: Iterable[str]) -> None:

@@ -40,7 +40,7 @@ DrafterFactory = Callable[["TargetModel", "Costs", "Path | None"], "Drafter"]
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """A weight file that an engine drafts with, in the target's folder `parts` or in that of `--draft-model`."""
+    """A weight file of an engine, in the target's folder `parts` or in that of `--draft-model`."""
 
     reads_cache: ClassVar[bool] = True  # its drafts read the target's cache in part
     engine: str
@@ -230,8 +230,8 @@ def check_parts(engine: str, model: str, model_fingerprint: str, parts_folder: s
 def create_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: str | Path | None = None) -> Drafter:
     """Make an engine's drafter. `parts_folder` None means the target's own folder.
 
-    Raises ModelError if the engine is unknown, if its part is missing or does not fit, or if it reads parts of a cache
-    that the model's layers replace by states.
+    Raises ModelError if the engine is unknown, if its part is missing or unfit, or if it reads cache entries of layers
+    with states.
     """
     entry = engine_entry(name)
     if entry.part is not None and entry.part.reads_cache and target.cache_shape.recurrent is not None:

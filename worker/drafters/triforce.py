@@ -132,7 +132,7 @@ DEFAULTS = TriForceOptions()
 def triforce(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: TriForceOptions = DEFAULTS
 ) -> SelfSpeculationDrafter:
-    """A `DrafterFactory`. Raises ModelError without a draft model for this target."""
+    """Make TriForce's drafter. Raises ModelError without a draft model for this target."""
     draft_model = DraftModel.load(parts_folder, target)
     proposer = DraftModelProposer(draft_model, options.width, target.forwards.new_batch_sampler())
     plan = None if options.gammas is None else hierarchy(*options.gammas, options.width)

@@ -14,7 +14,7 @@ from swiftbatch.worker.sampling.verification import Walk
 
 @dataclass
 class Slot:
-    """A sequence and its cache, which holds every token but the last: the next step's root row adds that one."""
+    """A sequence and its cache of every token but the last; the next step's root row adds that one."""
 
     sequence: Sequence
     cache: FullKVCache

@@ -70,7 +70,7 @@ def _config(files: ModelFiles) -> PreTrainedConfig:
 
 
 class _Once:
-    """A tensor that is given away when it is asked for, so that experts are held once."""
+    """A tensor given away at its first use, so that experts are held once."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], name: str) -> None:
         self._tensors, self._name = tensors, name

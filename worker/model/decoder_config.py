@@ -97,7 +97,7 @@ class DecoderConfig:
 
     @property
     def head_order(self) -> list[int] | None:
-        """The stored places of a head's dimensions in the kernels' order; None where they are the same.
+        """Return the stored places of a head's dimensions in the kernels' order; None if they are the same.
 
         The kernels turn pairs half a head apart. Dimensions that are not turned stand in pairs, too, with the angle 0.
         """
@@ -240,7 +240,7 @@ def refuse_other_tensors(dense: DecoderConfig, stored: set[str]) -> None:
 
 
 def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
-    """Raises KeyError for numbers left to a default, ValueError for others."""
+    """Raise KeyError for numbers left to a default, ValueError for others."""
     latent = None if form.latent is None else read_mla(config, form.latent)
     sizes = _sizes(config, form, latent)
     head_dim = sizes["head_dim"] if latent is None else latent.sizes.rope_dim

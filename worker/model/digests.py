@@ -61,7 +61,7 @@ def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Di
 
 
 def download_fault(path: Path, hashed: Mapping[str, str]) -> str | None:
-    """Say that weights differ from the hub's, whose cache names them by SHA-256."""
+    """Return a fault if weights differ from the hub's; its cache names files by SHA-256."""
     for file in weight_files(path):
         download = file.resolve()
         expected, found = download.name, hashed.get(file.name, download.name)

@@ -58,7 +58,7 @@ class ModelFiles:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over config, tokenizer and weights."""
+        """Return the SHA-256 over config, tokenizer and weights."""
         return self.digests.fingerprint
 
     @property
@@ -67,7 +67,7 @@ class ModelFiles:
 
     @property
     def text_fingerprint(self) -> str:
-        """SHA-256 over chat templates and all else that makes tokens of a text."""
+        """Return the SHA-256 over chat templates and all else that makes tokens of a text."""
         return self.digests.text_fingerprint
 
     def refuse_other(self, expected: Mapping[str, str]) -> None:
@@ -122,7 +122,7 @@ def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
 
 
 def stored_layout(model: str, path: Path) -> Layout:
-    """Raises ModelError for damaged weights."""
+    """Raise ModelError for damaged weights."""
     try:
         return layout_in(path, read_whole_config(model, path))
     except FormatError as error:

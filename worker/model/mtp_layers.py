@@ -137,7 +137,7 @@ def _is_further(name: str, num_layers: int) -> bool:
 def _read(
     form: MTPSpec, heads: dict[str, StoredTensor], plain: Mapping[str, str], config: Config, path: Path
 ) -> Predictor:
-    """Raises NoPredictorError for tensors of another layer."""
+    """Raise NoPredictorError for tensors of another layer."""
     num_layers = config.get("num_hidden_layers") or 0
     names = {name: each for name in heads if (each := _own_name(plain[name], form, num_layers)) is not None}
     one = one_layer_config(config)

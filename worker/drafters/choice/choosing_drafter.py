@@ -1,4 +1,4 @@
-"""The drafter that has several ways to draft, and a policy that chooses among them."""
+"""A drafter with several ways to draft and a policy that chooses among them."""
 
 from __future__ import annotations
 

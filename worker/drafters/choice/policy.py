@@ -66,7 +66,7 @@ class TokenRate:
 
     @property
     def value(self) -> float:
-        """Tokens per second; 0 before the first call."""
+        """Return the tokens per second; 0 before the first call."""
         if self._value is None:
             by_kind = defaultdict[tuple[int, int], list[tuple[int, float]]](list)
             for call, seconds in self._calls:
@@ -91,7 +91,7 @@ class StepTimes:
         self._beside: dict[str, deque[float]] = {}
 
     def observe(self, way: str, seconds: float, expected: float) -> None:
-        """Take in a step that took `seconds` where its forwards should take `expected`."""
+        """Take in a step of `seconds`; its forwards should have taken `expected`."""
         kept = self._beside.setdefault(way, deque(maxlen=NUM_TIMES))
         kept.append(min(seconds - expected, MOST_BESIDE * expected))
 
@@ -134,7 +134,7 @@ class WayTrial:
 
     @property
     def ratio(self) -> float:
-        """The rate of the other way beside that of the best one."""
+        """Return the other way's rate / the best way's rate."""
         best = self.rates[False].value
         return self.rates[True].value / best if best else 1.0
 
@@ -160,7 +160,7 @@ class WayTrial:
 
 @dataclass
 class Place:
-    """What is known for about so many sequences, the longest of about this length."""
+    """Knowledge for a number of sequences, the longest of about this length."""
 
     number: int
     longest: int
@@ -191,7 +191,7 @@ class Place:
         self.others.pop(way, None)
 
     def put_off(self, way: str, num_tokens: float) -> None:
-        """Try a way after so many tokens, within bounds that double with every trial that it lost."""
+        """Try a way after so many tokens, within bounds that double with every lost trial."""
         least = SHORTEST_INTERVAL * self.number << self.num_lost.get(way, 0)
         self.due[way] = self.num_tokens + int(min(max(least, num_tokens), LONGEST_INTERVAL * self.number))
 
@@ -221,8 +221,8 @@ class Policy:
     def choose(self, requests: list[DraftRequest], promises: Callable[[], dict[str, float | None]]) -> str:
         """Return the way of the coming call.
 
-        `promises` are expected tokens per second of each way: 0 where it can draft nothing now, None where only a trial
-        can tell.
+        `promises` are expected tokens per second of each way: 0 if it can draft nothing now, None if only a trial can
+        tell.
         """
         names = [request.sequence.sequence_id for request in requests]
         is_over = self._is_over
@@ -252,12 +252,12 @@ class Policy:
 
     @property
     def rate(self) -> float:
-        """The tokens per second of the best way: measured, or promised before that."""
+        """Return the tokens per second of the best way: measured, or promised before that."""
         return self._place.rate.value or self._promised
 
     @property
     def most_steps(self) -> int:
-        """The plain steps that one call of this turn may take."""
+        """Return the most plain steps of one call in this turn."""
         turn = self._turn
         if isinstance(turn, BestTurn) and self._place.rate.num_calls:
             return max(1, (turn.most_tokens - turn.num_tokens) // self._place.number)
@@ -331,7 +331,7 @@ class Policy:
         return values
 
     def _meet(self, number: int, longest: int) -> None:
-        """Go on where such sequences were; begin anew where there were none."""
+        """Continue the place for such sequences, or begin a new one."""
         if self._place.fits(number, longest):
             return
         known = [each for each in self._places if each.fits(number, longest)] or [Place(number, longest)]

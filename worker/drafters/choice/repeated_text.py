@@ -1,4 +1,4 @@
-"""Drafts what a text repeats of itself, in the steps where that promises more than the way that is chosen."""
+"""Drafts repeats in the text, in steps where that promises more than the chosen way."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RepeatShares:
         self._shares[level] += rate * (goes_on - self._shares[level])
 
     def tokens(self, num_matched: int, choices: tuple[int, ...]) -> list[float]:
-        """The tokens that chains of so many nodes bring in a step, the bonus token included."""
+        """Return the expected tokens of a step with chains of each number of nodes, the bonus token included."""
         levels = (_level(num_matched + i) for i in range(max(choices)))
         reached = accumulate((self._shares[level] for level in levels), lambda path, share: path * share, initial=1.0)
         brought = list(accumulate(reached))
@@ -48,7 +48,7 @@ class RepeatShares:
 
 
 def _level(num_matched: int) -> int:
-    """The index into `PRIORS`."""
+    """Return the index into `PRIORS`."""
     return min(num_matched, MOST_TOLD_APART).bit_length() - NGRAM.bit_length()
 
 
@@ -72,7 +72,7 @@ class RepeatedText:
 
     @property
     def num_told_apart(self) -> int:
-        """The matched tokens as far as they make a difference."""
+        """Return the matched tokens as far as they make a difference."""
         return min(self.num_matched, MOST_TOLD_APART)
 
     def catch_up(self, sequence: Sequence) -> None:
@@ -93,11 +93,11 @@ class RepeatedText:
         self._num_tokens, self._ngram = end, ngram
 
     def tokens(self, choices: tuple[int, ...]) -> list[float]:
-        """The tokens that chains of so many nodes bring in a step; 1 where the text repeats nothing."""
+        """Return the expected tokens of a step with chains of each number of nodes; 1 without a repeat."""
         return self._shares.tokens(self.num_matched, choices) if self.num_matched else [1.0] * len(choices)
 
     def chain(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """The tokens that follow if the repeat goes on; one that overlaps itself goes on from what it repeated."""
+        """Return the tokens if the repeat goes on; one that overlaps itself goes on from its own tokens."""
         period = len(sequence) - self._source
         offsets = np.arange(num_tokens) % period
         found: list[int] = sequence.token_ids[self._source + offsets].tolist()
@@ -121,7 +121,7 @@ class RepeatedText:
             self.num_matched += 1
 
     def _index(self, token_ids: np.ndarray) -> None:
-        """Keep the newest place of every n-gram but that of the end, which `_begin` looks for first."""
+        """Keep the newest place of every n-gram but the last, which `_begin` looks up first."""
         if (num_ngrams := len(token_ids) - NGRAM) > 0:  # term by term: a window on each n-gram takes five times as long
             terms = (token_ids[i : i + num_ngrams] * factor for i, factor in enumerate(FACTORS))
             self._places[functools.reduce(operator.iadd, terms) % len(self._places)] = np.arange(NGRAM, len(token_ids))
@@ -204,7 +204,7 @@ class RepeatWay(DraftWay):
         del self._texts[sequence.sequence_id]
 
     def _promised(self, name: str) -> float:
-        """Return the tokens of a step that drafts a few nodes of what a text repeats; 1 where it repeats nothing."""
+        """Return the expected tokens of a step with a few nodes of a repeat; 1 without a repeat."""
         text = self._texts[name]
         return text.tokens(FEW_NODES)[0] if text.num_matched else 1.0
 

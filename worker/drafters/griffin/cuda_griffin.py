@@ -54,7 +54,7 @@ class CudaGriffin:
         arena: Tensor,
         features: Tensor,
     ) -> None:
-        """Rows see `arena [1, 2, num_slots, num_kv_heads, capacity, head_dim]` and `features [num_places, hidden]`.
+        """Take `arena [1, 2, num_slots, num_kv_heads, capacity, head_dim]` and `features [num_places, hidden]`.
 
         Raises ValueError.
         """

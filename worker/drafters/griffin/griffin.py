@@ -205,7 +205,7 @@ class _Tracked:
 def griffin(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: GriffinOptions = DEFAULTS
 ) -> GriffinDrafter:
-    """A `DrafterFactory`. Raises ModelError without a draft model for this target."""
+    """Make GRIFFIN's drafter. Raises ModelError without a draft model for this target."""
     from swiftbatch.worker.drafters.griffin.draft_forwards import rows_of
     from swiftbatch.worker.drafters.griffin.griffin_weights import load_griffin
 

@@ -122,7 +122,7 @@ OPTIONS = GriffinOptions(max_depth=4, max_nodes=4 * NUM_CANDIDATES, num_expanded
 
 
 def mtp(target: TargetModel, costs: Costs, parts_folder: Path | None) -> MTPDrafter:
-    """A `DrafterFactory`. Raises ModelError without such a layer for this target or kernels to run it."""
+    """Make the MTP drafter. Raises ModelError without such a layer for this target or kernels to run it."""
     rows = rows_of(load_predictor(parts_folder, target), target, NUM_CANDIDATES)
     forwards = MTPForwards(rows, target)
     return MTPDrafter(forwards, PricePlanner(costs(), forwards.level_seconds()), OPTIONS)

@@ -1,7 +1,7 @@
 """Extra decoding heads (TokenSwift, section 3.2): linear layers that predict further tokens from one hidden state.
 
-h_i = f_i(h_{i-1}) + h_{i-1} and l_i = g(h_i): h_0 is the target's last hidden state behind its final norm, f_i the i-th
-linear layer, g the target's language model head.
+h_i = f_i(h_{i-1}) + h_{i-1} and l_i = g(h_i). h_0 is the target's normed last hidden state, f_i the i-th linear layer,
+g the target's language model head.
 """
 
 from __future__ import annotations

@@ -256,7 +256,7 @@ def tokenswift(
     options: TokenSwiftOptions = DEFAULTS,
     new_proposer: Callable[..., TokenSwiftProposer] = TokenSwiftProposer,
 ) -> SelfSpeculationDrafter:
-    """A `DrafterFactory`. Raises ModelError if heads for this target are missing or too few."""
+    """Make TokenSwift's drafter. Raises ModelError if heads for this target are missing or too few."""
     heads = DecodingHeads.load(parts_folder, target)
     if len(options.digits) > heads.num_heads + 1:
         digits = ",".join(map(str, options.digits))

@@ -250,7 +250,7 @@ def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear
 
 
 def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool = False) -> StackedLayer:
-    """Raises ValueError if only some parts of a product have a bias."""
+    """Raise ValueError if only some parts of a product have a bias."""
     of_vectors = None if layer.query_down is None or layer.query is None else _stacked([layer.query], device)
     latent = stacked_latent(layer, of_vectors, device)
     qk_norms = () if latent is not None else (layer.query_norm, layer.key_norm)

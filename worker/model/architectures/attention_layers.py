@@ -34,7 +34,7 @@ def that_hide(windows: Windows, config: Config) -> Windows:
 
 
 def window_in_all_layers(config: Config) -> Windows:
-    """Raises ValueError for types of layers beside a window."""
+    """Raise ValueError for types of layers beside a window."""
     without = no_windows(config)
     if config["sliding_window"] is None:
         return without
@@ -136,13 +136,13 @@ class MLAConfig:
 
     @property
     def turned_order(self) -> list[int]:
-        """The stored places of turned dimensions in the kernels' order."""
+        """Return the stored places of turned dimensions in the kernels' order."""
         turned = range(self.sizes.rope_dim)
         return [*turned[::2], *turned[1::2]] if self.is_interleaved else [*turned]
 
 
 def read_mla(config: Config, spec: MLASpec) -> MLAConfig:
-    """Raises KeyError or ValueError for numbers of no latent attention."""
+    """Raise KeyError or ValueError for numbers of no latent attention."""
     if config["num_key_value_heads"] != config["num_attention_heads"]:
         raise ValueError("it has other heads of keys than of queries")
     sizes = MLASizes(

@@ -1,6 +1,6 @@
-"""The architectures that run here, by the `model_type` of their config, and those that are refused. Without torch.
+"""The architectures that run here, by their config's `model_type`, and the refused ones. Without torch.
 
-Each was compared with transformers' own forward: one that nobody compared may be silently wrong.
+Each was compared with transformers' own forward: without that, one may be silently wrong.
 """
 
 from __future__ import annotations

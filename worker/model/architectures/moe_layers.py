@@ -172,7 +172,7 @@ class MoEConfig:
 
 
 def read_moe(config: Config, form: MoESpec | None) -> MoEConfig | None:
-    """Raises KeyError for numbers left to a default, ValueError for others."""
+    """Raise KeyError for numbers left to a default, ValueError for others."""
     if form is None or (form.may_be_none and config.get("num_local_experts") == 0):
         return None
     if not (layers := form.layers(config)):

@@ -35,13 +35,13 @@ class RecurrentShape:
     num_decays: int = 1  # of a head: or one for each row of its state
 
     def __post_init__(self) -> None:
-        """Raises ValueError for sizes that are no integers."""
+        """Raise ValueError for sizes that are no integers."""
         if wrong := [size for size in vars(self).values() if type(size) is not int]:
             raise ValueError(f"found a size of {wrong[0]!r:.80}, expected a whole number")
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all layers' states, in float32."""
+        """Return the bytes of all layers' states, in float32."""
         return 4 * self.num_layers * self.num_heads * self.key_dim * self.value_dim
 
     def step_bytes(self, item_size: int) -> int:
@@ -127,7 +127,7 @@ def listed_layers(config: Config) -> list[str] | None:
 def read_recurrent_layers(
     config: Config, spec: MixerSpec, types: list[str], shape: RecurrentShape | None
 ) -> RecurrentConfig | None:
-    """Raises KeyError for numbers left to a default, ValueError for others."""
+    """Raise KeyError for numbers left to a default, ValueError for others."""
     if len(types) != config["num_hidden_layers"]:
         raise ValueError("its layers are not named one by one")
     if not (layers := frozenset(number for number, each in enumerate(types) if each in RECURRENT)):

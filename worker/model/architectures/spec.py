@@ -82,7 +82,7 @@ def no_faults(config: Config) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ArchitectureSpec:
-    """All that an architecture does otherwise than Llama; keys that are named here belong to its config."""
+    """An architecture's differences from Llama; names of keys belong to its config."""
 
     query_key_value_bias: str | None = None
     output_bias: str | None = None
@@ -166,18 +166,18 @@ class ArchitectureSpec:
         return {role: self.names.get(role, name) for role, name in LINEARS.items() if role != "gate" or self.has_gates}
 
     def activation(self, config: Config) -> Activation:
-        """Raises KeyError for an unknown one."""
+        """Raise KeyError for an unknown one."""
         return Activation.SILU if self.activation_key is None else self.activations[config[self.activation_key]]
 
     def intermediate(self, config: Config) -> Any:
-        """Raises KeyError where the config does not say it."""
+        """Raise KeyError where the config does not say it."""
         return config[self.intermediate_key] if self.width is None else self.width(config)
 
     def norm_tensors(self, part: str) -> list[str]:
         return [f"{part}.weight", *([f"{part}.bias"] if self.norm_form == NormForm.SHIFTED else [])]
 
     def qk_norms(self, config: Config) -> dict[str, str]:
-        """Raises KeyError where the config does not say whether they are there."""
+        """Raise KeyError if the config does not say whether it has them."""
         has_norms = config[self.qk_norms_key] if self.qk_norms_key else self.has_qk_norms
         return {role: self.names.get(role, part) for role, part in QK_NORMS.items() if has_norms}
 

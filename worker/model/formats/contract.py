@@ -48,13 +48,13 @@ class Scheme(Protocol):
 
     @property
     def numbers(self) -> str:
-        """The type of its stored numbers, in a word."""
+        """Return a word for the type of its stored numbers."""
 
     def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
         """Return the matrix's shape. Raises FormatError for parts that do not fit."""
 
     def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
-        """Return the form that the matrix stays packed in, where heads tell."""
+        """Return the form that the matrix stays packed in, if the heads allow one."""
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         """Return the matrix in the run's dtype. Raises FormatError for damaged parts."""
@@ -79,7 +79,7 @@ class Format:
 
 
 def part(heads: Mapping[str, StoredTensor], name: str, *dtypes: str) -> StoredTensor:
-    """Raises FormatError for a part that is missing, or of another dtype."""
+    """Raise FormatError for a missing part or another dtype."""
     if name not in heads:
         raise FormatError(f"its part {name!r} is missing; copy all files again")
     if heads[name].dtype not in dtypes:
@@ -140,7 +140,7 @@ def refuse_unknown(said: Mapping[str, Any], known: Collection[str], where: str) 
 
 
 def one_of(said: Mapping[str, Any], key: str, allowed: Collection[Any], where: str) -> Any:
-    """Raises FormatError for a value that is not allowed."""
+    """Raise FormatError for a value that is not allowed."""
     value = said.get(key)
     if not any(value == each and type(value) is type(each) for each in allowed):
         expected = ", ".join(repr(each) for each in allowed if each is not None)

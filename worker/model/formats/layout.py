@@ -44,7 +44,7 @@ class Layout:
 
 
 def layout_in(path: Path, config: Mapping[str, Any]) -> Layout:
-    """Raises FormatError."""
+    """Raise FormatError."""
     stored = [pair for file in weight_files(path) for pair in heads_in(file).items()]
     return layout_of(stored, config, format_of(text_view(config), path))
 
@@ -62,7 +62,7 @@ def heads_in(file: Path) -> dict[str, StoredTensor]:
 
 
 def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, Any], format_: Format | None) -> Layout:
-    """Raises FormatError for parts that do not fit together."""
+    """Raise FormatError for parts that do not fit together."""
     view, pairs = text_view(config), list(stored)
     named = {name: head for name, head in pairs if text_name(name, view) and not (format_ and UNUSED.search(name))}
     packed = [] if format_ is None else list(_packed(named, format_, view))

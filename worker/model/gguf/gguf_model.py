@@ -109,12 +109,11 @@ class GGUFModel:
 
     @property
     def name(self) -> str:
-        """The architecture's own name."""
         return str(self.metadata.get("general.architecture"))
 
     @cached_property
     def form(self) -> GGUFSpec:
-        """Raises GGUFError for an architecture that is not read here."""
+        """Raise GGUFError for an architecture that is not read here."""
         if self.name not in GGUF_KINDS:
             known = ", ".join(GGUF_KINDS)
             raise GGUFError(f"its architecture {self.name!r:.80} is not read here; expected one of {known}")
@@ -164,7 +163,7 @@ def transformers_name(name: str, form: GGUFSpec) -> str:
 
 
 def _files(file: Path) -> Iterator[Path]:
-    """Raises GGUFError where a file is missing."""
+    """Raise GGUFError where a file is missing."""
     said = SPLIT.match(file.name)
     if said is None:
         yield file

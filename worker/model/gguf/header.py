@@ -172,7 +172,7 @@ class _Cursor:
         return self._end - self.place
 
     def take(self, size: int) -> bytes:
-        """Raises GGUFError where the file ends before."""
+        """Raise GGUFError where the file ends before."""
         start = self.place
         self.place += size
         if self.place > len(self._data):
@@ -202,7 +202,7 @@ class _Cursor:
         return hashlib.sha256(self._data[: self.place]).hexdigest()
 
     def _read_on(self, size: int) -> None:
-        """Raises GGUFError where the file ends before."""
+        """Raise GGUFError where the file ends before."""
         if self.place > self._end:
             if self.size > LONGEST_HEAD:
                 raise GGUFError(f"its head is longer than {LONGEST_HEAD:,} bytes")
