@@ -99,8 +99,8 @@ class ChaosReport(Frozen):
     num_planned_kills: int
     kills: tuple[Kill, ...]
     num_recomputed_tokens: int
-    tokens_per_checkpoint: int  # of the whole run, between two checkpoints
-    resumes: dict[str, int]  # by kind
+    tokens_per_checkpoint: int  # tokens of the whole run between two checkpoints
+    resumes: dict[str, int]  # kind -> number
     undisturbed_seconds: float
     disturbed_seconds: float
 

@@ -178,7 +178,7 @@ class RunLease:
         The run need not be there yet. Raises RunTakenError, StoreError.
         """
         self._clock = clock
-        self._run = run  # for the thread: a command that ends does not wait for a driver's long retries
+        self._run = run  # the thread needs its own: a command that ends does not wait for a driver's long retries
         self.epoch = LeaseEpoch.begin(run, may_take_over)
         run.delete_leftovers()
         if forgets_cancel:

@@ -46,5 +46,5 @@ def _with_part(wanted: SlotsWanted, entry: EngineEntry, path: Path, dtype: str, 
         return replace(wanted, engine=engine)
     if path.is_dir():
         return replace(wanted, draft=read_sizes(locate_model(str(path)), dtype), draft_length=entry.draft_length)
-    logit_bytes = NUM_ROWS * files.vocab_size * 4  # of the heads
+    logit_bytes = NUM_ROWS * files.vocab_size * 4  # logits of the heads
     return replace(wanted, part_bytes=num_parameters([path]) * ITEM_SIZES[dtype] + logit_bytes)

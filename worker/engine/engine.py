@@ -28,7 +28,7 @@ from swiftbatch.worker.text.output_text import OutputText
 
 MOST_STEPS = 32  # so many per call that the work between calls hardly counts
 FEW_STEPS = 8  # tokens drawn behind the end of a text or loop are wasted
-MOST_SECONDS = 0.1  # of a call: requests to a worker wait for its end
+MOST_SECONDS = 0.1  # longest call: requests to a worker wait for its end
 FEW_POSITIONS = 1024  # fewer take little time beside all else in a step
 
 
@@ -64,8 +64,8 @@ class _Newest:
     """The newest steps' seconds, rows and positions; a mean of all steps would lag behind growing jobs."""
 
     def __init__(self) -> None:
-        self._num_steps, self._seconds = 0, 0.0  # at the last call of `step_seconds`
-        self._num_rows, self._num_positions = 1, FEW_POSITIONS  # of the first step since then
+        self._num_steps, self._seconds = 0, 0.0  # values at the last call of `step_seconds`
+        self._num_rows, self._num_positions = 1, FEW_POSITIONS  # values of the first step since then
         self._step_seconds = math.inf  # average since then
 
     def step_seconds(self, counters: EngineCounters, num_rows: int, num_positions: int) -> float:

@@ -30,7 +30,7 @@ class PrefillChunk:
     """Known tokens of a sequence that does not decode yet, in a forward of others."""
 
     slot: Slot
-    rows: list[SequenceRows]  # behind the cached ones; one part per block of positions
+    rows: list[SequenceRows]  # the rows behind the cached ones; one part per block of positions
     num_rows: int
 
 

@@ -19,7 +19,7 @@ from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import CacheSource, FullKVCache
 
 SHORTEST = 64  # tokens; fewer are read as soon as copied
-MEMORY_SHARE = 1 / 8  # for kept prefixes, of the memory free without them
+MEMORY_SHARE = 1 / 8  # share of the memory that is free without kept prefixes
 
 
 @dataclass
@@ -27,7 +27,7 @@ class _Member:
     """A sequence of the engine."""
 
     slot: Slot
-    token_ids: NDArray[np.int64]  # as it came, without the last
+    token_ids: NDArray[np.int64]  # its tokens on arrival, without the last
     num_alike: dict[str, int] = field(default_factory=dict)  # other sequence's id -> length of the common prefix
 
 
@@ -39,7 +39,7 @@ class PrefixSharing:
 
     def __init__(self, kept: KeptPrefixes) -> None:
         self.kept = kept
-        self._members: dict[str, _Member] = {}  # in the order of arrival
+        self._members: dict[str, _Member] = {}  # sorted by arrival
 
     def join(self, slot: Slot) -> None:
         new = _Member(slot, slot.sequence.token_ids[:-1])
@@ -116,8 +116,8 @@ class KeptPrefix:
     token_ids: NDArray[np.int64]  # [num_tokens]
     num_shared: int  # first ones that other jobs are known to have
     rows: NDArray[Any]  # [num_rows, num_tokens, head_dim], like `FullKVCache.kv`
-    first_angle: int  # of the cache that had them: keys of others are turned otherwise
-    states: LayerStates | None = None  # behind all tokens, of layers with states
+    first_angle: int  # the cache's first angle: keys of others are turned otherwise
+    states: LayerStates | None = None  # states behind all tokens, if layers have some
 
     @property
     def num_bytes(self) -> int:

@@ -95,11 +95,11 @@ PROBE_LENGTHS = (BLOCK, 8192, 49_152)
 PROBE_BYTES = 1 << 28  # most bytes of a probe's cache
 PROBE_REPEATS = 3
 PROBE_STRIDE = 7919  # between probe tokens; a prime, so that few vocabularies repeat one
-ROW_PRICES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # in parts of what all rows of a forward share
+ROW_PRICES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # parts of the time that all rows of a forward share
 FEWEST_REPEATS = 2  # a single time may include first touches of memory, or another program
 LEAST_SECONDS = 1e-9  # a clock may be too coarse to see less
 ROUTED_EVERY = 8  # steps between two updates by the experts that they met
-LONG_SECONDS = 0.3  # for all times of one forward; a slow forward is timed less often
+LONG_SECONDS = 0.3  # bound for all times of one forward; a slow forward is timed less often
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class StepCosts:
     seconds: np.ndarray  # [num_lengths, len(ROW_COUNTS)]
     rows_per_forward: int = 1
     has_experts: bool = False
-    spread: ExpertSpread | None = None  # for corrections by real steps
-    full_seconds: float | None = None  # of a whole forward of `rows_per_forward` rows with experts of their own
+    spread: ExpertSpread | None = None  # corrects them by real steps
+    full_seconds: float | None = None  # seconds of a whole forward of `rows_per_forward` rows with experts of their own
 
     def as_routed(self) -> StepCosts:
         """Return costs corrected by the number of experts in real steps, updated every few steps."""

@@ -61,7 +61,7 @@ def _are_taken_over(config: Config) -> bool:
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(said)]._from_config(said, dtype=torch.bfloat16)
         model.model.rotary_emb = type(model.model.rotary_emb)(said)
         return decoder_weights(model) is not None
-    except Exception:  # of any kind: a config's values reach code that never looked at them
+    except Exception:  # any kind: a config's values reach code that never looked at them
         return False
 
 

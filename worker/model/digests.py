@@ -14,9 +14,9 @@ from pathlib import Path
 from swiftbatch.worker.model.file_checks import GENERATION_FILE, INDEX_FILE, weight_names
 
 HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
-TEKKEN_FILE = "tekken.json"  # of Mistral's models, some of which have no other tokenizer
+TEKKEN_FILE = "tekken.json"  # the only tokenizer of some Mistral models
 OTHER_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-BLOBS, SHA256 = "blobs", re.compile("[0-9a-f]{64}")  # of the hub's cache, in which a model's files are links
+BLOBS, SHA256 = "blobs", re.compile("[0-9a-f]{64}")  # the hub's cache links a model's files to these
 TEXT_FILES = (
     "*.jinja",
     "*.model",

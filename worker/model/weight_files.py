@@ -62,7 +62,7 @@ class Assembly:
     def _whole(self, matrix: PackedTensor) -> Weight:
         parts = self._parts.pop(matrix.name)
         codes = max(parts.values(), key=lambda part: part.nbytes)
-        if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # which may stand for other numbers than zero
+        if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # a blank may stand for another number than zero
             raise _blank(matrix.name)
         try:
             return matrix.scheme.weight(parts, self.dtype)

@@ -15,7 +15,7 @@ from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 
 PLAIN = "plain"  # the way without drafts
 NUM_KEPT = 64  # newest calls that tell the rate of a way
-FEWEST_BLOCKS, NUM_BLOCKS, MOST_BLOCKS = 2, 4, 8  # of a trial, each with calls of the other way and of the best one
+FEWEST_BLOCKS, NUM_BLOCKS, MOST_BLOCKS = 2, 4, 8  # per trial, each with calls of the other way and of the best one
 CALLS_OF_A_BLOCK = 4
 STEPS_PER_TRIAL_CALL = 16  # plain steps: one call is a block
 SETTLING = 1  # calls with drafts at the beginning of a block, slower since the processor's caches hold other data
@@ -31,7 +31,7 @@ UNMEASURED_GAIN = 1.1  # times plain decoding, for a way that cannot promise any
 MUCH_LONGER = 1.5  # times the text of other sequences: rates measured for them do not count
 NUM_TIMES, FEWEST_TIMES = 15, 3  # newest times that tell what a step takes beside its forward
 MOST_HELD_UP = 1.5  # times the median of like calls
-DRAFTING_SECONDS = 0.2e-3  # that drafts take beside forwards, before any was seen
+DRAFTING_SECONDS = 0.2e-3  # prior of drafts' time beside forwards
 MOST_BESIDE = 9  # times the seconds of a forward
 
 
@@ -55,7 +55,7 @@ class TokenRate:
         """Begin with the calls of another one."""
         self._calls: deque[tuple[StepCall, float]] = deque(
             before._calls if before else (), maxlen=NUM_KEPT
-        )  # with their seconds
+        )  # calls with their seconds
         self.num_calls = len(self._calls)
         self._value: float | None = None  # None since a call came
 
@@ -121,11 +121,11 @@ class WayTrial:
 
     way: str
     best: str
-    rates: dict[bool, TokenRate]  # of the other way (True) and of the best one, also of trials before
-    is_trying: bool = True  # whether the coming call goes the other way
-    num_blocks: int = 0  # that ended
-    num_calls: int = 0  # of the block's half
-    num_tokens: int = 0  # of the other way, with settling
+    rates: dict[bool, TokenRate]  # of the other way (True) and of the best one, earlier trials included
+    is_trying: bool = True  # the coming call goes the other way
+    num_blocks: int = 0  # ended blocks
+    num_calls: int = 0  # calls of the block's half
+    num_tokens: int = 0  # tokens of the other way, with settling
     seconds: float = 0.0
 
     @property
@@ -166,8 +166,8 @@ class Place:
     longest: int
     best: str = ""
     num_tokens: int = 0
-    rate: TokenRate = field(default_factory=TokenRate)  # of the best way
-    trials: dict[str, dict[bool, TokenRate]] = field(default_factory=dict)  # of other ways beside the best one
+    rate: TokenRate = field(default_factory=TokenRate)  # the best way's rate
+    trials: dict[str, dict[bool, TokenRate]] = field(default_factory=dict)  # other ways' rates beside the best one's
     others: dict[str, float] = field(default_factory=dict)  # tokens per second of other ways, when they were tried
     due: dict[str, int] = field(default_factory=dict)  # the `num_tokens` at which a way is tried
     num_lost: dict[str, int] = field(default_factory=dict)  # trials in a row
@@ -214,9 +214,9 @@ class Policy:
         self._places: list[Place] = []
         self._place = Place(0, 0)
         self._turn: BestTurn | WayTrial | None = None  # None: the place is new
-        self._names: list[str] = []  # of the newest call's sequences
+        self._names: list[str] = []  # the newest call's sequences
         self._promised = 0.0  # tokens per second of the best way
-        self._gains: dict[str, float] = {}  # of ways without promises, times the rate of plain decoding
+        self._gains: dict[str, float] = {}  # a way without promises -> its rate / the rate of plain decoding
 
     def choose(self, requests: list[DraftRequest], promises: Callable[[], dict[str, float | None]]) -> str:
         """Return the way of the coming call.

@@ -22,7 +22,7 @@ FACTORS = (1_000_003, 1_618_033_989, 2_147_483_629, 1_414_213_573)  # sums of fo
 MOST_TOLD_APART = 32  # matched tokens
 PRIORS = (0.5, 0.7, 0.85, 0.92)  # shares that go on behind 4, 8, 16 and 32 matched tokens, before any was seen
 LEARNING_RATE = 0.02
-PRIOR_STEPS = 8  # that a prior counts for
+PRIOR_STEPS = 8  # a prior's weight in steps
 
 
 class RepeatShares:
@@ -58,7 +58,7 @@ class RepeatedText:
     def __init__(self, sequence: Sequence, shares: RepeatShares) -> None:
         """Index what is there; `shares` may belong to several sequences."""
         self._shares = shares
-        self._places = np.zeros(2 * sequence.max_length + 1, dtype=np.int32)  # behind an n-gram, by its bucket; 0: none
+        self._places = np.zeros(2 * sequence.max_length + 1, dtype=np.int32)  # bucket -> place behind n-gram; 0: none
         self._num_buckets = len(self._places)
         self._num_tokens = len(sequence)
         self.num_matched = 0  # tokens that the end agrees with; 0: it repeats nothing
@@ -149,7 +149,7 @@ class RepeatWay(DraftWay):
         self._sizes: list[int] = []  # nodes of that step
         self._refused: set[tuple[int, ...]] = set()  # lengths of repeats that did not pay beside the same sequences
         self._num_since = 0  # steps since the first of them
-        self._names: list[str] = []  # of these sequences
+        self._names: list[str] = []  # ids of these sequences
         self.most_steps = FEWEST_AT_ONCE  # plain ones, until a text is looked at
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:

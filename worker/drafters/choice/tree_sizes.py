@@ -75,8 +75,8 @@ class TreeSizes:
     def __init__(self, costs: StepCosts) -> None:
         self._probed, self.costs = costs, costs
         self._own: dict[str, NodeAcceptance] = {}
-        self._mean = PRIOR_ACCEPTANCE  # of sequences that left: the next ones begin with it
-        self._left: NodeAcceptance | None = None  # of the newest of them
+        self._mean = PRIOR_ACCEPTANCE  # acceptance of sequences that left; the next ones begin with it
+        self._left: NodeAcceptance | None = None  # acceptance of the newest that left
         self._shares: dict[str, int] = {}  # planned indices into `NODE_CHOICES`
         self._num_learned = 0  # trees since the plan
         self._plan_every = PLAN_EVERY

@@ -48,7 +48,7 @@ NOWHERE = -1  # no place for a feature
 class CudaDraftModel(Protocol):
     """A draft model with the target's head as CUDA kernels, over a fixed arena and fixed features."""
 
-    layout: TableLayout  # of its rows
+    layout: TableLayout  # layout of its rows
     logits: torch.Tensor  # [NUM_ROWS, vocab] float32 of the newest forward
 
     def read_from(self, rows: torch.Tensor, places: torch.Tensor) -> None:
@@ -143,7 +143,7 @@ class DraftLayout:
 
     rows: TableLayout
     draws: SamplingRowLayout
-    num_places: int  # of a slot's features
+    num_places: int  # places per slot's features
 
     @property
     def size(self) -> int:

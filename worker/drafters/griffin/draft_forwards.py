@@ -51,7 +51,7 @@ class Level:
 
     sequence: Sequence
     tree: DraftTree
-    first: int  # of the new nodes; their parents are in the level before
+    first: int  # index of the first new node; its parent is in the level before
 
 
 @dataclass

@@ -13,7 +13,7 @@ from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 LAYER_NORM_EPSILON = tl.constexpr(1e-5)
 NORM_WARPS = 8
-THREAD_NUMBERS = 32  # of a joined row, in each thread
+THREAD_NUMBERS = 32  # numbers of a joined row per thread
 
 
 @triton.jit

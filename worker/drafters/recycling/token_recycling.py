@@ -281,11 +281,11 @@ class TokenRecyclingDrafter(TreeDrafter):
 def _candidates_of(sequence: Sequence, verification: Verification) -> TextCandidates:
     path, token_ids, committed = verification.path, verification.row_token_ids, verification.committed_ids
     top_ids, top_logprobs = top_candidates_of(verification)
-    before = len(sequence) - len(committed) - 2  # in front of the root
+    before = len(sequence) - len(committed) - 2  # tokens in front of the root
     previous = [sequence.token_id(before if before > 0 else 0)]
     if not path:
         return TextCandidates(token_ids, top_ids, top_logprobs, ROOT_ALONE, previous)
-    text_rows = [0, *[node + 1 for node in path]]  # those of tokens that stand in the text now
+    text_rows = [0, *[node + 1 for node in path]]  # rows of tokens that stand in the text now
     previous_ids = [*previous, token_ids[0], *committed][: len(text_rows)]
     return TextCandidates(token_ids, top_ids, top_logprobs, text_rows, previous_ids)
 

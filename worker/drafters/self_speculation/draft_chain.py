@@ -24,7 +24,7 @@ class RoundPlan:
     """Limits of one proposal. Without rounds, the proposer's tree goes to the full verification."""
 
     num_rounds: int
-    num_round_nodes: int  # of a tree that a round checks
+    num_round_nodes: int  # size of a tree that a round checks
     chain_length: int  # no further round begins after so many tokens
     num_nodes: int  # the chain and the tree below it
     is_first_bare: bool = False  # the first round checks no tree, as in the paper

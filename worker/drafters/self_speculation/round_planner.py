@@ -26,7 +26,7 @@ PRIOR_CHAIN_ACCEPTANCE = 0.9 ** np.arange(1, TILE_ROWS + 1)  # prior acceptance 
 PRIOR_ROUND_TOKENS = 1.5
 PRIOR_PROPOSE_SECONDS = 0.001
 NO_ROUNDS = RoundPlan(0, 0, 0, 0)
-WORTH_A_PROBE = 0.7  # of the better way's rate; a way below it is not tried again
+WORTH_A_PROBE = 0.7  # a way below this share of the better one's rate is not tried again
 
 
 class Planner:
@@ -155,9 +155,9 @@ class RoundCosts:
 
     scan_share: float  # time to scan all keys for a row / time to attend to them
     row_share: float  # time of a sequence's next row / time of its first row, in a scan
-    seconds: float  # of a round beside its forward
-    tree_seconds: float  # of a round's trees beside that
-    row_seconds: float  # of each further row of a sequence: its search for the best keys
+    seconds: float  # a round's time beside its forward
+    tree_seconds: float  # further time of a round with trees
+    row_seconds: float  # time of each further row of a sequence: its search for the best keys
     taking_in_rows: float  # cost of preparing a text for scans, in rows' attention to it
 
 

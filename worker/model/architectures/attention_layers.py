@@ -62,7 +62,7 @@ class TypesOrPattern:
     """Windows of `layer_types`, or of all but each `pattern`-th layer."""
 
     pattern: int
-    key: str | None = "sliding_window_pattern"  # of another pattern; None: none is looked at
+    key: str | None = "sliding_window_pattern"  # key of the pattern's length; None: `pattern` is fixed
 
     def __call__(self, config: Config) -> Windows:
         if config.get("layer_types") is not None:
@@ -100,9 +100,9 @@ UP = "key_value_up"  # the role of the product from a latent vector to all heads
 class MLASpec:
     """The tensors and keys of latent attention."""
 
-    linears: dict[str, str]  # by role
-    queries_of_vectors: dict[str, str]  # beside these where queries are made of a latent vector of their own,
-    queries_of_rows: dict[str, str]  # and where they are not
+    linears: dict[str, str]  # role -> name
+    queries_of_vectors: dict[str, str]  # further ones if queries have a latent vector of their own
+    queries_of_rows: dict[str, str]  # further ones otherwise
     query_norm: str
     key_norm: str
     interleaving_key: str | None = None  # says whether neighbours are turned, as they are without it
@@ -119,7 +119,7 @@ class MLAConfig:
 
     spec: MLASpec
     sizes: MLASizes
-    scale: float  # of scores
+    scale: float  # factor on scores
     is_interleaved: bool
 
     @property

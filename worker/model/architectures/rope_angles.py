@@ -25,7 +25,7 @@ def num_rotary_dims_of(config: Config, form: ArchitectureSpec, head_dim: int) ->
 
 def _angles(config: Config, form: ArchitectureSpec, layers: str = "full_attention") -> dict[str, Any]:
     if form.nope is all_layers:
-        return {"rope_type": "default", "rope_theta": 1e4}  # which no layer reads
+        return {"rope_type": "default", "rope_theta": 1e4}  # no layer reads it
     if form.window_angles:
         return _angles_by_type(config, form.window_angles, layers)
     said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}

@@ -32,7 +32,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    form: PackedKind | None = None  # of a matrix in parts that stays packed
+    form: PackedKind | None = None  # set if it is a matrix in parts that stays packed
 
     @property
     def num_numbers(self) -> int:
@@ -65,10 +65,10 @@ class Format:
     """The format of a checkpoint."""
 
     name: str
-    words: str  # for users
-    suffixes: Mapping[str, str]  # how stored names end, and the part that each is
+    words: str  # shown to users
+    suffixes: Mapping[str, str]  # suffix of a stored name -> its part
     scheme_of: Callable[[str, Mapping[str, StoredTensor]], Scheme | None]  # None: its tensors are no parts of a matrix
-    ending: str = ""  # what a matrix's name has in place of such an end
+    ending: str = ""  # suffix of the whole matrix's name
 
     def place(self, stored: str) -> tuple[str, str]:
         """Return a stored tensor's matrix, and its part of that."""
@@ -104,7 +104,7 @@ def matrix_shape(head: StoredTensor) -> tuple[int, int]:
     return head.shape[0], head.shape[1]
 
 
-SMALLEST_GROUP = 16  # that a group of another size is cut into; below, the scales would outweigh the codes
+SMALLEST_GROUP = 16  # other groups are cut into this size; below it, scales would outweigh codes
 EXACT_SCALES = ("BF16", "F16")  # short enough for exact products with every code
 
 

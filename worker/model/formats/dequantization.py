@@ -20,7 +20,7 @@ from swiftbatch.worker.kernels.quantized_weights import (
 from swiftbatch.worker.model.formats.contract import WHOLE, FormatError, group_that_divides
 
 CHUNK = 1 << 24  # numbers that are held in float32 at a time
-SPARE_BITS = {4: 0xF, 8: 0xFF}  # of a scale, that must be 0 for a product with a code to be exact
+SPARE_BITS = {4: 0xF, 8: 0xFF}  # spare bits of a scale; exact products with codes need them to be 0
 
 
 def scaled(code: Code, codes: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Weight:
@@ -66,7 +66,7 @@ def numbers(scales: Tensor) -> Tensor:
 # The numbers of integer codes of 2 to 8 bits, `(code - zero) * scale`: compressed-tensors', GPTQ's and AWQ's.
 
 
-ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the columns of a word stand in AWQ's words
+ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # columns' places in AWQ's words
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _in_order(words: Tensor, num_columns: int) -> Tensor:
 
 NAN = 0x7F  # both of e4m3's codes that are no numbers, but for their sign
 
-BIAS = 127  # of exponents of 8 bits (e8m0)
+BIAS = 127  # bias of 8-bit exponents (e8m0)
 
 
 def grid_weight(stored: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype) -> Weight:

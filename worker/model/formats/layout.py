@@ -19,7 +19,7 @@ from swiftbatch.worker.model.gguf.header import BITS, GGUFError
 from swiftbatch.worker.model.text_config import text_name, text_view
 
 FLOATS = ("BF16", "F16", "F32", "F64")
-MOST_SAID = 300  # of the words of an error
+MOST_SAID = 300  # characters of an error's text
 PLAIN = "weights in bfloat16, float16, float32 or float64"
 
 
@@ -27,7 +27,7 @@ PLAIN = "weights in bfloat16, float16, float32 or float64"
 class PackedTensor:
     """A matrix in parts, whose stored names are listed by what they are."""
 
-    name: str  # in the text model
+    name: str  # its name in the text model
     scheme: Scheme
     parts: Mapping[str, str]
 
@@ -37,9 +37,9 @@ class Layout:
     """The tensors of a text model, and their packed parts."""
 
     format: Format | None
-    heads: Mapping[str, StoredTensor]  # by names in the text model; what is packed is described as a whole
+    heads: Mapping[str, StoredTensor]  # keys are names in the text model; a packed matrix has one entry
     packed: tuple[PackedTensor, ...]
-    names: Mapping[str, str]  # of the plain tensors, by their stored names
+    names: Mapping[str, str]  # stored name -> name, for plain tensors
     repeated: frozenset[str]  # stored names that are there more than once
 
 
@@ -69,7 +69,7 @@ def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, A
     in_parts = {name for each, _ in packed for name in each.parts.values()}
     plain = {name: str(text_name(name, view)) for name in named if name not in in_parts}
     for name in plain:
-        if name.endswith("weight") and named[name].dtype not in (*FLOATS, *BITS):  # of GGUF files, all that is read
+        if name.endswith("weight") and named[name].dtype not in (*FLOATS, *BITS):  # in GGUF files, all that is read
             raise FormatError(f"its weights have {shown(name)} as {named[name].dtype}; expected {PLAIN}")
     if format_ is not None and named and not packed:
         raise FormatError(f"its weights are quantized in {format_.name}, says its config, and none of them is")
