@@ -315,7 +315,7 @@ def _check(path: str) -> None:
         raise StoreError(f"refused the path {path!a}: expected names joined by '/', none empty or starting with '.'")
 
 
-# Files for what is put together or looked into: in memory while they are short, then on this machine's disk.
+# Temporary files: short ones in memory, longer ones on this machine's disk.
 
 
 MEMORY_BYTES = 32 * 2**20

@@ -1,6 +1,6 @@
 """The attention that each layer of a model asks for, found by one small forward.
 
-A window, sinks or a soft cap that is dropped would be silently wrong, so unknown ones are refused.
+A dropped window, sink or soft cap would give wrong results, so unknown ones are refused.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def attention_of(layer: Any) -> Any:
 
 
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:
-    """Return what each attending layer asks for. Raises ModelError for what is not supported."""
+    """Return the needs of each attending layer. Raises ModelError for unsupported ones."""
     observer = _Observer(num_positions, model.device, model.dtype)
     AttentionInterface.register(OBSERVER_NAME, observer.attend)
     AttentionMaskInterface.register(OBSERVER_NAME, observer.mask)

@@ -71,7 +71,7 @@ def line_of(error: Exception, most: int) -> str:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """A test of a key's value, and the words for what it must be."""
+    """Test of a key's value, and the words for valid ones."""
 
     words: str
     holds: Callable[[Any], bool]

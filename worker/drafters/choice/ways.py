@@ -20,7 +20,7 @@ SAME_LENGTH = 64  # positions that change a step's time by little
 
 
 class DraftWay(Learner):
-    """One way to draft. Its `update_all` hears of steps that it proposed for, its `hear` of all others."""
+    """One way to draft. `update_all` gets the steps that it proposed for, `hear` all others."""
 
     draft_kind = "tree"
     wants_candidates = False  # it learns from the step that it proposed for

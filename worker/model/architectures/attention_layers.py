@@ -13,7 +13,7 @@ from swiftbatch.worker.model.config_values import SIZE, SWITCH, Config, KeyRule,
 Windows = tuple[int | None, ...]
 """For each layer the positions that a row sees, the last of them its own; None for all."""
 WindowSpec = Callable[[Config], Windows]
-"""Reads them. Raises KeyError for what is left to a default, ValueError for what is not understood."""
+"""Reads them. Raises KeyError for defaults, ValueError for unknown values."""
 NoPESpec = Callable[[Config, Windows], frozenset[int]]
 """Finds the layers without rotary positions, beside all windows. Raises KeyError or ValueError."""
 

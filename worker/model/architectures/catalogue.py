@@ -1,6 +1,6 @@
 """The architectures that run here, by their config's `model_type`, and the refused ones. Without torch.
 
-Each was compared with transformers' own forward: without that, one may be silently wrong.
+Each was compared with transformers' own forward: without that, its results may be wrong.
 """
 
 from __future__ import annotations

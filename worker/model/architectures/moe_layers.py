@@ -23,7 +23,7 @@ from swiftbatch.worker.model.config_values import (
 )
 
 MoELayers = Callable[[Config], frozenset[int]]
-"""Reads which layers have experts. Raises KeyError for what is left to a default, ValueError for no such numbers."""
+"""Reads the layers with experts. Raises KeyError for defaults, ValueError for wrong numbers."""
 
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk", "experts_per_token")

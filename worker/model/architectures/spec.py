@@ -57,7 +57,7 @@ class GGUFSpec:
     turns_parts: bool = False  # turns only a part of each head
     has_paired_heads: bool = False  # rows of queries and keys that are turned together lie side by side
     tokens_take_spaces: bool = False  # special tokens take spaces behind them (SentencePiece)
-    has_raised_norms: bool = False  # norms are stored with the one that the kind adds to them
+    has_raised_norms: bool = False  # stored norms include the 1 that the kind adds
 
 
 @dataclass(frozen=True)
