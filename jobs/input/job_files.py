@@ -65,6 +65,7 @@ SIGNATURES = {
 # first entries of the ZIP archives of office documents
 OFFICE = (b"[Content_Types].xml", b"mimetypeapplication/vnd.oasis")
 
+SUFFIX = re.compile(r"(\.(jsonl|ndjson|json|parquet))?(\.(gz|zst))?$", re.IGNORECASE)
 ARRAY = re.compile(rb"\s*\[\s*(\{|$)")
 ONE_A_LINE = "expected one JSON object a line, without brackets around them: jq -c '.[]' makes that of it"
 
@@ -191,6 +192,16 @@ def found_files(said: Sequence[str]) -> list[str]:
         for file in _matching(place) if glob.has_magic(place) else [place]:
             found.setdefault(_identity(file), file)
     return list(found.values())
+
+
+def run_folder_beside(places: Sequence[str]) -> str:
+    """Name the folder of a run beside its only job file: `jobs.run` for `jobs.jsonl`. Raises InputFileError."""
+    place = places[0]
+    is_one = len(places) == 1 and place != STANDARD_INPUT and "://" not in place and not glob.has_magic(place)
+    if not is_one or (os.path.exists(place) and not os.path.isfile(place)):
+        raise InputFileError("expected --run with the run's folder: only one job file on a disk goes without it")
+    folder, name = os.path.split(place)
+    return os.path.join(folder, f"{SUFFIX.sub('', name) or name}.run")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -48,9 +49,9 @@ if TYPE_CHECKING:
 ENGINE_LINES = (f"  {name:<16} {entry.drafts_from}" for name, entry in ENGINES.items())
 
 
-def _text(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+def _text(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
     """Require UTF-8, because Ray fails late on other texts."""
-    if not _is_utf8(value):
+    if value is not None and not _is_utf8(value):
         raise click.BadParameter(f"found {value!a}, expected a name in UTF-8")
     return value
 
@@ -106,7 +107,11 @@ token_option = options_of("What decides the tokens; stored in the run")
 @click.command(cls=GroupedCommand, epilog="\n".join(["\b", "Engines draft from:", *ENGINE_LINES]))
 @click.argument("jobs", type=click.Path(), nargs=-1, required=True)
 @run_option(
-    "--run", "run_uri", metavar="RUN", required=True, callback=_text, help="Folder of the run: a path, s3:// or gs://."
+    "--run",
+    "run_uri",
+    metavar="RUN",
+    callback=_text,
+    help="Folder of the run, also s3://, gs://, az://. [default: jobs.run]",
 )
 @run_option(
     "--column",
@@ -192,7 +197,7 @@ token_option = options_of("What decides the tokens; stored in the run")
 @launch_options
 def submit(
     jobs: tuple[str, ...],
-    run_uri: str,
+    run_uri: str | None,
     columns: Columns,
     endpoint: JobUrl | None,
     strict: bool,
@@ -209,15 +214,20 @@ def submit(
 
     \b
     Example:
-      swiftbatch submit jobs.jsonl --run my-run --workers 2
-      swiftbatch submit 'part-*.parquet' --run my-run --column prompt=text
+      swiftbatch submit jobs.jsonl
+      swiftbatch submit 'part-*.parquet' --run my-run --workers 2 --column prompt=text
     """
-    from swiftbatch.scheduler.display.events import FieldsWithoutEffect
+    from swiftbatch.jobs.input.job_files import run_folder_beside
+    from swiftbatch.scheduler.display.events import FieldsWithoutEffect, RunFolderChosen
     from swiftbatch.scheduler.runs.submission import submission
 
     showing, settings = shown(options), make_settings(**options)
-    submitting = submission(jobs, run_uri, settings, strict, may_take_over, columns, endpoint)
-    with showing as display, submitting as submitted:
+    folder = run_folder_beside(jobs) if run_uri is None else run_uri
+    submitting = submission(jobs, folder, settings, strict, may_take_over, columns, endpoint)
+    with showing as display, contextlib.ExitStack() as stack:
+        if run_uri is None:
+            display.note(RunFolderChosen(folder))
+        submitted = stack.enter_context(submitting)
         _tell_rejects(display, submitted.rejects)
         if submitted.without_effect:
             display.note(FieldsWithoutEffect(submitted.without_effect))

@@ -71,6 +71,16 @@ class FieldsWithoutEffect(Event):
 
 
 @dataclass(frozen=True)
+class RunFolderChosen(Event):
+    """No `--run` was given: the run's folder is `run`."""
+
+    run: str
+
+    def __str__(self) -> str:
+        return f"the run's folder is {printable(self.run)} (--run chooses another)"
+
+
+@dataclass(frozen=True)
 class RunOpened(Event):
     """The run folder `run` is open with `num_jobs` jobs of this submission, or of the resumed run."""
 

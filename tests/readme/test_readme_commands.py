@@ -127,7 +127,7 @@ def shape(line: str) -> str:
 
 def give(words: list[str]) -> tuple[int, str]:
     """Return exit code and output; a command that runs jobs gets its own process."""
-    if words[1] == "submit" and not Path("my-run").exists():
+    if words[1] == "submit" and not Path("jobs.run").exists():
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         process = subprocess.run(
             swiftbatch(*words[1:]),
@@ -157,7 +157,7 @@ def test_the_tour_shows_what_its_commands_show(folder: Path) -> None:
         seen = {shape(line) for line in output.splitlines()}
         missing = [line for line in shown if not line.startswith("running;") and shape(line) not in seen]
         assert missing == [], output
-    assert {"answers.jsonl", "report.html", "my-run"} <= {path.name for path in folder.iterdir()}
+    assert {"answers.jsonl", "report.html", "jobs.run"} <= {path.name for path in folder.iterdir()}
     answers = (folder / "answers.jsonl").read_text().splitlines()
     assert [json.loads(line)["custom_id"] for line in answers] == [line["custom_id"] for line in lines[:2]]
 

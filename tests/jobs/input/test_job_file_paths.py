@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.job_files import found_files
+from swiftbatch.jobs.input.job_files import found_files, run_folder_beside
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import ColumnError, Columns
 from swiftbatch.jobs.input.reader import JobReader, job_lines
@@ -247,3 +247,17 @@ def test_a_file_that_is_no_utf8_by_name_gives_ids_that_are(tmp_path: Path) -> No
     parquet.write_table(pa.table({"prompt": ["Once"]}), tmp_path / "x")
     (tmp_path / "x").rename(path)
     assert names(read(str(path))) == ["odd-\\udcff.parquet:1"]
+
+
+@pytest.mark.parametrize(
+    ("place", "folder"),
+    [
+        ("jobs.jsonl", "jobs.run"),
+        ("a/b.c/train.v2.JSONL.gz", "a/b.c/train.v2.run"),
+        ("rows.parquet", "rows.run"),
+        ("plain", "plain.run"),
+        ("/x/.jsonl", "/x/.jsonl.run"),
+    ],
+)
+def test_a_run_without_a_name_lies_beside_its_file(place: str, folder: str) -> None:
+    assert run_folder_beside([place]) == folder

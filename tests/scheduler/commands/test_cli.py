@@ -80,7 +80,12 @@ def test_help_and_status_answer_at_once_and_import_nothing_heavy(args: list[str]
     ("args", "problem"),
     [
         (["submit"], "Missing argument"),
-        (["submit", "JOBS"], "Missing option '--run'"),
+        (["submit", "-"], "expected --run with the run's folder"),
+        (["submit", "a.jsonl", "b.jsonl"], "expected --run with the run's folder"),
+        (["submit", "s3://bucket/a.jsonl"], "expected --run with the run's folder"),
+        (["submit", "part-*.jsonl"], "expected --run with the run's folder"),
+        (["submit", "/dev/null"], "expected --run with the run's folder"),
+        (["submit", "/nowhere/jobs.jsonl"], "cannot read the job file /nowhere/jobs.jsonl"),
         (["submit", "JOBS", "--run", "R", "--workers", "0"], "--workers"),
         (["submit", "JOBS", "--run", "R", "--slots", "-1"], "--slots"),
         (["submit", "JOBS", "--run", "R", "--threads", "100000"], "--threads"),

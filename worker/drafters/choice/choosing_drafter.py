@@ -61,7 +61,7 @@ class ChoosingDrafter(Drafter):
 
     @property
     def wants_hidden(self) -> bool:
-        return any(
+        return self.needs_hidden and any(
             way.needs_hidden and (name == self.way or self.policy.num_tokens_to_trial(name) < HEARD)
             for name, way in self.ways.items()
         )

@@ -80,6 +80,7 @@ class TreeSizes:
         self._shares: dict[str, int] = {}  # planned indices into `NODE_CHOICES`
         self._num_learned = 0  # trees since the plan
         self._plan_every = PLAN_EVERY
+        self._seconds: dict[tuple[int, ...], float] = {}  # of forwards since the plan, by their sizes
 
     def plan(self, requests: list[DraftRequest], beside: float) -> float:
         """Find the sizes of the coming trees; return the tokens per second that they promise."""
@@ -88,6 +89,7 @@ class TreeSizes:
         plan = {r.sequence.sequence_id: int(share) for r, share in zip(requests, shares, strict=True)}
         self._plan_every = min(2 * self._plan_every, PLAN_AT_LEAST_EVERY) if plan == self._shares else PLAN_EVERY
         self._shares, self._num_learned = plan, 0
+        self._seconds.clear()
         return rate
 
     def sizes(self, requests: list[DraftRequest], beside: float) -> list[int]:
@@ -96,6 +98,13 @@ class TreeSizes:
         if names != self._shares.keys() or self._num_learned >= self._plan_every * len(names):
             self.plan(requests, beside)
         return [min(r.max_nodes, NODE_CHOICES[self._choice(r.sequence)]) for r in requests]
+
+    def forward_seconds(self, requests: list[DraftRequest], sizes: list[int]) -> float:
+        """Return the seconds of a forward of these sizes, as texts were long when they were first asked for."""
+        key = tuple(sizes)
+        if key not in self._seconds:
+            self._seconds[key] = forward_seconds(self.costs, requests, sizes)
+        return self._seconds[key]
 
     def _choice(self, sequence: Sequence) -> int:
         return self._of(sequence).looked_at(self._shares[sequence.sequence_id], len(NODE_CHOICES))

@@ -87,7 +87,7 @@ class TreeWay(DraftWay):
     def sized(self, requests: list[DraftRequest], sizes: list[int]) -> list[DraftTree]:
         """Propose trees of at most these numbers of nodes."""
         self.wants_candidates = self.needs_top_k and any(sizes)
-        self.expected_seconds = forward_seconds(self.sizes.costs, requests, sizes)
+        self.expected_seconds = self.sizes.forward_seconds(requests, sizes)
         return self.drafter.sized_trees(requests, sizes)
 
     def update_all(self, verified: Many[Verified]) -> None:
