@@ -222,7 +222,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Open a regular file. Raises FileNotFoundError for a folder, a pipe or a link to itself."""
+    """Open a regular file. Raises FileNotFoundError for anything else."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK)
     except OSError as error:
@@ -255,7 +255,7 @@ def _size(entry: os.DirEntry[str]) -> int | None:
 
 
 def _link_new(aside: Path, target: Path) -> None:
-    """Publish under a free name by a hard link, which never overwrites, or raise `FileExistsError`."""
+    """Publish by a hard link, which never overwrites, or raise `FileExistsError`."""
     try:
         os.link(aside, target)
     except OSError as error:

@@ -42,7 +42,7 @@ Keys = Callable[[], dict[str, Any]]
 
 
 def connections(uri: str) -> Callable[[float], Any]:
-    """Return a function that connects to a URI's place; its argument is the most seconds until an answer begins.
+    """Return a function that connects to a URI's place; its argument is the most seconds until an answer.
 
     It does not retry. May ask Amazon for the bucket's region. Raises `ValueError`, `OSError`.
     """
@@ -66,7 +66,7 @@ def connections(uri: str) -> Callable[[float], Any]:
 
 
 def _settings(parts: SplitResult) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the settings of the store and of its client in a URI's query; obstore's names are kept."""
+    """Return store and client settings of a URI's query."""
     settings = dict(parse_qsl(parts.query))
     client = {"allow_http": True, "connect_timeout": timedelta(seconds=CONNECT_SECONDS)}
     client["timeout"] = timedelta(seconds=MOST_SECONDS)
@@ -81,7 +81,7 @@ def _settings(parts: SplitResult) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _keys(parts: SplitResult, settings: dict[str, str]) -> Keys | None:
-    """Return the keys of the URI, of the environment, or of Amazon's programs; None for unsigned requests."""
+    """Return the keys of URI, environment or Amazon's programs; None for unsigned requests."""
     names = ("access_key", "secret_key", "session_token")
     keys = [unquote(parts.username or ""), unquote(parts.password or ""), ""]
     keys = [key or settings.pop(name, "") for key, name in zip(keys, names, strict=True)]
@@ -101,7 +101,7 @@ def _keys(parts: SplitResult, settings: dict[str, str]) -> Keys | None:
 
 
 def _found_keys() -> Keys | None:
-    """Return the keys of a profile, a program or this machine's role, None without any. Raises ValueError."""
+    """Return the keys of a profile, a program or this machine's role, if any. Raises ValueError."""
     from botocore.exceptions import BotoCoreError  # takes a third of a second to import, and few need it
     from botocore.session import Session
 
@@ -126,7 +126,7 @@ def _found_keys() -> Keys | None:
 
 
 def _complete_s3(bucket: str, settings: dict[str, str]) -> None:
-    """Fill in endpoint and region. An empty variable counts as absent, as in Amazon's programs."""
+    """Fill in endpoint and region. Empty variables count as absent."""
     endpoint = settings.pop("endpoint", "") or _first(os.environ.get(name) for name in ENDPOINTS)
     region = settings.get("region") or ("" if endpoint else _region(bucket))
     region = region or _first(os.environ.get(name) for name in REGIONS) or "us-east-1"
@@ -195,7 +195,7 @@ def _number(error: Exception) -> int | None:
 
 
 def _told(text: str) -> str:
-    """Return the request with the server's answer, or with the cause if there was none."""
+    """Return the request with the server's answer, or with the cause without one."""
     said, _, details = text.partition("\n\nDebug source")
     said = REQUEST.sub(r"\1: ", said).rstrip(": ")
     said = BODY.sub(lambda found: ": ".join(word for word in found.groups() if word), said)
@@ -255,7 +255,7 @@ PROBE = ".exclusive"  # an object for tries of exclusive writes
 
 
 class ObjectFolder:
-    """All objects under one prefix. A write is one PUT or one multipart upload, so it needs no rename to be whole."""
+    """All objects under one prefix. A write is one PUT or one multipart upload, whole without a rename."""
 
     def __init__(self, uri: str) -> None:
         self._connected = connections(uri)
@@ -343,13 +343,13 @@ class ObjectFolder:
                         self.delete(path)
 
     def _put(self, path: str, data: memoryview) -> None:
-        """Write an object. If a part fails, the others are deleted and the old object stays."""
+        """Write an object; if a part fails, the old object stays."""
         store = self._patient(min(data.nbytes, PART_BYTES * NUM_PARTS_AT_ONCE))
         with as_os_error():
             obstore.put(store, path, data, chunk_size=PART_BYTES, max_concurrency=NUM_PARTS_AT_ONCE)
 
     def _create(self, path: str, data: memoryview) -> bool:
-        """Write a new object in one request; return False if it exists, or may be about to."""
+        """Write a new object in one request; False if it exists, or may be about to."""
         with as_os_error():
             try:
                 obstore.put(self._patient(data.nbytes), path, data, mode="create")
@@ -364,12 +364,11 @@ class ObjectFolder:
         self._is_exclusive = True
 
     def _patient(self, num_bytes: int) -> Any:
-        """Return a connection patient enough for so many bytes on a slow line."""
         return self._connected(ANSWER_SECONDS * (1 + num_bytes // BYTES_MEANWHILE))
 
 
 def _rest_of(source: BinaryIO) -> memoryview:
-    """Return the rest of a file mapped into memory; anything else is read."""
+    """Return the rest of a file, mapped into memory if possible."""
     try:
         descriptor, start = source.fileno(), source.tell()
     except UnsupportedOperation:

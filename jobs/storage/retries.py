@@ -23,11 +23,11 @@ class Backoff:
     longest: float
 
     def seconds(self, num_failures: int) -> float:
-        """Return the pause after `num_failures` consecutive failures, at least one."""
+        """Return the pause after `num_failures` consecutive failures."""
         return min(self.longest, self.first * 2.0 ** min(num_failures - 1, MAX_DOUBLINGS))
 
     def at_random(self, state: RetryCallState) -> float:
-        """Draw a random part of the pause for `tenacity`, so that simultaneous failures do not return together."""
+        """Draw a random part of the pause, so that simultaneous failures do not return together."""
         return random.uniform(MIN_JITTER_SECONDS, max(MIN_JITTER_SECONDS, self.seconds(state.attempt_number)))
 
 
@@ -85,7 +85,6 @@ class Retries:
         return replace(self, seconds=seconds_left)._call_again(action, failed)
 
     def _call_again(self, action: Callable[[], Result], failed: list[OSError]) -> Result:
-        """Call `action` again after a first try that `failed`."""
 
         def action_again() -> Result:
             if failed:
@@ -102,7 +101,7 @@ class Retries:
         return tries(action_again)
 
     def _pause(self, state: RetryCallState) -> float:
-        """Return the seconds to wait; the last pause is cut so that the last try is at the bound."""
+        """Return the seconds to wait, cut so that the last try is at the bound."""
         return max(0.0, min(STORE_BACKOFF(state), self.seconds - (state.seconds_since_start or 0.0)))
 
 

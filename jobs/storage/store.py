@@ -19,8 +19,6 @@ from swiftbatch.jobs.storage.retries import BRIEF_RETRIES, NO_RETRIES, Retries, 
 
 
 class ReadableFile(Protocol):
-    """An open file."""
-
     def seek(self, position: int, /) -> object:
         """Go to so many bytes from the beginning."""
 
@@ -81,7 +79,7 @@ Result = TypeVar("Result")
 
 
 class _SeekableFile(RawIOBase):
-    """A file of a local folder; `patiently` calls its reads, with retries."""
+    """Local file whose reads `patiently` retries."""
 
     def __init__(self, source: LocalReader, patiently: Callable[[Callable[[], Any]], Any]) -> None:
         self._source, self._patiently = source, patiently
@@ -114,7 +112,7 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class StoreError(UserError):
-    """A failed read or write of a run's file, told without credentials."""
+    """A failed read or write of a run's file, without credentials."""
 
 
 class Store:
@@ -145,11 +143,11 @@ class Store:
         self.is_local = path is not None
 
     def write(self, path: str, data: bytes | memoryview) -> None:
-        """Write a file as a whole, perhaps over an older one; it is on the disk at return."""
+        """Write a file as a whole; it is on the disk at return."""
         self._try("write", path, lambda: self._folder.write(path, data))
 
     def write_from(self, path: str, source: BinaryIO) -> None:
-        """Write the rest of `source`, which can seek, for files too long for memory."""
+        """Write the rest of `source`, which can seek."""
         start = source.tell()
 
         def write() -> None:
@@ -168,7 +166,7 @@ class Store:
     def write_new_from(self, path: str, source: BinaryIO) -> bool:
         """Write a new file from `source`, like `write_new`.
 
-        In an object store, of several writers of more than 4 GiB at once the last wins, and all get True.
+        Over 4 GiB in an object store, the last of several writers at once wins, and all get True.
         """
         return self._write_new(path, source)
 
@@ -188,7 +186,6 @@ class Store:
         return self._try("write", path, write)
 
     def _is_there(self, path: str, source: BinaryIO) -> bool:
-        """Return whether a file holds the rest of `source`."""
         found = self._folder.open(path)
         if found is None:
             return False
@@ -199,7 +196,7 @@ class Store:
         return not source.read(1)
 
     def read(self, path: str) -> bytes | None:
-        """Return the bytes of a file; None without a file."""
+        """Return a file's bytes; None without a file."""
         return self._try("read", path, lambda: self._folder.read(path))
 
     def read_part(self, path: str, start: int, length: int) -> bytes | None:
@@ -208,7 +205,7 @@ class Store:
 
     @contextmanager
     def opened(self, path: str) -> Iterator[BinaryIO | None]:
-        """Open a local file that can seek within the block; None without a file. Its errors are `StoreError`s."""
+        """Open a local file that can seek within the block; None without a file."""
         source = self._try("read", path, lambda: self._folder.open(path))
         if source is None:
             yield None
@@ -219,7 +216,7 @@ class Store:
     def copy_to(self, path: str, target: IO[bytes]) -> bool:
         """Write a file's bytes to `target` in pieces; return False without a file.
 
-        Errors of `target` pass unchanged. Raises `StoreError` too if the file is replaced meanwhile in an object store.
+        Errors of `target` pass unchanged. Raises `StoreError` too if the object is replaced meanwhile.
         """
         pieces = self.pieces(path)
         if pieces is None:
@@ -246,12 +243,12 @@ class Store:
         return self._try("look up", path, lambda: self._folder.exists(path))
 
     def list(self, folder: str) -> builtins.list[str]:
-        """Return the sorted names of files and folders in a folder ('' is the store's own); [] if it is absent."""
+        """Return the sorted names in a folder ('' is the store's own); [] if it is absent."""
         names = self._try("list", folder, lambda: self._folder.list(folder), is_root_meant=True)
         return sorted(name for name in names if name[0] != ".")
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return the names in a folder with each file's bytes, None for a folder; {} if it is absent."""
+        """Return the names in a folder with each file's bytes, None for a folder."""
         sizes = self._try("list", folder, lambda: self._folder.sizes(folder))
         return {name: sizes[name] for name in sorted(sizes) if name[0] != "."}
 
@@ -268,11 +265,9 @@ class Store:
         self._try("clean", folder, lambda: self._folder.delete_leftovers(folder, min_age_seconds), is_root_meant=True)
 
     def delete(self, path: str) -> None:
-        """Delete a file; an absent one is fine."""
         self._try("delete", path, lambda: self._folder.delete(path))
 
     def delete_folder(self, folder: str) -> None:
-        """Delete a folder with its content; an absent one is fine."""
         self._try("delete", folder, lambda: self._folder.delete_folder(folder))
 
     def _try(self, action: str, path: str, call: Callable[[], Result], is_root_meant: bool = False) -> Result:
@@ -323,13 +318,13 @@ MEMORY_BYTES = 32 * 2**20
 
 @contextmanager
 def spool() -> Iterator[BinaryIO]:
-    """Yield an empty file that is deleted after the block. Raises `StoreError` if there is no room."""
+    """Yield an empty file for the block. Raises `StoreError` without room."""
     with told_of_room(), new_spool() as file:
         yield file
 
 
 def new_spool() -> BinaryIO:
-    """Return an empty file that the caller closes, to be written under `told_of_room`."""
+    """Return an empty file, to be written under `told_of_room` and closed."""
     return cast(BinaryIO, SpooledTemporaryFile(MEMORY_BYTES))
 
 
@@ -344,7 +339,7 @@ def told_of_room() -> Iterator[None]:
 
 @contextmanager
 def at_hand(store: Store, path: str) -> Iterator[BinaryIO | None]:
-    """Yield a store's file that can seek, for the block; None without a file. Raises `StoreError`."""
+    """Yield a store's file that can seek; None without a file. Raises `StoreError`."""
     if store.is_local:
         with store.opened(path) as found:
             yield found

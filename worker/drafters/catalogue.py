@@ -48,7 +48,7 @@ class TrainedPart:
     name: str  # of the file or model folder
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
-        """Find the part's file. Raises ModelError, with advice, if it is absent or belongs to another model."""
+        """Find the file. Raises ModelError if it is absent or another model's."""
         path = (parts_folder or model_path / PARTS_FOLDER) / self.name
         if not path.is_file():
             raise ModelError(f"engine {self.engine}: no file {path}; {self._moved(model_path) or self.advice(model)}")
@@ -66,7 +66,7 @@ class TrainedPart:
         return path
 
     def _moved(self, model_path: Path) -> str:
-        """Return advice if the part still lies beside the weights, its place in earlier versions; else ""."""
+        """Return advice if the part lies beside the weights, as in earlier versions; else ""."""
         found = model_path / self.name
         return f"move {found} into {model_path / PARTS_FOLDER}" if found.exists() else ""
 
@@ -78,7 +78,7 @@ class TrainedPart:
 
 
 class DraftModelPart(TrainedPart):
-    """A small model with the target's vocabulary, in the target's parts or in a named folder."""
+    """A small model with the target's vocabulary."""
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
         inside = (parts_folder or model_path / PARTS_FOLDER) / self.name
@@ -97,12 +97,12 @@ class DraftModelPart(TrainedPart):
 
 
 class PredictorPart(TrainedPart):
-    """A layer that predicts further tokens: a part of its own, or among the model's weights."""
+    """A layer that predicts further tokens: a part, or among the model's weights."""
 
     reads_cache = False
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
-        """Find the file; without one, return the model's folder if its weights have such a layer."""
+        """Find the file; without one, return the model's folder if its weights have the layer."""
         if not ((parts_folder or model_path / PARTS_FOLDER) / self.name).exists():
             try:
                 predictor_in(model_path, read_config(model, model_path))
@@ -116,7 +116,7 @@ class PredictorPart(TrainedPart):
 
 
 def _tokens(folder: Path) -> object:
-    """Return tokens and ids of `tokenizer.json`, None without that file. Raises ModelError."""
+    """Return tokens and ids of `tokenizer.json`, None without it. Raises ModelError."""
     path = folder / "tokenizer.json"
     try:
         return json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"] if path.is_file() else None
@@ -148,7 +148,7 @@ class EngineEntry:
         return _function(self.place)  # type: ignore[no-any-return]
 
     def memory_of(self, path: Path, files: ModelFiles) -> DraftMemoryOf | None:
-        """Return the function of its GPU memory beyond the part at `path`; None if it takes none."""
+        """Return the function of its GPU memory beyond the part; None without any."""
         return None if self.memory is None else functools.partial(_function(self.memory), path, files)
 
 
@@ -222,16 +222,15 @@ def engine_entry(name: str) -> EngineEntry:
 
 
 def check_parts(engine: str, model: str, model_fingerprint: str, parts_folder: str | Path | None) -> None:
-    """Raise ModelError, with advice, if the engine is unknown or its part is missing or does not fit."""
+    """Raise ModelError for an unknown engine, or a missing or unfit part."""
     if part := engine_entry(engine).part:
         part.find(model, model_folder(model), model_fingerprint, None if parts_folder is None else Path(parts_folder))
 
 
 def create_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: str | Path | None = None) -> Drafter:
-    """Make an engine's drafter. `parts_folder` None means the target's own folder.
+    """Make an engine's drafter; `parts_folder` None means the target's own.
 
-    Raises ModelError if the engine is unknown, if its part is missing or unfit, or if it reads cache entries of layers
-    with states.
+    Raises ModelError for an unknown engine, a missing or unfit part, or layers whose states it would need to read.
     """
     entry = engine_entry(name)
     if entry.part is not None and entry.part.reads_cache and target.cache_shape.recurrent is not None:

@@ -42,7 +42,7 @@ class DraftCounters:
 
 
 class ReadRows(NamedTuple):
-    """Tokens read without decoding (prompt or replayed output), and the target's candidates behind them."""
+    """Tokens of a prompt or a replayed output, and the target's candidates behind them."""
 
     previous_ids: np.ndarray  # [num_rows] int64, the tokens before them
     token_ids: np.ndarray  # [num_rows] int64
@@ -55,7 +55,7 @@ Verified = tuple[Sequence, Verification]
 
 
 class Learner:
-    """Observer of all sequences of one worker. What it learns from one may help the next."""
+    """Observer of all sequences of one worker."""
 
     needs_top_k: bool = False  # it reads `Verification.top_ids` and `top_logprobs`
     needs_hidden: bool = False  # it reads `Verification.hidden`
@@ -70,7 +70,7 @@ class Learner:
         """
 
     def update(self, sequence: Sequence, verification: Verification) -> None:
-        """Learn from a verified step, after its tokens were committed to the sequence."""
+        """Learn from a verified step, after its tokens were committed."""
 
     def update_all(self, verified: Many[Verified]) -> None:
         for sequence, verification in verified:
@@ -80,7 +80,7 @@ class Learner:
         """Forget a sequence that ended or moved away."""
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        """Return arrays that a resumed sequence needs beyond its tokens; empty if the tokens suffice."""
+        """Return arrays that a resumed sequence needs beyond its tokens."""
         return {}
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
@@ -88,7 +88,7 @@ class Learner:
 
 
 class Drafter(Learner, ABC):
-    """A proposer of draft trees. Proposals never change the output."""
+    """Proposer of draft trees, which never change the output."""
 
     drafts: bool = True  # a step may verify more than its root
     reads_caches: bool = False  # it reads cache positions that no row of the target sees any more
@@ -96,17 +96,17 @@ class Drafter(Learner, ABC):
 
     @property
     def draft_kind(self) -> str:
-        """Return its last proposal's kind, one of `metrics.worker_counters.DRAFT_KINDS`."""
+        """Return the last proposal's kind, of `metrics.worker_counters.DRAFT_KINDS`."""
         return "tree"
 
     @property
     def wants_candidates(self) -> bool:
-        """Return whether it will learn candidates of the proposed step; only if `needs_top_k`."""
+        """Return whether it learns candidates of this step; only if `needs_top_k`."""
         return self.needs_top_k
 
     @property
     def wants_hidden(self) -> bool:
-        """Return whether it will take hidden states of the proposed step; only if `needs_hidden`."""
+        """Return whether it takes this step's hidden states; only if `needs_hidden`."""
         return self.needs_hidden
 
     @functools.cached_property
@@ -114,15 +114,12 @@ class Drafter(Learner, ABC):
         return DraftCounters(dict.fromkeys(self.phases, 0.0))
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
-        """Take a new or resumed sequence with its prompt and committed tokens.
-
-        `cache` is the sequence's own; at each `propose` it holds every token but the last.
-        """
+        """Take a new or resumed sequence; at each `propose` its `cache` holds every token but the last."""
 
     def pass_plain(self, most: int) -> int:
-        """Return how many plain steps, at most `most`, may follow the newest one without drafts; 0 if that has drafts.
+        """Return how many plain steps, up to `most`, may follow at once; 0 if the next one has drafts.
 
-        None of them is proposed for; `update_all` gets all their tokens as one step.
+        They are not proposed for; `update_all` gets them as one step.
         """
         return 0
 

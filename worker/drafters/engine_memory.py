@@ -30,7 +30,6 @@ def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, p
 
 
 def with_tried(wanted: SlotsWanted, engine: str, files: ModelFiles, parts_folder: Path | None) -> SlotsWanted:
-    """Add the memory of a tried engine, unless its part is missing."""
     entry = engine_entry(engine)
     if entry.part is None:
         return wanted

@@ -17,7 +17,7 @@ MATCH_LENGTHS = (3, 2, 1)  # matching tokens, longest first
 
 
 class NGramIndex:
-    """Index of the position behind each n-gram's latest occurrence, in constant time per token."""
+    """Index of the position behind each n-gram's latest occurrence."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -27,7 +27,6 @@ class NGramIndex:
         }  # n -> n-gram -> follower's position
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Index the tokens that came since the last call."""
         first = max(self._num_indexed - max(MATCH_LENGTHS), 0)
         token_ids = sequence.token_ids[first:].tolist()
         for position in range(self._num_indexed, len(sequence)):

@@ -28,8 +28,8 @@ Expand = Callable[[Context, int], list[tuple[float, int, Context]]]
 def grow_best_first(root_context: Context, expand: Expand[Context], max_nodes: int, max_depth: int) -> DraftTree:
     """Grow a tree of at most `max_nodes` nodes and depth at most `max_depth`.
 
-    `expand` finds candidates by a context, such as a token or a state. Of each family of siblings only the best left
-    waits in the queue, so a tree of n nodes needs at most n expansions.
+    `expand` finds candidates by a context, such as a token or a state. Only the best left of each family of siblings
+    waits in the queue, so n nodes need at most n expansions.
     """
     token_ids: list[int] = []
     parents: list[int] = []
@@ -61,8 +61,6 @@ MIN_SPREAD = 0.25  # in logits; a higher temperature is the spread itself
 
 
 class RankingRule(NamedTuple):
-    """Ranking rule of some sampling parameters."""
-
     noise_scale: float  # factor on the noise: the temperature, or 0
     spread: float  # in logits
     floor: float  # cuts off candidates so far below the best, in logits; 0 or less
@@ -83,7 +81,7 @@ def _rule(temperature: float, top_k: int, min_p: float, with_noise: bool, spread
 
 
 class CandidateRanker:
-    """Ranking of one sequence's candidates behind its end; one instance per proposal."""
+    """Ranking of one sequence's candidates behind its end, for one proposal."""
 
     def __init__(self, sequence: Sequence, with_noise: bool = True, spread: float | None = None) -> None:
         self._sequence = sequence

@@ -30,8 +30,8 @@ class SuffixAutomaton:
     """Suffix automaton with counts (Blumer et al. 1985), in flat arrays.
 
     A state stands for the substrings that end at the same places (state 0: the empty string). Its link is the longest
-    proper suffix that also ends elsewhere. Growth is amortised constant time per token; n tokens make at most 2n states
-    and 3n edges. The only edge of a state lies in arrays; branching states have a dict.
+    proper suffix that also ends elsewhere. Growth is amortised constant time per token. Branching states have a dict,
+    others their only edge in arrays.
     """
 
     def __init__(self) -> None:
@@ -58,9 +58,7 @@ class SuffixAutomaton:
         return self._length[state]
 
     def count(self, state: int) -> int:
-        """Return how often a string of the state was the longest repeated suffix, plus one; a lower bound of its
-        occurrences.
-        """
+        """Return a lower bound of the state's occurrences: times as the longest repeated suffix, plus one."""
         return self._count[state]
 
     def step(self, state: int, token: int) -> int:
@@ -71,7 +69,7 @@ class SuffixAutomaton:
         return edges.get(token, _NONE) if edges else _NONE
 
     def followers(self, state: int, limit: int) -> Iterator[tuple[int, int]]:
-        """Return at most `limit` tokens that followed a state, with their states, most recently followed first."""
+        """Return at most `limit` tokens that followed a state, with their states, newest first."""
         edges = self._branches.get(state)
         if edges is not None:
             return islice(reversed(edges.items()), limit)
@@ -101,7 +99,7 @@ class SuffixAutomaton:
         return len(self._length) - 1
 
     def _clone(self, state: int, token: int, target: int) -> int:
-        """Split off the strings of `target` that end with the shorter context `state` and now end in more places."""
+        """Split off the strings of `target` that end with the shorter context `state`."""
         clone = self._new_state(self._length[state] + 1, self._link[target], self._count[target])
         self._only_token[clone] = self._only_token[target]
         self._only_target[clone] = self._only_target[target]
@@ -177,8 +175,7 @@ class SuffixDrafter(TreeDrafter):
 def predict(automaton: SuffixAutomaton, state: int) -> list[tuple[float, int, int]]:
     """Predict at most `MAX_CANDIDATES` of (log-probability, token, next state), likeliest first.
 
-    Prediction by partial matching: each context, longest first, distributes the remaining probability by counts. What
-    it leaves falls with its length and with the tokens seen in it.
+    Prediction by partial matching: each context, longest first, distributes the remaining probability by counts.
     """
     found: dict[int, tuple[float, int]] = {}  # token -> (probability, next state)
     left = 1.0

@@ -17,8 +17,6 @@ Shape = tuple[int | str, ...]  # a name stands for any number above 0
 
 @dataclass(frozen=True)
 class ReadPart:
-    """A part's header and tensors."""
-
     header: dict[str, str]
     tensors: dict[str, torch.Tensor]
     where: str  # begins every message
@@ -28,7 +26,7 @@ class ReadPart:
         return ModelError(f"{self.where}: {reason}; {self.advice}")
 
     def checked(self, shapes: dict[str, Shape]) -> dict[str, torch.Tensor]:
-        """Return the tensors. Raises ModelError unless names and shapes match and all values are finite floats."""
+        """Return the tensors. Raises ModelError unless names, shapes and finite floats are as expected."""
         for name, shape in shapes.items():
             expected = f"expected floats [{', '.join(map(str, shape))}]"
             if name not in self.tensors:

@@ -48,7 +48,7 @@ class ProbeSchedule:
         return self.num_waited >= self.interval
 
     def observe(self, is_drafted: bool, num_accepted: int = 0) -> None:
-        """Count a step with or without a tree. A trial with an empty tree brought nothing."""
+        """Count a step. A trial with an empty tree brought nothing."""
         if not is_drafted and not self.is_due:
             self.num_waited += 1
         elif self.num_waited and num_accepted >= PROMISING:  # that was a trial
@@ -70,17 +70,17 @@ class ProbeSchedule:
 
 
 class NodeAcceptance:
-    """Running acceptance of node i, for each of the first `TILE_ROWS` nodes."""
+    """Running acceptance of the first `TILE_ROWS` nodes."""
 
     def __init__(self, prior: np.ndarray = PRIOR_ACCEPTANCE, before: NodeAcceptance | None = None) -> None:
-        """`before`: a sequence that left; its schedule of trials and its evidence for the prior go on."""
+        """`before`: a sequence that left; its schedule and evidence go on."""
         # plain numbers take a tenth of an array's time for so few
         self.shares: list[float] = prior.tolist()
         self.num_steps: int = min(before.num_steps, MOST_PRIOR_STEPS) if before else 0  # steps with drafts
         self._probes: ProbeSchedule = replace(before._probes) if before else ProbeSchedule(PROBE_EVERY)
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
-        """Learn from a verified tree, perhaps empty, whose accepted nodes are `path`."""
+        """Learn from a verified tree, perhaps empty, with the accepted nodes `path`."""
         self._probes.observe(num_draft_tokens > 0, len(path))
         self.learn(num_draft_tokens, path)
 
@@ -88,7 +88,6 @@ class NodeAcceptance:
         self._probes.observe(is_drafted, num_accepted)
 
     def learn(self, num_draft_tokens: int, path: list[int]) -> None:
-        """Learn from one verified tree alone."""
         if num_draft_tokens == 0:
             return
         self.num_steps += 1
@@ -99,7 +98,7 @@ class NodeAcceptance:
     def looked_at(self, choice: int, num_choices: int, can_be_none: bool = True) -> int:
         """Return the choice to draft with if `choice` pays most: sometimes a larger one, to learn its gain.
 
-        `can_be_none`: the first choice is not to draft, which teaches nothing.
+        `can_be_none`: the first choice is no draft, which teaches nothing.
         """
         if choice == 0 and can_be_none:
             return min(PROBE_CHOICE, num_choices - 1) if self._probes.is_due else 0
@@ -110,7 +109,7 @@ class NodeAcceptance:
         return np.array([*self.shares, self.num_steps, *self._probes.state()])
 
     def restore(self, state: np.ndarray) -> None:
-        """Take back the result of `state`. Raises ValueError, unchanged, for unfit arrays."""
+        """Take back the result of `state`. Raises ValueError for unfit arrays."""
         size = TILE_ROWS + 3
         if state.shape != (size,) or state.dtype != np.float64 or not np.isfinite(state).all():
             raise ValueError(f"node budget: found {state.dtype} {state.shape}, expected float64 ({size},)")
@@ -122,7 +121,7 @@ class NodeAcceptance:
     def tokens(self, choices: tuple[int, ...]) -> list[float]:
         """Return the expected tokens of a step for trees of each size, the bonus token included.
 
-        Nodes come best first, so no node counts as accepted more often than those in front of it.
+        No node counts as accepted more often than those in front of it.
         """
         accepted = list(accumulate(accumulate(self.shares, min), initial=1.0))
         return [accepted[nodes] for nodes in choices]
@@ -130,8 +129,6 @@ class NodeAcceptance:
 
 @dataclass(frozen=True)
 class BudgetChoice:
-    """Draft nodes per sequence, and the tokens per second expected of all."""
-
     num_nodes: int
     rate: float
 
@@ -154,7 +151,7 @@ class NodeBudget:
         self._acceptance.restore(state)
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
-        """Learn from one verified tree whose accepted nodes are `path`; all since `best` share a step."""
+        """Learn from one verified tree; all since `best` share a step."""
         if self._is_step_new:
             self._acceptance.went_by(num_draft_tokens > 0)
         self._is_step_new = False
@@ -163,8 +160,7 @@ class NodeBudget:
     def best(
         self, length: int, num_sequences: int, proposing: float, node_seconds: float = 0.0, max_nodes: int = TILE_ROWS
     ) -> BudgetChoice:
-        """Choose the best number of nodes for each of `num_sequences` sequences of a forward, at `length` cached
-        tokens.
+        """Choose the best number of nodes per sequence of a forward, at `length` cached tokens.
 
         `proposing`: seconds to propose anything; `node_seconds`: for every node of every sequence.
         """

@@ -15,7 +15,7 @@ class TreeDrafter(Drafter):
 
     @abstractmethod
     def tree(self, sequence: Sequence, max_nodes: int, max_depth: int) -> DraftTree:
-        """Grow a tree of at most `max_nodes` nodes and depth `max_depth`; it may be empty."""
+        """Grow a tree, perhaps empty."""
 
     def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
         return [self.tree(*each) for each in wanted]

@@ -33,14 +33,12 @@ PROBE_REPEATS = 5
 
 @dataclass
 class _Context:
-    """A sequence's cache and the tokens in it."""
-
     cache: FullKVCache
     token_ids: np.ndarray  # [cache.length]
 
 
 class DraftModel:
-    """Causal language model with the target's vocabulary and a short cache per sequence."""
+    """Causal language model with a short cache per sequence."""
 
     def __init__(self, model: TargetModel) -> None:
         self._model = model
@@ -48,7 +46,7 @@ class DraftModel:
 
     @classmethod
     def load(cls, parts_folder: Path | None, target: TargetModel) -> DraftModel:
-        """Load the target's draft model from `draft` in a folder (None: the target's own) or from that folder itself.
+        """Load the target's draft model from `draft` in a folder (None: the target's own) or from the folder.
 
         Raises ModelError if it does not fit.
         """
@@ -82,7 +80,6 @@ class DraftModel:
         return [found[name] for name in requests]
 
     def token_seconds(self) -> float:
-        """Measure the seconds of one drafted token."""
         self.start("probe")
         token_ids = np.zeros(NUM_SINKS + WINDOW + PROBE_REPEATS, dtype=np.int64)
         self.logits({"probe": token_ids[:-PROBE_REPEATS]})
@@ -97,7 +94,7 @@ class DraftModel:
 
     @staticmethod
     def _roll_back(context: _Context, token_ids: np.ndarray) -> None:
-        """Forget cached tokens beyond the wanted ones; the last one's row is always run."""
+        """Forget cached tokens beyond the wanted ones; the last row is always run."""
         num_common = min(len(context.token_ids), len(token_ids) - 1)
         differs = np.nonzero(context.token_ids[:num_common] != token_ids[:num_common])[0]
         context.cache.roll_back(int(differs[0]) if len(differs) else num_common)
@@ -105,10 +102,7 @@ class DraftModel:
 
 
 def window_of(token_ids: np.ndarray, num_committed: int) -> np.ndarray:
-    """Return the tokens of a sequence and its chain that the draft model reads.
-
-    The window begins where the number of committed tokens says.
-    """
+    """Return the tokens of a sequence and its chain that the draft model reads."""
     start = max(NUM_SINKS, (num_committed // WINDOW - 1) * WINDOW)
     return np.concatenate([token_ids[:NUM_SINKS], token_ids[start:]])
 
@@ -149,7 +143,7 @@ def hierarchy(gamma_1: int, gamma_2: int, width: int) -> RoundPlan:
 
 
 class DraftModelProposer(Proposer):
-    """Draws with the target's coupled noise; sequences of a batch share the draft model's forwards."""
+    """Draws with the target's coupled noise, in shared forwards."""
 
     def __init__(self, draft_model: DraftModel, width: int, drawing: BatchSampler) -> None:
         """`width` candidates at every depth:
@@ -203,7 +197,7 @@ class _Tree:
         return window_of(self._sequence.token_ids, self._num_committed)
 
     def grow(self, logits: torch.Tensor, token_id: int) -> None:
-        """Add the next token, drawn from the draft model's logits `[vocab]`, and the next best as siblings."""
+        """Add the next token, drawn from logits `[vocab]`, and the next best as siblings."""
         candidates = self._siblings(logits) if self._width > 1 else []
         parent, self._newest = self._newest, len(self.tree)
         others = [other for other in candidates if other != token_id][: self._width - 1]

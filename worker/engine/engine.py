@@ -33,7 +33,7 @@ FEW_POSITIONS = 1024  # fewer take little time beside all else in a step
 
 
 class PlainRuns:
-    """Runs several plain steps at once if the kernels can; the tokens are those of single steps."""
+    """Runs several plain steps at once if the kernels can."""
 
     def __init__(self, target: TargetModel, counters: EngineCounters) -> None:
         forwards = target.forwards
@@ -43,7 +43,7 @@ class PlainRuns:
         self._newest = _Newest()
 
     def most_steps(self, slots: list[Slot]) -> int:
-        """Return the steps that all sequences can take at once; 1 if any needs a look at each."""
+        """Return the steps that all sequences can take at once."""
         if self._draw_chains is None or any(_needs_a_look(slot) for slot in slots):
             return 1
         step_seconds = self._newest.step_seconds(self._counters, len(slots), sum(slot.cache.length for slot in slots))
@@ -61,7 +61,7 @@ class PlainRuns:
 
 
 class _Newest:
-    """The newest steps' seconds, rows and positions; a mean of all steps would lag behind growing jobs."""
+    """The newest steps' seconds, rows and positions: a mean of all would lag behind growing jobs."""
 
     def __init__(self) -> None:
         self._num_steps, self._seconds = 0, 0.0  # values at the last call of `step_seconds`
@@ -69,7 +69,7 @@ class _Newest:
         self._step_seconds = math.inf  # average since then
 
     def step_seconds(self, counters: EngineCounters, num_rows: int, num_positions: int) -> float:
-        """Return a step's measured seconds, scaled up to these rows and positions: at most in proportion to either."""
+        """Return a step's measured seconds, scaled up at most in proportion to rows or positions."""
         num_steps, seconds = counters.num_steps, counters.step_seconds["verify"]
         if num_new := num_steps - self._num_steps:
             growth = max(1.0, num_rows / self._num_rows, num_positions / self._num_positions)
@@ -88,7 +88,7 @@ def _needs_a_look(slot: Slot) -> bool:
 
 
 class Engine:
-    """Runs sequences through one target and one drafter. The drafter changes the speed, never the tokens."""
+    """Runs sequences through one target and one drafter."""
 
     def __init__(
         self,
@@ -137,8 +137,7 @@ class Engine:
     ) -> Slot:
         """Take a sequence in; the next steps read what its `cache` lacks.
 
-        Its first `num_shared_tokens` are kept for later sequences when it leaves. `thinking`: no stop string counts in
-        a thought.
+        Its first `num_shared_tokens` are kept for later sequences. `thinking`: no stop string counts in a thought.
         """
         sequence.eos_token_ids = self.target.eos_token_ids
         slot = Slot(
@@ -160,7 +159,6 @@ class Engine:
         return slot
 
     def stop(self, sequence: Sequence) -> None:
-        """Drop a sequence that ended or moves away."""
         if sequence.error is None:
             self.sharing.keep(self._slots[sequence.sequence_id])
         self._drop(sequence)
@@ -176,7 +174,7 @@ class Engine:
         self.start(again, cache, num_shared_tokens, thinking)
 
     def step(self) -> list[tuple[Sequence, Verification]]:
-        """Advance every unfinished sequence; return those that received tokens, with their verifications.
+        """Advance every unfinished sequence; return those that received tokens.
 
         Afterwards `finish_reason` is set on a finished sequence and `error` on a failed one; `stop` either.
         """
@@ -217,13 +215,12 @@ class Engine:
             ]
 
     def _overhead(self) -> float:
-        """Return the mean seconds of a step beside its forward and drafts."""
         return self.counters.step_seconds["commit"] / max(1, self.counters.num_steps)
 
     def _verify(
         self, ready: list[Slot], trees: list[ConstrainedTree], prefill_chunks: list[PrefillChunk]
     ) -> tuple[StepOutputs, list[Walk]]:
-        """Run all rows and draw from trees' rows; drawn tokens end the wait for the device."""
+        """Run all rows and draw; the drawn tokens end the wait for the device."""
         with timed(self.counters.step_seconds, "verify"):
             proposed = [each.tree for each in trees]
             rows = rows_of_trees(
@@ -241,7 +238,7 @@ class Engine:
         return outputs, [walk if each.masks is None else each.in_front_of_the_dead(walk) for each, walk in found]
 
     def _run_plain(self, ready: list[Slot]) -> list[Walk]:
-        """Take several plain steps at once; return none if only one is due or it has drafts."""
+        """Take several plain steps at once; none if only one is due or it has drafts."""
         num_steps = self._plain.most_steps(ready)
         if num_steps == 1 or (num_more := self.drafter.pass_plain(num_steps - 1)) == 0:
             return []
@@ -276,9 +273,9 @@ class Engine:
     def _taken(
         self, slot: Slot, given: ConstrainedTree, outputs: StepOutputs, number: int, walk: Walk, draft_kind: str
     ) -> Verification:
-        """Commit the accepted path and the bonus token of sequence `number` of a step.
+        """Commit an accepted path and its bonus token.
 
-        Raises NotFiniteError or ConstraintError if a token could not be drawn.
+        Raises NotFiniteError or ConstraintError if one could not be drawn.
         """
         sequence, tree = slot.sequence, given.tree
         if walk.failed_row is not None:
@@ -300,7 +297,6 @@ class Engine:
         )
 
     def _count(self, results: list[tuple[Sequence, Verification]], kind: str) -> None:
-        """Count the results of a step."""
         counters, num_drafted, num_plain = self.counters, 0, 0
         for _, verification in results:
             num_tokens, draft_ids = len(verification.committed_ids), verification.tree.token_ids
@@ -332,10 +328,7 @@ def _request(slot: Slot, overhead: float) -> DraftRequest:
 
 
 def rows_of_path(hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
-    """Return the hidden states of root and accepted nodes, `[1 + num_accepted, hidden]`, without a wait for the GPU.
-
-    Adjacent rows are not copied.
-    """
+    """Return hidden states of root and accepted nodes, `[1 + num_accepted, hidden]`, without a wait for the GPU."""
     if not path or path[-1] == len(path) - 1:  # nodes increase
         return hidden[: 1 + len(path)]
     return torch.stack([hidden[0], *(hidden[node + 1] for node in path)])

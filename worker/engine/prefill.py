@@ -27,7 +27,7 @@ PREFILL_SECONDS = 0.2  # per sequence and step
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Known tokens of a sequence that does not decode yet, in a forward of others."""
+    """Known tokens in a forward of other sequences."""
 
     slot: Slot
     rows: list[SequenceRows]  # the rows behind the cached ones; one part per block of positions
@@ -35,7 +35,7 @@ class PrefillChunk:
 
 
 class Prefiller:
-    """Reads what sequences have in front of their last tokens. What shares a forward changes no bits."""
+    """Reads the tokens in front of sequences' last ones."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Prefiller:
     def prefill_chunks(self, slots: list[Slot], num_rows: int, num_decoding: int) -> list[PrefillChunk]:
         """Choose which of `slots` ride beside `num_rows` rows of `num_decoding` sequences, and with how many rows.
 
-        They fill the step's last forward, and one more if a waiting sequence loses more than all others would by it.
+        They get one more forward if a waiting sequence loses more than all others would by it.
         """
         if self._rows_per_forward == 1:
             return []
@@ -90,7 +90,7 @@ class Prefiller:
         return prefill_chunks
 
     def take(self, prefill_chunks: list[PrefillChunk], outputs: StepOutputs) -> None:
-        """Keep what a forward wrote for chunks of prompts; `outputs` are theirs. Drafters learn from them."""
+        """Keep what a forward wrote for chunks; drafters learn from `outputs`."""
         if prefill_chunks and self._drafter.needs_top_k:
             self._drafter.learn(self._prefilled_rows(prefill_chunks, outputs))
         given = iter(outputs.hidden)
@@ -113,7 +113,7 @@ class Prefiller:
         return ReadRows(np.concatenate(previous), np.concatenate(ids), *candidates)
 
     def _prefill_slot(self, slot: Slot) -> None:
-        """Read tiles of known tokens for a bounded time, so that one long prompt does not hold up the others."""
+        """Read tiles for a bounded time, so that one long prompt does not hold up the others."""
         deadline, num_before = time.perf_counter() + PREFILL_SECONDS, slot.cache.length
         while slot.num_to_prefill and time.perf_counter() < deadline:
             start, known = slot.cache.length, slot.sequence.token_ids[:-1]
@@ -127,7 +127,7 @@ class Prefiller:
 def prefill_tile(
     target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafters: list[Drafter], drawing: BatchSampler
 ) -> torch.Tensor:
-    """Read the next tile of known tokens into a cache; drafters learn from the target's candidates there.
+    """Read the next tile of known tokens; drafters learn from it.
 
     Returns the target's final hidden states, `[num_read, hidden]`.
     """

@@ -24,8 +24,6 @@ MEMORY_SHARE = 1 / 8  # share of the memory that is free without kept prefixes
 
 @dataclass
 class _Member:
-    """A sequence of the engine."""
-
     slot: Slot
     token_ids: NDArray[np.int64]  # its tokens on arrival, without the last
     num_alike: dict[str, int] = field(default_factory=dict)  # other sequence's id -> length of the common prefix
@@ -71,7 +69,7 @@ class PrefixSharing:
             self.kept.keep(own.token_ids[:end], min(num_shared, end), slot.cache)
 
     def waits(self, slot: Slot) -> bool:
-        """Return whether an earlier sequence is still reading tokens that the slot lacks too."""
+        """Return whether an earlier sequence is still reading tokens that the slot lacks."""
         own, length = self._members[slot.sequence.sequence_id], slot.cache.length
         for name, other in self._members.items():
             if other is own:

@@ -127,7 +127,6 @@ def rewound(sequence: Sequence) -> Sequence:
 
 
 def ending_tokens(sequence: Sequence) -> frozenset[int]:
-    """Return the tokens that each end a sequence."""
     params = sequence.sampling
     return (frozenset() if params.ignore_eos else sequence.eos_token_ids).union(params.stop_token_ids)
 
@@ -154,12 +153,10 @@ class LoopDetector:
     """For every pattern size, the last output token that differed from the one `size` tokens before it.
 
     A pattern of `size` tokens stands `min_count` times at the end once `size * (min_count - 1)` tokens follow that one.
-    Sizes fall in all arrays `[num_sizes]`, in the text order of the tokens compared with. One vector comparison per
-    token takes a few microseconds.
+    Sizes fall in all arrays `[num_sizes]`, in the text order of the tokens compared with.
     """
 
     def __init__(self, detection: RepetitionDetection, output_ids: np.ndarray) -> None:
-        """Begin behind `output_ids [num_generated] int64`."""
         most, least = detection.max_pattern_size, detection.smallest_pattern
         sizes = np.arange(most, least - 1, -1)
         self._num_tokens = len(output_ids)
@@ -189,7 +186,7 @@ class LoopDetector:
 
 
 def first_repetition(detection: RepetitionDetection, output_ids: np.ndarray) -> int:
-    """Count the tokens of `output_ids [num_generated] int64`, which end in a loop, in front of its repetitions.
+    """Count the tokens of `output_ids [num_generated] int64` in front of its final loop's repetitions.
 
     The pattern is the loop's shortest, even one shorter than those searched for.
     """
@@ -209,8 +206,7 @@ def _num_alike(token_ids: np.ndarray, size: int) -> int:
 def closed(sequence: Sequence, thinking: Thinking | None) -> Sequence | None:
     """Return an ended sequence with its thought closed, which goes on; None if it stays ended.
 
-    The marker replaces the end-of-sequence token or follows the loop. It is not drawn; what follows is. So all is a
-    function of the job. The marker and one more token must fit.
+    The marker replaces the end-of-sequence token or follows the loop, and is not drawn. It and one more token must fit.
     """
     output_ids = _with_marker(sequence, thinking)
     if output_ids is None or len(output_ids) >= sequence.sampling.max_tokens:
@@ -219,7 +215,7 @@ def closed(sequence: Sequence, thinking: Thinking | None) -> Sequence | None:
 
 
 def may_be_extended(sequence: Sequence, thinking: Thinking | None) -> bool:
-    """Return whether `max_tokens` alone ended a sequence, perhaps by leaving no room to close its thought."""
+    """Return whether `max_tokens` alone ended a sequence, perhaps without room to close its thought."""
     if sequence.finish_reason == LENGTH:
         return True
     output_ids = _with_marker(sequence, thinking)
@@ -227,7 +223,7 @@ def may_be_extended(sequence: Sequence, thinking: Thinking | None) -> bool:
 
 
 def _with_marker(sequence: Sequence, thinking: Thinking | None) -> list[int] | None:
-    """Return an ended sequence's output with its thought closed; None if no thought is to be closed."""
+    """Return the output with its thought closed; None if there is nothing to close."""
     if thinking is None or not _is_to_close(sequence):
         return None
     output_ids = sequence.output_ids[:-1] if sequence.finish_reason == STOP else sequence.output_ids

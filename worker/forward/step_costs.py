@@ -38,7 +38,7 @@ def seconds_now() -> float:
 
 @contextlib.contextmanager
 def by_processor() -> Iterator[None]:
-    """Count the calling thread's processor seconds within the context: a step's work if one thread does it all."""
+    """Count the calling thread's processor seconds within the context."""
     global _read
     _read = time.thread_time
     try:
@@ -48,7 +48,7 @@ def by_processor() -> Iterator[None]:
 
 
 class Clock(Protocol):
-    """A clock for calls that may only queue their work."""
+    """Clock for calls that may only queue their work."""
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Time one call from the end of all earlier work to the end of its own; wait for that."""
@@ -68,7 +68,7 @@ class EventClock:
 
 
 class HostClock:
-    """A clock for calls that return when they are done."""
+    """Clock for calls that return when they are done."""
 
     def seconds(self, call: Callable[[], object]) -> float:
         started = seconds_now()
@@ -126,15 +126,13 @@ class StepCosts:
         return _RoutedCosts()
 
     def at(self, num_rows: int, length: int) -> float:
-        """Return the seconds of one sequence's forward over `num_rows` rows behind `length` cached positions."""
+        """Return the seconds of one forward over `num_rows` rows behind `length` cached positions."""
         i = max(0, min(bisect.bisect_left(self.lengths, length), len(self.lengths) - 1) - 1)
         seconds, slope = self._lines[min(num_rows, ROW_COUNTS[-1])][i]
         return max(LEAST_SECONDS, seconds + slope * (length - self.lengths[i]))
 
     def forward_seconds(self, num_rows: int, length: int, num_sequences: int) -> float:
-        """Return the seconds of a forward of `num_rows` rows for each of several sequences of `length` cached
-        positions.
-        """
+        """Return the seconds of a forward of `num_rows` rows for each of several sequences."""
         own = self.at(num_rows, length) - self.shared_seconds(min(num_rows, ROW_COUNTS[-1]))
         return self.shared_seconds(num_rows * num_sequences) + num_sequences * own
 
@@ -152,8 +150,7 @@ class StepCosts:
     def row_prices(self, num_rows: int) -> tuple[float, ...]:
         """Return prices to try for one more row beside `num_rows`, in shared seconds.
 
-        One price suffices if each row takes its time. If rows are free up to the next forward, the right price asks for
-        exactly that many rows.
+        If rows are free up to the next forward, the right price asks for exactly that many.
         """
         if self.rows_per_forward > 1:
             own = (self._row_seconds(num_rows),) if self.has_experts else ()
@@ -170,7 +167,7 @@ class StepCosts:
     def own_seconds(self, num_rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return each sequence's seconds of attention to its own cache, `[num_sequences, num_choices]`.
 
-        `num_rows [num_choices]`, none above the most that was measured; `lengths [num_sequences]` cached positions.
+        `num_rows [num_choices]`, at most the measured ones; `lengths [num_sequences]` cached positions.
         """
         points, rises = self._grid
         i = np.clip(np.searchsorted(self.lengths, lengths), 1, max(1, len(self.lengths) - 1)) - 1
@@ -196,26 +193,23 @@ class StepCosts:
 
     @functools.cached_property
     def _empty(self) -> list[float]:
-        """Return the shared seconds of each number of rows up to the most measured."""
         shares_all = self.rows_per_forward > 1 and not self.has_experts
         return [self.at(1 if shares_all else number, 0) for number in range(ROW_COUNTS[-1] + 1)]
 
     def replay_seconds(self, start: int, end: int) -> float:
-        """Return the seconds to run known tokens at positions `[start, end)` through the target, in full tiles."""
+        """Return the seconds to run known tokens at positions `[start, end)`, in full tiles."""
         num_parts = max(1, self.rows_per_forward // TILE_ROWS)  # tiles per forward
         num_forwards = max(0, end - start) / (num_parts * TILE_ROWS)
         return num_forwards * sum(self.forward_seconds(TILE_ROWS, length, num_parts) for length in (start, end)) / 2
 
 
 class _RoutedCosts:
-    """The newest costs by real steps, and the number of steps that they include."""
-
     def __init__(self) -> None:
         self._costs: StepCosts | None = None
         self._num_steps = 0
 
     def newest(self, probed: StepCosts, spread: ExpertSpread) -> StepCosts:
-        """Correct probed costs anew if enough steps passed since the last time."""
+        """Correct probed costs again if enough steps passed."""
         num_steps = spread.counts.num_steps
         is_known = abs(num_steps - self._num_steps) < min(ROUTED_EVERY, max(1, self._num_steps))
         if self._costs is None or not is_known:
@@ -230,7 +224,7 @@ Costs = Callable[[], StepCosts]
 
 
 def step_costs_of(target: TargetModel) -> Costs:
-    """Return a function of a target's costs; with caches in slots they are measured now, while one is free."""
+    """Return a function of a target's costs; with caches in slots they are measured now."""
     costs = functools.cache(functools.partial(measure_step_costs, target))
     if target.forwards.arena:
         costs()
@@ -256,7 +250,7 @@ def measure_step_costs(target: TargetModel) -> StepCosts:
 
 
 def _full_seconds(target: TargetModel, cache: FullKVCache) -> float | None:
-    """Time a whole forward at the beginning of a cache; None if it costs no more than the shared part."""
+    """Time a whole forward over an empty cache; None if it costs no more than the shared part."""
     num_rows, arena = target.forwards.rows_per_forward, target.forwards.arena
     if not target.forwards.has_experts or arena is None or arena.longest_job < num_rows:
         return None
@@ -267,7 +261,7 @@ def _full_seconds(target: TargetModel, cache: FullKVCache) -> float | None:
 
 
 def _measure_spread(target: TargetModel, cache: FullKVCache, counts: ExpertCounts) -> ExpertSpread:
-    """Time and count rows with the same experts and rows with experts of their own."""
+    """Time and count rows with the same experts, and with their own."""
     cache.roll_back(0)
     cache.advance(BLOCK)
     counts.forget()
@@ -294,7 +288,7 @@ def _least_seconds(target: TargetModel, forwards: Sequence[Callable[[], object]]
 
 
 def _probe_rows(cache: FullKVCache, number: int, vocab_size: int, stride: int = PROBE_STRIDE) -> SequenceRows:
-    """Return rows with distant tokens, which meet as many experts as rows may: an upper bound of their cost."""
+    """Return rows with distant tokens, which meet as many experts as possible."""
     token_ids = _probe_tokens(number, vocab_size, stride)
     return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))
 
@@ -304,7 +298,6 @@ def _probe_tokens(number: int, vocab_size: int, stride: int = PROBE_STRIDE) -> l
 
 
 def seconds_of(target: TargetModel, forward: Callable[[], object]) -> float:
-    """Return the seconds of one forward until the device is done."""
     return clock_of(target.device).seconds(forward)
 
 

@@ -46,7 +46,7 @@ NOWHERE = -1  # no place for a feature
 
 
 class CudaDraftModel(Protocol):
-    """A draft model with the target's head as CUDA kernels, over a fixed arena and fixed features."""
+    """A draft model with the target's head as CUDA kernels, over fixed buffers."""
 
     layout: TableLayout  # layout of its rows
     logits: torch.Tensor  # [NUM_ROWS, vocab] float32 of the newest forward
@@ -54,8 +54,7 @@ class CudaDraftModel(Protocol):
     def read_from(self, rows: torch.Tensor, places: torch.Tensor) -> None:
         """Read the rows of every forward from a table `[layout.size] int32`.
 
-        `places [NUM_ROWS, 2] int32`: the feature in front of a row, and the place for its regressed one; -1 for
-        nowhere.
+        `places [NUM_ROWS, 2] int32`: a row's input feature, and the place of its regressed one; -1 for none.
         """
 
     def forward(self) -> None:
@@ -63,7 +62,7 @@ class CudaDraftModel(Protocol):
 
 
 class CudaRows:
-    """A draft model over all rows, `NUM_ROWS` at a time, with one slot per target slot."""
+    """A draft model over `NUM_ROWS` rows at a time, with one slot per target slot."""
 
     def __init__(
         self,
@@ -103,7 +102,6 @@ class CudaRows:
         return of_each(parts, found)
 
     def _rank_into(self, num_kept: int) -> None:
-        """Set up a ranking of `num_kept` candidates per row."""
         words, ancestors, leaving, self._arriving, self._gone = self._layout.draws.parts(self._draws)
         out = torch.zeros(2 * NUM_ROWS * num_kept, dtype=torch.int32, device=self._draws.device)
         ids, confidences = out.view(2, NUM_ROWS, num_kept).unbind()
@@ -127,8 +125,6 @@ class CudaRows:
 
 @dataclass(frozen=True)
 class CudaRoom(Room):
-    """A room in a slot."""
-
     counts: TokenCounts  # token counts of the sequence's penalty window
 
     @classmethod
@@ -139,8 +135,6 @@ class CudaRoom(Room):
 
 @dataclass(frozen=True)
 class DraftLayout:
-    """Layout of rows, places and draws in an int32 buffer."""
-
     rows: TableLayout
     draws: SamplingRowLayout
     num_places: int  # places per slot's features

@@ -84,7 +84,6 @@ class CudaGriffin:
         self._run(self._predicted, self._around.head, self.logits)
 
     def _guide(self, contract: Linear) -> Tensor:
-        """Compute the second fusion's addition to the first one."""
         rows, hidden = self._table.rows, self._sizes.hidden
         sources = {"feature": self._pairs[:, :hidden], "token": self._pairs[:, hidden:], "fused": self._state}
         for (source, norm), part in zip(self._norms, self._parts.split(hidden, dim=1), strict=True):
@@ -99,7 +98,6 @@ class CudaGriffin:
         return self._delta
 
     def _run_layer(self, delta: Tensor | None) -> None:
-        """Run the decoder layer over the state plus `delta`."""
         table, layer, epsilon = self._table, self._layer, self._sizes.epsilon
         assert layer.attention is not None, "a draft layer attends"
         in_front, behind = layer.attention
@@ -148,6 +146,6 @@ class CudaGriffin:
 
 
 def _attention(sizes: DecoderSizes, capacity: int) -> AttentionShape:
-    """Return a shape with one split per block of a window; more would stay empty."""
+    """Return a shape with one split per block of a window."""
     heads_per_kv = sizes.num_heads // sizes.num_kv_heads
     return AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, capacity // BLOCK, sizes.dtype)

@@ -56,15 +56,13 @@ class Level:
 
 @dataclass
 class _Context:
-    """The draft model's state of one sequence."""
-
     target_cache: FullKVCache
     room: Room
     start: int = NUM_SINKS  # first position of the window
 
 
 class DraftForwards(Protocol):
-    """A draft model over the target's features, with a state per sequence."""
+    """A draft model over the target's features."""
 
     def start(self, sequence: Sequence, target_cache: FullKVCache) -> None:
         """Make room for a sequence whose target cache this is."""
@@ -79,12 +77,10 @@ class DraftForwards(Protocol):
         """Take committed tokens; return candidates behind each sequence's newest token."""
 
     def expand(self, levels: list[Level]) -> list[list[Candidates]]:
-        """Return the candidates behind each new node of some trees."""
+        """Return the candidates behind each new node."""
 
 
 class GriffinForwards:
-    """Draft model, target, and a context per sequence."""
-
     def __init__(self, rows: GriffinRows, target: TargetModel) -> None:
         self._rows = rows
         self._target = target
@@ -115,7 +111,6 @@ class GriffinForwards:
         return self._rows.run([self._level_rows(level) for level in levels])
 
     def level_seconds(self) -> float:
-        """Measure the seconds of one level of a few nodes."""
         room = self._rows.new_room(Sequence("probe", [0], PROBE_PARAMS, self._target.vocab_size, self._target.device))
         room.cache.clear()
         room.cache.advance(NUM_SINKS + WINDOW)
@@ -131,7 +126,7 @@ class GriffinForwards:
             context.room.cache.roll_back(min(context.room.cache.length, NUM_SINKS))
 
     def _missing_rows(self, sequence: Sequence) -> DraftRows:
-        """Return the next rows missing in the draft model's cache: at most a block, sinks and window apart."""
+        """Return the next rows missing in the cache: at most a block, sinks and window apart."""
         context = self._contexts[sequence.sequence_id]
         room, last = context.room, len(sequence) - 1
         first = position_of(room.cache.length, context.start)
@@ -142,7 +137,6 @@ class GriffinForwards:
         return DraftRows(room, rows, self._known_places(sequence, rows), [[]] if is_last else [])
 
     def _known_places(self, sequence: Sequence, rows: SequenceRows) -> list[int]:
-        """Return the places of the features in front of the rows' tokens."""
         context = self._contexts[sequence.sequence_id]
         features, position = context.room.features, position_of(rows.first_entry, context.start)
         start, end = max(0, position - 1), position - 1 + len(rows)
@@ -168,7 +162,7 @@ class GriffinForwards:
 
 
 def _paths(tree: DraftTree) -> list[list[int]]:
-    """Return the tokens below the root down to each node."""
+    """Return the tokens from below the root to each node."""
     paths: list[list[int]] = []
     for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
         paths.append([*([] if parent == ROOT else paths[parent]), token_id])
@@ -192,7 +186,7 @@ class GriffinRows(Protocol):
 
 
 def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> GriffinRows:
-    """Return kernels if the target runs on them and they take the draft model's sizes, else torch."""
+    """Return kernels if target and draft model fit them, else torch."""
     try:
         if target.forwards.team is not None:
             return NativeRows(model, target.forwards, num_candidates)
@@ -206,7 +200,7 @@ def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> Gr
 
 
 class NativeRows:
-    """All rows in one forward through the compiled kernels, on the target's threads."""
+    """All rows in one forward through the compiled kernels."""
 
     def __init__(self, model: GriffinModel, forwards: Forwards, num_candidates: int) -> None:
         """Raise ValueError for sizes that the kernels do not take."""

@@ -45,7 +45,7 @@ Candidates = list[tuple[float, int]]
 
 
 class Features:
-    """The target's final hidden states at consecutive positions of one sequence, and the regressed ones of its tree."""
+    """The target's final hidden states of one sequence, and the regressed ones of its tree."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         """`buffer [num_places, hidden]` need not be initialised; its length limits the kept target features."""
@@ -68,7 +68,6 @@ class Features:
             self._buffer[RING : RING + len(kept) - num_left] = kept[num_left:]
 
     def holds(self, start: int, end: int) -> bool:
-        """Return whether all target features at positions `[start, end)` are kept."""
         return self.first <= start and end <= self.end
 
     def places(self, start: int, end: int) -> list[int]:
@@ -89,8 +88,6 @@ def regressed_place(row: int) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """The draft model's cache and features of one sequence."""
-
     sequence: Sequence
     cache: FullKVCache  # rows of the window without the newest token's, which every draft runs anew
     features: Features
@@ -98,7 +95,7 @@ class Room:
 
 @dataclass(frozen=True)
 class DraftRows:
-    """Consecutive rows of one sequence; the last ones belong to a draft tree and want candidates."""
+    """Consecutive rows of one sequence; the last ones, of a draft tree, want candidates."""
 
     room: Room
     rows: SequenceRows
@@ -111,7 +108,7 @@ class DraftRows:
 
     @property
     def num_known(self) -> int:
-        """Return the number of text rows, in front of the tree's."""
+        """Return the number of text rows."""
         return len(self) - len(self.paths)
 
     def part(self, start: int, end: int) -> DraftRows:
@@ -165,15 +162,12 @@ SPREAD = 0.4  # error of the draft model's logits; with it scores are about as l
 
 @dataclass(frozen=True)
 class TorchRoom(Room):
-    """A room outside any graph."""
-
     sampler: TokenSampler  # covers a first part of the sequence
 
     @classmethod
     def of(
         cls, sequence: Sequence, cache: FullKVCache, features_like: torch.Tensor, num_places: int = NUM_PLACES
     ) -> TorchRoom:
-        """Make room for features `[hidden]` of this dtype, on this device."""
         buffer = features_like.new_zeros(num_places, len(features_like))
         sampler = TokenSampler(sequence, sequence.vocab_size, buffer.device)
         return cls(sequence, cache, Features(buffer), sampler)

@@ -21,7 +21,6 @@ def pair_row(
     rows_ptr, token_ids_ptr, feature_places_ptr, features_ptr, embedding_ptr, pairs_ptr,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's feature, then its token's embedding."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -57,7 +56,6 @@ def layer_norm_row(
 
 @triton.jit
 def silu_row(rows_ptr, expanded_ptr, EXPANSION: tl.constexpr, COLUMNS: tl.constexpr):
-    """Apply SiLU to some columns of a row, in place."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -70,7 +68,6 @@ def silu_row(rows_ptr, expanded_ptr, EXPANSION: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def add_row(rows_ptr, state_ptr, delta_ptr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr):
-    """Add a layer's last change to the state."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return

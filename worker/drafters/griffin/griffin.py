@@ -29,7 +29,7 @@ PRICED_ROWS = (1, 16)  # a row's price is the mean between these numbers of rows
 
 
 class GrowingTree:
-    """A growing tree of one sequence: candidates of all levels, and the expanded ones."""
+    """Candidates of all levels of a sequence's tree, and the expanded ones."""
 
     def __init__(self, sequence: Sequence, max_depth: int, num_expanded: int, prices: TreePrices) -> None:
         """Expand at most `num_expanded` nodes of a level, down to `max_depth`."""
@@ -66,7 +66,6 @@ class GrowingTree:
         return Level(self._sequence, self._expanded, first)
 
     def add_level(self, ranked: list[Candidates]) -> None:
-        """Add the candidates behind each node of `next_level`."""
         self.num_levels += 1
         self._newest = []
         for parent, children in zip(self._parents, ranked, strict=True):
@@ -78,7 +77,7 @@ class GrowingTree:
                 self._candidates.parents.append(parent)
 
     def best(self, max_nodes: int) -> tuple[DraftTree, float]:
-        """Return the best paying candidates as a tree of at most `max_nodes`, and the expected number accepted."""
+        """Return the best paying candidates as a tree, and the expected number accepted."""
         order = sorted(range(len(self._scores)), key=lambda node: -self._scores[node])[:max_nodes]
         paid = [node for node in order if self._prices.pays_row(math.exp(self._scores[node]))]
         kept = {node: number for number, node in enumerate(paid)}
@@ -92,7 +91,7 @@ class GrowingTree:
 
 @dataclass(frozen=True)
 class TreePrices:
-    """The prices of one step, in tokens."""
+    """Prices of one step, in tokens."""
 
     row: float
     level: float
@@ -123,7 +122,7 @@ class PricePlanner:
         self._told_drafting = 0.0  # the same from the state's machine; used until this one has drafted
 
     def pays(self, lengths: list[int], overhead: float) -> bool:
-        """Return whether trees bring more than plain decoding to sequences that share a forward.
+        """Return whether trees pay for sequences that share a forward.
 
         `lengths`: cached positions of each. `overhead`: seconds of a step beside forward and drafts.
         """
@@ -136,7 +135,6 @@ class PricePlanner:
         return bool(tokens * (plain + overhead) > drafted + overhead + len(lengths) * drafting)
 
     def prices(self, length: int, num_sequences: int) -> TreePrices:
-        """Return prices for a sequence of `length` cached positions."""
         tokens, nodes, levels, expected = self._means.tolist()
         costs = self._costs.as_routed()
         forward = costs.forward_seconds(round(nodes) + 1, length, num_sequences)
@@ -150,7 +148,7 @@ class PricePlanner:
     def observe(
         self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float, seconds: float = 0.0
     ) -> None:
-        """Learn from a step with its committed tokens and the nodes and draft forwards of its tree.
+        """Learn from a step.
 
         `num_expected`: nodes expected to be accepted; `seconds` of drafting.
         """
@@ -164,7 +162,6 @@ class PricePlanner:
         return {"griffin_plan": np.array([*self._means, self._level_seconds, drafting, self._num_steps])}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Take back the result of `state`. Raises ValueError, unchanged, for unfit arrays."""
         found = state.get("griffin_plan")
         if found is None or found.shape != (7,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
             raise ValueError(f"griffin's plan: found {found}, expected means of a step, seconds, steps")
@@ -193,8 +190,6 @@ DEFAULTS = GriffinOptions()
 
 @dataclass
 class _Tracked:
-    """One sequence and its newest draft."""
-
     cache: FullKVCache
     num_levels: int = 0
     num_expected: float = 0.0  # nodes expected to be accepted
@@ -216,7 +211,7 @@ def griffin(
 
 
 class GriffinDrafter(Drafter):
-    """Draft model, planner and limits; sequences share the draft model's forwards."""
+    """Draft model, planner and limits."""
 
     needs_hidden = True
     reads_caches = True
@@ -289,7 +284,6 @@ class GriffinDrafter(Drafter):
         return GrowingTree(request.sequence, depth, self._options.num_expanded, prices)
 
     def _grow(self, trees: list[GrowingTree]) -> None:
-        """Grow trees level by level, in one forward per level."""
         levels = [(tree, level) for tree in trees if (level := tree.next_level()) is not None]
         while levels:
             for (tree, _), ranked in zip(levels, self._forwards.expand([level for _, level in levels]), strict=True):

@@ -57,7 +57,6 @@ class GriffinConfig:
         )
 
     def layer_config(self) -> LlamaConfig:
-        """Return the decoder layer's configuration for `transformers`."""
         return LlamaConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -71,7 +70,7 @@ class GriffinConfig:
 
 
 class TokenGuidedFusion(nn.Module):
-    """Fuses features and token embeddings `[..., hidden]`, then guides the result by the tokens once more."""
+    """Fuses features and token embeddings `[..., hidden]`, then guides the result by the tokens."""
 
     def __init__(self, config: GriffinConfig) -> None:
         super().__init__()
@@ -95,7 +94,7 @@ class TokenGuidedFusion(nn.Module):
 
 
 class TokenEnhancedHead(nn.Module):
-    """Two linear layers, so that token prediction and feature regression do not share a vector."""
+    """Two linear layers: token prediction and feature regression do not share a vector."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -128,7 +127,7 @@ class GriffinModel(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Predict features and regress features, in the inputs' shape `[batch, num_rows, hidden]`.
 
-        `positions [batch, num_rows]`; `attention` is passed to the attention function.
+        `positions [batch, num_rows]`; `attention` goes to the attention function.
         """
         fused = self.fusion(features, embeddings)
         hidden = self.layer(fused, position_embeddings=self.rotary(fused, positions), **attention)

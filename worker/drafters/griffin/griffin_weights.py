@@ -28,7 +28,7 @@ CONFIG = "griffin_config"  # a JSON object in the file's header
 
 
 def save_griffin(folder: Path, model: GriffinModel, model_fingerprint: str) -> None:
-    """Write a draft model in bf16, with its config and its target's fingerprint, to `folder`."""
+    """Write a draft model in bf16, with config and target's fingerprint."""
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     header = {FINGERPRINT: model_fingerprint, CONFIG: json.dumps(asdict(model.config))}
     save_file(tensors, folder / GRIFFIN.name, metadata=header)
@@ -36,9 +36,9 @@ def save_griffin(folder: Path, model: GriffinModel, model_fingerprint: str) -> N
 
 
 def load_griffin(parts_folder: Path | None, target: TargetModel) -> GriffinModel:
-    """Read the draft model in a folder, None for the target's own, in the target's dtype and device.
+    """Read the draft model in a folder, None for the target's own.
 
-    Raises ModelError if there is none, or it belongs to another model.
+    Raises ModelError if there is none, or it is another model's.
     """
     part = read_part(GRIFFIN, target, parts_folder)
     try:
@@ -88,7 +88,6 @@ CAPACITY = slot_capacity(NUM_ENTRIES)
 
 
 def griffin_memory(part: Path, _files: ModelFiles, sizes: ModelSizes) -> DraftMemory:
-    """Count the memory of the draft model in a file, for a target of these sizes."""
     try:
         with safe_open(part, framework="numpy") as file:
             config = GriffinConfig(**json.loads(file.metadata()[CONFIG]))
@@ -114,7 +113,7 @@ def _row_numbers(config: GriffinConfig) -> int:
 
 
 def ranking_bytes(vocab: int) -> int:
-    """Count the bytes of ranks and numbers per block of tokens, and of each row's input and output."""
+    """Count the bytes of ranks and numbers per block, and of each row's input and output."""
     told = 1024 + 4 * NUM_MASKED + vocab // 8 + 4
     return NUM_ROWS * (-(-vocab // BLOCK) * (MOST_CANDIDATES * 8 + 16) + MOST_CANDIDATES * 8 + told)
 
@@ -124,6 +123,6 @@ def _scratch_bytes(config: GriffinConfig) -> int:
 
 
 def _slot_bytes(config: GriffinConfig, sizes: ModelSizes) -> int:
-    """Count the bytes of a slot: the window's keys and values, features, token counts with their tables, and bias."""
+    """Count a slot's bytes: keys and values, features, token counts with their tables, bias."""
     numbers = 2 * CAPACITY * config.num_kv_heads * config.head_dim + NUM_PLACES * config.hidden_size
     return numbers * sizes.item_size + sizes.vocab * SLOT_LOGIT_BYTES + 1024

@@ -53,7 +53,7 @@ class GriffinWeights:
         return 0 if self.expand is None else len(self.expand.weight)
 
     def linears(self) -> Iterator[tuple[str, Linear, tuple[int, ...]]]:
-        """Yield each linear layer outside the decoder layer: role, layer, expected shape of its weight."""
+        """Yield role, layer and expected weight shape of each layer outside the decoder layer."""
         hidden, width = self.sizes.hidden, len(self.parts) * self.sizes.hidden
         expected = {
             "fuse": (hidden, 2 * hidden),
@@ -70,8 +70,6 @@ class GriffinWeights:
 
 
 class NativeGriffin:
-    """Packed weights, and forwards over the rows of any number of sequences."""
-
     def __init__(self, weights: GriffinWeights, team: Team) -> None:
         """Raise ValueError for weights that do not fit together."""
         _check(weights)
@@ -94,9 +92,9 @@ class NativeGriffin:
             self._library.griffin_load(self._handle, ROLES[role], weight.data_ptr(), address)
 
     def forward(self, groups: Sequence[Rows], features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Return predicted and regressed features of all rows, from their features and embeddings.
+        """Return predicted and regressed features of all rows, `[num_rows, hidden]` like all inputs.
 
-        All are `[num_rows, hidden]` of the model's dtype. Keys and values go to their slots. Raises ValueError.
+        Keys and values go to their slots. Raises ValueError.
         """
         shape = (sum(len(group) for group in groups), self._sizes.hidden)
         features = checked("features", features, shape, self._sizes.dtype)
@@ -119,7 +117,6 @@ class NativeGriffin:
 
 
 def _check(weights: GriffinWeights) -> None:
-    """Raise ValueError for unfit weights; packing checks the layer's own."""
     if len(weights.parts) > MOST_PARTS or any(source not in SOURCES for source, _ in weights.parts):
         raise ValueError(f"found a fusion of {[source for source, _ in weights.parts]}, expected up to {MOST_PARTS}")
     if weights.expansion() % LANES:

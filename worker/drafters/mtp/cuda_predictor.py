@@ -35,7 +35,7 @@ def cuda_predictor_rows(weights: PredictorWeights, forwards: Forwards, num_candi
 
 
 class CudaPredictor(CudaDecoder):
-    """A `CudaDraftModel`: one-layer decoder that reads joined rows and keeps the head's inputs.
+    """One-layer decoder that reads joined rows and keeps the head's inputs.
 
     A row's `logits [NUM_ROWS, vocab] float32` depend only on its own tokens and features.
     """

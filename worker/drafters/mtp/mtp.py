@@ -56,7 +56,7 @@ PROBE_PARAMS = SamplingParams(max_tokens=1, temperature=1.0, seed=0)
 
 
 class MTPForwards:
-    """The layer's rows, and a track per sequence: the part of `GriffinForwards` that its drafter uses."""
+    """The layer's rows and a track per sequence, in place of `GriffinForwards`."""
 
     def __init__(self, rows: GriffinRows, target: TargetModel) -> None:
         self._rows, self._target = rows, target
@@ -96,7 +96,6 @@ class MTPForwards:
         return found
 
     def level_seconds(self) -> float:
-        """Measure the seconds of one draft node."""
         sequence = Sequence("probe", [0], PROBE_PARAMS, self._target.vocab_size, self._target.device)
         track = MTPSequence(self._rows.new_room(sequence))
         track.room.cache.clear()
@@ -109,7 +108,7 @@ class MTPForwards:
         return seconds
 
     def _run(self, tracks: list[MTPSequence], most: int = MOST_AT_ONCE) -> None:
-        """Run some waiting rows of each track, and note the candidates behind newest tokens."""
+        """Run some waiting rows of each track; note the candidates behind newest tokens."""
         parts = [(track, part) for track in tracks for part in track.next_rows(most)]
         for (track, part), found in zip(parts, self._rows.run([part for _, part in parts]), strict=True):
             track.room.cache.advance(len(part))
@@ -144,7 +143,7 @@ def rows_of(weights: PredictorWeights, target: TargetModel, num_candidates: int)
 
 
 class NativePredictorRows:
-    """All rows in one forward through the compiled kernels, on the target's threads."""
+    """All rows in one forward through the compiled kernels."""
 
     def __init__(self, weights: PredictorWeights, forwards: Forwards, team: Team, num_candidates: int) -> None:
         """Raise ValueError or IndexError for weights that do not fit together."""
@@ -171,7 +170,7 @@ class NativePredictorRows:
 
 
 class MTPDrafter(GriffinDrafter):
-    """GRIFFIN's drafter with another model, which also takes what is only read and is not replayed."""
+    """GRIFFIN's drafter that also takes what is only read and replays nothing."""
 
     reads_caches = False
 

@@ -51,10 +51,9 @@ from swiftbatch.worker.model.weight_files import Assembly
 
 
 class PredictorModule(nn.Module):
-    """Two norms, a linear layer, and a one-layer model of the target's kind with its norm."""
+    """Two norms, a linear layer, and a one-layer model of the target's kind."""
 
     def __init__(self, config: Config) -> None:
-        """`config`: the text model's."""
         super().__init__()
         one = {key: value for key, value in one_layer_config(config).items() if key not in CONFIG_KEYS}
         made = AutoConfig.for_model(one.pop("model_type"), **one)
@@ -73,7 +72,7 @@ class PredictorModule(nn.Module):
         return output
 
     def begin_as(self, decoder: Any) -> None:
-        """Copy a model's norm and its last layer of the same form, on the sum of both inputs, to train faster."""
+        """Copy a model's norm and last layer, on the sum of both inputs, to train faster."""
         own = {name: each.shape for name, each in self.decoder.layers[0].state_dict().items()}
         for layer in reversed(decoder.layers):
             if {name: each.shape for name, each in layer.state_dict().items()} == own:
@@ -84,7 +83,7 @@ class PredictorModule(nn.Module):
         self.join.weight.data.copy_(both / 2)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return weights by the names of a weight file, with the layer in its kind's published form."""
+        """Return weights by their published names."""
         model = AutoModelForCausalLM.from_config(deepcopy(self._config), dtype=torch.float32)
         decoder_of(model).layers[0].load_state_dict(self.decoder.layers[0].state_dict())
         with TemporaryDirectory() as folder:
@@ -129,9 +128,9 @@ class PredictorWeights:
 
 
 def load_predictor(parts_folder: Path | None, target: TargetModel) -> PredictorWeights:
-    """Load the trained layer in a folder (None: the target's own), else that of the target's checkpoint.
+    """Load the trained layer in a folder (None: the target's own), else the checkpoint's.
 
-    Raises ModelError if there is none, or it belongs to another model.
+    Raises ModelError if there is none, or it is another model's.
     """
     files = target.files
     found = MTP.find(files.name, files.path, files.fingerprint, parts_folder)
@@ -190,8 +189,6 @@ NUM_SPLITS = 8  # attention splits on a GPU; more would take more memory than th
 
 @dataclass
 class MTPSequence:
-    """The room of a sequence, and the layer's progress in it."""
-
     room: Room
     position: int = 0  # position of the first hidden state that waits
     num_known: int = 0  # entries of the text; drafts stand behind them
@@ -214,7 +211,7 @@ class MTPSequence:
         self.position = max(self.position, features.first)
 
     def next_rows(self, most: int) -> list[DraftRows]:
-        """Take the next waiting rows and count their entries as known. The newest token's row gives candidates."""
+        """Take the next waiting rows; their entries then count as known."""
         room, first = self.room, self.position
         room.cache.roll_back(self.num_known)
         self._make_room()
@@ -242,7 +239,7 @@ class MTPSequence:
         return DraftRows(self.room, rows, [regressed_place(len(path) - 1)], [path], len(path))
 
     def _make_room(self) -> None:
-        """Keep only the first and the newest rows if the cache may get too small for more."""
+        """Keep only the first and the newest rows if the cache may get too small."""
         if self.num_known + MOST_AT_ONCE <= NUM_ENTRIES:
             return
         cache = self.room.cache
@@ -259,7 +256,7 @@ DTYPES = {size: name for name, size in ITEM_SIZES.items()}
 
 
 def predictor_memory(part: Path, files: ModelFiles, sizes: ModelSizes) -> DraftMemory:
-    """Count the memory of the layer in a file, or among the weights in a folder, for a target of these sizes."""
+    """Count the memory of the layer in a file or among a folder's weights."""
     config = read_config(files.name, files.path)
     try:
         if part.is_file():
@@ -280,12 +277,12 @@ def predictor_memory(part: Path, files: ModelFiles, sizes: ModelSizes) -> DraftM
 
 
 def _stacked_numbers(layer: ModelSizes) -> int:
-    """Count the numbers of matrices that exist twice while they are stacked, before attention or gates."""
+    """Count the numbers of matrices that exist twice while they are stacked."""
     heads = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
     return max(heads, 2 * layer.intermediate) * layer.hidden
 
 
 def _join_bytes(predictor: Predictor, layer: ModelSizes) -> int:
-    """Count the bytes of the layer's own parts as plain numbers, beyond their packed form."""
+    """Count the bytes of the layer's own parts beyond their packed form."""
     own = [head.num_numbers for name, head in predictor.layout.heads.items() if name.startswith(OWN)]
     return sum(own) * layer.item_size if layer.packed else 0

@@ -126,7 +126,7 @@ class NativeRecycling:
     def write(self, texts: Many[TextCandidates]) -> None:
         """Write what a step or a reading shows of some texts, in order.
 
-        Raises ValueError for unfit arrays; earlier texts may be written by then.
+        Raises ValueError for unfit arrays, after earlier texts are written.
         """
         all_ids, all_top, all_logprobs, all_text_rows, all_previous = zip(*texts, strict=True)
         num_rows, num_text_rows = list(map(len, all_ids)), list(map(len, all_text_rows))

@@ -81,7 +81,7 @@ class RecyclingMatrix:
 
 
 class PairTable:
-    """Candidates behind pairs of tokens, in a fixed number of hashed rows; a new pair takes over its row."""
+    """Candidates behind pairs of tokens, in a fixed number of hashed rows."""
 
     NUM_BITS = 15
 
@@ -115,7 +115,7 @@ PAIR_SHARE = 0.5  # weight of a pair's row beside the last token's
 
 
 class RecyclingTables:
-    """Rows of all tokens and of some pairs; a pair is one integer, `previous * vocab_size + token`."""
+    """Rows of all tokens and some pairs; a pair is `previous * vocab_size + token`."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -135,7 +135,6 @@ class RecyclingTables:
         return mixed(self.tokens.row(pair % self.vocab_size), self.pairs.row(pair))
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return copies of all rows."""
         return {
             "recycling_ids": self.tokens.ids.copy(),
             "recycling_logprobs": self.tokens.logprobs.copy(),
@@ -145,7 +144,7 @@ class RecyclingTables:
         }
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Take over a state's known rows. Raises ValueError, unchanged, for unfit arrays."""
+        """Take over a state's known rows. Raises ValueError for unfit arrays."""
         missing = self.state().keys() - state.keys()
         if missing:
             raise ValueError(f"recycling matrix: the state lacks {', '.join(sorted(missing))}")
@@ -164,7 +163,7 @@ class RecyclingTables:
 def mixed(
     token_row: tuple[list[int], list[float]], pair_row: tuple[list[int], list[float]]
 ) -> tuple[list[int], list[float]]:
-    """Average the candidates of a token's and a pair's row: ids and log-probabilities, best first."""
+    """Average a token's and a pair's candidates: ids and log-probabilities, best first."""
     if not token_row[0] or not pair_row[0]:
         return token_row if token_row[0] else pair_row
     probabilities = {token: (1 - PAIR_SHARE) * math.exp(logprob) for token, logprob in zip(*token_row, strict=True)}
@@ -181,7 +180,7 @@ ROOT_ALONE = [0]  # rows in the text
 
 
 class Recycler(Protocol):
-    """Grower and writer of tables: a native call each if kernels run, else in Python."""
+    """Grower and writer of tables, native if kernels run."""
 
     def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
         """Grow trees."""
@@ -191,8 +190,6 @@ class Recycler(Protocol):
 
 
 class NativeRecycler:
-    """Recycles in C."""
-
     def __init__(self, tables: RecyclingTables, with_noise: bool, variant: str) -> None:
         tokens, pairs = tables.tokens, tables.pairs.matrix
         rows = (tokens.ids, tokens.logprobs), (pairs.ids, pairs.logprobs)
@@ -245,7 +242,7 @@ def token_recycling(
 
 
 class TokenRecyclingDrafter(TreeDrafter):
-    """Best-first trees over averaged rows of tokens and pairs, ranked with the noise."""
+    """Best-first trees over averaged rows, ranked with the noise."""
 
     needs_top_k = True
 

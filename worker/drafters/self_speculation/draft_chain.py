@@ -32,7 +32,7 @@ class RoundPlan:
 
 @dataclass(frozen=True)
 class Round:
-    """One forward with the partial cache: nodes checked, those accepted, and its time."""
+    """One forward with the partial cache: checked and accepted nodes, and its time."""
 
     num_nodes: int
     path: list[int]
@@ -53,7 +53,7 @@ class Chain:
         max_depth: int,
         keeps_logits: bool = False,
     ) -> None:
-        """`keeps_logits`: keep the logits of the row that the newest token was drawn from."""
+        """`keeps_logits`: keep the logits of the newest token's row."""
         self.sequence = sequence.fork()
         self.sampler = sampler.fork(self.sequence)
         self.hidden = hidden  # [hidden] of the row in front of the newest token, if known
@@ -111,7 +111,6 @@ class Chain:
         return row_ahead(self._cache, self.newest, len(self.sequence) - 1)
 
     def extend(self, drawn: DecodedChain, seconds: float) -> None:
-        """Append tokens drawn in rounds without trees, each of `seconds`."""
         assert self._cache is not None
         self._cache.keep_sampled(len(drawn.token_ids))
         self.sequence.extend(drawn.token_ids)
@@ -124,7 +123,6 @@ class Chain:
         return partial_rows(self._cache, self.newest, len(self.sequence) - 1, tree)
 
     def advance(self, walk: Walk, outputs: RowOutputs) -> None:
-        """Append the tokens drawn from a round's outputs."""
         assert self._cache is not None
         last_row = walk.path[-1] + 1 if walk.path else 0
         self._cache.keep(walk.path)
@@ -138,7 +136,7 @@ class Chain:
 
 
 class Proposer(Learner, ABC):
-    """The first of two levels: proposes cheaply behind chains, empty ones included."""
+    """Cheap proposer behind chains, empty ones included."""
 
     def start(self, sequence: Sequence) -> None:
         """Take in a new or resumed sequence."""
@@ -162,7 +160,7 @@ class ChainTree:
 
 
 def assemble(chain: Chain, below: DraftTree, num_alternatives: int, seconds: float) -> ChainTree:
-    """Join a chain, the tree below its newest token, and the same tree below that token's alternatives."""
+    """Join a chain, the tree below its newest token, and copies below that token's alternatives."""
     length, max_nodes = chain.num_tokens, chain.num_nodes
     tree = DraftTree.chain(chain.drawn)
     _graft(tree, below, length - 1, max_nodes)
@@ -182,7 +180,6 @@ def _graft(tree: DraftTree, below: DraftTree, parent: int, max_nodes: int) -> No
 
 
 def _alternatives(chain: Chain, num_alternatives: int) -> list[int]:
-    """Return the runners-up to the newest token, best first."""
     if num_alternatives <= 1 or chain.logits is None:
         return []
     ranker = CandidateRanker(chain.sequence)

@@ -38,7 +38,6 @@ class Planner:
         self._plan = plan
 
     def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
-        """Plan for a sequence of `length` cached positions that shares its forwards with others."""
         return self._plan
 
     def observe(self, proposed: ChainTree, path: list[int]) -> None:
@@ -48,11 +47,11 @@ class Planner:
         return {}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Take back the result of `state`. Raises ValueError, unchanged, for unfit arrays."""
+        """Take back the result of `state`. Raises ValueError for unfit arrays."""
 
 
 class MeasuredPlanner(Planner):
-    """Plans rounds and nodes for most tokens per second, by measured costs and running acceptance."""
+    """Plans rounds and nodes by measured costs and running acceptance."""
 
     max_nodes = TILE_ROWS - 1
 
@@ -151,8 +150,6 @@ HOST_SECONDS = 0.001  # the host's part of a step on a GPU, from docs/gpu.md
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """The costs of rounds beside those of forwards."""
-
     scan_share: float  # time to scan all keys for a row / time to attend to them
     row_share: float  # time of a sequence's next row / time of its first row, in a scan
     seconds: float  # a round's time beside its forward
@@ -167,10 +164,7 @@ ON_A_CPU = RoundCosts(  # measured
 
 
 def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
-    """Estimate costs by the bytes read of codes and clouds beside keys and values; no GPU measured it.
-
-    Rows of a sequence read them together.
-    """
+    """Estimate costs by the bytes read of codes and clouds beside keys and values; no GPU measured it."""
     cloud_bytes = 2 * head_dim * (head_dim + 1) * 4
     scanned = head_dim / 4 + cloud_bytes / (CLUSTER_CHUNKS * SCAN_CHUNK)
     share = scanned / (2 * head_dim * item_size)
@@ -196,7 +190,7 @@ class RoundsChoice:
 
 @dataclass(frozen=True)
 class _Texts:
-    """Seconds of attention to the texts of a step, all sequences together, by number of rows."""
+    """Seconds of attention to a step's texts, all sequences together, by number of rows."""
 
     number: int
     all_keys: list[float]
@@ -205,7 +199,7 @@ class _Texts:
 
 
 class RoundsPlanner(Planner):
-    """Plans the rounds of steps. All sequences of a step have the same plan, since they wait for each other."""
+    """Plans the rounds of steps: one plan for all sequences, since they wait for each other."""
 
     max_nodes = TILE_ROWS - 1
 
@@ -246,7 +240,7 @@ class RoundsPlanner(Planner):
         return self._rounds.taking_in_rows * float(self._costs.own_seconds(np.array([1]), lengths).clip(min=0.0).sum())
 
     def begin(self, rounds: RoundsChoice, lengths: np.ndarray) -> float:
-        """Begin a step with these rounds; return the expected seconds of its verification."""
+        """Begin a step; return the expected seconds of its verification."""
         self._num_steps += 1
         self._plan = RoundPlan(TILE_ROWS, rounds.num_nodes, rounds.chain_length, rounds.chain_length)
         texts = self._texts(lengths)
@@ -284,7 +278,7 @@ class RoundsPlanner(Planner):
             _, self._alike, self._compared = found.tolist()  # another machine's slowness says nothing of this one's
 
     def _tokens(self, chain_length: int) -> float:
-        """Return the expected tokens of a step with such a chain, the bonus token included."""
+        """Return the expected tokens of a step, the bonus token included."""
         alike, depths = self._alike / self._compared, chain_length + 1
         return (1 - alike**depths) / (1 - alike) if alike < 1 else float(depths)
 
@@ -298,7 +292,7 @@ class RoundsPlanner(Planner):
         return self._costs.shared_seconds(num_rows * texts.number) + texts.all_keys[num_rows]
 
     def _round_seconds(self, texts: _Texts, num_nodes: int) -> float:
-        """Return the seconds of one round for all sequences: some entries are read exactly, all others scanned."""
+        """Return the seconds of one round: some entries are read exactly, all others scanned."""
         exact = self._costs.shared_seconds((num_nodes + 1) * texts.number) + texts.entries[num_nodes + 1]
         share = self._rounds.scan_share * (1 + self._rounds.row_share * num_nodes)
         beside = self._rounds.seconds + self._rounds.row_seconds * num_nodes * texts.number

@@ -30,8 +30,6 @@ from swiftbatch.worker.sampling.verification import Verification
 
 @dataclass
 class _Tracked:
-    """The state of one sequence on its two levels."""
-
     cache: FullKVCache
     partial: SparseCache | None  # None: no room for it, so no round is planned
     sampler: Sampler
@@ -40,8 +38,6 @@ class _Tracked:
 
 
 class SelfSpeculationDrafter(Drafter):
-    """Proposer, target with partial caches, and a planner of rounds and nodes."""
-
     reads_caches = True
     phases = ("follow", "propose", "check")
 
@@ -152,7 +148,6 @@ class SelfSpeculationDrafter(Drafter):
             return None
 
     def _draw(self, draw_chains: DrawChains, chains: list[Chain], num_rounds: int) -> None:
-        """Draw in `num_rounds` rounds without trees at once."""
         started = seconds_now()
         with timed(self.counters.seconds, "check"):
             rows, samplers = [chain.row_ahead() for chain in chains], [chain.sampler for chain in chains]
@@ -162,7 +157,7 @@ class SelfSpeculationDrafter(Drafter):
             chain.extend(tokens, seconds)
 
     def _round(self, chains: list[Chain]) -> None:
-        """Propose below every chain's newest token and check there with the partial caches."""
+        """Propose below every chain and check there with the partial caches."""
         started = seconds_now()
         limits = [(chain.num_round_nodes, chain.depth_left - 1) for chain in chains]
         with timed(self.counters.seconds, "propose"):
@@ -177,7 +172,6 @@ class SelfSpeculationDrafter(Drafter):
             chain.rounds.append(Round(len(tree), walk.path, seconds))
 
     def _close(self, chains: list[Chain]) -> list[DraftTree]:
-        """Return the chains as trees, each with the proposer's tree below it."""
         started = seconds_now()
         with timed(self.counters.seconds, "propose"):
             below = self._proposer.propose(chains, [(self._num_below(chain), chain.depth_left) for chain in chains])

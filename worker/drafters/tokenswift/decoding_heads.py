@@ -34,8 +34,6 @@ def head_states(weight: torch.Tensor, hidden: torch.Tensor) -> Iterator[torch.Te
 
 
 class DecodingHeads:
-    """Trained heads of one target model, in its dtype and on its device."""
-
     def __init__(self, weight: torch.Tensor, target: TargetModel) -> None:
         self.num_heads = len(weight)
         self._weight = weight.to(target.device, target.dtype)  # [num_heads, hidden, hidden]
@@ -50,7 +48,7 @@ class DecodingHeads:
         return cls(part.checked({TENSOR: ("num_heads", size, size)})[TENSOR], target)
 
     def _on_gpu(self) -> HeadsGraph | None:
-        """Return the heads as a CUDA graph if the target's caches lie in slots, else None."""
+        """Return the heads' CUDA graph if the target's caches lie in slots, else None."""
         if self._target.forwards.arena is None:
             return None
         from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
@@ -70,17 +68,16 @@ class DecodingHeads:
 
 
 def save_heads(folder: Path, weight: torch.Tensor, model_fingerprint: str) -> None:
-    """Write heads `[num_heads, hidden, hidden]` in bf16, with their model's fingerprint, to `folder`."""
+    """Write heads `[num_heads, hidden, hidden]` in bf16, with their model's fingerprint."""
     tensors = {TENSOR: weight.detach().to("cpu", torch.bfloat16).contiguous()}
     save_file(tensors, folder / HEADS.name, metadata={FINGERPRINT: model_fingerprint})
     let_others_read(folder / HEADS.name)
 
 
 class HeadsGraph:
-    """Static buffers and a graph over them, with the target's own language model head product."""
+    """Static buffers and a graph over them and the target's language model head."""
 
     def __init__(self, weight: torch.Tensor, forwards: CudaForwards) -> None:
-        """`weight [num_heads, hidden, hidden]`."""
         self._weight, self._around = weight, forwards.surroundings
         self._hidden = torch.zeros(weight.shape[1], dtype=weight.dtype, device=weight.device)
         self._states = torch.zeros(NUM_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device)

@@ -17,7 +17,7 @@ _FIRST_BITS = 32  # bits of the first token in a key of `_fronts`; the count sta
 
 
 class NgramTable:
-    """Counts of the tokens behind each token; they depend on the tokens alone, not on the pieces taken in."""
+    """Counts of the tokens behind each token."""
 
     def __init__(self, size: int) -> None:
         """Count n-grams of `size` tokens. Raises ValueError for a size below 2."""
@@ -37,18 +37,14 @@ class NgramTable:
         return len(self._tokens)
 
     def extend(self, token_ids: Sequence[int] | np.ndarray) -> None:
-        """Take the next tokens (integers from 0 to 2^31 - 1), in amortised constant time each."""
+        """Take the next tokens (integers from 0 to 2^31 - 1)."""
         for token_id in np.asarray(token_ids, dtype=np.int32).tolist():
             self._tokens.append(token_id)
             if len(self._tokens) >= self._size:
                 self._count_newest(self._tokens[-self._size :])
 
     def most_frequent(self, first_token: int, k: int) -> list[tuple[tuple[int, ...], int]]:
-        """Return at most `k` of (the `size` - 1 tokens behind `first_token`, count), most frequent first, then most
-        recent.
-
-        Takes O(k).
-        """
+        """Return at most `k` of (the tokens behind `first_token`, count), most frequent first, then newest."""
         found: list[tuple[tuple[int, ...], int]] = []
         sentinel = self._fronts.get(first_token, _NONE)
         entry = self._next[sentinel] if sentinel != _NONE else _NONE
@@ -59,7 +55,6 @@ class NgramTable:
         return found
 
     def _count_newest(self, ngram: array[int]) -> None:
-        """Count the n-gram that ends with the newest token."""
         first = ngram[0]
         entry = self._find(ngram)
         if entry == _NONE:

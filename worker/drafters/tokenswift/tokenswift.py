@@ -41,8 +41,6 @@ _TOP = 1  # the prefix tree's root
 
 
 class Sources(NamedTuple):
-    """The sources of candidates behind a chain's newest token."""
-
     levels: list[Ranked]  # [d] holds distinct candidates of depth d + 1, best first
     ngrams: list[Ranked]  # paths from the root
     recycled: Recycled | None = None
@@ -60,16 +58,16 @@ class _Context(NamedTuple):
 
 
 def digit_tree(sources: Sources, max_nodes: int, max_depth: int) -> DraftTree:
-    """Join digits, n-grams and recycled candidates in one tree, its likeliest nodes kept.
+    """Join digits, n-grams and recycled candidates in one tree, parents before children.
 
     A node takes the highest confidence of its sources. Kept are the `max_nodes` nodes of highest path confidence (the
-    sum from the root), none deeper than `max_depth`, parents before children.
+    sum from the root).
     """
     branches = _prefix_tree(sources.ngrams)
     levels = [by_token(level) for level in sources.levels]
 
     def expand(context: _Context, depth: int) -> list[tuple[float, int, _Context]]:
-        """Return candidates below a node, best first, each with its highest confidence."""
+        """Return candidates below a node, best first."""
         path, node, in_digits = context
         level = levels[depth - 1] if in_digits and depth <= len(levels) else {}
         branch = branches[node]
@@ -109,8 +107,6 @@ TYPICAL_LOGIT = 10.0  # a likely token's logit; a penalty's cut from it decides 
 
 
 class TokenSwiftProposer(Proposer):
-    """Proposes one tree from all sources."""
-
     needs_hidden = True
 
     def __init__(
@@ -167,7 +163,6 @@ class TokenSwiftProposer(Proposer):
         return digit_tree(self.sources(chain), max_nodes, max_depth)
 
     def _levels(self, chain: Chain) -> list[Ranked]:
-        """Return the heads' candidates by depth, as many as the digits say."""
         if not self._digits or chain.hidden is None:
             return []
         logits = penalised(chain.sampler, self._heads.logits(chain.hidden))  # [num_heads, vocab]
@@ -186,7 +181,7 @@ class TokenSwiftProposer(Proposer):
         return candidates
 
     def _ngrams(self, chain: Chain) -> list[Ranked]:
-        """Return the most frequent followers of the newest token, with the confidence of each of their tokens."""
+        """Return the newest token's most frequent followers, with the confidence of each of their tokens."""
         table = self._tables[chain.sequence.sequence_id]
         found = table.most_frequent(chain.newest, self._num_ngrams)
         followers: dict[tuple[int, ...], dict[int, int]] = {}
@@ -200,7 +195,7 @@ class TokenSwiftProposer(Proposer):
     def _confidences(
         self, chain: Chain, followers: dict[tuple[int, ...], dict[int, int]]
     ) -> dict[tuple[int, ...], float]:
-        """Compute each path's last token's log-confidence: its share of the counts under penalties, bias and noise."""
+        """Compute path ends' log-confidence: their share of the counts under penalties, bias and noise."""
         ranker, changes = CandidateRanker(chain.sequence), self._changes(chain, followers)
         confidences: dict[tuple[int, ...], float] = {}
         for path, counts in followers.items():
@@ -214,7 +209,7 @@ class TokenSwiftProposer(Proposer):
         return confidences
 
     def _changes(self, chain: Chain, followers: dict[tuple[int, ...], dict[int, int]]) -> dict[int, float]:
-        """Compute each follower's change by penalties and bias at a typical logit; empty without any."""
+        """Compute followers' changes by penalties and bias at a typical logit."""
         sampling, context = chain.sequence.sampling, chain.sampler.context().on_cpu()
         if context.is_plain:
             return {}
