@@ -248,7 +248,7 @@ def _looked_up(store: Any, path: str) -> Any:
             return obstore.get(store, path).meta
 
 
-PART_BYTES = 10 * 2**20  # what is shorter goes up in one request
+PART_BYTES = 10 * 2**20  # shorter objects go up in one request
 NUM_PARTS_AT_ONCE = 4
 MOST_BYTES_NEW = 4 * 2**30  # about as much as a server takes in one request
 PROBE = ".exclusive"  # an object for tries of exclusive writes

@@ -30,7 +30,7 @@ class ReadableFile(Protocol):
 
 
 class Folder(Protocol):
-    """Files below one folder, each there as a whole or not at all. Callers check the relative paths.
+    """Files below one folder, each there as a whole or not at all.
 
     Methods raise OSError, or the storage library's errors, without retries.
     """
@@ -118,16 +118,14 @@ class StoreError(UserError):
 class Store:
     """Files below one folder. A reader sees a file whole or not at all, however its writer ended.
 
-    Paths are relative with '/' between names. A name that is empty or starts with '.' is refused, so no path leaves the
-    folder. Methods raise `StoreError` for a refused path, and for a storage that outlasts `retries`. Threads may share
-    a store.
+    Names in paths are not empty and do not start with '.', so no path leaves the folder. Methods raise `StoreError` for
+    a refused path, and when `retries` are used up. Threads may share a store.
     """
 
     def __init__(self, uri: str, retries: Retries | None = None) -> None:
         """`uri` is a local path, `file://`, `s3://`, `gs://` or `az://`; nothing is created yet.
 
-        Default retries last a few seconds, for reads and for writes to object stores, which are often busy. A full disk
-        should show at once.
+        By default, reads and writes to object stores are retried for a few seconds; a full disk should show at once.
         """
         self.shown_uri = shown_uri(uri)
         try:

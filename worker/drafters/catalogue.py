@@ -45,7 +45,7 @@ class TrainedPart:
     reads_cache: ClassVar[bool] = True  # its drafts read the target's cache in part
     engine: str
     training: str  # its name in `swiftbatch train`
-    name: str  # of the file or model folder
+    name: str  # the file's or folder's name
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
         """Find the file. Raises ModelError if it is absent or another model's."""

@@ -1,8 +1,8 @@
 """Ranks candidates by their chance to be drawn and grows draft trees of the best.
 
-The target draws argmax(logit / T + G) and G is known before drafting. A drafter guesses logits by log-probabilities, so
-the confidence is softmax((log-probability + T * G) / spread). The spread stands for the guess's error; these values had
-the best acceptance of those tried (0.25 to 2, at T = 0 and 1).
+The target draws argmax(logit / T + G) with known G. A drafter's log-probabilities are guessed logits, so the confidence
+is softmax((log-probability + T * G) / spread). The spread, the guess's error, had the best acceptance of those tried
+(0.25 to 2, at T = 0 and 1).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Expand = Callable[[Context, int], list[tuple[float, int, Context]]]
 def grow_best_first(root_context: Context, expand: Expand[Context], max_nodes: int, max_depth: int) -> DraftTree:
     """Grow a tree of at most `max_nodes` nodes and depth at most `max_depth`.
 
-    `expand` finds candidates by a context, such as a token or a state. Only the best left of each family of siblings
-    waits in the queue, so n nodes need at most n expansions.
+    `expand` finds candidates by a context, such as a token or a state. Only the best sibling left waits in the queue,
+    so n nodes need at most n expansions.
     """
     token_ids: list[int] = []
     parents: list[int] = []
@@ -91,7 +91,7 @@ class CandidateRanker:
     def rank(self, depth: int, token_ids: list[int], logprobs: list[float]) -> list[tuple[float, int]]:
         """Rank distinct candidates for a node at `depth` (root: 0): (log-confidence, token), best first.
 
-        `logprobs` falls from left to right. Leaves out candidates that the sampling parameters cut off.
+        `logprobs` falls from left to right. Sampling parameters may cut candidates off.
         """
         if not logprobs:
             return []

@@ -27,11 +27,10 @@ MAX_FOLLOWERS = 16  # followers tried per suffix, the most recent ones
 
 
 class SuffixAutomaton:
-    """Suffix automaton with counts (Blumer et al. 1985), in flat arrays.
+    """Suffix automaton with counts (Blumer et al. 1985), in flat arrays, in amortised constant time per token.
 
     A state stands for the substrings that end at the same places (state 0: the empty string). Its link is the longest
-    proper suffix that also ends elsewhere. Growth is amortised constant time per token. Branching states have a dict,
-    others their only edge in arrays.
+    proper suffix that also ends elsewhere.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,6 @@
 """Finds the tree size that pays most, from measured step costs and running acceptance.
 
-Nodes come best first, so the acceptance of node i predicts the tokens of every tree size. Rows cost little in a short
-cache and much in a long one, so the best size may be none.
+Nodes come best first, so the acceptance of node i predicts the tokens of every tree size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads known tokens into caches: prompts, and outputs that a resume replays.
 
-If a row takes time of its own, tiles of one sequence are read before a step, for a bounded time. If all forwards have
-the same number of rows, as on a GPU, known tokens fill the unused ones. `prefix_cache.py` avoids repeated reads.
+Tiles of one sequence are read before a step, for a bounded time. If all forwards have the same number of rows, as on a
+GPU, known tokens fill the unused ones.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Prefiller:
     def prefill_chunks(self, slots: list[Slot], num_rows: int, num_decoding: int) -> list[PrefillChunk]:
         """Choose which of `slots` ride beside `num_rows` rows of `num_decoding` sequences, and with how many rows.
 
-        They get one more forward if a waiting sequence loses more than all others would by it.
+        They get one more forward if a waiting sequence would lose more than all others.
         """
         if self._rows_per_forward == 1:
             return []

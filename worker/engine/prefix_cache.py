@@ -1,7 +1,6 @@
-"""Shared prefixes: one of a worker's sequences reads them, the others copy its keys and values.
+"""Shared prefixes: one of a worker's sequences reads them, the others copy its keys and values, bit for bit.
 
-A position's cache entries depend on the tokens up to there alone, so copies are bit-identical, for drafters too. The
-newest prompts' prefixes are kept in the host's memory for later jobs.
+The newest prompts' prefixes are kept in the host's memory for later jobs.
 """
 
 from __future__ import annotations

@@ -16,10 +16,7 @@ ROOM = 4096  # tokens between two moves of a loop detector's window
 
 
 class StopRule:
-    """Decides after each committed token, so the end does not depend on the number that a step commits.
-
-    It depends on the output alone: a new instance behind a prefix decides as one that saw the prefix token by token.
-    """
+    """Decides after each committed token, so the end depends on the output alone, not on steps or resumes."""
 
     def __init__(
         self, sequence: Sequence, output_text: OutputText | None = None, thinking: Thinking | None = None
@@ -152,8 +149,8 @@ def text_of(sequence: Sequence, output_text: OutputText, thinking: Thinking | No
 class LoopDetector:
     """For every pattern size, the last output token that differed from the one `size` tokens before it.
 
-    A pattern of `size` tokens stands `min_count` times at the end once `size * (min_count - 1)` tokens follow that one.
-    Sizes fall in all arrays `[num_sizes]`, in the text order of the tokens compared with.
+    A pattern stands `min_count` times at the end once `size * (min_count - 1)` tokens follow that one. Sizes fall in
+    all arrays `[num_sizes]`.
     """
 
     def __init__(self, detection: RepetitionDetection, output_ids: np.ndarray) -> None:

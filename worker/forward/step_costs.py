@@ -106,8 +106,8 @@ LONG_SECONDS = 0.3  # bound for all times of one forward; a slow forward is time
 class StepCosts:
     """Seconds of a forward on a grid of cache lengths and row counts; linear between and beyond.
 
-    With `rows_per_forward` above 1, the shared part costs the same for any number of rows up to it, and the next row
-    costs another forward. With `has_experts`, every row costs its own experts.
+    The shared part costs the same for every `rows_per_forward` rows begun. With `has_experts`, every row costs its own
+    experts.
     """
 
     lengths: tuple[int, ...]

@@ -121,7 +121,7 @@ class WayTrial:
 
     way: str
     best: str
-    rates: dict[bool, TokenRate]  # of the other way (True) and of the best one, earlier trials included
+    rates: dict[bool, TokenRate]  # True: the other way's rate; False: the best one's; both with earlier trials
     is_trying: bool = True  # the coming call goes the other way
     num_blocks: int = 0  # ended blocks
     num_calls: int = 0  # calls of the block's half

@@ -80,7 +80,7 @@ class TreeSizes:
         self._shares: dict[str, int] = {}  # planned indices into `NODE_CHOICES`
         self._num_learned = 0  # trees since the plan
         self._plan_every = PLAN_EVERY
-        self._seconds: dict[tuple[int, ...], float] = {}  # of forwards since the plan, by their sizes
+        self._seconds: dict[tuple[int, ...], float] = {}  # sizes -> seconds of forwards since the plan
 
     def plan(self, requests: list[DraftRequest], beside: float) -> float:
         """Find the sizes of the coming trees; return the tokens per second that they promise."""

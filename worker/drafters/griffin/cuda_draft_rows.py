@@ -1,7 +1,4 @@
-"""A draft model on a GPU: one graph runs a table of rows and ranks their candidates.
-
-The table holds rows, their features' places, and ranking parameters in one buffer.
-"""
+"""A draft model on a GPU: one graph runs a table of rows and ranks their candidates."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def cuda_rows(model: GriffinModel, forwards: Forwards, num_candidates: int) -> C
 class CudaGriffin:
     """A `CudaDraftModel` with all its buffers allocated once.
 
-    A row's `logits [NUM_ROWS, vocab] float32` depend only on its own tokens and features; padding rows' are undefined.
+    A row's `logits [NUM_ROWS, vocab] float32` depend only on its own tokens and features.
     """
 
     def __init__(

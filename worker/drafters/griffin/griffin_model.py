@@ -1,8 +1,7 @@
 """GRIFFIN's draft model (Hu et al. 2025, section 4.2): one decoder layer over fused features and tokens.
 
-A row takes a token's embedding x and the feature F that the token was drawn from (the target's final hidden state). It
-gives two features: one for the target's language model head, one in place of F for the draft's next row. Embedding and
-head are the target's own.
+A row takes a token's embedding and the target's hidden state that the token was drawn from. It gives two features: one
+for the target's language model head, one for the draft's next row.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class GriffinConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    expansion_size: int  # of the second fusion; 0: neither up-projector nor SiLU (table 6, ablation 1)
+    expansion_size: int  # width of the second fusion; 0: neither up-projector nor SiLU (table 6, ablation 1)
     fusion: Fusion = "token"
     has_token_enhanced_head: bool = True
 

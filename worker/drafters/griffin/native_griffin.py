@@ -39,7 +39,7 @@ class CGriffinSizes(ctypes.Structure):
 class GriffinWeights:
     """Linear layers by role; each of `parts` is one of `SOURCES` with its norm, weight and bias `[hidden]`."""
 
-    sizes: DecoderSizes  # of one layer; `vocab` is the target's
+    sizes: DecoderSizes  # one layer's; `vocab` is the target's
     layer: LayerWeights
     rotary: Rotary
     fuse: Linear  # [hidden, 2 * hidden]

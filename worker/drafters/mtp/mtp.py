@@ -1,10 +1,8 @@
 """The engine with a layer that predicts further tokens (MTP), from the checkpoint or trained.
 
-A row joins the target's final hidden state at a position with the token behind it. Keys and values lie in a one-layer
-cache of a text's first and newest tokens. Hidden states come from the target's own reads and verifications, so rows are
-missing behind a shared prefix or a resume. That changes drafts, never the output.
-
-A draft is a chain of up to four tokens with alternatives beside each. GRIFFIN's code grows and prices it.
+A row joins the target's final hidden state at a position with the token behind it. The target's own reads and
+verifications give these states, so rows are missing behind a shared prefix or a resume. That changes drafts alone. A
+draft is a chain of up to four tokens with alternatives beside each.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class PredictorModule(nn.Module):
 class PredictorWeights:
     """A layer with its sizes, and the float32 weights around it: norms `[hidden]`, `join [hidden, 2 * hidden]`."""
 
-    sizes: DecoderSizes  # of one layer
+    sizes: DecoderSizes  # one layer's
     layer: LayerWeights
     rotary: Rotary
     token_norm: torch.Tensor

@@ -216,8 +216,8 @@ class RoundsPlanner(Planner):
     def best(self, lengths: np.ndarray, tree_tokens: np.ndarray, overhead: float) -> RoundsChoice:
         """Choose the best rounds for sequences with the cached positions `lengths [num_sequences]`.
 
-        `tree_tokens [num_sequences, num_choices]`: tokens that checked trees of `NODE_CHOICES` nodes bring; `overhead`:
-        seconds of a step beside forwards and drafts. Rows cost as many experts as real steps met.
+        `tree_tokens [num_sequences, num_choices]`: expected tokens of trees of `NODE_CHOICES` nodes; `overhead`:
+        seconds of a step beside forwards and drafts.
         """
         self._costs = self._probed.as_routed()
         texts = self._texts(lengths)

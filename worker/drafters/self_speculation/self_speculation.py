@@ -1,7 +1,7 @@
 """Two levels of speculation: a cheap proposer drafts trees, the target with a partial cache checks them in rounds.
 
-The agreed chain goes to the target with the full cache (TokenSwift 3.1 to 3.3, algorithm 1 of TriForce; `auto` has a
-third proposer). Every level draws with the coupled noise and compares, so the output has no bias.
+The agreed chain goes to the target with the full cache (TokenSwift 3.1 to 3.3, algorithm 1 of TriForce). Every level
+draws with the coupled noise, so the output has no bias.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The n-grams of a growing output, counted and ranked by frequency behind their first token (TokenSwift 3.2).
 
-Every distinct n-gram is an entry with its first position and its count. Entries with the same first token form a
-circular list, most frequent first, then most recent; the token's sentinel, of count 0, closes it. `_fronts` points to
-each run of equal counts, so counting again is one constant-time move. A hash table with chains finds n-grams.
+Every distinct n-gram is an entry. Entries with the same first token form a circular list, most frequent first, then
+most recent; a sentinel of count 0 closes it. `_fronts` points to each run of equal counts, so counting again is one
+move.
 """
 
 from __future__ import annotations

@@ -154,8 +154,8 @@ class StackedLayer:
     output_norm: Tensor | None
     mlp_norm: Tensor | None
     down_norm: Tensor | None
-    qk_norms: tuple[Tensor, Tensor] | None  # of queries and of keys: [head_dim], or per head
-    joint_norms: Tensor | None  # of all queries of a row, then of all its keys
+    qk_norms: tuple[Tensor, Tensor] | None  # for queries and for keys: [head_dim], or per head
+    joint_norms: Tensor | None  # for all queries of a row, then for all its keys
     is_nope: bool = False
     rotary: Rotary | None = None
     window: int | None = None

@@ -139,10 +139,10 @@ class MoEConfig:
     layers: frozenset[int]
     hidden: int
     width: int  # columns of an expert
-    shared_width: int  # of the shared part; 0 for none
+    shared_width: int  # width of the shared part; 0 for none
     gate_limit: float
     gate_slope: float
-    latent_width: int  # of the vectors that experts read; 0 if they read rows
+    latent_width: int  # width of the vectors that experts read; 0 if they read rows
 
     @property
     def names(self) -> MoETensorNames:

@@ -123,7 +123,7 @@ class ArchitectureSpec:
 
     # rotary positions
     is_interleaved: bool = False  # neighbours are turned, in place of dimensions half a head apart
-    partial_rotary_factor: float | None = None  # of a head, where the config does not say it; None: all of it, always
+    partial_rotary_factor: float | None = None  # turned share of a head without a config key; None: always all of it
     rounds_angles: bool = True  # cosines and sines, to the model's dtype
     nope: NoPESpec | None = None  # layers that turn no heads; None: all turn them
     has_long_angles: bool = False  # longrope was tried on it
