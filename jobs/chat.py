@@ -101,7 +101,7 @@ class TemplateOptions(Strict):
 
 
 def checked_kwargs(value: object) -> dict[str, Scalar]:
-    """Raises FieldError."""
+    """Raise FieldError."""
     if not isinstance(value, dict):
         raise FieldError("", f"found {shown(value)}, expected an object")
     for name, each in value.items():

@@ -58,7 +58,7 @@ class DamagedFileError(ValueError):
 
 
 def refuse_other(found: Identity, expected: Identity) -> None:
-    """Raises `DamagedFileError`."""
+    """Raise `DamagedFileError`."""
     if (problem := expected.difference(found)) is not None:
         raise DamagedFileError(problem)
 

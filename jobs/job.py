@@ -68,7 +68,7 @@ class Job(Strict):
 
     @property
     def name(self) -> str:
-        """The name in messages, such as `story` or `story[2]`."""
+        """Return the name in messages, such as `story` or `story[2]`."""
         return self.custom_id if self.num_choices == 1 else f"{self.custom_id}[{self.choice_index}]"
 
     def job_id(self, model_fingerprint: str) -> str:
@@ -126,7 +126,7 @@ class JobRecord:
 
     @property
     def body(self) -> bytes:
-        """JSON, `last_marker` and `prompt_token_ids`, joined by line ends."""
+        """Return JSON, `last_marker` and `prompt_token_ids`, joined by line ends."""
         parts = self.job.model_dump_json().encode(), (self.last_marker or "").encode(), self.prompt_token_ids
         return LINE_END.join(parts)
 

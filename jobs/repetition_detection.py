@@ -19,8 +19,8 @@ LoopAction = Literal["stop", "rewind", "close"]
 class RepetitionDetection(Strict):
     """Detects an output that ends with a pattern repeated `min_count` times.
 
-    Patterns have `min_pattern_size` to `max_pattern_size` tokens; a maximum of 0 turns it off. "stop" ends the output,
-    "rewind" (not in vLLM) drops the repetitions and draws again up to `max_rewinds` times, "close" closes a looping
+    Patterns have `min_pattern_size` to `max_pattern_size` tokens; a maximum of 0 turns it off. "stop" ends the output.
+    "rewind" (not in vLLM) drops the repetitions and draws again, up to `max_rewinds` times. "close" closes a looping
     thought. Raises `pydantic.ValidationError`.
     """
 

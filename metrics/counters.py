@@ -162,7 +162,7 @@ class EngineCounters:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per verification: 1 + accepted / drafts."""
+        """Return the tokens per verification: 1 + accepted / drafts."""
         return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
 
     def count_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:

@@ -139,7 +139,7 @@ OUTSIDE_ADDRESS = ("192.0.2.1", 9)  # reserved for documentation: nothing is sen
 EVERYWHERE = "0.0.0.0"  # all interfaces
 METRICS_PATH = "/metrics"
 MAX_CONNECTIONS = 16
-CLIENT_SECONDS = 10.0  # for a client's next bytes
+CLIENT_SECONDS = 10.0  # longest wait for a client's next bytes
 
 
 class MetricsError(UserError):

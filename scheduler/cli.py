@@ -54,7 +54,7 @@ class OneLineErrors(click.Group):
             sys.exit(INTERRUPTED)
         except Exception as error:
             if _is_output_error(error):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for data not flushed yet
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # data not flushed yet goes there
                 _fail(f"cannot write to standard output: {os.strerror(error.errno or 0)}")
             if not isinstance(error, UserError):
                 raise

@@ -85,7 +85,7 @@ class BenchOptions(Frozen):
         return path
 
     def load(self, files: ModelFiles, slots: SlotsWanted | None = None, kv_offload: Path | None = None) -> TargetModel:
-        """Raises ModelError, KVRoomError."""
+        """Raise ModelError, KVRoomError."""
         torch.set_num_threads(self.num_threads)
         check_folder(folder := None if kv_offload is None else str(kv_offload))
         return TargetModel.load(files, self.dtype, self.device, folder, slots=slots)
@@ -329,7 +329,7 @@ def ms_per_token(contestant: Contestant) -> float:
 
 
 def render(records: list[Record]) -> Table:
-    """Return a table that marks tokens that differ from the baseline's."""
+    """Return a table with marks at tokens that differ from the baseline's."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header in ("position", "T", "engine", "ms per\ntoken", "speed-up", "acceptance\nlength", "same\ntokens"):
         is_text = header in ("engine", "same\ntokens")

@@ -99,7 +99,7 @@ class StateManifest(OwnedFile):
 
 
 class ResumeRecord(Strict):
-    """How an attempt resumed.
+    """Record of a resumed attempt.
 
     `num_recomputed_tokens` were generated again, `num_loaded_positions` came from segments.
     """

@@ -61,7 +61,7 @@ class KeptLogs:
         return decode_log(data, self._identity(job_id))
 
     def read_logprobs(self, job_id: str, log: TokenLog) -> TokenLogprobs:
-        """Raises `DamagedFileError`."""
+        """Raise `DamagedFileError`."""
         data = self._store.read(_path(job_id, LOGPROBS))
         if data is None:
             raise DamagedFileError("found no log-probabilities")

@@ -21,7 +21,7 @@ class Timeline(Strict):
     """
 
     started: Moment  # time of the first mark
-    seconds: tuple[float, ...]  # since `started`
+    seconds: tuple[float, ...]  # time since `started`
     num_tokens: tuple[int, ...]
     num_drafts: tuple[int, ...]
     num_accepted_tokens: tuple[int, ...]

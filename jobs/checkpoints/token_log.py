@@ -55,7 +55,7 @@ class TokenLog(NamedTuple):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """An ordering key that grows with progress, also at a rewind."""
+        """Return an ordering key that grows with progress, also at a rewind."""
         return len(self.rewinds), len(self.token_ids)
 
     def until(self, num_tokens: int) -> TokenLog:

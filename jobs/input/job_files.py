@@ -250,7 +250,7 @@ def _identity(place: str) -> str:
 
 
 def _copy(place: str, name: str, target: IO[bytes]) -> None:
-    """Raises InputFileError, StoreError."""
+    """Raise InputFileError, StoreError."""
     folder, file = split(place)
     try:
         is_there = Store(folder).copy_to(file, target) if _scheme(place) in OURS else copy_foreign(place, target)
@@ -272,7 +272,7 @@ def _path_of(uri: str) -> str:
 
 
 def _matching(place: str) -> list[str]:
-    """Raises InputFileError, StoreError."""
+    """Raise InputFileError, StoreError."""
     if "://" not in place:
         found = _on_disk(place)
     elif _scheme(place) in OURS:

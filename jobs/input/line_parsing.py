@@ -262,7 +262,7 @@ class ParsedLineCache:
     _firsts: dict[str, JobLine] = field(default_factory=dict)
 
     def line(self, values: dict[str, Any]) -> JobLine:
-        """Raises `LineError`."""
+        """Raise `LineError`."""
         body = values.get("body")
         fields = body if isinstance(body, dict) else values
         try:

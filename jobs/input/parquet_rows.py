@@ -125,7 +125,7 @@ def parquet_rows(file: IO[bytes], name: str, columns: Columns) -> Iterator[Row]:
 
 
 def _chosen(names: list[str], name: str, columns: Columns) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Raises InputFileError."""
+    """Raise InputFileError."""
     names = [column for column in names if not INDEX.fullmatch(column)]
     found = f"its columns are: {', '.join(map(shown, names))}"
     twice = sorted({column for column in names if names.count(column) > 1})
@@ -175,7 +175,7 @@ def _fields(
 
 
 def _value(name: str, value: Any, is_short: bool) -> Any:
-    """Raises LineError."""
+    """Raise LineError."""
     if value is not None and is_short:
         import numpy as np  # `status` reads no tables and should not import numpy
 

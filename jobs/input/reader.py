@@ -151,7 +151,7 @@ def _rows(path: str, name: str, columns: Columns) -> Iterator[Row]:
 
 
 def _job_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, bytes | None]]:
-    """Raises `InputFileError` for another kind of file."""
+    """Raise `InputFileError` for another kind of file."""
     head = file.peek(NUM_BYTES)
     if kind := other_kind(head):
         raise InputFileError(f"cannot read the job file {name}: {kind}")

@@ -25,7 +25,7 @@ class Reject:
 
     @property
     def place(self) -> str:
-        """The place as `line 7` or `part-2.jsonl:7`."""
+        """Return the place as `line 7` or `part-2.jsonl:7`."""
         return f"line {self.line_number}" if self.file is None else f"{self.file}:{self.line_number}"
 
 
@@ -39,7 +39,7 @@ class Rejects(Sequence[Reject]):
     def __init__(self, some: Iterable[Reject] = ()) -> None:
         self._file = new_spool()
         self._is_at_end = True
-        self._starts = array("Q", [0])  # of each line, and the end
+        self._starts = array("Q", [0])  # byte offset of each line, and the end
         finalize(self, self._file.close)
         for reject in some:
             self.add(reject)

@@ -193,7 +193,7 @@ class ChatFields(Strict):
 
     @property
     def template(self) -> TemplateOptions | None:
-        """The template options; None if all are defaults."""
+        """Return the template options; None if all are defaults."""
         effort: dict[str, Scalar] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         prompted = self.add_generation_prompt
         options = TemplateOptions(

@@ -7,7 +7,7 @@ from typing import Literal
 Dtype = Literal["bfloat16", "float32"]
 KVDtype = Literal["fp8", "int8"]  # None: as the run's dtype
 Device = Literal["auto", "cpu", "cuda"]
-AttentionName = Literal["triton", "flash"]  # for GPUs only, as the next
+AttentionName = Literal["triton", "flash"]  # GPUs only, like the next
 LinearName = Literal["cublas", "triton"]
 NumRows = Literal[64, 128, 256]  # rows of every forward on a GPU
 

@@ -31,7 +31,7 @@ class LinePlace(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in damage reports; it ends with the job's id."""
+        """Return the name in damage reports; it ends with the job's id."""
         return self.path if self.length is None else f"{self.path}/{self.job_id}"
 
 

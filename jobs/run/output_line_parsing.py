@@ -117,7 +117,7 @@ def plain(text: str) -> str:
 def is_plain_result(text: bytes, job_id: str, fingerprint: str | None) -> bool:
     """Return whether a line is this job's result exactly as `dump_line` writes it.
 
-    False only means that it must be parsed, which costs far more.
+    False only means that it must be parsed, at a far higher cost.
     """
     head = _RESULT_HEAD.match(text)
     if head is None or fingerprint is None or not text.endswith(_RESULT_END):

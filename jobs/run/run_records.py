@@ -50,14 +50,14 @@ class RunManifest(Frozen):
     created: Moment
     model: str
     model_fingerprint: str
-    text_fingerprint: str  # of the chat template and other tokenizer files
+    text_fingerprint: str  # hash of the chat template and other tokenizer files
     model_files: dict[str, str]  # SHA-256 of each file, by path
     model_commit: str | None = None  # commit of a hub model; None for others
     engine: str
     draft_model: str | None = None  # folder of the engine's trained parts; None: the model's own
     kv_offload: str | None = None  # folder for key-value caches; None: on the device
     dtype: Dtype
-    kv_dtype: KVDtype | None = None  # of keys and values; None: as `dtype`
+    kv_dtype: KVDtype | None = None  # type of keys and values; None: as `dtype`
     device: Device
     attention: AttentionName = "triton"
     linear: LinearName = "cublas"
@@ -81,7 +81,7 @@ class RunManifest(Frozen):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that decides a job's tokens besides its id and the hardware."""
+        """Return a hash of all that decides a job's tokens besides its id and the hardware."""
         model = [self.model_fingerprint, self.text_fingerprint, self.thinking_markers]
         later: list[str] = [] if self.kv_dtype is None else [self.kv_dtype]
         later += [self.clock] if self.reads_clock else []

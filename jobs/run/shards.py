@@ -72,7 +72,7 @@ MAX_SHARD_BYTES = 256 * 2**20
 
 
 class Failure(Frozen):
-    """Why a job failed, kept because a retry deletes its error."""
+    """Reason of a job's failure, kept because a retry deletes its error."""
 
     code: str
     message: str
@@ -91,7 +91,7 @@ class PlannedLine(Frozen):
 
     @property
     def key(self) -> LineKey:
-        """Each job with its error code, None if it has a result."""
+        """Return each job with its error code, None if it has a result."""
         codes = {job_id: failure.code for job_id, failure in self.failures.items()}
         return tuple((job_id, codes.get(job_id)) for job_id in self.jobs)
 

@@ -1,4 +1,4 @@
-"""The URI of a folder: whether it is on a disk, and how it is shown without credentials."""
+"""The URI of a folder: its local path, and its form without credentials."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ EXPECTED = "expected a path, or a URI that starts with file://, s3://, gs:// or 
 
 
 def local_path(uri: str) -> str | None:
-    """The absolute path of a local folder; None for an object store.
+    """Return the absolute path of a local folder; None for an object store.
 
-    Raises `ValueError` for any other scheme, and for an object store without a bucket.
+    Raises `ValueError` for another scheme, or an object store without a bucket.
     """
     if not uri or "\0" in uri:
         raise ValueError(EXPECTED)
@@ -35,7 +35,7 @@ def local_path(uri: str) -> str | None:
 
 
 def shown_uri(uri: str) -> str:
-    """The URI without user, password and query, where credentials may stand."""
+    """Return the URI without user, password and query, which may hold credentials."""
     if "://" not in uri:
         return uri or "''"
     scheme, rest = uri.split("://", 1)
@@ -43,7 +43,7 @@ def shown_uri(uri: str) -> str:
 
 
 def hidden_credentials(text: str, uri: str) -> str:
-    """`text` with every secret of `uri` and of the environment taken out."""
+    """Return `text` without the secrets of `uri` and of the environment."""
     secrets = _secrets(uri) | {os.environ[name] for name in SECRET_VARIABLES if os.environ.get(name)}
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
@@ -61,7 +61,7 @@ def _secrets(uri: str) -> set[str]:
 
 
 def _split_user_info(place: str) -> tuple[str, str]:
-    """User information, and bucket with prefix. An '@' in the prefix is its own, unless a password is not quoted."""
+    """Split off user information. An unquoted password may contain '@'; otherwise one in the prefix is its own."""
     head, slash, prefix = place.partition("/")
     if "@" in head or ":" not in head:
         user_info, _, bucket = head.rpartition("@")

@@ -1,7 +1,6 @@
 """The storage behind a `Store` on a local disk.
 
-Paths are relative and already checked; `list` is unordered. Every error is an `OSError`; one without a number comes
-from the network or a server and may pass. `ObjectFolder` has the same methods.
+The caller checks paths. Errors are `OSError`; one without a number is transient.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from uuid import uuid4
 
 Answer = TypeVar("Answer")
 
-ASIDE = re.compile(r"\..+\.[0-9a-f]{32}")  # the name of a file that has yet to get its own
+ASIDE = re.compile(r"\..+\.[0-9a-f]{32}")  # the name of an unfinished file
 COPY_BYTES = 2**23
 NUM_DELETE_TRIES = NUM_WRITE_TRIES = 5
 NO_FILE = {errno.ENXIO, errno.ELOOP}  # a socket, a link to itself
@@ -31,27 +30,22 @@ NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 
 
 class ReplacedError(OSError):
-    """The file is no longer the one that was opened."""
-
     def __init__(self) -> None:
         super().__init__(errno.ECANCELED, "it was replaced while it was read; try again")
 
 
 class LocalReader:
-    """Reads one file. After an error the same can be asked for again: then the file is opened anew.
-
-    The handle of a file on a network disk may stay stale.
-    """
+    """Reads one file, and reopens it after an error: its handle may stay stale on a network disk."""
 
     def __init__(self, path: str) -> None:
-        """Raises `FileNotFoundError` when there is no such file."""
+        """Raise `FileNotFoundError` if there is no such file."""
         self._path = path
         self._file = _opened(path)
         self._identity = _identity(self._file)
         self._is_doubtful = False
 
     def read(self, size: int = -1) -> bytes:
-        """The next `size` bytes, or the rest; b"" at the end. Raises `ReplacedError` where another file is there."""
+        """Return the next `size` bytes, or the rest; b"" at the end. Raises `ReplacedError`."""
         return self._ask(lambda file: file.read(size)) or b""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
@@ -204,7 +198,7 @@ class LocalFolder:
                 return
 
     def _put(self, path: str, fill: Callable[[BinaryIO], object], publish: Callable[[Path, Path], None]) -> None:
-        """`fill` a file aside, `publish(aside, target)`; if that fails, the target is as it was, and no file left."""
+        """`fill` a file aside, then `publish(aside, target)`; on failure nothing has changed."""
         target = self._root / path
         _make_folder(target.parent)
         aside = target.with_name(f".{target.name}.{uuid4().hex}")
@@ -222,13 +216,13 @@ class LocalFolder:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:  # of a file in the folder's place, not of the file to be written
+    except FileExistsError:  # a file stands in the folder's place
         found = "found a file or a link that leads nowhere, expected a folder"
         raise NotADirectoryError(errno.ENOTDIR, found, str(folder)) from None
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Open a file. Raises FileNotFoundError for what is none, such as a folder, a pipe or a link to itself."""
+    """Open a regular file. Raises FileNotFoundError for anything else."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK)
     except OSError as error:
@@ -261,7 +255,7 @@ def _size(entry: os.DirEntry[str]) -> int | None:
 
 
 def _link_new(aside: Path, target: Path) -> None:
-    """Publish under a free name or raise `FileExistsError`: a rename would overwrite, a hard link never does."""
+    """Publish by a hard link, which never overwrites, or raise `FileExistsError`."""
     try:
         os.link(aside, target)
     except OSError as error:
@@ -273,7 +267,7 @@ def _link_new(aside: Path, target: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a folder to the disk: only then is a new name in it there."""
+    """Flush a folder to the disk, so that a new name in it survives a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

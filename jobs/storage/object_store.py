@@ -1,4 +1,4 @@
-"""Run folders in an object store (S3, GCS, Azure), through obstore: the connection, and reads and writes there."""
+"""Run folders in an object store (S3, GCS, Azure), through obstore."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from obstore import GetOptions
 
 CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 10.0  # for which a server may send nothing
-BYTES_MEANWHILE = 4 * 2**20  # that a slow line takes in that time: an answer to a longer request may take longer
-MOST_SECONDS = 10**6.0  # for a whole request: a long download has no other bound than that it goes on
+ANSWER_SECONDS = 10.0  # longest silence of a server
+BYTES_MEANWHILE = 4 * 2**20  # a slow line takes so many in that time; longer requests get more time
+MOST_SECONDS = 10**6.0  # for a whole request: only its progress bounds a long download
 KEY_SECONDS = 300.0  # botocore gives keys that expire for at least twice as long
 
 AMAZON = "https://s3.amazonaws.com"
@@ -42,9 +42,9 @@ Keys = Callable[[], dict[str, Any]]
 
 
 def connections(uri: str) -> Callable[[float], Any]:
-    """Make the function that connects to the place of a URI; its argument is the seconds in which an answer begins.
+    """Return a function that connects to a URI's place; its argument is the most seconds until an answer.
 
-    A failed request is not tried again. May ask Amazon for the bucket's region. Raises `ValueError`, `OSError`.
+    It does not retry. May ask Amazon for the bucket's region. Raises `ValueError`, `OSError`.
     """
     parts = urlsplit(uri)
     bucket = parts.netloc.rpartition("@")[2]
@@ -66,7 +66,7 @@ def connections(uri: str) -> Callable[[float], Any]:
 
 
 def _settings(parts: SplitResult) -> tuple[dict[str, str], dict[str, Any]]:
-    """The settings of the store and of its client in a URI's query. What has no other name is obstore's."""
+    """Return store and client settings of a URI's query."""
     settings = dict(parse_qsl(parts.query))
     client = {"allow_http": True, "connect_timeout": timedelta(seconds=CONNECT_SECONDS)}
     client["timeout"] = timedelta(seconds=MOST_SECONDS)
@@ -81,7 +81,7 @@ def _settings(parts: SplitResult) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _keys(parts: SplitResult, settings: dict[str, str]) -> Keys | None:
-    """The keys of the URI, of the environment, or those that Amazon's programs find; None for requests unsigned."""
+    """Return the keys of URI, environment or Amazon's programs; None for unsigned requests."""
     names = ("access_key", "secret_key", "session_token")
     keys = [unquote(parts.username or ""), unquote(parts.password or ""), ""]
     keys = [key or settings.pop(name, "") for key, name in zip(keys, names, strict=True)]
@@ -101,7 +101,7 @@ def _keys(parts: SplitResult, settings: dict[str, str]) -> Keys | None:
 
 
 def _found_keys() -> Keys | None:
-    """The keys of a profile, of a program or of this machine's role, where there are any. Raises ValueError."""
+    """Return the keys of a profile, a program or this machine's role, if any. Raises ValueError."""
     from botocore.exceptions import BotoCoreError  # takes a third of a second to import, and few need it
     from botocore.session import Session
 
@@ -126,7 +126,7 @@ def _found_keys() -> Keys | None:
 
 
 def _complete_s3(bucket: str, settings: dict[str, str]) -> None:
-    """Fill in endpoint and region. A variable that is empty counts as absent, as with Amazon's own programs."""
+    """Fill in endpoint and region. Empty variables count as absent."""
     endpoint = settings.pop("endpoint", "") or _first(os.environ.get(name) for name in ENDPOINTS)
     region = settings.get("region") or ("" if endpoint else _region(bucket))
     region = region or _first(os.environ.get(name) for name in REGIONS) or "us-east-1"
@@ -139,10 +139,10 @@ def _first(values: Iterable[str | None]) -> str:
 
 
 def _region(bucket: str) -> str:
-    """Ask Amazon for a bucket's region, which need not be this machine's; "" where no answer says it."""
+    """Ask Amazon for a bucket's region; "" without an answer."""
     try:
         answer = urlopen(Request(f"{AMAZON}/{bucket}", method="HEAD"), timeout=CONNECT_SECONDS)
-    except HTTPError as error:  # it says so too where it refuses
+    except HTTPError as error:  # a refusal names the region too
         answer = error
     except OSError:
         return ""
@@ -172,10 +172,10 @@ CAUSE = re.compile(r'(?:message|error): "([^"]+)"|kind: (Timeout)|source: (Timed
 
 @contextmanager
 def as_os_error() -> Iterator[None]:
-    """Raise errors of obstore as an `OSError`, without a number where they may pass.
+    """Raise errors of obstore as an `OSError`, transient ones without a number.
 
-    `FileNotFoundError` is an absent object, `PermissionError` a refusal, ENXIO an absent bucket, EINVAL a wrong call,
-    ENOTSUP what the server does not know, ECANCELED another object than the one asked for.
+    `FileNotFoundError`: absent object; `PermissionError`: refusal; ENXIO: absent bucket; EINVAL: wrong call; ENOTSUP:
+    unknown to the server; ECANCELED: replaced object.
     """
     try:
         yield
@@ -195,7 +195,7 @@ def _number(error: Exception) -> int | None:
 
 
 def _told(text: str) -> str:
-    """The request, and the words of the server's answer, or the cause where there was none."""
+    """Return the request with the server's answer, or with the cause without one."""
     said, _, details = text.partition("\n\nDebug source")
     said = REQUEST.sub(r"\1: ", said).rstrip(": ")
     said = BODY.sub(lambda found: ": ".join(word for word in found.groups() if word), said)
@@ -207,19 +207,16 @@ def _told(text: str) -> str:
 
 
 class ObjectReader:
-    """Reads one object in one version: each read asks for a part of it, and only while nobody has replaced it."""
+    """Reads one version of one object by ranges."""
 
     def __init__(self, store: Any, path: str) -> None:
-        """Raises `FileNotFoundError` when there is no such object."""
+        """Raise `FileNotFoundError` if there is no such object."""
         self._store, self._path = store, path
         self._object = _looked_up(store, path)
         self._position = 0
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes; b"" at the end. After an error the same bytes can be asked for again.
-
-        Raises `ReplacedError`.
-        """
+        """Return the next `size` bytes; b"" at the end. A failed call may be repeated. Raises `ReplacedError`."""
         end = min(self._position + size, self._object["size"])
         if end <= self._position:
             return b""
@@ -247,23 +244,23 @@ def _looked_up(store: Any, path: str) -> Any:
     with as_os_error():
         try:
             return obstore.head(store, path)
-        except FileNotFoundError:  # the answer to this request alone tells an absent bucket from an absent object
+        except FileNotFoundError:  # only the answer to this request tells an absent bucket from an absent object
             return obstore.get(store, path).meta
 
 
-PART_BYTES = 10 * 2**20  # what is shorter goes up in one request
+PART_BYTES = 10 * 2**20  # shorter objects go up in one request
 NUM_PARTS_AT_ONCE = 4
 MOST_BYTES_NEW = 4 * 2**30  # about as much as a server takes in one request
-PROBE = ".exclusive"  # an object that is written as a new one again and again
+PROBE = ".exclusive"  # an object for tries of exclusive writes
 
 
 class ObjectFolder:
-    """All objects under one prefix. A write is one PUT or one multipart upload, so it needs no rename to be whole."""
+    """All objects under one prefix. A write is one PUT or one multipart upload, whole without a rename."""
 
     def __init__(self, uri: str) -> None:
         self._connected = connections(uri)
         self._store = self._connected(ANSWER_SECONDS)
-        self._is_exclusive = False  # as far as is known
+        self._is_exclusive = False  # set once a probe has shown it
 
     def write(self, path: str, data: bytes | memoryview) -> None:
         self._put(path, memoryview(data).cast("B"))
@@ -329,7 +326,7 @@ class ObjectFolder:
         return True
 
     def delete_leftovers(self, folder: str, min_age_seconds: float) -> None:
-        pass  # a write has no other name before its own
+        pass  # an unfinished write has no name
 
     def delete(self, path: str) -> None:
         with suppress(FileNotFoundError), as_os_error():
@@ -346,13 +343,13 @@ class ObjectFolder:
                         self.delete(path)
 
     def _put(self, path: str, data: memoryview) -> None:
-        """Write an object. Where a part of it fails, the others are deleted and the old object stays."""
+        """Write an object; if a part fails, the old object stays."""
         store = self._patient(min(data.nbytes, PART_BYTES * NUM_PARTS_AT_ONCE))
         with as_os_error():
             obstore.put(store, path, data, chunk_size=PART_BYTES, max_concurrency=NUM_PARTS_AT_ONCE)
 
     def _create(self, path: str, data: memoryview) -> bool:
-        """Write an object that must not be there, in one request; False where it is, or may be about to be."""
+        """Write a new object in one request; False if it exists, or may be about to."""
         with as_os_error():
             try:
                 obstore.put(self._patient(data.nbytes), path, data, mode="create")
@@ -361,18 +358,17 @@ class ObjectFolder:
             return True
 
     def _expect_exclusive(self) -> None:
-        """Raise OSError where the server overwrites what a request is to create only: two writers would both win."""
+        """Raise OSError if the server ignores `If-None-Match`, so that two writers would both win."""
         if not self._is_exclusive and all(self._create(PROBE, memoryview(b"")) for _ in range(2)):
             raise OSError(errno.ENOTSUP, "the server ignores `If-None-Match: *` and replaced a file that was there")
         self._is_exclusive = True
 
     def _patient(self, num_bytes: int) -> Any:
-        """The connection that waits until a slow line has taken so many bytes."""
         return self._connected(ANSWER_SECONDS * (1 + num_bytes // BYTES_MEANWHILE))
 
 
 def _rest_of(source: BinaryIO) -> memoryview:
-    """The rest of a file, mapped into memory; anything else is read."""
+    """Return the rest of a file, mapped into memory if possible."""
     try:
         descriptor, start = source.fileno(), source.tell()
     except UnsupportedOperation:

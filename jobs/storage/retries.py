@@ -1,4 +1,4 @@
-"""Back-off with growing pauses, and the retries of a storage that fails for a while."""
+"""Back-off with growing pauses, and retries of a storage that fails for a while."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ MAX_DOUBLINGS = 64  # more would leave the range of floats some day
 
 @dataclass(frozen=True)
 class Backoff:
-    """The pauses, from `first` to `longest`, in seconds."""
+    """Pauses from `first` to `longest` seconds."""
 
     first: float
     longest: float
 
     def seconds(self, num_failures: int) -> float:
-        """Return the pause after `num_failures` failures in a row, of which there is at least one."""
+        """Return the pause after `num_failures` consecutive failures."""
         return min(self.longest, self.first * 2.0 ** min(num_failures - 1, MAX_DOUBLINGS))
 
     def at_random(self, state: RetryCallState) -> float:
-        """Draw a part of the pause, for `tenacity`: many that fail at once don't come back at once."""
+        """Draw a random part of the pause, so that simultaneous failures do not return together."""
         return random.uniform(MIN_JITTER_SECONDS, max(MIN_JITTER_SECONDS, self.seconds(state.attempt_number)))
 
 
 Result = TypeVar("Result")
 
-STORE_RETRY_SECONDS = 120.0  # for which a failing store is tried again: the default of --store-retry-seconds
+STORE_RETRY_SECONDS = 120.0  # the default of --store-retry-seconds
 START_RETRY_SECONDS = 10.0  # before anything runs: a wrong address should show soon
-STORE_BACKOFF = Backoff(first=0.2, longest=10.0).at_random  # so that workers don't come at once
+STORE_BACKOFF = Backoff(first=0.2, longest=10.0).at_random  # random, so that workers do not return together
 
 FULL_OR_BUSY = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EBUSY, errno.EAGAIN}
 CONNECTION = {
@@ -55,28 +55,28 @@ TRANSIENT = FULL_OR_BUSY | CONNECTION
 
 
 def is_transient(error: BaseException) -> bool:
-    """Tell whether the same call may succeed later. An `OSError` without a number is the network's or the server's."""
+    """Return whether a retry may succeed. An `OSError` without a number is the network's or the server's."""
     return isinstance(error, OSError) and (error.errno is None or error.errno in TRANSIENT)
 
 
 @dataclass(frozen=True)
 class Retries:
-    """The patience with a storage that fails, in `seconds`; 0 means no second try.
+    """Retries of a failing storage for `seconds`; 0 means no second try.
 
-    `on_retry` is called before each pause, in the thread that waits.
+    The waiting thread calls `on_retry` before each pause.
     """
 
     seconds: float = 0.0
     on_retry: Callable[[], None] = lambda: None
 
     def call(self, action: Callable[[], Result]) -> Result:
-        """Return the result of `action`, which is called again after transient errors until `seconds` have passed.
+        """Return the result of `action`, repeated after transient errors until `seconds` have passed.
 
-        Raises the error of the last try. The last try begins within the bound, and may take its own time.
+        Raises the last error. The last try begins within the bound.
         """
         started = time.monotonic()
         try:
-            return action()  # a million of them are made, and nearly all succeed at once
+            return action()  # millions of calls succeed at once and need no `tenacity`
         except OSError as error:
             seconds_left = self.seconds - (time.monotonic() - started)
             if seconds_left <= 0 or not is_transient(error):
@@ -85,7 +85,6 @@ class Retries:
         return replace(self, seconds=seconds_left)._call_again(action, failed)
 
     def _call_again(self, action: Callable[[], Result], failed: list[OSError]) -> Result:
-        """`call`, where the first try has `failed` already."""
 
         def action_again() -> Result:
             if failed:
@@ -102,7 +101,7 @@ class Retries:
         return tries(action_again)
 
     def _pause(self, state: RetryCallState) -> float:
-        """Seconds to wait; the last pause is cut short so that the last try is at the bound."""
+        """Return the seconds to wait, cut so that the last try is at the bound."""
         return max(0.0, min(STORE_BACKOFF(state), self.seconds - (state.seconds_since_start or 0.0)))
 
 

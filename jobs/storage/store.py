@@ -1,4 +1,4 @@
-"""Narrow, atomic file access inside one folder, and the contract of such folders: on a disk, or in an object store."""
+"""Narrow, atomic file access inside one folder, on a disk or in an object store."""
 
 from __future__ import annotations
 
@@ -19,69 +19,67 @@ from swiftbatch.jobs.storage.retries import BRIEF_RETRIES, NO_RETRIES, Retries, 
 
 
 class ReadableFile(Protocol):
-    """An open file that is read from its beginning to its end, or a part of it."""
-
     def seek(self, position: int, /) -> object:
-        """Go to a place, so many bytes from the beginning."""
+        """Go to so many bytes from the beginning."""
 
     def read(self, size: int, /) -> bytes | None:
-        """Return so many of the next bytes at most; none at the end."""
+        """Return at most `size` of the next bytes; none at the end."""
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
 
 
 class Folder(Protocol):
-    """Files below one folder, each there as a whole or not at all. Paths are relative, and checked by the caller.
+    """Files below one folder, each there as a whole or not at all.
 
-    Methods raise OSError, or what the storage's library raises, and are not tried again here.
+    Methods raise OSError, or the storage library's errors, without retries.
     """
 
     def write(self, path: str, data: bytes | memoryview) -> None:
-        """Put a file in place, over an older one if there is one."""
+        """Write a file, perhaps over an older one."""
 
     def write_from(self, path: str, source: BinaryIO) -> None:
-        """Do as `write` with the rest of an open file."""
+        """Write the rest of an open file."""
 
     def write_new_from(self, path: str, source: BinaryIO) -> bool:
-        """Do as `write_from` where there is no such file; False where there is one. Of several writers one wins."""
+        """Write the rest of an open file unless the path exists, then return False. Of several writers one wins."""
 
     def read(self, path: str) -> bytes | None:
-        """Return a file's content; None where there is none."""
+        """Return a file's content; None without a file."""
 
     def read_part(self, path: str, start: int, length: int) -> bytes | None:
-        """Return so many bytes of a file from a place on, fewer at its end; None where there is none."""
+        """Return `length` bytes from `start` on, fewer at the end; None without a file."""
 
     def open(self, path: str) -> ReadableFile | None:
-        """Open a file to read; None where there is none."""
+        """Open a file to read; None without a file."""
 
     def exists(self, path: str) -> bool:
-        """Return whether there is a file of that path."""
+        """Return whether there is such a file."""
 
     def list(self, folder: str) -> list[str]:
-        """Return the names in a folder, in any order; none where there is no folder."""
+        """Return the names in a folder, unordered; none without a folder."""
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return the names in a folder with the bytes of each file; None for a folder."""
+        """Return the names in a folder with each file's bytes; None for a folder."""
 
     def move(self, path: str, target: str) -> bool:
-        """Move a file; False where there is none."""
+        """Move a file; return False without one."""
 
     def delete_leftovers(self, folder: str, min_age_seconds: float) -> None:
-        """Delete what writers that ended left behind so long ago."""
+        """Delete unfinished files of ended writers, if so old."""
 
     def delete(self, path: str) -> None:
-        """Delete a file, if there is one."""
+        """Delete a file if it exists."""
 
     def delete_folder(self, folder: str) -> None:
-        """Delete a folder with all that is in it, if there is one."""
+        """Delete a folder and its content if it exists."""
 
 
 Result = TypeVar("Result")
 
 
 class _SeekableFile(RawIOBase):
-    """A file of a local folder; `patiently` calls what reads from it, again after errors that may pass."""
+    """Local file whose reads `patiently` retries."""
 
     def __init__(self, source: LocalReader, patiently: Callable[[Callable[[], Any]], Any]) -> None:
         self._source, self._patiently = source, patiently
@@ -114,22 +112,20 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class StoreError(UserError):
-    """A file of the run could not be read or written, which is told without credentials."""
+    """A failed read or write of a run's file, without credentials."""
 
 
 class Store:
     """Files below one folder. A reader sees a file whole or not at all, however its writer ended.
 
-    Paths are relative with '/' between names. A name that is empty or starts with '.' is refused, so '..' is too, and
-    no path leads out of the folder. Every method raises `StoreError` when the path is refused, and when the storage
-    fails for longer than `retries` go on. Threads may share a store.
+    Names in paths are not empty and do not start with '.', so no path leaves the folder. Methods raise `StoreError` for
+    a refused path, and when `retries` are used up. Threads may share a store.
     """
 
     def __init__(self, uri: str, retries: Retries | None = None) -> None:
         """`uri` is a local path, `file://`, `s3://`, `gs://` or `az://`; nothing is created yet.
 
-        Without `retries`, reads are tried again for a few seconds, and writes to an object store: it is busy on good
-        days, too. A full disk should show at once.
+        By default, reads and writes to object stores are retried for a few seconds; a full disk should show at once.
         """
         self.shown_uri = shown_uri(uri)
         try:
@@ -145,11 +141,11 @@ class Store:
         self.is_local = path is not None
 
     def write(self, path: str, data: bytes | memoryview) -> None:
-        """Put a file in place as a whole, over an older one if there is one; it is on the disk when this returns."""
+        """Write a file as a whole; it is on the disk at return."""
         self._try("write", path, lambda: self._folder.write(path, data))
 
     def write_from(self, path: str, source: BinaryIO) -> None:
-        """Write the rest of `source`, a file that can seek, as `write` does: for files too long for memory."""
+        """Write the rest of `source`, which can seek."""
         start = source.tell()
 
         def write() -> None:
@@ -159,16 +155,16 @@ class Store:
         self._try("write", path, write)
 
     def write_new(self, path: str, data: bytes) -> bool:
-        """Write a file like `write`, but leave an existing one alone and return False. Of several writers, one wins.
+        """Write a new file; return False if it exists. Of several writers, one wins.
 
-        Raises `StoreError` too where an object store could not promise that.
+        Raises `StoreError` too if an object store could not promise that.
         """
         return self._write_new(path, BytesIO(data))
 
     def write_new_from(self, path: str, source: BinaryIO) -> bool:
-        """Write a file like `write_from`, but leave an existing one alone and return False. See `write_new`.
+        """Write a new file from `source`, like `write_new`.
 
-        On an object store, of several writers of more than 4 GiB at once the last wins, and all get True.
+        Over 4 GiB in an object store, the last of several writers at once wins, and all get True.
         """
         return self._write_new(path, source)
 
@@ -182,13 +178,12 @@ class Store:
             if self._folder.write_new_from(path, source):
                 return True
             source.seek(start)
-            # a try before may have put the file there, though no answer came
+            # an earlier try may have written the file without an answer
             return num_tries > 1 and self._is_there(path, source)
 
         return self._try("write", path, write)
 
     def _is_there(self, path: str, source: BinaryIO) -> bool:
-        """Return whether a file holds the rest of `source`."""
         found = self._folder.open(path)
         if found is None:
             return False
@@ -199,19 +194,16 @@ class Store:
         return not source.read(1)
 
     def read(self, path: str) -> bytes | None:
-        """The bytes of a file; None when there is none."""
+        """Return a file's bytes; None without a file."""
         return self._try("read", path, lambda: self._folder.read(path))
 
     def read_part(self, path: str, start: int, length: int) -> bytes | None:
-        """Read `length` bytes of a file from `start` on, fewer where it ends before; None when there is no file."""
+        """Return `length` bytes from `start` on, fewer at the end; None without a file."""
         return self._try("read", path, lambda: self._folder.read_part(path, start, length))
 
     @contextmanager
     def opened(self, path: str) -> Iterator[BinaryIO | None]:
-        """A file of a local folder that can seek, open within the block; None when there is none.
-
-        What is done with it raises `StoreError` as the store's own methods do.
-        """
+        """Open a local file that can seek within the block; None without a file."""
         source = self._try("read", path, lambda: self._folder.open(path))
         if source is None:
             yield None
@@ -220,9 +212,9 @@ class Store:
             yield file
 
     def copy_to(self, path: str, target: IO[bytes]) -> bool:
-        """Write the bytes of a file to `target`, a piece at a time; False when there is none.
+        """Write a file's bytes to `target` in pieces; return False without a file.
 
-        Errors of `target` stay what they are. `StoreError` too when the file is replaced meanwhile on an object store.
+        Errors of `target` pass unchanged. Raises `StoreError` too if the object is replaced meanwhile.
         """
         pieces = self.pieces(path)
         if pieces is None:
@@ -232,10 +224,7 @@ class Store:
         return True
 
     def pieces(self, path: str, start: int = 0, length: int = sys.maxsize) -> Generator[bytes, None, None] | None:
-        """So many bytes of a file from `start` on, a piece at a time; None when there is none.
-
-        `StoreError` too when the file is replaced meanwhile on an object store.
-        """
+        """Return a file's bytes in pieces; None without a file. `StoreError` if an object is replaced."""
         source = self._try("read", path, lambda: self._folder.open(path))
         return None if source is None else self._read_on(path, source, start, length)
 
@@ -252,37 +241,35 @@ class Store:
         return self._try("look up", path, lambda: self._folder.exists(path))
 
     def list(self, folder: str) -> builtins.list[str]:
-        """Sorted names of the files and folders in a folder ('' is the store's own), [] when it is absent."""
+        """Return the sorted names in a folder ('' is the store's own); [] if it is absent."""
         names = self._try("list", folder, lambda: self._folder.list(folder), is_root_meant=True)
         return sorted(name for name in names if name[0] != ".")
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """The names in a folder with the bytes of each file, None for what is no file; {} when it is absent."""
+        """Return the names in a folder with each file's bytes, None for a folder."""
         sizes = self._try("list", folder, lambda: self._folder.sizes(folder))
         return {name: sizes[name] for name in sorted(sizes) if name[0] != "."}
 
     def move(self, path: str, target: str) -> bool:
-        """Give a file, or whatever else is there, another name; False when there is none. `target` must be free."""
+        """Rename a file or folder; return False without one. `target` must be free."""
         _check(target)
         return self._try("move", path, lambda: self._folder.move(path, target))
 
     def delete_leftovers(self, folder: str, min_age_seconds: float = 0) -> None:
-        """Remove what writers that were killed have left of files that never got their names ('' is the store's own).
+        """Delete unfinished files of killed writers ('' is the store's own folder).
 
-        A writer that is at work there is disturbed: its write fails, where its file is older than `min_age_seconds`.
+        A live writer's write fails if its file is older than `min_age_seconds`.
         """
         self._try("clean", folder, lambda: self._folder.delete_leftovers(folder, min_age_seconds), is_root_meant=True)
 
     def delete(self, path: str) -> None:
-        """Remove a file; an absent file is fine."""
         self._try("delete", path, lambda: self._folder.delete(path))
 
     def delete_folder(self, folder: str) -> None:
-        """Remove a folder with all that is in it; an absent folder is fine."""
         self._try("delete", folder, lambda: self._folder.delete_folder(folder))
 
     def _try(self, action: str, path: str, call: Callable[[], Result], is_root_meant: bool = False) -> Result:
-        """`call` as often as the retries allow; an error of the storage becomes one line for the user."""
+        """Retry `call` as allowed; turn an error of the storage into one line for the user."""
         if not (is_root_meant and path == ""):
             _check(path)
         retries = self._retries if action in READING else self._write_retries
@@ -305,7 +292,7 @@ class Store:
 
 
 def _object_folder(uri: str) -> Folder:
-    # its library takes time to import, and need not be there where all folders are local
+    # its library takes time to import, and need not be there if all folders are local
     from swiftbatch.jobs.storage.object_store import ObjectFolder
 
     return ObjectFolder(uri)
@@ -321,7 +308,7 @@ def _check(path: str) -> None:
         raise StoreError(f"refused the path {path!a}: expected names joined by '/', none empty or starting with '.'")
 
 
-# Files for what is put together or looked into: in memory while they are short, then on this machine's disk.
+# Temporary files: short ones in memory, longer ones on this machine's disk.
 
 
 MEMORY_BYTES = 32 * 2**20
@@ -329,19 +316,19 @@ MEMORY_BYTES = 32 * 2**20
 
 @contextmanager
 def spool() -> Iterator[BinaryIO]:
-    """An empty file that goes with the block. Raises `StoreError` where there is no room for it."""
+    """Yield an empty file for the block. Raises `StoreError` without room."""
     with told_of_room(), new_spool() as file:
         yield file
 
 
 def new_spool() -> BinaryIO:
-    """An empty file that somebody is to close; to be written under `told_of_room`."""
+    """Return an empty file, to be written under `told_of_room` and closed."""
     return cast(BinaryIO, SpooledTemporaryFile(MEMORY_BYTES))
 
 
 @contextmanager
 def told_of_room() -> Iterator[None]:
-    """Have an error of a temporary file told as one. Raises `StoreError`."""
+    """Raise errors of a temporary file as `StoreError`."""
     try:
         yield
     except OSError as error:
@@ -350,7 +337,7 @@ def told_of_room() -> Iterator[None]:
 
 @contextmanager
 def at_hand(store: Store, path: str) -> Iterator[BinaryIO | None]:
-    """A file of a store that can seek, which goes with the block; None where there is none. Raises `StoreError`."""
+    """Yield a store's file that can seek; None without a file. Raises `StoreError`."""
     if store.is_local:
         with store.opened(path) as found:
             yield found

@@ -101,7 +101,7 @@ def _first_token(start: float, resume: ResumeRecord | None, marks: Marks | None)
     return start if resume is None else max(start, resume.resumed)
 
 
-DRAFTS = ("chain", "tree", "none")  # how tokens were drawn
+DRAFTS = ("chain", "tree", "none")  # the kinds of drafts behind drawn tokens
 
 State = Literal["finished", "failed", "cancelled", "running", "pending"]
 

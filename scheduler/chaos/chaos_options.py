@@ -13,7 +13,7 @@ from swiftbatch.jobs.storage.retries import Retries
 from swiftbatch.scheduler.demo.prompts import PROMPTS
 
 WORKER_TIMEOUT = 10  # seconds; a stopped worker should be noticed soon
-STORE_RETRIES = Retries(120.0)  # for chaos' own reads of a run
+STORE_RETRIES = Retries(120.0)  # chaos' own reads of a run
 PROMPT_TEXTS = tuple(PROMPTS.values())
 SAMPLING: tuple[dict[str, Any], ...] = (  # used in turn; a resumed job must restore all of it
     {"temperature": 0.8, "min_p": 0.05, "repetition_penalty": 1.1},
@@ -46,7 +46,7 @@ class ChaosOptions:
 
     @property
     def tokens_per_checkpoint(self) -> int:
-        """The tokens of the whole run between two checkpoints."""
+        """Return the tokens of the whole run between two checkpoints."""
         return self.checkpoint_tokens * min(self.num_jobs, self.num_workers * self.num_slots)
 
     def submit_args(self, jobs_file: Path, run_uri: str, address: str) -> list[str]:

@@ -49,7 +49,7 @@ class JobComparison(Frozen):
 
 class RunOutput:
     def __init__(self, run: Run) -> None:
-        """Raises ChaosError if the run has no output."""
+        """Raise ChaosError if the run has no output."""
         data = run.store.read("output.jsonl")
         if data is None:
             raise ChaosError(f"{run.store.shown_uri} has no output.jsonl: expected the output of a run that has ended")
@@ -99,15 +99,15 @@ class ChaosReport(Frozen):
     num_planned_kills: int
     kills: tuple[Kill, ...]
     num_recomputed_tokens: int
-    tokens_per_checkpoint: int  # of the whole run, between two checkpoints
-    resumes: dict[str, int]  # by kind
+    tokens_per_checkpoint: int  # tokens of the whole run between two checkpoints
+    resumes: dict[str, int]  # kind -> number
     undisturbed_seconds: float
     disturbed_seconds: float
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def is_identical(self) -> bool:
-        """True if every job has one output, equal to the undisturbed one."""
+        """Return whether every job has one output, equal to the undisturbed one."""
         return all(job.is_identical for job in self.jobs)
 
     @computed_field  # type: ignore[prop-decorator]
@@ -128,7 +128,7 @@ class ChaosReport(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def max_recomputed_tokens(self) -> int:
-        """The tokens that may be lost: a checkpoint interval per kill."""
+        """Return the most tokens that may be lost: a checkpoint interval per kill."""
         return len(self.kills) * self.tokens_per_checkpoint
 
     @computed_field  # type: ignore[prop-decorator]
@@ -138,7 +138,7 @@ class ChaosReport(Frozen):
 
     @property
     def has_passed(self) -> bool:
-        """True if all kills were done and no output changed."""
+        """Return whether all kills were done and no output changed."""
         return self.is_identical and len(self.kills) == self.num_planned_kills
 
     def lines(self) -> list[str]:
@@ -262,7 +262,7 @@ def _folder(run_uri: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _open_arena(options: ChaosOptions, random: Random, show: Show) -> Iterator[ChaosSetup]:
-    """Raises ChaosError."""
+    """Raise ChaosError."""
     if options.address is not None:
         if options.num_nodes is not None:
             raise ChaosError("--nodes starts a cluster of its own: leave it or --address out")

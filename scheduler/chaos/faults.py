@@ -84,7 +84,7 @@ class LocalVictims:
         return f"{worker.id}, process {worker.pid}"
 
     def kill_raylet(self, workers: Sequence[WorkerStatus]) -> str | None:
-        """SIGKILL a worker's node and start another node."""
+        """Kill a worker's node with SIGKILL and start another node."""
         worker = self._choose(workers)
         node = None if worker is None else self._cluster.node_of(worker.pid)
         if node is None:
@@ -129,7 +129,7 @@ def _signal_worker_on(address: str, node_id: str, pid: int, number: signal.Signa
 
 LONGEST_SECONDS = 2.5 * WORKER_TIMEOUT  # some end unnoticed, others after the jobs moved
 LONGEST_HEAD_SECONDS = 1.5 * SILENT_SECONDS  # long enough for the driver to give up sometimes
-NOTICE_SECONDS = 10.0  # from notice to end
+NOTICE_SECONDS = 10.0  # time from notice to end
 AFTERWARDS_SECONDS = 60.0  # a driver may still give up within this time
 
 

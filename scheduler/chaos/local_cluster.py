@@ -139,7 +139,7 @@ class Node:
     host: Host
 
     def wait_until_up(self) -> None:
-        """Raises ChaosError if the node does not start in time."""
+        """Raise ChaosError if the node does not start in time."""
         deadline = time.monotonic() + START_SECONDS
         while STARTED not in self.log.read_bytes():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -148,7 +148,7 @@ class Node:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """SIGKILL the node's processes except workers, which notice later."""
+        """Kill the node's processes with SIGKILL, except workers, which notice later."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -110,7 +110,7 @@ class EmbeddedRay:
         os.close(self._lock)
 
     def _remove_folder(self) -> None:
-        """Repeat, because dying processes may still write files."""
+        """Delete the folder repeatedly, because dying processes may still write files."""
         last = time.monotonic() + REMOVE_SECONDS
         while self.folder.exists() and time.monotonic() < last:
             shutil.rmtree(self.folder, ignore_errors=True)

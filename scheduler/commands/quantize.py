@@ -55,7 +55,7 @@ def quantize(model: str, format_: str, output: Path, text: Path | None) -> None:
 
 
 def _token_ids(files: ModelFiles, text: Path) -> list[int]:
-    """Raises UsageError, ModelError if the text has no tokens."""
+    """Raise UsageError, ModelError if the text has no tokens."""
     from swiftbatch.worker.quantization.quantizing import text_token_ids
 
     try:

@@ -132,7 +132,7 @@ class WebhookMessage:
 
     @property
     def id(self) -> str:
-        """An id that stays the same when the message is repeated."""
+        """Return an id that stays the same when the message is repeated."""
         identity = json.dumps([self.kind, self.data], sort_keys=True)
         return f"msg_{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
 
@@ -331,7 +331,7 @@ class WebhookSender:
         return (state.seconds_since_start or 0.0) >= MESSAGE_SECONDS
 
     def _sleep(self, seconds: float) -> None:
-        """Wait, in short pauses near the end."""
+        """Wait in short pauses near the end."""
         if self._is_ending.is_set():
             time.sleep(min(seconds, max(0.0, self._end_by - time.monotonic())))
         else:

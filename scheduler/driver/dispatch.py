@@ -33,7 +33,7 @@ class WorkerCapacity:
     """
 
     def __init__(self, num_slots: int | None, fleet: Fleet, most_positions: int | None = None) -> None:
-        """None leaves a limit to the worker."""
+        """Use these limits; None leaves one to the worker."""
         self._num_slots, self._most_positions = num_slots, most_positions
         self._fleet = fleet
 
@@ -192,7 +192,7 @@ class Dispatcher:
         return dealt
 
     def _turn_of(self, worker: Worker) -> int:
-        """With a plan, fill each worker before the next one."""
+        """Return the worker's load; with a plan 0, so that workers are filled one after the other."""
         return self._queue.of(worker.id).num_left if self._plan is None else 0
 
     def _is_spared(self, worker: Worker) -> bool:
@@ -260,7 +260,7 @@ class Dispatcher:
         return self._numbered(job, number, num_attempts)
 
     def _numbered(self, job: QueuedJob, number: int, num_attempts: int) -> Assignment:
-        """The attempt's number keeps earlier holders from its files."""
+        """Return the assignment; its attempt number keeps earlier holders from its files."""
         entry = job.entry
         return Assignment(
             *(entry.job_id, entry.line_number, entry.num_prompt_tokens, self._bodies.at(entry.place)),

@@ -33,7 +33,7 @@ from swiftbatch.scheduler.driver.worker_fleet import (
 from swiftbatch.scheduler.driver.worker_reports import AttemptSettlement, ReportIntake
 
 WAIT_SECONDS = 0.2
-DRAIN_SLACK_SECONDS = 1.0  # for a drained worker's report
+DRAIN_SLACK_SECONDS = 1.0  # wait for a drained worker's report
 LOST_CLUSTER_SECONDS = 20.0  # Ray ends a process 60 s after its head was lost, of which half has passed
 
 
@@ -162,7 +162,7 @@ class Driver:
         state = self._end_state()
         self._fleet.stop()
         with self._hold.beating():
-            put_logs_in_place(self._run, have_all_gone=True)  # of workers that crashed
+            put_logs_in_place(self._run, have_all_gone=True)  # those of crashed workers
             self._sharding.finish(is_end=state != "interrupted")
             self._run.write_output(self._hold.epoch.check)
         return state

@@ -61,7 +61,7 @@ class JobQueue:
         self._num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
         self.num_generated_tokens = 0  # finished jobs included
         self._num_unsealed = 0
-        self._num_tokens_left = 0  # of the jobs in `_touched` up to max_tokens
+        self._num_tokens_left = 0  # sum up to max_tokens over the jobs in `_touched`
         self.most_tokens = self._untouched.most_tokens  # the largest limit of any job
         self._touched: dict[str, QueuedJob] = {}  # unfinished jobs outside `_untouched`
         self._running: dict[str, QueuedJob] = {}
@@ -236,7 +236,7 @@ class JobQueue:
 
     @property
     def num_tokens_left(self) -> int:
-        """The most tokens to come."""
+        """Return the most tokens to come."""
         return self._num_tokens_left + self._untouched.num_tokens_left
 
     @property

@@ -15,7 +15,7 @@ from swiftbatch.scheduler.driver.throughput import JOB_SHARE
 from swiftbatch.scheduler.driver.worker_fleet import Fleet, Worker
 
 END_SLACK = 1.1  # others move if the longest job ends this much later than it could
-MIN_RELIEF_SECONDS = 2.0  # and if moving saves at least this much: returning and resuming takes about as long
+MIN_RELIEF_SECONDS = 2.0  # moving must save this much too: returning and resuming takes about as long
 MAX_PLANNED = 10_000  # with more jobs, long ones rarely matter and a plan is slow
 PLAN_SLACK = 1.05  # a plan is a lower bound, and some jobs are always in transit
 
@@ -141,7 +141,7 @@ class LoadBalancer:
 
 
 def _seconds_of_first(lefts: list[int], per_token: NDArray[np.float64]) -> float:
-    """The worker always runs as many jobs as it can."""
+    """Return the seconds until all jobs end if the worker always runs as many as it can."""
     running, waiting, seconds, drawn = lefts[: len(per_token)], deque(lefts[len(per_token) :]), 0.0, 0
     heapify(running)  # keys are the tokens drawn per job when they end
     while running:

@@ -117,7 +117,7 @@ def _started(run: Run, index: JobIndex, attempts: Attempts | None) -> list[tuple
     last_beat, checkpoints = run.progress(), CheckpointStore.of(run)
     reported = {} if last_beat is None else last_beat.running
     with_checkpoint = set(run.store.list("checkpoints"))
-    names = {known for name in reported for known in (name, name.rpartition("[")[0])}  # also of lines with choices
+    names = {known for name in reported for known in (name, name.rpartition("[")[0])}  # lines with choices included
     handed_out = with_checkpoint.union(attempts.counted() if attempts else ())
     rows = np.union1d(index.rows_of("job_id", handed_out), index.rows_of("custom_id", names))
     entries = [index.entry(row) for row in rows.tolist()]

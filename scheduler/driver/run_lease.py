@@ -72,7 +72,7 @@ class LeaseEpoch:
         raise RunTakenError(f"the run at {run.store.shown_uri} is wanted by several commands at once; try again")
 
     def through(self, run: Run) -> LeaseEpoch:
-        """The same hold with another way to the run's store."""
+        """Return the same hold with another connection to the run's store."""
         return LeaseEpoch(run, self.number, self.claim)
 
     def check(self) -> None:
@@ -97,7 +97,7 @@ class LeaseEpoch:
 
 
 def claims(run: Run) -> list[DriverClaim]:
-    """The claims of all drivers that have held the run, oldest first."""
+    """Return the claims of all drivers that have held the run, oldest first."""
     found = (_read_claim(run, number) for number in range(1, _newest(run) + 1))
     return [claim for claim in found if claim is not None]
 
@@ -121,7 +121,7 @@ def has_begun(run: Run) -> bool:
 
 
 def _holder(run: Run) -> tuple[Liveness, str]:
-    """The newest driver's liveness, and who it is; one that has just claimed the run has no beat yet."""
+    """Return the newest driver and its liveness; a driver without a beat has just claimed the run."""
     newest, progress = _newest(run), run.progress()
     if progress is not None and progress.epoch >= newest:
         return liveness(run, progress), _who(progress.driver_host, progress.driver_pid, progress)
@@ -141,7 +141,7 @@ def _who(host: str, pid: int, sign: Progress | DriverClaim) -> str:
 
 
 def _read_claim(run: Run, number: int) -> DriverClaim | None:
-    """A claim; None where it is absent or damaged: its number alone still counts."""
+    """Read a claim; return None if it is absent or damaged, though its number still counts."""
     try:
         return read_model(run.store, _path(number), DriverClaim)
     except RunError:
@@ -178,7 +178,7 @@ class RunLease:
         The run need not be there yet. Raises RunTakenError, StoreError.
         """
         self._clock = clock
-        self._run = run  # for the thread: a command that ends does not wait for a driver's long retries
+        self._run = run  # the thread needs its own: a command that ends does not wait for a driver's long retries
         self.epoch = LeaseEpoch.begin(run, may_take_over)
         run.delete_leftovers()
         if forgets_cancel:

@@ -19,8 +19,8 @@ from swiftbatch.scheduler.driver.expected_lengths import Forecast, LengthBucket
 from swiftbatch.worker.kv.kv_capacity import Growth
 
 CLASSES_PER_DOUBLING = 4  # length classes; if the longest job has no room, each shorter class is tried
-PROGRESS_SHARE = 0.01  # of max_tokens; an attempt that adds less made no progress
-LEAST_LENGTH = 0.75  # of the longest job's length; shorter ones never go first for their prompt
+PROGRESS_SHARE = 0.01  # share of max_tokens; an attempt that adds less made no progress
+LEAST_LENGTH = 0.75  # share of the longest job's length; shorter ones never go first for their prompt
 
 
 class Strikes(NamedTuple):
@@ -39,7 +39,7 @@ class QueuedJob:
     """An unfinished job, with or without a worker."""
 
     entry: JobEntry
-    num_generated_tokens: int = 0  # as last reported
+    num_generated_tokens: int = 0  # last reported number
     num_tokens_at_last_loss: int = 0  # the most it had at any loss
     priority: int = 0  # lower comes first
     prompt: SharedPrompt = NOT_SHARED

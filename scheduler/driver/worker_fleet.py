@@ -48,7 +48,7 @@ class Worker:
     info: WorkerInfo | None = None  # None until it has started
     orders: Orders = field(default_factory=Orders)  # besides new jobs, until its next report
     patience: float = math.inf  # seconds for the present call; a start is unlimited
-    silent_since: float = 0.0  # on the fleet's clock
+    silent_since: float = 0.0  # time on the fleet's clock
     drain_reason: str | None = None  # a label for metrics; None while it takes work
     num_fitting: int | None = None  # jobs it kept when memory ran out, until one leaves
     drain_by: float = 0.0  # in `time.monotonic()` seconds
@@ -57,7 +57,7 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """Its state for metrics; a ready worker takes work."""
+        """Return its state for metrics; a ready worker takes work."""
         return "draining" if self.drain_reason else "ready" if self.info else "starting"
 
     def cancel(self, job_ids: Iterable[str]) -> None:
@@ -134,7 +134,7 @@ class Fleet:
         self._num_created = 0
         self._restart_not_before = 0.0
         self.num_failed_starts = 0  # in a row; a successful start resets it
-        self.speed = Speed(clock())  # of all workers, also lost ones
+        self.speed = Speed(clock())  # speed of all workers, also lost ones
         self.pace = StepPace()
         self.workers: list[Worker] = []
         self.idle: dict[Worker, None] = {}  # without a call, in the order of their answers

@@ -198,7 +198,7 @@ class ReportIntake:
             self._take_in_loss(lost.worker, lost.reason, lost.message)
 
     def stop(self) -> None:
-        """Stop; a resume moves the remaining logs."""
+        """Stop the thread; a resume moves the remaining logs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _taken(self, under_way: list[tuple[Future[Result], Lost]]) -> list[tuple[Result, Lost]]:

@@ -22,7 +22,7 @@ AGAIN_SECONDS = 0.02
 
 Handler = Callable[[int, FrameType | None], None]
 BAD_INPUT = os.EX_DATAERR  # exit code for an unreadable input file
-SET_DEATH_SIGNAL = 1  # for prctl
+SET_DEATH_SIGNAL = 1  # an option of prctl
 
 
 def ending_signals() -> list[signal.Signals]:

@@ -182,7 +182,7 @@ def _kept_log(kept: KeptLogs, record: JobRecord, line: Line) -> TokenLog:
 
 
 def _kept_logprobs(kept: KeptLogs, record: JobRecord, log: TokenLog) -> TokenLogprobs | None:
-    """Raises NotExtendedError."""
+    """Raise NotExtendedError."""
     if record.job.sampling.logprobs is None:
         return None
     try:

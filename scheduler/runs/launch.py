@@ -160,7 +160,7 @@ def slow_on_gpu(model: str, num_gpus_per_worker: int) -> SlowOnGpu | None:
 
 
 def _engine_config(manifest: RunManifest, settings: Settings) -> EngineConfig:
-    """Raises ModelError, KVRoomError."""
+    """Raise ModelError, KVRoomError."""
     computation = computation_of(manifest, settings)
     check_parts(computation.engine, manifest.stored_model, manifest.model_fingerprint, computation.draft_model)
     if settings.address is None:  # a cluster's workers check their own

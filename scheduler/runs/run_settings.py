@@ -35,7 +35,7 @@ class Settings:
 
     @property
     def patience(self) -> float:
-        """Seconds without a report until a worker is replaced."""
+        """Return the seconds without a report until a worker is replaced."""
         return worker_patience(self.worker_timeout, self.checkpoints.store_retry_seconds)
 
     @property

@@ -163,7 +163,7 @@ def _prompts(
 
 
 def _limit(line: JobLine, num_prompt_tokens: int, max_tokens: int | None, files: ModelFiles) -> int:
-    """Raises ValueError beyond the model's positions."""
+    """Raise ValueError beyond the model's positions."""
     num_left = files.max_positions - num_prompt_tokens
     if line.max_tokens is None:
         if num_left < 1:
@@ -304,7 +304,7 @@ def _in_order(reader: JobReader, notes: LineNotes, changed: Iterable[Reject] = (
 
 
 def _made(planned: Run, manifest: RunManifest) -> Run:
-    """Raises RunError if another run was made."""
+    """Raise RunError if another run was made."""
     run = planned.made()
     if run.manifest.run_id != manifest.run_id:
         raise RunError(f"the run at {run.store.shown_uri} was made by another command just now; submit once more")

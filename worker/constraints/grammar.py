@@ -282,8 +282,8 @@ class Grammar:
     def mask(self, matcher: Any, token_ids: list[int]) -> np.ndarray:
         """Return the tokens allowed after `token_ids`, at the matcher's state.
 
-        If a special token's name is the only allowed text, the library forces that token, which has no text; then
-        tokens that spell the name are allowed instead.
+        If only a special token's name is allowed, the library forces that token, which has no text. Then tokens that
+        spell the name are allowed instead.
         """
         mask = self._words(matcher)
         if np.count_nonzero(mask) != 1 or matcher.is_error() or matcher.is_accepting() or matcher.is_stopped():
@@ -408,7 +408,7 @@ class GrammarTokenizer:
         self.grammar = functools.lru_cache(CACHED)(self._grammar)
 
     def _grammar(self, structure: Structure) -> Grammar:
-        """Raises StructureError with the library's reason."""
+        """Raise StructureError with the library's reason."""
         has_lines = is_lark(structure)
         try:
             if has_lines:
@@ -419,7 +419,7 @@ class GrammarTokenizer:
             raise StructureError(structure, str(error)) from None
 
     def _refuse_ends(self, lark: str) -> None:
-        """Raise ConstraintError for a grammar that names a token that ends the text."""
+        """Refuse a grammar that names a token for the text's end. Raises ConstraintError."""
         from llguidance import LLMatcher
 
         for token in named_tokens(lark):

@@ -1,7 +1,7 @@
-"""The engine that chooses by itself: it measures its ways to draft, and uses the fastest.
+"""The default engine: it measures its ways to draft and uses the fastest.
 
-It drafts trees of recycled candidates, what a text repeats of itself, and chains that the target draws with scanned
-keys; where a checkpoint has a layer that predicts further tokens, that one, too.
+Its ways are trees of recycled candidates, repeats in the text, chains drawn with scanned keys, and a checkpoint's MTP
+layer if it has one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUM_BEST = ENGINES["auto"].scanned_best  # keys that a query of a round sees exa
 
 
 def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> ChoosingDrafter:
-    """A `DrafterFactory`. Chains are drawn where our own kernels scan keys and all layers see all of a text."""
+    """Make the drafter. It draws chains if our kernels scan keys and all layers see the whole text."""
     trees, rounds = TreeWay(TokenRecyclingDrafter(target), costs()), round_costs(target)
     chains = None if rounds is None else ChainWay(target, RoundsPlanner(costs(), rounds), trees, NUM_BEST)
     predicting = _predicting(target, costs, parts_folder)
@@ -40,9 +40,9 @@ def auto(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Choosi
 
 
 def _predicting(target: TargetModel, costs: Costs, parts_folder: Path | None) -> Drafter | None:
-    """Return the engine `mtp`, where the model has a layer for it and runs where that does; else None.
+    """Return the engine `mtp` if the model has a layer for it and runs where `mtp` runs, else None.
 
-    On a GPU its room is planned, or it has none.
+    On a GPU its memory must be planned.
     """
     arena = target.forwards.arena
     if target.forwards.team is None and not (arena is not None and arena.holds_engine):
@@ -56,9 +56,9 @@ def _predicting(target: TargetModel, costs: Costs, parts_folder: Path | None) ->
 
 
 def round_costs(target: TargetModel) -> RoundCosts | None:
-    """Return the costs of rounds; None where no kernel scans all keys that layers see, and where texts stay short.
+    """Return the costs of rounds; None if no kernel scans all keys that layers see, or if texts stay short.
 
-    Layers with a state see all of a text by it: no part of their cache would do for drafts.
+    A recurrent layer's state covers the whole text: no part of it would do for drafts.
     """
     if target.forwards.has_windows or target.cache_shape.recurrent is not None:
         return None

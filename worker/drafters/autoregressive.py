@@ -12,7 +12,7 @@ class AutoregressiveDrafter(Drafter):
     drafts = False
 
     def __init__(self, *_: object) -> None:
-        """Take what a `DrafterFactory` is given, and keep nothing."""
+        """Ignore the arguments of a `DrafterFactory`."""
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
         return [DraftTree()] * len(requests)

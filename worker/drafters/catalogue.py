@@ -1,4 +1,4 @@
-"""The engines that users choose from: where their drafters are made, and what they draft with. Needs no torch."""
+"""The engines that users choose from, their factories and parts. Needs no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from swiftbatch.worker.forward.target_model import TargetModel
     from swiftbatch.worker.kv.gpu_memory_plan import DraftMemoryOf
 
-FINGERPRINT = "model_fingerprint"  # in the header of a part's file: of the model that it was trained for
+FINGERPRINT = "model_fingerprint"  # key in a part file's header
 
 DrafterFactory = Callable[["TargetModel", "Costs", "Path | None"], "Drafter"]
 """Makes a drafter for a target with its costs, and a folder of trained parts, or None for the target's own."""
@@ -40,15 +40,15 @@ DrafterFactory = Callable[["TargetModel", "Costs", "Path | None"], "Drafter"]
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """A file of weights that an engine drafts with, in the target's folder `parts` or that of `--draft-model`."""
+    """A weight file of an engine, in the target's folder `parts` or in that of `--draft-model`."""
 
-    reads_cache: ClassVar[bool] = True  # whether its drafts read a part of the target's cache
+    reads_cache: ClassVar[bool] = True  # its drafts read the target's cache in part
     engine: str
-    training: str  # as in `swiftbatch train`
-    name: str  # of the file, or of a model's folder
+    training: str  # its name in `swiftbatch train`
+    name: str  # the file's or folder's name
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
-        """Find the part's file. Raises ModelError, with advice, where there is none or it is another model's."""
+        """Find the file. Raises ModelError if it is absent or another model's."""
         path = (parts_folder or model_path / PARTS_FOLDER) / self.name
         if not path.is_file():
             raise ModelError(f"engine {self.engine}: no file {path}; {self._moved(model_path) or self.advice(model)}")
@@ -66,12 +66,11 @@ class TrainedPart:
         return path
 
     def _moved(self, model_path: Path) -> str:
-        """Say what to do where it lies beside the weights, as it once had to; empty where it does not."""
+        """Return advice if the part lies beside the weights, as in earlier versions; else ""."""
         found = model_path / self.name
         return f"move {found} into {model_path / PARTS_FOLDER}" if found.exists() else ""
 
     def advice(self, model: str) -> str:
-        """Say what to do where it does not fit."""
         return (
             f"train it with `swiftbatch train {self.training} --model {model} --data DIR --output DIR` "
             "and name that folder with --draft-model"
@@ -79,7 +78,7 @@ class TrainedPart:
 
 
 class DraftModelPart(TrainedPart):
-    """A small model with the target's vocabulary, in a folder among the target's parts or in any that is named."""
+    """A small model with the target's vocabulary."""
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
         inside = (parts_folder or model_path / PARTS_FOLDER) / self.name
@@ -98,12 +97,12 @@ class DraftModelPart(TrainedPart):
 
 
 class PredictorPart(TrainedPart):
-    """A layer that predicts further tokens: in a file as any part, or among the weights of the model itself."""
+    """A layer that predicts further tokens: a part, or among the model's weights."""
 
     reads_cache = False
 
     def find(self, model: str, model_path: Path, fingerprint: str, parts_folder: Path | None) -> Path:
-        """Find the file as any part's; without one return the model's folder, if its weights have such a layer."""
+        """Find the file; without one, return the model's folder if its weights have the layer."""
         if not ((parts_folder or model_path / PARTS_FOLDER) / self.name).exists():
             try:
                 predictor_in(model_path, read_config(model, model_path))
@@ -117,7 +116,7 @@ class PredictorPart(TrainedPart):
 
 
 def _tokens(folder: Path) -> object:
-    """Tokens and their ids as `tokenizer.json` has them; None where there is no such file. Raises ModelError."""
+    """Return tokens and ids of `tokenizer.json`, None without it. Raises ModelError."""
     path = folder / "tokenizer.json"
     try:
         return json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"] if path.is_file() else None
@@ -135,25 +134,21 @@ MTP = PredictorPart("mtp", "mtp", MTP_FILE)
 class EngineEntry:
     """One engine."""
 
-    place: str  # module:function of its `DrafterFactory`, with a dot in front below `worker`
+    place: str  # module:function of its `DrafterFactory`; a leading dot means below `worker`
     drafts_from: str  # a line for users
     part: TrainedPart | None = None
-    partial_budget: int = 0  # entries of the partial cache that it keeps beside each sequence's own
-    scanned_best: int = 0  # keys that queries of its drafts read exactly of texts that are scanned
-    draft_length: int = 0  # positions of the cache that its draft model has for each sequence
-    reads_caches: bool = False  # as its drafters say it
-    memory: str | None = None  # module:function of its further memory on a GPU, by its part and the target
-    tries: str | None = None  # an engine whose drafts it tries by itself, where the model has the engine's part
+    partial_budget: int = 0  # partial cache entries per sequence
+    scanned_best: int = 0  # keys that its draft queries read exactly in scanned texts
+    draft_length: int = 0  # positions per sequence in its draft model's cache
+    reads_caches: bool = False  # as `Drafter.reads_caches`
+    memory: str | None = None  # module:function of its further GPU memory
+    tries: str | None = None  # an engine that it tries if the model has that engine's part
 
     def factory(self) -> DrafterFactory:
-        """Return the part's `DrafterFactory`. Imports all that the factory needs, torch among it."""
         return _function(self.place)  # type: ignore[no-any-return]
 
     def memory_of(self, path: Path, files: ModelFiles) -> DraftMemoryOf | None:
-        """Return the function of its GPU memory with the part at `path` for a target of these files.
-
-        None where it takes no more than the part.
-        """
+        """Return the function of its GPU memory beyond the part; None without any."""
         return None if self.memory is None else functools.partial(_function(self.memory), path, files)
 
 
@@ -227,16 +222,15 @@ def engine_entry(name: str) -> EngineEntry:
 
 
 def check_parts(engine: str, model: str, model_fingerprint: str, parts_folder: str | Path | None) -> None:
-    """Raise ModelError, with what to do, for an unknown engine, or where its part is missing or does not fit."""
+    """Raise ModelError for an unknown engine, or a missing or unfit part."""
     if part := engine_entry(engine).part:
         part.find(model, model_folder(model), model_fingerprint, None if parts_folder is None else Path(parts_folder))
 
 
 def create_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: str | Path | None = None) -> Drafter:
-    """Make the drafter of an engine; `parts_folder` holds its trained part, None for the target's own folder.
+    """Make an engine's drafter; `parts_folder` None means the target's own.
 
-    Raises ModelError for an unknown engine, where its part is missing or does not fit the model, and where its drafts
-    read a part of a cache in which the model's layers have states.
+    Raises ModelError for an unknown engine, a missing or unfit part, or layers whose states it would need to read.
     """
     entry = engine_entry(name)
     if entry.part is not None and entry.part.reads_cache and target.cache_shape.recurrent is not None:

@@ -1,4 +1,4 @@
-"""The room that an engine wants on a GPU beside the target's weights: known before any load, and without torch."""
+"""GPU memory that an engine needs beside the target's weights, computed without torch or a load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 
 
 def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, parts: str | Path | None) -> SlotsWanted:
-    """Return what an engine wants for jobs of up to `longest_job` positions; `parts` is the folder of `--draft-model`.
+    """Return the slots for jobs of up to `longest_job` positions; `parts` is the folder of `--draft-model`.
 
     Raises ModelError as `check_parts` does.
     """
@@ -30,7 +30,6 @@ def slots_wanted(engine: str, files: ModelFiles, dtype: str, longest_job: int, p
 
 
 def with_tried(wanted: SlotsWanted, engine: str, files: ModelFiles, parts_folder: Path | None) -> SlotsWanted:
-    """Add the memory of an engine that is only tried to the wanted slots; none where its part is missing."""
     entry = engine_entry(engine)
     if entry.part is None:
         return wanted
@@ -46,5 +45,5 @@ def _with_part(wanted: SlotsWanted, entry: EngineEntry, path: Path, dtype: str, 
         return replace(wanted, engine=engine)
     if path.is_dir():
         return replace(wanted, draft=read_sizes(locate_model(str(path)), dtype), draft_length=entry.draft_length)
-    logit_bytes = NUM_ROWS * files.vocab_size * 4  # of the heads
+    logit_bytes = NUM_ROWS * files.vocab_size * 4  # logits of the heads
     return replace(wanted, part_bytes=num_parameters([path]) * ITEM_SIZES[dtype] + logit_bytes)

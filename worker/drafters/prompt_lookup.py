@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena 2023): what followed the last tokens where they stood before is proposed again."""
+"""Prompt lookup (Saxena 2023): repeat the tokens that followed an earlier match of the last ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Verification
 
-MATCH_LENGTHS = (3, 2, 1)  # tokens that must agree, longest first
+MATCH_LENGTHS = (3, 2, 1)  # matching tokens, longest first
 
 
 class NGramIndex:
-    """The places where each n-gram of a growing sequence was last followed by a token. Constant time per token."""
+    """Index of the position behind each n-gram's latest occurrence."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -27,7 +27,6 @@ class NGramIndex:
         }  # n -> n-gram -> follower's position
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Index the tokens that came since the last call."""
         first = max(self._num_indexed - max(MATCH_LENGTHS), 0)
         token_ids = sequence.token_ids[first:].tolist()
         for position in range(self._num_indexed, len(sequence)):
@@ -38,7 +37,7 @@ class NGramIndex:
         self._num_indexed = len(sequence)
 
     def match(self, sequence: Sequence) -> int | None:
-        """Position behind the most recent earlier place where the longest of the last n-grams stood."""
+        """Return the position behind the latest earlier match of the longest of the last n-grams."""
         for n in MATCH_LENGTHS:
             if len(sequence) > n:
                 position = self._followers[n].get(self._key(sequence.token_ids[-n:].tolist()))
@@ -47,7 +46,7 @@ class NGramIndex:
         return None
 
     def _key(self, token_ids: list[int]) -> int:
-        """An n-gram as one integer, which takes less memory than a tuple."""
+        """Return an n-gram as one integer, smaller than a tuple."""
         key = 0
         for token_id in token_ids:
             key = key * self._vocab_size + token_id
@@ -55,12 +54,11 @@ class NGramIndex:
 
 
 def prompt_lookup(target: TargetModel, costs: Costs, parts_folder: Path | None) -> ChoosingDrafter:
-    """A `DrafterFactory`."""
     return with_trees(PromptLookupDrafter(target), costs)
 
 
 class PromptLookupDrafter(TreeDrafter):
-    """Proposes the tokens behind the most recent earlier match of the last three tokens, else two, else one."""
+    """Proposer of the tokens behind the latest match of the last three tokens, else two, else one."""
 
     def __init__(self, target: TargetModel) -> None:
         self._vocab_size = target.vocab_size

@@ -1,8 +1,8 @@
-"""Ranks a drafter's candidates by how likely each will be drawn, and grows draft trees of the best.
+"""Ranks candidates by their chance to be drawn and grows draft trees of the best.
 
-The target draws argmax(logit / T + G) at every position, and G is known before anything is drafted. A drafter's
-log-probabilities are guesses of the logits, so the confidence is the softmax of (log-probability + T * G) / spread.
-The spread stands for the error of the guess; these values accepted most of those tried (0.25 to 2, at T = 0 and 1).
+The target draws argmax(logit / T + G) with known G. A drafter's log-probabilities are guessed logits, so the confidence
+is softmax((log-probability + T * G) / spread). The spread, the guess's error, had the best acceptance of those tried
+(0.25 to 2, at T = 0 and 1).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Expand = Callable[[Context, int], list[tuple[float, int, Context]]]
 def grow_best_first(root_context: Context, expand: Expand[Context], max_nodes: int, max_depth: int) -> DraftTree:
     """Grow a tree of at most `max_nodes` nodes and depth at most `max_depth`.
 
-    A context is whatever the drafter's `expand` looks candidates up with: a token, a state. Each node waits in the
-    queue alone for its siblings: the next one enters when it leaves. So a tree of n nodes takes n expansions at most.
+    `expand` finds candidates by a context, such as a token or a state. Only the best sibling left waits in the queue,
+    so n nodes need at most n expansions.
     """
     token_ids: list[int] = []
     parents: list[int] = []
@@ -56,20 +56,18 @@ def grow_best_first(root_context: Context, expand: Expand[Context], max_nodes: i
     return DraftTree(token_ids, parents)
 
 
-NUM_KEPT_RULES = 1024  # each step asks for that of each job
-MIN_SPREAD = 0.25  # in logits; where the temperature is higher, the spread is the temperature
+NUM_KEPT_RULES = 1024  # more than the jobs of a worker, each of which asks every step
+MIN_SPREAD = 0.25  # in logits; a higher temperature is the spread itself
 
 
 class RankingRule(NamedTuple):
-    """The rule by which candidates are ranked under some sampling parameters."""
-
-    noise_scale: float  # the factor on the noise: the temperature, or 0
+    noise_scale: float  # factor on the noise: the temperature, or 0
     spread: float  # in logits
-    floor: float  # candidates further below the best one are cut off; 0 or less, in logits
+    floor: float  # cuts off candidates so far below the best, in logits; 0 or less
 
 
 def ranking_rule(sampling: SamplingParams, with_noise: bool = True, spread: float | None = None) -> RankingRule:
-    """Return the rule for sampling parameters; `spread` of the guesses' error where it is known, in logits."""
+    """Return the rule for sampling parameters; `spread` is the guesses' error in logits, if known."""
     return _rule(sampling.temperature, sampling.top_k, sampling.min_p, with_noise, spread)
 
 
@@ -83,10 +81,9 @@ def _rule(temperature: float, top_k: int, min_p: float, with_noise: bool, spread
 
 
 class CandidateRanker:
-    """Ranks candidates of one sequence at the positions behind its end. Made anew for every proposal."""
+    """Ranking of one sequence's candidates behind its end, for one proposal."""
 
     def __init__(self, sequence: Sequence, with_noise: bool = True, spread: float | None = None) -> None:
-        """Take the parameters of `ranking_rule`."""
         self._sequence = sequence
         self._rule = ranking_rule(sequence.sampling, with_noise, spread)
         self._noise_rows: dict[int, np.ndarray] = {}
@@ -94,7 +91,7 @@ class CandidateRanker:
     def rank(self, depth: int, token_ids: list[int], logprobs: list[float]) -> list[tuple[float, int]]:
         """Rank distinct candidates for a node at `depth` (root: 0): (log-confidence, token), best first.
 
-        `logprobs` falls from left to right. Candidates that the sampling parameters cut off are left out.
+        `logprobs` falls from left to right. Sampling parameters may cut candidates off.
         """
         if not logprobs:
             return []
@@ -109,7 +106,7 @@ class CandidateRanker:
         )
 
     def rank_logits(self, logits: torch.Tensor, depths: Iterable[int], width: int) -> list[list[tuple[float, int]]]:
-        """Rank all tokens for nodes at the given depths, by guessed logits `[num_rows, vocab] float32` after penalty.
+        """Rank all tokens for nodes at some depths by guessed logits `[num_rows, vocab] float32` after penalty.
 
         Returns the best `width` of each row: (log-confidence, token), best first.
         """
@@ -126,7 +123,7 @@ class CandidateRanker:
         return [[entry for entry in zip(*pair, strict=True) if entry[0] > -math.inf] for pair in pairs]
 
     def _shifts(self, depth: int, token_ids: list[int]) -> list[float]:
-        """T * G of the candidates at one depth."""
+        """Return T * G of the candidates at one depth."""
         if not self._rule.noise_scale:
             return [0.0] * len(token_ids)
         if depth not in self._noise_rows:

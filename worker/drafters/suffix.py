@@ -1,4 +1,4 @@
-"""Suffix drafting: the automaton of prompt + output tells what followed the longest repeated suffix."""
+"""Suffix drafting: proposes what followed the longest repeated suffix of prompt + output."""
 
 from __future__ import annotations
 
@@ -22,63 +22,60 @@ ROOT_STATE = 0
 _NONE = -1
 
 MAX_CANDIDATES = 8
-MAX_CONTEXTS = 6  # suffixes looked at for one node, longest first
-MAX_FOLLOWERS = 16  # followers looked at in one suffix, the most recent ones
+MAX_CONTEXTS = 6  # suffixes tried per node, longest first
+MAX_FOLLOWERS = 16  # followers tried per suffix, the most recent ones
 
 
 class SuffixAutomaton:
-    """Substrings of a growing token sequence, with how often each was seen again (Blumer et al. 1985), in flat arrays.
+    """Suffix automaton with counts (Blumer et al. 1985), in flat arrays, in amortised constant time per token.
 
-    State 0 is the empty string. Every other state stands for the substrings that end at the same places; its link is
-    the longest proper suffix that also ends elsewhere. Growing costs amortised constant time per token; n tokens make
-    at most 2n states and 3n edges. Most states have one edge, which lies in arrays; only branching states have a dict.
+    A state stands for the substrings that end at the same places (state 0: the empty string). Its link is the longest
+    proper suffix that also ends elsewhere.
     """
 
     def __init__(self) -> None:
         self._length = array("i")  # tokens of the state's longest string
         self._link = array("i")
-        self._count = array("i")  # times seen as the longest repeated suffix, plus the first time
+        self._count = array("i")  # times seen as the longest repeated suffix, plus one
         self._only_token = array("i")  # the edge of a state that does not branch
         self._only_target = array("i")
-        self._branches: dict[int, dict[int, int]] = {}  # edges of the others, least recently followed first
+        self._branches: dict[int, dict[int, int]] = {}  # edges of branching states, least recently followed first
         self._last = self._new_state(0, _NONE, 0)
 
     def __len__(self) -> int:
-        """Number of tokens taken in."""
         return self._length[self._last]
 
     def longest_repeated_suffix(self) -> int:
-        """The state of the longest suffix that also ends at an earlier token; `ROOT_STATE` where there is none."""
+        """Return the state of the longest suffix that also ends earlier, else `ROOT_STATE`."""
         return max(self._link[self._last], ROOT_STATE)
 
     def link(self, state: int) -> int:
-        """The state of the next shorter suffix that was seen in more places."""
+        """Return the state of the next shorter suffix."""
         return self._link[state]
 
     def length(self, state: int) -> int:
-        """Tokens in the state's longest string."""
         return self._length[state]
 
     def count(self, state: int) -> int:
-        """Count how often a string of the state was the longest repeated suffix, plus one; at most its occurrences."""
+        """Return a lower bound of the state's occurrences: times as the longest repeated suffix, plus one."""
         return self._count[state]
 
     def step(self, state: int, token: int) -> int:
-        """The state after one more token, or -1 where the token never followed."""
+        """Return the state after one more token, -1 if it never followed."""
         if self._only_token[state] == token:
             return self._only_target[state]
         edges = self._branches.get(state)
         return edges.get(token, _NONE) if edges else _NONE
 
     def followers(self, state: int, limit: int) -> Iterator[tuple[int, int]]:
-        """The tokens that followed a state and where they lead, most recently followed first, at most `limit`."""
+        """Return at most `limit` tokens that followed a state, with their states, newest first."""
         edges = self._branches.get(state)
         if edges is not None:
             return islice(reversed(edges.items()), limit)
         return iter(((self._only_token[state], self._only_target[state]),) if self._only_token[state] >= 0 else ())
 
     def extend(self, token: int) -> None:
-        """Take in the next token (any integer from 0 up)."""
+        """Take the next token (an integer from 0 up)."""
         new = self._new_state(self._length[self._last] + 1, ROOT_STATE, 1)
         state = self._last
         while state != _NONE and (target := self.step(state, token)) == _NONE:
@@ -101,7 +98,7 @@ class SuffixAutomaton:
         return len(self._length) - 1
 
     def _clone(self, state: int, token: int, target: int) -> int:
-        """Split off the strings of `target` that end with the shorter context `state`; they now end in more places."""
+        """Split off the strings of `target` that end with the shorter context `state`."""
         clone = self._new_state(self._length[state] + 1, self._link[target], self._count[target])
         self._only_token[clone] = self._only_token[target]
         self._only_target[clone] = self._only_target[target]
@@ -130,19 +127,17 @@ class SuffixAutomaton:
             self._only_target[state] = target
 
     def _touch(self, state: int, token: int) -> None:
-        """Make an edge the most recently followed one of its state."""
         edges = self._branches.get(state)
         if edges is not None:
             edges[token] = edges.pop(token)
 
 
 def suffix(target: TargetModel, costs: Costs, parts_folder: Path | None) -> ChoosingDrafter:
-    """A `DrafterFactory`."""
     return with_trees(SuffixDrafter(), costs)
 
 
 class SuffixDrafter(TreeDrafter):
-    """Grows best-first trees from what followed the longest repeated suffixes, ranked with the noise."""
+    """Best-first trees of what followed the longest repeated suffixes, ranked with the noise."""
 
     def __init__(self) -> None:
         self._automata: dict[str, SuffixAutomaton] = {}
@@ -177,10 +172,9 @@ class SuffixDrafter(TreeDrafter):
 
 
 def predict(automaton: SuffixAutomaton, state: int) -> list[tuple[float, int, int]]:
-    """Predict what follows a state: at most `MAX_CANDIDATES` of (log-probability, token, next state), likeliest first.
+    """Predict at most `MAX_CANDIDATES` of (log-probability, token, next state), likeliest first.
 
-    Prediction by partial matching: a context shares out what the longer ones left, by counts; what it leaves itself
-    falls with the number of tokens seen in it and with its length. Tokens that a longer context named are done.
+    Prediction by partial matching: each context, longest first, distributes the remaining probability by counts.
     """
     found: dict[int, tuple[float, int]] = {}  # token -> (probability, next state)
     left = 1.0

@@ -1,4 +1,4 @@
-"""Reads the trained part of an engine: the target's own, whole and finite, or refused with what to do."""
+"""Reads and checks an engine's trained part."""
 
 from __future__ import annotations
 
@@ -17,19 +17,16 @@ Shape = tuple[int | str, ...]  # a name stands for any number above 0
 
 @dataclass(frozen=True)
 class ReadPart:
-    """A part's header and tensors, as they stand in its file."""
-
     header: dict[str, str]
     tensors: dict[str, torch.Tensor]
     where: str  # begins every message
-    advice: str  # ends it
+    advice: str  # ends every message
 
     def fault(self, reason: str) -> ModelError:
-        """Return the error that says what is wrong with it, and what to do."""
         return ModelError(f"{self.where}: {reason}; {self.advice}")
 
     def checked(self, shapes: dict[str, Shape]) -> dict[str, torch.Tensor]:
-        """The tensors. Raises ModelError unless they are finite floats of these names and shapes, and no others."""
+        """Return the tensors. Raises ModelError unless names, shapes and finite floats are as expected."""
         for name, shape in shapes.items():
             expected = f"expected floats [{', '.join(map(str, shape))}]"
             if name not in self.tensors:
@@ -45,7 +42,7 @@ class ReadPart:
 
 
 def read_part(part: TrainedPart, target: TargetModel, parts_folder: Path | None) -> ReadPart:
-    """Read a part's file. Raises ModelError where it is missing, damaged, or another model's."""
+    """Read a part's file. Raises ModelError if it is missing, damaged, or another model's."""
     files = target.files
     path = part.find(files.name, files.path, files.fingerprint, parts_folder)
     with safe_open(path, framework="pt") as file:

@@ -1,7 +1,6 @@
-"""Finds how many draft nodes pay in one tree: the target's measured step costs against the running acceptance.
+"""Finds the tree size that pays most, from measured step costs and running acceptance.
 
-Nodes are proposed best first, so the share of steps in which node i was accepted tells for every n what n nodes would
-have brought. More rows cost little in a short cache and much in a long one; the choice follows both, down to none.
+Nodes come best first, so the acceptance of node i predicts the tokens of every tree size.
 """
 
 from __future__ import annotations
@@ -16,28 +15,28 @@ from swiftbatch.worker.kernels.kernel_sizes import TILE_ROWS
 
 NODE_CHOICES = (0, 1, 3, 5, 7, 11, 15, 23, 31)
 
-PRIOR_ACCEPTANCE = 0.6 * 0.75 ** np.arange(TILE_ROWS)  # of node i, before anything was seen
+PRIOR_ACCEPTANCE = 0.6 * 0.75 ** np.arange(TILE_ROWS)  # prior acceptance of node i
 LEARNING_RATE = 0.02
-PRIOR_STEPS = 8  # that the prior counts for: short generations learn faster than at the final rate
-MOST_PRIOR_STEPS = 24  # more that it counts for where other sequences showed it
-EXPLORE_EVERY = 24  # steps between two looks at one size more
-PROBE_EVERY = 8  # steps, at first, where nothing is drafted
-PROBE_CHOICE = NODE_CHOICES.index(3)  # enough to see whether a text begins to repeat itself
-MOST_DOUBLED = 32  # times the shortest interval between two looks
-PROMISING = 3  # accepted tokens of a look: the text may have begun to repeat itself
+PRIOR_STEPS = 8  # weight of the prior in steps: short generations learn faster than at the final rate
+MOST_PRIOR_STEPS = 24  # further weight of a prior that other sequences confirmed
+EXPLORE_EVERY = 24  # steps between trials of the next larger size
+PROBE_EVERY = 8  # steps between trials at first, if nothing is drafted
+PROBE_CHOICE = NODE_CHOICES.index(3)  # enough to see a text begin to repeat itself
+MOST_DOUBLED = 32  # longest interval between trials, as a multiple of the shortest
+PROMISING = 3  # accepted tokens of a trial that shorten the interval again
 
 
 def together(forward_seconds: float, beside: float) -> float:
-    """Return the seconds of a step: at least half its forward, however early such steps were done."""
+    """Return a step's seconds: at least half its forward, however early such steps were done."""
     return max(forward_seconds + beside, forward_seconds / 2)
 
 
 @dataclass
 class ProbeSchedule:
-    """Gives a sequence that drafts nothing a draft as a trial, a look: the longer these bring nothing, the rarer."""
+    """Schedule of trial drafts for a sequence without drafts; trials that bring nothing get rarer."""
 
-    shortest: int  # steps between two looks
-    interval: int = 0  # steps until the coming look, no less than the shortest
+    shortest: int  # steps between two trials
+    interval: int = 0  # steps until the next trial
     num_waited: int = 0  # steps without a tree
 
     def __post_init__(self) -> None:
@@ -48,10 +47,10 @@ class ProbeSchedule:
         return self.num_waited >= self.interval
 
     def observe(self, is_drafted: bool, num_accepted: int = 0) -> None:
-        """Note that a step went by, with a tree or without. A look that found nothing to draft brought nothing."""
+        """Count a step. A trial with an empty tree brought nothing."""
         if not is_drafted and not self.is_due:
             self.num_waited += 1
-        elif self.num_waited and num_accepted >= PROMISING:  # it was a look
+        elif self.num_waited and num_accepted >= PROMISING:  # that was a trial
             self.num_waited, self.interval = 0, self.shortest
         elif self.num_waited:
             self.num_waited, self.interval = 0, min(2 * self.interval, MOST_DOUBLED * self.shortest)
@@ -59,11 +58,10 @@ class ProbeSchedule:
             self.interval = self.shortest
 
     def state(self) -> np.ndarray:
-        """The steps waited and the interval, `[2] float64`."""
+        """Return the steps waited and the interval, `[2] float64`."""
         return np.array([self.num_waited, self.interval], dtype=np.float64)
 
     def restore(self, state: np.ndarray) -> None:
-        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
         longest = MOST_DOUBLED * self.shortest
         if state.shape != (2,) or not np.isfinite(state).all() or (state < (0, 1)).any() or state[1] > longest:
             raise ValueError(f"rhythm of looks: found {state}, expected two numbers of steps")
@@ -71,26 +69,24 @@ class ProbeSchedule:
 
 
 class NodeAcceptance:
-    """The running share of steps that accepted node i, for each of the first `TILE_ROWS` nodes."""
+    """Running acceptance of the first `TILE_ROWS` nodes."""
 
     def __init__(self, prior: np.ndarray = PRIOR_ACCEPTANCE, before: NodeAcceptance | None = None) -> None:
-        """`before`: that of a sequence that left, in whose rhythm looks go on, and which the prior has been seen of."""
-        # plain numbers, as few as these are, take a tenth of an array's time
+        """`before`: a sequence that left; its schedule and evidence go on."""
+        # plain numbers take a tenth of an array's time for so few
         self.shares: list[float] = prior.tolist()
-        self.num_steps: int = min(before.num_steps, MOST_PRIOR_STEPS) if before else 0  # with drafts
+        self.num_steps: int = min(before.num_steps, MOST_PRIOR_STEPS) if before else 0  # steps with drafts
         self._probes: ProbeSchedule = replace(before._probes) if before else ProbeSchedule(PROBE_EVERY)
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
-        """Learn from one verified tree whose accepted nodes are `path`; from an empty one, that a step went by."""
+        """Learn from a verified tree, perhaps empty, with the accepted nodes `path`."""
         self._probes.observe(num_draft_tokens > 0, len(path))
         self.learn(num_draft_tokens, path)
 
     def went_by(self, is_drafted: bool, num_accepted: int = 0) -> None:
-        """Note a step, with a tree or without."""
         self._probes.observe(is_drafted, num_accepted)
 
     def learn(self, num_draft_tokens: int, path: list[int]) -> None:
-        """Learn from one verified tree alone."""
         if num_draft_tokens == 0:
             return
         self.num_steps += 1
@@ -99,20 +95,20 @@ class NodeAcceptance:
             shares[node] = share + rate * ((node in path) - share)
 
     def looked_at(self, choice: int, num_choices: int, can_be_none: bool = True) -> int:
-        """The choice to draft with in a step where `choice` pays most: now and then a larger one, to learn of it.
+        """Return the choice to draft with if `choice` pays most: sometimes a larger one, to learn its gain.
 
-        `can_be_none`: whether the first choice is not to draft, which nothing is learned from.
+        `can_be_none`: the first choice is no draft, which teaches nothing.
         """
         if choice == 0 and can_be_none:
             return min(PROBE_CHOICE, num_choices - 1) if self._probes.is_due else 0
         return min(choice + (self.num_steps % EXPLORE_EVERY == EXPLORE_EVERY - 1), num_choices - 1)
 
     def state(self) -> np.ndarray:
-        """Shares, then numbers of steps, `[TILE_ROWS + 3] float64`."""
+        """Return shares, then numbers of steps, `[TILE_ROWS + 3] float64`."""
         return np.array([*self.shares, self.num_steps, *self._probes.state()])
 
     def restore(self, state: np.ndarray) -> None:
-        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
+        """Take back the result of `state`. Raises ValueError for unfit arrays."""
         size = TILE_ROWS + 3
         if state.shape != (size,) or state.dtype != np.float64 or not np.isfinite(state).all():
             raise ValueError(f"node budget: found {state.dtype} {state.shape}, expected float64 ({size},)")
@@ -122,10 +118,9 @@ class NodeAcceptance:
         self.shares, self.num_steps = state[:TILE_ROWS].tolist(), int(state[TILE_ROWS])
 
     def tokens(self, choices: tuple[int, ...]) -> list[float]:
-        """The number of tokens that trees of so many nodes bring in a step, the bonus token included.
+        """Return the expected tokens of a step for trees of each size, the bonus token included.
 
-        Nodes come best first, so none is taken to be accepted more often than those in front of it: small trees tell of
-        large ones.
+        No node counts as accepted more often than those in front of it.
         """
         accepted = list(accumulate(accumulate(self.shares, min), initial=1.0))
         return [accepted[nodes] for nodes in choices]
@@ -133,14 +128,12 @@ class NodeAcceptance:
 
 @dataclass(frozen=True)
 class BudgetChoice:
-    """A number of draft nodes for each sequence, and the tokens per second of all that it promises."""
-
     num_nodes: int
     rate: float
 
 
 class NodeBudget:
-    """Chooses the number of draft nodes that gives most tokens per second."""
+    """Chooses the number of draft nodes with the most tokens per second."""
 
     def __init__(
         self, costs: StepCosts, prior: np.ndarray = PRIOR_ACCEPTANCE, choices: tuple[int, ...] = NODE_CHOICES
@@ -148,18 +141,16 @@ class NodeBudget:
         self._costs = costs
         self._choices = choices
         self._acceptance = NodeAcceptance(prior)
-        self._is_step_new = True  # nothing of it was observed
+        self._is_step_new = True  # no tree of this step was observed yet
 
     def state(self) -> np.ndarray:
-        """Return what was learned: acceptance per node, then numbers of steps, `[TILE_ROWS + 3] float64`."""
         return self._acceptance.state()
 
     def restore(self, state: np.ndarray) -> None:
-        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
         self._acceptance.restore(state)
 
     def observe(self, num_draft_tokens: int, path: list[int]) -> None:
-        """Learn from one verified tree whose accepted nodes are `path`; all since `best` share a step."""
+        """Learn from one verified tree; all since `best` share a step."""
         if self._is_step_new:
             self._acceptance.went_by(num_draft_tokens > 0)
         self._is_step_new = False
@@ -168,9 +159,9 @@ class NodeBudget:
     def best(
         self, length: int, num_sequences: int, proposing: float, node_seconds: float = 0.0, max_nodes: int = TILE_ROWS
     ) -> BudgetChoice:
-        """Choose how many nodes pay most for each of `num_sequences` sequences of a forward, at `length` cached tokens.
+        """Choose the best number of nodes per sequence of a forward, at `length` cached tokens.
 
-        Proposing anything takes `proposing`, and `node_seconds` for every node of every sequence, in seconds.
+        `proposing`: seconds to propose anything; `node_seconds`: for every node of every sequence.
         """
         costs = self._costs.as_routed()
         num_rows = max(TILE_ROWS, costs.rows_per_forward)

@@ -27,20 +27,18 @@ from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 
 NUM_SINKS = 16
-WINDOW = 256  # newest tokens that are always read; before it begins anew, up to twice as many
+WINDOW = 256  # newest tokens always read; grows to twice as many before it is cut back
 PROBE_REPEATS = 5
 
 
 @dataclass
 class _Context:
-    """The cache of one sequence, and the tokens in it."""
-
     cache: FullKVCache
     token_ids: np.ndarray  # [cache.length]
 
 
 class DraftModel:
-    """A causal language model with the target's vocabulary, and a short cache for each sequence."""
+    """Causal language model with a short cache per sequence."""
 
     def __init__(self, model: TargetModel) -> None:
         self._model = model
@@ -48,9 +46,9 @@ class DraftModel:
 
     @classmethod
     def load(cls, parts_folder: Path | None, target: TargetModel) -> DraftModel:
-        """Load the target's draft model: `draft` in a folder, None for the target's own, or that folder itself.
+        """Load the target's draft model from `draft` in a folder (None: the target's own) or from the folder.
 
-        Raises ModelError where it does not fit.
+        Raises ModelError if it does not fit.
         """
         folder = DRAFT_MODEL.find(target.files.name, target.files.path, target.files.fingerprint, parts_folder)
         files = locate_model(str(folder))
@@ -60,7 +58,6 @@ class DraftModel:
         return cls(target.load_beside(files, longest))
 
     def start(self, sequence_id: str) -> None:
-        """Make room for a sequence."""
         cache = self._model.new_cache(ENGINES["triforce"].draft_length)
         self._contexts[sequence_id] = _Context(cache, np.zeros(0, dtype=np.int64))
 
@@ -68,7 +65,7 @@ class DraftModel:
         del self._contexts[sequence_id]
 
     def logits(self, requests: dict[str, np.ndarray]) -> list[torch.Tensor]:
-        """Logits `[vocab] float32` behind each sequence's `window_of` tokens; sequences share the forwards."""
+        """Return logits `[vocab] float32` behind each sequence's `window_of` tokens, in shared forwards."""
         for sequence_id, token_ids in requests.items():
             self._roll_back(self._contexts[sequence_id], token_ids)
         found: dict[str, torch.Tensor] = {}
@@ -79,11 +76,10 @@ class DraftModel:
                 context.cache.advance(len(part))
                 if context.cache.length == len(requests[name]):
                     context.token_ids = requests[name]
-                    found[name] = outputs.logits[-1].clone()  # a forward's logits hold until the next one
+                    found[name] = outputs.logits[-1].clone()  # the next forward overwrites a forward's logits
         return [found[name] for name in requests]
 
     def token_seconds(self) -> float:
-        """Seconds of one drafted token, measured."""
         self.start("probe")
         token_ids = np.zeros(NUM_SINKS + WINDOW + PROBE_REPEATS, dtype=np.int64)
         self.logits({"probe": token_ids[:-PROBE_REPEATS]})
@@ -98,7 +94,7 @@ class DraftModel:
 
     @staticmethod
     def _roll_back(context: _Context, token_ids: np.ndarray) -> None:
-        """Forget what the cache holds beyond the tokens that are wanted; the last one's row is always run."""
+        """Forget cached tokens beyond the wanted ones; the last row is always run."""
         num_common = min(len(context.token_ids), len(token_ids) - 1)
         differs = np.nonzero(context.token_ids[:num_common] != token_ids[:num_common])[0]
         context.cache.roll_back(int(differs[0]) if len(differs) else num_common)
@@ -106,10 +102,7 @@ class DraftModel:
 
 
 def window_of(token_ids: np.ndarray, num_committed: int) -> np.ndarray:
-    """Return the tokens that the draft model reads of a sequence and its chain.
-
-    The committed tokens decide where the window begins.
-    """
+    """Return the tokens of a sequence and its chain that the draft model reads."""
     start = max(NUM_SINKS, (num_committed // WINDOW - 1) * WINDOW)
     return np.concatenate([token_ids[:NUM_SINKS], token_ids[start:]])
 
@@ -119,11 +112,11 @@ def window_of(token_ids: np.ndarray, num_committed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TriForceOptions:
-    """The paper's parameters. Defaults are what is fastest; the paper's own are in `bench/variants.py`."""
+    """The paper's parameters, with the fastest values as defaults; the paper's own are in `bench/variants.py`."""
 
-    cache: SparseCacheFactory = SummaryKVCache  # what the middle level sees
+    cache: SparseCacheFactory = SummaryKVCache  # the middle level's cache
     budget: int = ENGINES["triforce"].partial_budget
-    gammas: tuple[int, int] | None = None  # gamma_1, gamma_2; None: as many as pay
+    gammas: tuple[int, int] | None = None  # gamma_1, gamma_2; None drafts as many as pay
     width: int = 1  # candidates at every depth of the first level
 
 
@@ -133,7 +126,7 @@ DEFAULTS = TriForceOptions()
 def triforce(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: TriForceOptions = DEFAULTS
 ) -> SelfSpeculationDrafter:
-    """A `DrafterFactory`. Raises ModelError where there is no draft model for this target."""
+    """Make TriForce's drafter. Raises ModelError without a draft model for this target."""
     draft_model = DraftModel.load(parts_folder, target)
     proposer = DraftModelProposer(draft_model, options.width, target.forwards.new_batch_sampler())
     plan = None if options.gammas is None else hierarchy(*options.gammas, options.width)
@@ -142,7 +135,7 @@ def triforce(
 
 
 def hierarchy(gamma_1: int, gamma_2: int, width: int) -> RoundPlan:
-    """Algorithm 1: `gamma_1` draft tokens per middle verification, until there are at least `gamma_2` tokens.
+    """Plan algorithm 1: `gamma_1` draft tokens per middle verification, until there are at least `gamma_2`.
 
     gamma_1 = 0 is self-speculation with the partial cache alone.
     """
@@ -150,14 +143,14 @@ def hierarchy(gamma_1: int, gamma_2: int, width: int) -> RoundPlan:
 
 
 class DraftModelProposer(Proposer):
-    """Draws with the coupled noise, as the target will; sequences of a batch share the draft model's forwards."""
+    """Draws with the target's coupled noise, in shared forwards."""
 
     def __init__(self, draft_model: DraftModel, width: int, drawing: BatchSampler) -> None:
-        """`width` candidates at every depth: the chain goes on below the drawn one, the others have no children.
+        """`width` candidates at every depth:
 
-        Chains' samplers are of `drawing`.
+        the chain goes on below the drawn one; `drawing` makes the chains' samplers.
         """
-        self.node_seconds = draft_model.token_seconds() / width  # seconds of each proposed node
+        self.node_seconds = draft_model.token_seconds() / width  # seconds per proposed node
         self._draft_model = draft_model
         self._width = width
         self._batch_sampler = drawing
@@ -181,7 +174,7 @@ class DraftModelProposer(Proposer):
 
 
 class _Tree:
-    """Nodes below a chain's newest token, one behind the other, with siblings, while they grow."""
+    """Chain below the newest token, with siblings at every depth, while it grows."""
 
     def __init__(self, chain: Chain, max_nodes: int, max_depth: int, width: int) -> None:
         self.tree = DraftTree()
@@ -204,7 +197,7 @@ class _Tree:
         return window_of(self._sequence.token_ids, self._num_committed)
 
     def grow(self, logits: torch.Tensor, token_id: int) -> None:
-        """Add the chain's next token, drawn from the draft model's logits `[vocab]`, and the next best beside it."""
+        """Add the next token, drawn from logits `[vocab]`, and the next best as siblings."""
         candidates = self._siblings(logits) if self._width > 1 else []
         parent, self._newest = self._newest, len(self.tree)
         others = [other for other in candidates if other != token_id][: self._width - 1]

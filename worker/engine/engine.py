@@ -1,4 +1,4 @@
-"""The decoding loop: propose, verify, commit, update; plain steps pass several at a time."""
+"""The decoding loop: propose, verify, commit, update; several plain steps may run at once."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from swiftbatch.worker.sampling.token_masks import ConstraintError
 from swiftbatch.worker.sampling.verification import Verification, Walk
 from swiftbatch.worker.text.output_text import OutputText
 
-MOST_STEPS = 32  # in a call: what lies between two calls is little beside them then
-FEW_STEPS = 8  # where a text or a loop may end a sequence: what is drawn behind its end was drawn for nothing
-MOST_SECONDS = 0.1  # of a call: whoever wants something of a worker waits for its end
+MOST_STEPS = 32  # so many per call that the work between calls hardly counts
+FEW_STEPS = 8  # tokens drawn behind the end of a text or loop are wasted
+MOST_SECONDS = 0.1  # longest call: requests to a worker wait for its end
 FEW_POSITIONS = 1024  # fewer take little time beside all else in a step
 
 
 class PlainRuns:
-    """Runs of plain steps, where the kernels can take some at once: their tokens are those of steps one by one."""
+    """Runs several plain steps at once if the kernels can."""
 
     def __init__(self, target: TargetModel, counters: EngineCounters) -> None:
         forwards = target.forwards
@@ -43,7 +43,7 @@ class PlainRuns:
         self._newest = _Newest()
 
     def most_steps(self, slots: list[Slot]) -> int:
-        """The steps that sequences can take at once, the coming one included; 1 where each needs a look."""
+        """Return the steps that all sequences can take at once."""
         if self._draw_chains is None or any(_needs_a_look(slot) for slot in slots):
             return 1
         step_seconds = self._newest.step_seconds(self._counters, len(slots), sum(slot.cache.length for slot in slots))
@@ -52,7 +52,7 @@ class PlainRuns:
         return max(1, min(most, room, int(MOST_SECONDS / max(step_seconds, MOST_SECONDS / most))))
 
     def walks(self, slots: list[Slot], num_steps: int) -> list[Walk]:
-        """Draw so many tokens of each sequence, fewer where one ends; none at all where one has none to draw."""
+        """Draw up to `num_steps` tokens of each sequence; none of any if one has none to draw."""
         assert self._draw_chains is not None
         rows = [row_ahead(slot.cache, slot.sequence.last_token_id) for slot in slots]
         ends = [ending_tokens(slot.sequence) for slot in slots]
@@ -61,18 +61,15 @@ class PlainRuns:
 
 
 class _Newest:
-    """The seconds of the newest steps, and their rows and positions: a mean of all steps would miss that jobs grew."""
+    """The newest steps' seconds, rows and positions: a mean of all would lag behind growing jobs."""
 
     def __init__(self) -> None:
-        self._num_steps, self._seconds = 0, 0.0  # all, when the coming step was last asked about
-        self._num_rows, self._num_positions = 1, FEW_POSITIONS  # of the step that came then
-        self._step_seconds = math.inf  # on average since then
+        self._num_steps, self._seconds = 0, 0.0  # values at the last call of `step_seconds`
+        self._num_rows, self._num_positions = 1, FEW_POSITIONS  # values of the first step since then
+        self._step_seconds = math.inf  # average since then
 
     def step_seconds(self, counters: EngineCounters, num_rows: int, num_positions: int) -> float:
-        """Return the measured seconds of a step, scaled up to so many rows and to the positions that they see together.
-
-        A step's time grows at most in proportion to either.
-        """
+        """Return a step's measured seconds, scaled up at most in proportion to rows or positions."""
         num_steps, seconds = counters.num_steps, counters.step_seconds["verify"]
         if num_new := num_steps - self._num_steps:
             growth = max(1.0, num_rows / self._num_rows, num_positions / self._num_positions)
@@ -83,7 +80,7 @@ class _Newest:
 
 
 def _needs_a_look(slot: Slot) -> bool:
-    """Return whether each step's logits are looked at, or each step's tokens decide on those to come."""
+    """Return whether logits or tokens of each step are needed before the next."""
     return slot.sequence.logprobs is not None or bool(slot.sequence.rules)
 
 
@@ -91,7 +88,7 @@ def _needs_a_look(slot: Slot) -> bool:
 
 
 class Engine:
-    """Runs sequences through one target and one drafter. The drafter changes the speed, never the tokens."""
+    """Runs sequences through one target and one drafter."""
 
     def __init__(
         self,
@@ -102,9 +99,8 @@ class Engine:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         sharing: PrefixSharing | None = None,
     ) -> None:
-        """`output_text` is for stop strings alone.
-
-        `logprobs_mode` says which logits the log-probabilities that sequences ask for are taken from.
+        """`output_text` is needed for stop strings alone; `logprobs_mode` says which logits log-probabilities come
+        from.
         """
         self.target = target
         self.drafter = drafter
@@ -122,7 +118,7 @@ class Engine:
         return [slot.sequence for slot in self._slots.values()]
 
     def new_cache(self, max_length: int) -> FullKVCache:
-        """Make a cache as the target has it; where there is no room, what was kept for jobs to come makes some."""
+        """Make a cache for the target; if there is no room, drop kept prefixes."""
         self.sharing.kept.trim()
         num_held, forgets = sum(slot.cache.num_held for slot in self._slots.values()), not self.drafter.reads_caches
         try:
@@ -139,10 +135,9 @@ class Engine:
         num_shared_tokens: int = 0,
         thinking: Thinking | None = None,
     ) -> Slot:
-        """Take a sequence in; what of it is not in `cache` yet is read by the next steps.
+        """Take a sequence in; the next steps read what its `cache` lacks.
 
-        Its first `num_shared_tokens` are kept when it leaves: others that are to come have them, too.
-        `thinking` says where stop strings count: not in a thought.
+        Its first `num_shared_tokens` are kept for later sequences. `thinking`: no stop string counts in a thought.
         """
         sequence.eos_token_ids = self.target.eos_token_ids
         slot = Slot(
@@ -156,7 +151,7 @@ class Engine:
         sequence.finish_reason = slot.stop_rule.now()  # a resumed sequence may have lost only its result
         if sequence.num_generated_tokens == 0:
             self.counters.num_prompt_tokens += sequence.num_prompt_tokens
-        self.drafter.start(sequence, slot.cache)  # first, since it may fail: then nothing of the sequence is kept
+        self.drafter.start(sequence, slot.cache)  # it may fail, so it comes first
         if distance := rewind_distance(sequence):
             slot.cache.retain(-distance)
         self._slots[sequence.sequence_id] = slot
@@ -164,25 +159,24 @@ class Engine:
         return slot
 
     def stop(self, sequence: Sequence) -> None:
-        """Drop a sequence that ended or is to move away."""
         if sequence.error is None:
             self.sharing.keep(self._slots[sequence.sequence_id])
         self._drop(sequence)
 
     def replace(self, again: Sequence) -> None:
-        """Go on with a sequence in place of one of the same id: `rewound` from it, or with another output behind it."""
+        """Replace a sequence by one of the same id, rewound or with another output."""
         slot = self._slots[again.sequence_id]
         replaced, cache, num_shared_tokens = slot.sequence, slot.cache, slot.num_shared_tokens
         thinking = slot.stop_rule.thinking
-        del slot  # a GPU's room for its counts is free again for those of the other
+        del slot  # frees a GPU's room for its counts
         self._drop(replaced)
         cache.roll_back(min(cache.length, len(again) - 1))
         self.start(again, cache, num_shared_tokens, thinking)
 
     def step(self) -> list[tuple[Sequence, Verification]]:
-        """Advance every unfinished sequence; returns those that received tokens, with how.
+        """Advance every unfinished sequence; return those that received tokens.
 
-        A sequence whose `finish_reason` is set afterwards is done, or its `error` says why it can't go on; `stop` it.
+        Afterwards `finish_reason` is set on a finished sequence and `error` on a failed one; `stop` either.
         """
         unfinished = [slot for slot in self._slots.values() if slot.sequence.finish_reason is None]
         unread = [slot for slot in unfinished if slot.num_to_prefill]
@@ -221,13 +215,12 @@ class Engine:
             ]
 
     def _overhead(self) -> float:
-        """Seconds that a step takes beside its forward and its drafts, so far."""
         return self.counters.step_seconds["commit"] / max(1, self.counters.num_steps)
 
     def _verify(
         self, ready: list[Slot], trees: list[ConstrainedTree], prefill_chunks: list[PrefillChunk]
     ) -> tuple[StepOutputs, list[Walk]]:
-        """Run all rows and draw from those of trees: the drawn tokens are what a step waits for."""
+        """Run all rows and draw; the drawn tokens end the wait for the device."""
         with timed(self.counters.step_seconds, "verify"):
             proposed = [each.tree for each in trees]
             rows = rows_of_trees(
@@ -245,7 +238,7 @@ class Engine:
         return outputs, [walk if each.masks is None else each.in_front_of_the_dead(walk) for each, walk in found]
 
     def _run_plain(self, ready: list[Slot]) -> list[Walk]:
-        """Take several plain steps at once, where the drafter has no drafts for them; empty where only one is due."""
+        """Take several plain steps at once; none if only one is due or it has drafts."""
         num_steps = self._plain.most_steps(ready)
         if num_steps == 1 or (num_more := self.drafter.pass_plain(num_steps - 1)) == 0:
             return []
@@ -253,7 +246,6 @@ class Engine:
             return self._plain.walks(ready, 1 + num_more)
 
     def _extended(self, slot: Slot, walk: Walk) -> Verification:
-        """Commit the tokens of several plain steps."""
         row_token_ids = [slot.sequence.last_token_id]
         with timed(self.counters.step_seconds, "commit"):
             drawn = slot.up_to_its_end(walk).drawn
@@ -281,9 +273,9 @@ class Engine:
     def _taken(
         self, slot: Slot, given: ConstrainedTree, outputs: StepOutputs, number: int, walk: Walk, draft_kind: str
     ) -> Verification:
-        """Commit the accepted path and the bonus token of sequence `number` of a step, whose drafts are of a kind.
+        """Commit an accepted path and its bonus token.
 
-        Raises NotFiniteError where one could not be drawn, and ConstraintError where none may come.
+        Raises NotFiniteError or ConstraintError if one could not be drawn.
         """
         sequence, tree = slot.sequence, given.tree
         if walk.failed_row is not None:
@@ -300,12 +292,11 @@ class Engine:
         kind = draft_kind if tree.token_ids else "none"
         hidden = rows_of_path(outputs.hidden[number], path) if self.drafter.wants_hidden else None
         ids, logprobs = candidates or (None, None)
-        return Verification(  # by names it would take twice as long
+        return Verification(  # keyword arguments would take twice as long
             tree, path, drawn, row_token_ids, ids, logprobs, hidden, kind, given.numbers, given.num_left_out
         )
 
     def _count(self, results: list[tuple[Sequence, Verification]], kind: str) -> None:
-        """Count what a step has brought whose drafts, where there are some, are of a kind."""
         counters, num_drafted, num_plain = self.counters, 0, 0
         for _, verification in results:
             num_tokens, draft_ids = len(verification.committed_ids), verification.tree.token_ids
@@ -337,10 +328,7 @@ def _request(slot: Slot, overhead: float) -> DraftRequest:
 
 
 def rows_of_path(hidden: torch.Tensor, path: list[int]) -> torch.Tensor:
-    """The hidden states of root and accepted nodes, `[1 + num_accepted, hidden]`; no list that a GPU waits for.
-
-    Where these lie side by side, nothing is copied.
-    """
+    """Return hidden states of root and accepted nodes, `[1 + num_accepted, hidden]`, without a wait for the GPU."""
     if not path or path[-1] == len(path) - 1:  # nodes increase
         return hidden[: 1 + len(path)]
     return torch.stack([hidden[0], *(hidden[node + 1] for node in path)])

@@ -1,8 +1,7 @@
 """Reads known tokens into caches: prompts, and outputs that a resume replays.
 
-One of several sequences reads what all of them begin with, see `prefix_cache.py`. Where a row takes time of
-its own, tiles of one sequence are read in front of a step, for a bounded time. Where every forward has the same rows
-anyway, on a GPU, known tokens ride in those that the step's trees leave unused.
+Tiles of one sequence are read before a step, for a bounded time. If all forwards have the same number of rows, as on a
+GPU, known tokens fill the unused ones.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ PREFILL_SECONDS = 0.2  # per sequence and step
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Known tokens of a sequence that is not decoding, in a forward of others."""
+    """Known tokens in a forward of other sequences."""
 
     slot: Slot
-    rows: list[SequenceRows]  # behind what its cache holds; a part for each block of positions
+    rows: list[SequenceRows]  # the rows behind the cached ones; one part per block of positions
     num_rows: int
 
 
 class Prefiller:
-    """Reads what sequences have in front of their last tokens. What shares a forward changes no bits."""
+    """Reads the tokens in front of sequences' last ones."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class Prefiller:
         self._rows_per_forward = target.forwards.rows_per_forward
 
     def prefill_ahead(self, slots: list[Slot]) -> None:
-        """Read in front of a step, as long as others may wait for it; on a GPU one forward, where none would wait."""
+        """Read in front of a step, as long as others may wait; on a GPU one forward, if none would wait."""
         for slot in slots:
             if slot.num_to_prefill and not self._sharing.waits(slot):
                 self._counters.num_copied_tokens += self._sharing.take_over(slot)
@@ -70,8 +69,7 @@ class Prefiller:
     def prefill_chunks(self, slots: list[Slot], num_rows: int, num_decoding: int) -> list[PrefillChunk]:
         """Choose which of `slots` ride beside `num_rows` rows of `num_decoding` sequences, and with how many rows.
 
-        They fill the step's last forward. They also fill one more where a sequence that waits for rows loses more than
-        all would by waiting for that forward.
+        They get one more forward if a waiting sequence would lose more than all others.
         """
         if self._rows_per_forward == 1:
             return []
@@ -82,7 +80,8 @@ class Prefiller:
         for slot in slots:
             if not (num_free and slot.num_to_prefill) or self._sharing.waits(slot):
                 continue
-            self._counters.num_copied_tokens += self._sharing.take_over(slot)  # who it waited for may have ended now
+            # the sequence that it waited for may have ended now
+            self._counters.num_copied_tokens += self._sharing.take_over(slot)
             if num_read := slot.cache.num_readable(min(num_free, slot.num_to_prefill)):
                 start = slot.cache.length
                 token_ids = slot.sequence.token_ids[start : start + num_read].tolist()
@@ -91,7 +90,7 @@ class Prefiller:
         return prefill_chunks
 
     def take(self, prefill_chunks: list[PrefillChunk], outputs: StepOutputs) -> None:
-        """Keep what a forward has written of chunks of prompts: `outputs` of their parts. Drafters learn of it."""
+        """Keep what a forward wrote for chunks; drafters learn from `outputs`."""
         if prefill_chunks and self._drafter.needs_top_k:
             self._drafter.learn(self._prefilled_rows(prefill_chunks, outputs))
         given = iter(outputs.hidden)
@@ -114,7 +113,7 @@ class Prefiller:
         return ReadRows(np.concatenate(previous), np.concatenate(ids), *candidates)
 
     def _prefill_slot(self, slot: Slot) -> None:
-        """Run tiles of known tokens for a bounded time, so that one long prompt does not hold up the others."""
+        """Read tiles for a bounded time, so that one long prompt does not hold up the others."""
         deadline, num_before = time.perf_counter() + PREFILL_SECONDS, slot.cache.length
         while slot.num_to_prefill and time.perf_counter() < deadline:
             start, known = slot.cache.length, slot.sequence.token_ids[:-1]
@@ -128,7 +127,7 @@ class Prefiller:
 def prefill_tile(
     target: TargetModel, cache: FullKVCache, token_ids: np.ndarray, drafters: list[Drafter], drawing: BatchSampler
 ) -> torch.Tensor:
-    """Read the next tile of known tokens into a cache; drafters learn from the target's candidates there.
+    """Read the next tile of known tokens; drafters learn from it.
 
     Returns the target's final hidden states, `[num_read, hidden]`.
     """

@@ -1,8 +1,7 @@
-"""Prompts that begin alike: one of a worker's sequences reads what several begin with; the others copy keys and values.
+"""Shared prefixes: one of a worker's sequences reads them, the others copy its keys and values, bit for bit.
 
-What a cache holds at a position follows from the tokens up to there alone, whatever shared their forward: so copies are
-what a sequence would have read itself, bit for bit, and all that drafters make of a cache they make of a copied one.
-Those of the prompts that a worker read last are kept in the host's memory, for jobs to come."""
+The newest prompts' prefixes are kept in the host's memory for later jobs.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +18,27 @@ from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import CacheSource, FullKVCache
 
 SHORTEST = 64  # tokens; fewer are read as soon as copied
-MEMORY_SHARE = 1 / 8  # for kept prefixes, of what would be free without them
+MEMORY_SHARE = 1 / 8  # share of the memory that is free without kept prefixes
 
 
 @dataclass
 class _Member:
-    """A sequence of the engine."""
-
     slot: Slot
-    token_ids: NDArray[np.int64]  # that it came with, but for the last
-    num_alike: dict[str, int] = field(default_factory=dict)  # first tokens that another has as well, by its name
+    token_ids: NDArray[np.int64]  # its tokens on arrival, without the last
+    num_alike: dict[str, int] = field(default_factory=dict)  # other sequence's id -> length of the common prefix
 
 
 class PrefixSharing:
-    """Knows which of an engine's sequences have read what others lack, and which wait for others.
+    """Copies between an engine's sequences and kept prefixes, and the waits for them.
 
-    A sequence waits only for those that came before it, so the first always goes on.
+    A sequence waits only for earlier ones, so the first always goes on.
     """
 
     def __init__(self, kept: KeptPrefixes) -> None:
         self.kept = kept
-        self._members: dict[str, _Member] = {}  # in the order in which they came
+        self._members: dict[str, _Member] = {}  # sorted by arrival
 
     def join(self, slot: Slot) -> None:
-        """Take a sequence in."""
         new = _Member(slot, slot.sequence.token_ids[:-1])
         for name, other in self._members.items():
             if other.slot.cache.first_angle != slot.cache.first_angle:
@@ -55,13 +51,12 @@ class PrefixSharing:
         self._members[slot.sequence.sequence_id] = new
 
     def leave(self, slot: Slot) -> None:
-        """Forget a sequence."""
         del self._members[slot.sequence.sequence_id]
         for other in self._members.values():
             other.num_alike.pop(slot.sequence.sequence_id, None)
 
     def keep(self, slot: Slot) -> None:
-        """Keep what a sequence that is about to leave has read for others, where none of those here has it too."""
+        """Keep a leaving sequence's shared prefix if no other sequence here has it."""
         own = self._members[slot.sequence.sequence_id]
         num_shared = min(slot.num_shared_tokens, slot.cache.length, len(own.token_ids))
         if num_shared < SHORTEST:
@@ -73,7 +68,7 @@ class PrefixSharing:
             self.kept.keep(own.token_ids[:end], min(num_shared, end), slot.cache)
 
     def waits(self, slot: Slot) -> bool:
-        """Return whether a sequence that came before is still reading tokens that the slot lacks as well."""
+        """Return whether an earlier sequence is still reading tokens that the slot lacks."""
         own, length = self._members[slot.sequence.sequence_id], slot.cache.length
         for name, other in self._members.items():
             if other is own:
@@ -85,7 +80,7 @@ class PrefixSharing:
         return False
 
     def take_over(self, slot: Slot) -> int:
-        """Copy what is there of the tokens that the slot lacks; returns how many."""
+        """Copy what others have of the tokens that the slot lacks; return how many."""
         start = slot.cache.length
         if slot.num_to_prefill < SHORTEST:
             return 0
@@ -106,20 +101,20 @@ class PrefixSharing:
             yield cache, cache.copyable_end(num_tokens)
 
     def _holds(self, own: _Member, name: str, num_tokens: int) -> bool:
-        """Return whether another sequence's cache has these first tokens in common with `own`, and will keep them."""
+        """Return whether another sequence's cache has and keeps this many first tokens of `own`."""
         other = self._members[name].slot
         return min(own.num_alike[name], other.num_shared_tokens, other.cache.length) >= num_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class KeptPrefix:
-    """A prompt's first tokens and what they leave in a cache; a `CacheSource` of its own."""
+    """A prompt's first tokens and their cache entries, as a `CacheSource`."""
 
     token_ids: NDArray[np.int64]  # [num_tokens]
     num_shared: int  # first ones that other jobs are known to have
-    rows: NDArray[Any]  # [num_rows, num_tokens, head_dim], as `FullKVCache.kv` has them
-    first_angle: int  # of the cache that had them: keys of others are turned otherwise
-    states: LayerStates | None = None  # behind all of them, of layers that have some
+    rows: NDArray[Any]  # [num_rows, num_tokens, head_dim], like `FullKVCache.kv`
+    first_angle: int  # the cache's first angle: keys of others are turned otherwise
+    states: LayerStates | None = None  # states behind all tokens, if layers have some
 
     @property
     def num_bytes(self) -> int:
@@ -132,40 +127,38 @@ class KeptPrefix:
         return self.states
 
     def copyable_end(self, limit: int) -> int:
-        """The last position, `limit` at most, up to which this can be copied: states hold behind all of it alone."""
+        """Return the last position up to `limit` that can be copied: states hold only behind all tokens."""
         if self.states is None:
             return limit
         return len(self.token_ids) if limit >= len(self.token_ids) else 0
 
 
 class KeptPrefixes:
-    """Keeps a few prefixes, within an eighth of the memory that is free without them; drops the least recently used."""
+    """A few prefixes within an eighth of the memory free without them; the least recently used goes first."""
 
     def __init__(self, bytes_per_position: int, free_bytes: Callable[[], float] | None = None) -> None:
-        """`free_bytes` says what the memory has left, None for this machine's."""
+        """`free_bytes`: the free memory; None measures this machine's."""
         self._bytes_per_position = bytes_per_position
         self._free_bytes = free_bytes or KVRoom(MEMORY, bytes_per_position).free_bytes
         self._prefixes: list[KeptPrefix] = []  # the newest use last
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all keys and values."""
         return sum(prefix.num_bytes for prefix in self._prefixes)
 
     def longest(self, token_ids: NDArray[np.int64], first_angle: int = 0) -> tuple[KeptPrefix | None, int]:
-        """The one that can give most of the first of these tokens with these angles, and how many."""
+        """Return the prefix with the most of these first tokens at these angles, and how many."""
         alike = (prefix for prefix in self._prefixes if prefix.first_angle == first_angle)
         found = [(prefix.copyable_end(num_alike(prefix.token_ids, token_ids)), prefix) for prefix in alike]
         num_tokens, best = max(found, key=lambda pair: pair[0], default=(0, None))
         return best, num_tokens
 
     def use(self, prefix: KeptPrefix) -> None:
-        """Note that a prefix was of use."""
         self._prefixes.remove(prefix)
         self._prefixes.append(prefix)
 
     def keep(self, token_ids: NDArray[np.int64], num_shared: int, cache: FullKVCache) -> None:
-        """Keep what a cache has of some first tokens, if that has room; one that has those shared already is enough."""
+        """Keep a cache's entries of some first tokens if they fit and no kept prefix has the shared ones."""
         best, num_known = self.longest(token_ids, cache.first_angle)
         if best is not None and num_known >= num_shared:
             self.use(best)
@@ -179,11 +172,11 @@ class KeptPrefixes:
             self._prefixes.append(KeptPrefix(token_ids.copy(), num_shared, rows, cache.first_angle, states))
 
     def trim(self) -> None:
-        """Give memory back that others need by now."""
+        """Drop prefixes that exceed the memory free by now."""
         self._drop_down_to(self._limit())
 
     def clear(self) -> bool:
-        """Give all memory back; return whether there was any."""
+        """Drop all prefixes; return whether there were any."""
         had_some = bool(self._prefixes)
         self._prefixes.clear()
         return had_some
@@ -197,12 +190,12 @@ class KeptPrefixes:
 
 
 def _is_within(prefix: KeptPrefix, token_ids: NDArray[np.int64], first_angle: int) -> bool:
-    """Tell whether these tokens, with these angles, begin with all that is known to be shared of a kept prefix."""
+    """Return whether these tokens, at these angles, begin with the shared part of a kept prefix."""
     return prefix.first_angle == first_angle and num_alike(prefix.token_ids, token_ids) >= prefix.num_shared
 
 
 def num_alike(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    """Count the tokens that are the same, from the first on."""
+    """Count the equal tokens from the first on."""
     num_tokens = min(len(one), len(other))
     differs = one[:num_tokens] != other[:num_tokens]
     first = int(differs.argmax()) if num_tokens else 0

@@ -14,18 +14,18 @@ from swiftbatch.worker.sampling.verification import Walk
 
 @dataclass
 class Slot:
-    """A sequence and its cache, which holds every token but the last: the next step's root row adds that one."""
+    """A sequence and its cache of every token but the last; the next step's root row adds that one."""
 
     sequence: Sequence
     cache: FullKVCache
     sampler: Sampler
     stop_rule: StopRule
     constraints: Constraints
-    num_shared_tokens: int = 0  # first ones that other sequences, which may come later, are known to have
+    num_shared_tokens: int = 0  # first ones known to be shared with other, perhaps later, sequences
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens in front of the last one that the cache does not hold yet."""
+        """Return the number of tokens in front of the last one that the cache lacks."""
         return len(self.sequence) - 1 - self.cache.length
 
     def up_to_its_end(self, walk: Walk) -> Walk:

@@ -1,4 +1,4 @@
-"""Ends a generation at a stop token or string, its last token, or a loop; cuts its text, closes a thought in time."""
+"""Ends a generation at a stop token or string, its last token, or a loop; cuts its text and closes its thought."""
 
 from __future__ import annotations
 
@@ -16,27 +16,24 @@ ROOM = 4096  # tokens between two moves of a loop detector's window
 
 
 class StopRule:
-    """Decides after each committed token; sees tokens one by one, so it never depends on how many a step commits.
-
-    It is a function of the output's tokens: one that begins behind some of them goes on as the one that saw them come.
-    """
+    """Decides after each committed token, so the end depends on the output alone, not on steps or resumes."""
 
     def __init__(
         self, sequence: Sequence, output_text: OutputText | None = None, thinking: Thinking | None = None
     ) -> None:
-        """`thinking`: how the output thinks; None where it does not."""
+        """`thinking` is None for an output without a thought."""
         self.thinking = thinking
         params, output_ids = sequence.sampling, sequence.output_ids.tolist()
         self._ending_token_ids = ending_tokens(sequence)
         self._last = output_ids[-1] if output_ids else None
-        self._search, self._has_stop_string = None, False  # the latter: one ends with the last token
+        self._search, self._has_stop_string = None, False  # the latter: a stop string ends with the last token
         if params.stop:
             if output_text is None:
                 raise ValueError("stop strings need a tokenizer to decode with")
             self._search = _StopStrings(params, output_text, thinking, output_ids[:-1])
             self._has_stop_string = self._last is not None and self._search.push(self._last)
         self._num_remaining = sequence.num_remaining_tokens
-        self._num_before_stop = params.min_tokens - sequence.num_generated_tokens  # tokens, at this end or in front
+        self._num_before_stop = params.min_tokens - sequence.num_generated_tokens  # tokens until a stop counts
         detection = params.repetition_detection
         self._loops = LoopDetector(detection, sequence.output_ids) if detection is not None else None
 
@@ -51,7 +48,7 @@ class StopRule:
         self._num_before_stop -= 1
         self._last = token_id
         if self._num_remaining > 0 and token_id not in self._ending_token_ids and not self.looks_back:
-            return None  # as most often, and asked for each token
+            return None  # asked for each token; this is the most common answer
         if self._search is not None:
             self._has_stop_string = self._search.push(token_id)
         if self._loops is not None:
@@ -59,7 +56,7 @@ class StopRule:
         return self.now()
 
     def now(self) -> str | None:
-        """Return the finish reason if the last output token ends the sequence, else None (also without output)."""
+        """Return the finish reason if the last output token, if any, ends the sequence, else None."""
         if self._last is None:
             return None
         if self._num_before_stop < 0 and (self._last in self._ending_token_ids or self._has_stop_string):
@@ -70,7 +67,7 @@ class StopRule:
 
 
 class _StopStrings:
-    """The search for the stop strings of an output. Within a thought those of the answer are not looked for."""
+    """Search for stop strings in an output. The answer's own are ignored within a thought."""
 
     def __init__(
         self, params: SamplingParams, output_text: OutputText, thinking: Thinking | None, output_ids: list[int]
@@ -95,7 +92,7 @@ class _StopStrings:
 
 
 def _stop_strings(params: SamplingParams, thinking: Thinking | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The stop strings that count anywhere, among them those with a marker in them, and those of the answer alone."""
+    """Return the stop strings that count anywhere (those with a marker in them), and those of the answer alone."""
     if thinking is None or params.stop_in_reasoning:
         return params.stop, ()
     markers = [marker for marker in thinking.markers.texts if marker]
@@ -104,7 +101,7 @@ def _stop_strings(params: SamplingParams, thinking: Thinking | None) -> tuple[tu
 
 
 def may_rewind(sequence: Sequence) -> bool:
-    """Return whether it ended in a loop and is to go back. Not at temperature 0: the same tokens would come again."""
+    """Return whether it ended in a loop and is to go back. At temperature 0 the same tokens would come again."""
     detection = sequence.sampling.repetition_detection
     if sequence.finish_reason != REPETITION or detection is None or sequence.sampling.temperature == 0.0:
         return False
@@ -112,7 +109,7 @@ def may_rewind(sequence: Sequence) -> bool:
 
 
 def rewind_distance(sequence: Sequence) -> int:
-    """Return about how many tokens a loop takes back at most; 0 where none are taken back."""
+    """Return about the most tokens that a loop takes back; 0 if it takes none."""
     detection = sequence.sampling.repetition_detection
     if detection is None or not detection.is_on or detection.action != "rewind":
         return 0
@@ -120,25 +117,24 @@ def rewind_distance(sequence: Sequence) -> int:
 
 
 def rewound(sequence: Sequence) -> Sequence:
-    """A sequence that `may_rewind` without its loop's repetitions, for `Engine.rewind`."""
+    """Return a sequence that `may_rewind` without its loop's repetitions, for `Engine.rewind`."""
     detection = sequence.sampling.repetition_detection
     assert detection is not None
     return sequence.rewound(first_repetition(detection, sequence.output_ids))
 
 
 def ending_tokens(sequence: Sequence) -> frozenset[int]:
-    """The tokens that end a sequence, each by itself."""
     params = sequence.sampling
     return (frozenset() if params.ignore_eos else sequence.eos_token_ids).union(params.stop_token_ids)
 
 
 def text_of(sequence: Sequence, output_text: OutputText, thinking: Thinking | None = None) -> str:
-    """The output's text, without what ended it where that was a stop token or string and is not asked for."""
+    """Return the output's text, without an ending stop token or string unless the job asks for it."""
     params, output_ids = sequence.sampling, sequence.output_ids.tolist()
     is_stopped = sequence.finish_reason == STOP and len(output_ids) > params.min_tokens
     if is_stopped and output_ids[-1] in ending_tokens(sequence):
         return output_text.decode(output_ids if params.include_stop_str_in_output else output_ids[:-1])
-    if params.stop:  # a character that is not whole yet is none of it
+    if params.stop:  # an incomplete character is no text
         text, before = output_text.settled(output_ids), output_text.settled(output_ids[: params.min_tokens])
         anywhere, in_answer = _stop_strings(params, thinking)
         found = [first_stop(text, anywhere, len(before))]
@@ -151,29 +147,26 @@ def text_of(sequence: Sequence, output_text: OutputText, thinking: Thinking | No
 
 
 class LoopDetector:
-    """Keeps, for every size of a pattern, the last output token that differed from the one `size` tokens before it.
+    """For every pattern size, the last output token that differed from the one `size` tokens before it.
 
-    A pattern of `size` tokens stands `min_count` times in a row at the end where `size * (min_count - 1)` tokens came
-    behind that one. Sizes stand in falling order in all arrays `[num_sizes]`, as the tokens that a new one is compared
-    with do in the text. A token costs few microseconds: most are compared with those before them, and no more.
+    A pattern stands `min_count` times at the end once `size * (min_count - 1)` tokens follow that one. Sizes fall in
+    all arrays `[num_sizes]`.
     """
 
     def __init__(self, detection: RepetitionDetection, output_ids: np.ndarray) -> None:
-        """Begin behind `output_ids [num_generated] int64`."""
         most, least = detection.max_pattern_size, detection.smallest_pattern
         sizes = np.arange(most, least - 1, -1)
         self._num_tokens = len(output_ids)
         self._needed = sizes * (detection.min_count - 1)
         self._last_others = np.array([self._num_tokens - _num_alike(output_ids, size) for size in sizes.tolist()])
         self._differs = np.empty(len(sizes), dtype=bool)
-        self._earliest = 0  # number of tokens before which there can be no loop
+        self._earliest = 0  # no loop ends in front of so many tokens
         self._window = np.full(most + ROOM, -1, dtype=np.int64)  # -1 is no token
         self._end, self._most, self._least = most, most, least
         last = output_ids[-most:]
         self._window[most - len(last) : most] = last
 
     def push(self, token_id: int) -> None:
-        """Take in the next output token."""
         if self._end == len(self._window):
             self._window[: self._most] = self._window[-self._most :]
             self._end = self._most
@@ -184,16 +177,15 @@ class LoopDetector:
         self._end += 1
 
     def is_loop(self) -> bool:
-        """Return whether the output ends in a loop."""
-        if self._num_tokens >= self._earliest:  # what is needed only moves away
+        if self._num_tokens >= self._earliest:  # the needed number only grows
             self._earliest = int((self._last_others + self._needed).min())
         return self._num_tokens >= self._earliest
 
 
 def first_repetition(detection: RepetitionDetection, output_ids: np.ndarray) -> int:
-    """Count the tokens of `output_ids [num_generated] int64`, which end in a loop, in front of what is repeated.
+    """Count the tokens of `output_ids [num_generated] int64` in front of its final loop's repetitions.
 
-    The loop's pattern is the shortest that it consists of, also where none so short is looked for.
+    The pattern is the loop's shortest, even one shorter than those searched for.
     """
     sizes = range(detection.smallest_pattern, detection.max_pattern_size + 1)
     loops = (size for size in sizes if _num_alike(output_ids, size) >= size * (detection.min_count - 1))
@@ -203,17 +195,15 @@ def first_repetition(detection: RepetitionDetection, output_ids: np.ndarray) -> 
 
 
 def _num_alike(token_ids: np.ndarray, size: int) -> int:
-    """Count the last tokens that are the same as those `size` tokens before them."""
+    """Count the last tokens that equal those `size` tokens before them."""
     differs = token_ids[size:] != token_ids[:-size]
     return int(differs[::-1].argmax()) if differs.any() else len(differs)
 
 
 def closed(sequence: Sequence, thinking: Thinking | None) -> Sequence | None:
-    """An ended sequence with its thought closed, which goes on; None where it is to end as it has.
+    """Return an ended sequence with its thought closed, which goes on; None if it stays ended.
 
-    The marker stands in the place of the end-of-sequence token, or behind a loop. It is put there, not drawn. What
-    comes behind it is drawn as ever, so all of it is a function of the job, whoever resumes it. A thought is closed
-    where there is room for the marker and for one more token.
+    The marker replaces the end-of-sequence token or follows the loop, and is not drawn. It and one more token must fit.
     """
     output_ids = _with_marker(sequence, thinking)
     if output_ids is None or len(output_ids) >= sequence.sampling.max_tokens:
@@ -222,10 +212,7 @@ def closed(sequence: Sequence, thinking: Thinking | None) -> Sequence | None:
 
 
 def may_be_extended(sequence: Sequence, thinking: Thinking | None) -> bool:
-    """Return whether `max_tokens` alone ended a sequence: with more of them it would have gone on.
-
-    That also holds where its thought would have been closed, had there been room for it.
-    """
+    """Return whether `max_tokens` alone ended a sequence, perhaps without room to close its thought."""
     if sequence.finish_reason == LENGTH:
         return True
     output_ids = _with_marker(sequence, thinking)
@@ -233,7 +220,7 @@ def may_be_extended(sequence: Sequence, thinking: Thinking | None) -> bool:
 
 
 def _with_marker(sequence: Sequence, thinking: Thinking | None) -> list[int] | None:
-    """The output of an ended sequence with its thought closed; None where it has none that is to be closed."""
+    """Return the output with its thought closed; None if there is nothing to close."""
     if thinking is None or not _is_to_close(sequence):
         return None
     output_ids = sequence.output_ids[:-1] if sequence.finish_reason == STOP else sequence.output_ids
@@ -243,7 +230,7 @@ def _with_marker(sequence: Sequence, thinking: Thinking | None) -> list[int] | N
 
 
 def _is_to_close(sequence: Sequence) -> bool:
-    """Return whether its job asks for that where it has ended."""
+    """Return whether the job asks to close a thought at this finish reason."""
     params = sequence.sampling
     if sequence.finish_reason == STOP:
         is_end = int(sequence.output_ids[-1]) in sequence.eos_token_ids and not params.ignore_eos

@@ -1,4 +1,4 @@
-"""Check that our forward agrees with that of transformers: the same rows, logits compared."""
+"""Compares our forward's logits with those of transformers on the same rows."""
 
 from __future__ import annotations
 

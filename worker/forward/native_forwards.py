@@ -38,7 +38,7 @@ class NativeForwards:
         variant: str,
         kv_dtype: KVDtype | None = None,
     ) -> None:
-        """Raises ValueError for weights that do not fit together."""
+        """Raise ValueError for weights that do not fit together."""
         self.sizes = sizes = weights.sizes
         self.has_windows = _sees_otherwise(sizes) or any(layer.window for layer in weights.layers)
         self.has_experts = any(layer.experts is not None for layer in weights.layers)

@@ -1,4 +1,4 @@
-"""Measures the seconds of forwards by rows and length, with the clocks that drafters use, too."""
+"""Measures the seconds of forwards by rows and length; also the clocks of drafters."""
 
 from __future__ import annotations
 
@@ -32,16 +32,13 @@ _read: Callable[[], float] = _passing
 
 
 def seconds_now() -> float:
-    """Read the clock, in seconds. Differences of two readings mean something, a reading alone does not."""
+    """Return the clock's seconds; only differences have a meaning."""
     return _read()
 
 
 @contextlib.contextmanager
 def by_processor() -> Iterator[None]:
-    """Count the seconds that the processor spends on the calling thread, while the context lasts.
-
-    That is the work of a step where one thread does all of it.
-    """
+    """Count the calling thread's processor seconds within the context."""
     global _read
     _read = time.thread_time
     try:
@@ -51,14 +48,14 @@ def by_processor() -> Iterator[None]:
 
 
 class Clock(Protocol):
-    """A clock for calls that may only queue their work."""
+    """Clock for calls that may only queue their work."""
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Time one call, from the moment when all earlier work is done until its own is; wait for that."""
+        """Time one call from the end of all earlier work to the end of its own; wait for that."""
 
 
 class EventClock:
-    """A clock on a GPU: what the host needs to queue the work counts only where the GPU waits for it."""
+    """A GPU's clock: the host's queueing counts only where the GPU waits for it."""
 
     def seconds(self, call: Callable[[], object]) -> float:
         torch.cuda.synchronize()
@@ -71,7 +68,7 @@ class EventClock:
 
 
 class HostClock:
-    """A clock elsewhere: calls return when they are done."""
+    """Clock for calls that return when they are done."""
 
     def seconds(self, call: Callable[[], object]) -> float:
         started = seconds_now()
@@ -84,7 +81,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def captured_seconds(clock: Clock, work: Work, device: torch.device, num_rounds: int) -> float:
-    """Median seconds of work that is captured first, so that short kernels do not wait for their launches."""
+    """Return the median seconds of captured work, so that short kernels do not wait for their launches."""
     graph = capture(work, device)
     graph.replay()
     return statistics.median(clock.seconds(graph.replay) for _ in range(num_rounds))
@@ -95,37 +92,33 @@ def captured_seconds(clock: Clock, work: Work, device: torch.device, num_rounds:
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32)
 PROBE_LENGTHS = (BLOCK, 8192, 49_152)
-PROBE_BYTES = 1 << 28  # of cache, at most
+PROBE_BYTES = 1 << 28  # most bytes of a probe's cache
 PROBE_REPEATS = 3
-PROBE_STRIDE = 7919  # from token to token; a prime, so that few vocabularies repeat one
-ROW_PRICES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # in parts of a forward that all its rows share alike
+PROBE_STRIDE = 7919  # between probe tokens; a prime, so that few vocabularies repeat one
+ROW_PRICES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # parts of the time that all rows of a forward share
 FEWEST_REPEATS = 2  # a single time may include first touches of memory, or another program
 LEAST_SECONDS = 1e-9  # a clock may be too coarse to see less
-ROUTED_EVERY = 8  # steps between two looks at the experts that they met
-LONG_SECONDS = 0.3  # for all times of one forward; a slow forward is timed less often
+ROUTED_EVERY = 8  # steps between two updates by the experts that they met
+LONG_SECONDS = 0.3  # bound for all times of one forward; a slow forward is timed less often
 
 
 @dataclass(frozen=True)
 class StepCosts:
     """Seconds of a forward on a grid of cache lengths and row counts; linear between and beyond.
 
-    Where forwards have multiples of `rows_per_forward` rows in any case, what all rows share takes as long for one as
-    for so many, those of all sequences together; the next row costs another forward. But no row is free that
-    `has_experts` of its own to meet.
+    The shared part costs the same for every `rows_per_forward` rows begun. With `has_experts`, every row costs its own
+    experts.
     """
 
     lengths: tuple[int, ...]
     seconds: np.ndarray  # [num_lengths, len(ROW_COUNTS)]
     rows_per_forward: int = 1
     has_experts: bool = False
-    spread: ExpertSpread | None = None  # by which real steps correct it
-    full_seconds: float | None = None  # of a whole forward of `rows_per_forward` rows that meet experts of their own
+    spread: ExpertSpread | None = None  # corrects them by real steps
+    full_seconds: float | None = None  # seconds of a whole forward of `rows_per_forward` rows with experts of their own
 
     def as_routed(self) -> StepCosts:
-        """The costs of rows that meet as many experts as those of real steps did; the same ones until these tell.
-
-        Whoever plans asks each time. They are counted anew after the first steps, and then after every few.
-        """
+        """Return costs corrected by the number of experts in real steps, updated every few steps."""
         return self if self.spread is None else self._routed.newest(self, self.spread)
 
     @functools.cached_property
@@ -133,18 +126,18 @@ class StepCosts:
         return _RoutedCosts()
 
     def at(self, num_rows: int, length: int) -> float:
-        """Seconds of one sequence's forward over `num_rows` rows behind `length` cached positions."""
+        """Return the seconds of one forward over `num_rows` rows behind `length` cached positions."""
         i = max(0, min(bisect.bisect_left(self.lengths, length), len(self.lengths) - 1) - 1)
         seconds, slope = self._lines[min(num_rows, ROW_COUNTS[-1])][i]
         return max(LEAST_SECONDS, seconds + slope * (length - self.lengths[i]))
 
     def forward_seconds(self, num_rows: int, length: int, num_sequences: int) -> float:
-        """Seconds of a forward of `num_rows` rows for each of several sequences, `length` positions cached."""
+        """Return the seconds of a forward of `num_rows` rows for each of several sequences."""
         own = self.at(num_rows, length) - self.shared_seconds(min(num_rows, ROW_COUNTS[-1]))
         return self.shared_seconds(num_rows * num_sequences) + num_sequences * own
 
     def shared_seconds(self, num_rows: int) -> float:
-        """Seconds of what all rows of a forward share, its linear layers: those behind an empty cache."""
+        """Return the seconds that all rows of a forward share: its linear layers."""
         if self.rows_per_forward > 1:
             full, left = divmod(num_rows, self.rows_per_forward)
             return full * self._one_forward(self.rows_per_forward) + (self._one_forward(left) if left else 0.0)
@@ -155,10 +148,9 @@ class StepCosts:
         return self._empty[num_rows - beyond] + beyond * self._row_seconds(num_rows)
 
     def row_prices(self, num_rows: int) -> tuple[float, ...]:
-        """Return prices to try for one more row beside `num_rows`, in shared seconds, to find the best shares of rows.
+        """Return prices to try for one more row beside `num_rows`, in shared seconds.
 
-        There is one price where every row takes its time. Where rows are free up to the next forward, the right price
-        is the one at which exactly that many rows are asked for, so there are several to try.
+        If rows are free up to the next forward, the right price asks for exactly that many.
         """
         if self.rows_per_forward > 1:
             own = (self._row_seconds(num_rows),) if self.has_experts else ()
@@ -173,9 +165,9 @@ class StepCosts:
         return (self._empty[most] - self._empty[few]) / (most - few)
 
     def own_seconds(self, num_rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Seconds that sequences take for attention to their own caches, `[num_sequences, num_choices]`.
+        """Return each sequence's seconds of attention to its own cache, `[num_sequences, num_choices]`.
 
-        `num_rows [num_choices]`, none above the most that was measured; `lengths [num_sequences]` cached positions.
+        `num_rows [num_choices]`, at most the measured ones; `lengths [num_sequences]` cached positions.
         """
         points, rises = self._grid
         i = np.clip(np.searchsorted(self.lengths, lengths), 1, max(1, len(self.lengths) - 1)) - 1
@@ -185,16 +177,13 @@ class StepCosts:
 
     @functools.cached_property
     def _grid(self) -> tuple[np.ndarray, np.ndarray]:
-        """`_lines` as arrays `[num_lengths, ROW_COUNTS[-1] + 1]`: seconds, and how they rise."""
+        """Return `_lines` as arrays `[num_lengths, ROW_COUNTS[-1] + 1]`: seconds and slopes."""
         grid = np.array(self._lines).transpose(2, 1, 0)
         return grid[0], grid[1]
 
     @functools.cached_property
     def _lines(self) -> list[list[tuple[float, float]]]:
-        """Seconds at each measured length and their rise behind it, 0 behind the last, for every number of rows.
-
-        Plain numbers, since plans ask at every step.
-        """
+        """Return seconds and slope at each measured length, for every number of rows, as plain numbers for speed."""
         lines = []
         for number in range(ROW_COUNTS[-1] + 1):
             points = [float(np.interp(number, ROW_COUNTS, row)) for row in self.seconds]
@@ -204,26 +193,23 @@ class StepCosts:
 
     @functools.cached_property
     def _empty(self) -> list[float]:
-        """Seconds of what is shared for every number of rows up to the most that was measured."""
         shares_all = self.rows_per_forward > 1 and not self.has_experts
         return [self.at(1 if shares_all else number, 0) for number in range(ROW_COUNTS[-1] + 1)]
 
     def replay_seconds(self, start: int, end: int) -> float:
-        """Seconds to run known tokens at positions `[start, end)` through the target, in full tiles."""
-        num_parts = max(1, self.rows_per_forward // TILE_ROWS)  # of a forward, each as large as was measured
+        """Return the seconds to run known tokens at positions `[start, end)`, in full tiles."""
+        num_parts = max(1, self.rows_per_forward // TILE_ROWS)  # tiles per forward
         num_forwards = max(0, end - start) / (num_parts * TILE_ROWS)
         return num_forwards * sum(self.forward_seconds(TILE_ROWS, length, num_parts) for length in (start, end)) / 2
 
 
 class _RoutedCosts:
-    """The newest costs by real steps, and how many of these they know."""
-
     def __init__(self) -> None:
         self._costs: StepCosts | None = None
         self._num_steps = 0
 
     def newest(self, probed: StepCosts, spread: ExpertSpread) -> StepCosts:
-        """Correct probed costs, where enough has passed since the last time."""
+        """Correct probed costs again if enough steps passed."""
         num_steps = spread.counts.num_steps
         is_known = abs(num_steps - self._num_steps) < min(ROUTED_EVERY, max(1, self._num_steps))
         if self._costs is None or not is_known:
@@ -238,7 +224,7 @@ Costs = Callable[[], StepCosts]
 
 
 def step_costs_of(target: TargetModel) -> Costs:
-    """The costs of a target, for all who need them; where caches lie in slots, measured now, while one is free."""
+    """Return a function of a target's costs; with caches in slots they are measured now."""
     costs = functools.cache(functools.partial(measure_step_costs, target))
     if target.forwards.arena:
         costs()
@@ -264,7 +250,7 @@ def measure_step_costs(target: TargetModel) -> StepCosts:
 
 
 def _full_seconds(target: TargetModel, cache: FullKVCache) -> float | None:
-    """Time a whole forward at the beginning of a cache; None where that is no longer than what all rows share."""
+    """Time a whole forward over an empty cache; None if it costs no more than the shared part."""
     num_rows, arena = target.forwards.rows_per_forward, target.forwards.arena
     if not target.forwards.has_experts or arena is None or arena.longest_job < num_rows:
         return None
@@ -275,7 +261,7 @@ def _full_seconds(target: TargetModel, cache: FullKVCache) -> float | None:
 
 
 def _measure_spread(target: TargetModel, cache: FullKVCache, counts: ExpertCounts) -> ExpertSpread:
-    """Time rows that meet the same experts beside those that meet their own, and count these."""
+    """Time and count rows with the same experts, and with their own."""
     cache.roll_back(0)
     cache.advance(BLOCK)
     counts.forget()
@@ -292,7 +278,7 @@ def _measure_spread(target: TargetModel, cache: FullKVCache, counts: ExpertCount
 
 
 def _least_seconds(target: TargetModel, forwards: Sequence[Callable[[], object]]) -> list[float]:
-    """The shortest time of each forward. They take turns, so that a busy moment disturbs all alike."""
+    """Return the shortest time of each forward; they take turns, so that a busy moment disturbs all alike."""
     times: list[list[float]] = [[] for _ in forwards]
     for repeat in range(PROBE_REPEATS):
         for forward, taken in zip(forwards, times, strict=True):
@@ -302,7 +288,7 @@ def _least_seconds(target: TargetModel, forwards: Sequence[Callable[[], object]]
 
 
 def _probe_rows(cache: FullKVCache, number: int, vocab_size: int, stride: int = PROBE_STRIDE) -> SequenceRows:
-    """Return rows with tokens far apart: they meet as many experts as rows may, whose cost counts in full."""
+    """Return rows with distant tokens, which meet as many experts as possible."""
     token_ids = _probe_tokens(number, vocab_size, stride)
     return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:]))
 
@@ -312,14 +298,13 @@ def _probe_tokens(number: int, vocab_size: int, stride: int = PROBE_STRIDE) -> l
 
 
 def seconds_of(target: TargetModel, forward: Callable[[], object]) -> float:
-    """Seconds of one forward, until the device is done: by its own clock."""
     return clock_of(target.device).seconds(forward)
 
 
 def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
-    """A cache of zeros, and the lengths to time in it; where it would be large, all layers share the memory of one.
+    """Return a cache of zeros and the lengths to time in it; layers of a large one share memory.
 
-    On a GPU a slot lies ready: the whole of it is timed.
+    On a GPU it is a whole slot.
     """
     if arena := target.forwards.arena:
         cache = target.new_cache(arena.longest_job)
@@ -342,6 +327,6 @@ def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
 
 
 def _probe_lengths(longest: int) -> tuple[int, ...]:
-    """The lengths to time, in whole blocks: the longest of all is one, or costs would not rise with the cache."""
+    """Return the lengths to time, in whole blocks, the longest among them, or costs would not rise with the cache."""
     last = max(0, longest) // BLOCK * BLOCK
     return (*(length for length in PROBE_LENGTHS if length < last), last)

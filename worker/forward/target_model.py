@@ -160,7 +160,7 @@ class TargetModel:
         return offloaded_cache(shape, max_length, self._kv_offload)
 
     def held_positions(self, num_unwritten: int | None) -> HeldPositions | None:
-        """Return the positions that a cache keeps for checkpoints that lag by `num_unwritten`; None: all."""
+        """Return the positions that a cache keeps for checkpoints `num_unwritten` behind; None: all."""
         if num_unwritten is None or self.is_offloaded or self.forwards.arena is not None:
             return None
         return self.cache_shape.held_positions(num_unwritten)

@@ -1,7 +1,7 @@
 """Rows of a forward: roots and draft nodes of sequences, packed into tiles.
 
-Rows are exact by three rules: tiles have at most `TILE_ROWS` rows; attention is split at the last `BLOCK` boundary at
-or below the query's position; later keys are gathered per row into a window of fixed width.
+Three rules make rows exact. Tiles have at most `TILE_ROWS` rows. Attention is split at the last `BLOCK` boundary at or
+below the query's position. Later keys are gathered per row into a window of fixed width.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TAILS = np.tril(np.broadcast_to(PLACES, (BLOCK + 1, BLOCK)), -1)  # by length; u
 class SequenceRows:
     """Consecutive rows of one sequence within one block of positions.
 
-    The class is not frozen because that doubles its creation time, for which forwards wait.
+    The class is not frozen: that would double its creation time, and forwards wait for it.
     """
 
     cache: FullKVCache

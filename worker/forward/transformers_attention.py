@@ -151,7 +151,7 @@ class RowGroup(Protocol):
 
 @dataclass(frozen=True)
 class BatchInvariantRows:
-    """Rows that attend to a full cache, with tensors that all layers use."""
+    """Rows over a full cache, with the tensors shared by all layers."""
 
     rows: SequenceRows
     tail_entries: torch.Tensor  # [num_rows, BLOCK] int64

@@ -59,7 +59,7 @@ class TransformersForwards:
     def __init__(
         self, model: Any, files: ModelFiles, variant: str | None = None, kv_dtype: KVDtype | None = None
     ) -> None:
-        """Raises ModelError for unknown kinds of attention."""
+        """Raise ModelError for unknown kinds of attention."""
         layers = observe_layers(model, files.name, min(files.max_positions, LONGEST_TEXT))
         model.set_attn_implementation(ATTENTION_NAME)
         recurrent = take_over_recurrent_layers(model, variant)

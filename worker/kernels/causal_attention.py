@@ -70,7 +70,7 @@ def _lower_right(num_queries: int, num_keys: int) -> Any:
 
 
 def is_fast(query: Tensor) -> bool:
-    """Raises KernelError as `chosen_variant` does."""
+    """Raise KernelError as `chosen_variant` does."""
     is_known = query.dtype == torch.bfloat16 and query.shape[3] == HEAD_DIM and query.device.type == "cpu"
     return is_known and query.numel() > 0 and chosen_variant() in FAST_VARIANTS
 

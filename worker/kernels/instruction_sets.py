@@ -152,7 +152,7 @@ def _is_allowed(variant: str) -> bool:
 
 @functools.cache
 def load_library(variant: str) -> ctypes.CDLL:
-    """Raises KernelError if the library does not load, or the system refuses it."""
+    """Raise KernelError if the library does not load, or the system refuses it."""
     library = open_library(library_path(variant))
     if not library.kernels_usable():
         raise KernelError(f"kernels for {variant}: this system does not let a process use them")

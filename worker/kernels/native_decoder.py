@@ -271,7 +271,7 @@ def conv_width_of(layers: Iterable[LayerWeights]) -> int | None:
 
 
 def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Raises ValueError for another dtype, shape or device."""
+    """Raise ValueError for another dtype, shape or device."""
     _check(name, tensor, shape, dtype)
     return tensor.detach().contiguous()
 
@@ -323,7 +323,7 @@ class NativeDecoder(NativeLayers):
     """Whole decoder: embedding, layers, norm, head."""
 
     def __init__(self, weights: DecoderWeights, num_threads: int, variant: str) -> None:
-        """Raises ValueError for unfit weights, KernelError if the library does not load."""
+        """Raise ValueError for unfit weights, KernelError if the library does not load."""
         _check_ends(weights)
         super().__init__(weights.sizes, weights.layers, weights.rotary, shared_team(load_library(variant), num_threads))
         self.embedding, self._packed = weights.embedding, packed_rows(weights.embedding)

@@ -123,8 +123,8 @@ def yarn_frequencies(
 ) -> NDArray[np.float32]:
     """Return YaRN's frequencies (Peng et al. 2023), rounded to float32 where `transformers` rounds.
 
-    Dimensions with more than `fast` turns in `original` positions stay, those with fewer than `slow` are divided by
-    `factor`, with a ramp between, whose ends are dimensions if `is_whole`.
+    Dimensions with more than `fast` turns in `original` positions stay. Those with fewer than `slow` are divided by
+    `factor`. The ramp between ends at whole dimensions if `is_whole`.
     """
 
     def dimension(num_turns: float) -> float:

@@ -1,6 +1,6 @@
 """The attention that each layer of a model asks for, found by one small forward.
 
-A window, sinks or a soft cap that is dropped would be silently wrong, so unknown ones are refused.
+A dropped window, sink or soft cap would give wrong results, so unknown ones are refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 OBSERVER_NAME = "swiftbatch_observer"
 NUM_ROWS = 3
 UNDERSTOOD = {"row_groups", "scaling", "softcap", "s_aux"}
-SAID_BY_THE_MASK = {"sliding_window"}  # what `transformers`' own attentions take from it, we do too
+SAID_BY_THE_MASK = {"sliding_window"}  # the mask tells it, here and in `transformers`
 NO_CHANGE = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_router_logits"}
 
 
@@ -84,7 +84,7 @@ class LayerNeeds:
     key_dim: int
     value_dim: int
     span: Span
-    has_model_dtype: bool  # its queries, keys and values
+    has_model_dtype: bool  # all of its queries, keys and values have it
 
 
 class _Observer:
@@ -95,8 +95,8 @@ class _Observer:
         self._device = device
         self._dtype = dtype
         self._num_positions = num_positions
-        self._spans: dict[int, Span] = {}  # of the masks that layers use
-        self._masks: dict[int, tuple[torch.Tensor, MaskFunction]] = {}  # by identity: layers get the very masks
+        self._spans: dict[int, Span] = {}  # id of a mask -> its span
+        self._masks: dict[int, tuple[torch.Tensor, MaskFunction]] = {}  # id of a mask -> mask, and its function
 
     def mask(self, *, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any) -> torch.Tensor:
         mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool)
@@ -152,7 +152,7 @@ def attention_of(layer: Any) -> Any:
 
 
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:
-    """Return what each attending layer asks for. Raises ModelError for what is not supported."""
+    """Return the needs of each attending layer. Raises ModelError for unsupported ones."""
     observer = _Observer(num_positions, model.device, model.dtype)
     AttentionInterface.register(OBSERVER_NAME, observer.attend)
     AttentionMaskInterface.register(OBSERVER_NAME, observer.mask)
@@ -165,7 +165,7 @@ def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds
         return _in_order(model, observer.layers)
     except UnsupportedError as error:
         raise ModelError(f"model {name}: it needs an attention that is not supported: {error}") from error
-    except Exception as error:  # of any kind: a config's values reach code that never looked at them
+    except Exception as error:  # any kind: a config's values reach code that never looked at them
         reason = " ".join(str(error).split())
         raise ModelError(f"model {name}: it cannot run {NUM_ROWS} tokens: {type(error).__name__}: {reason}") from error
     finally:

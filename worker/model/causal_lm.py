@@ -45,7 +45,7 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
                 ignore_mismatched_sizes=True,  # told below, by name
                 output_loading_info=True,
             )
-    except Exception as error:  # of any kind: a config's values reach code that never looked at them
+    except Exception as error:  # any kind: a config's values reach code that never looked at them
         words = " ".join(str(error).split())[:MAX_WORDS]
         raise ModelError(f"model {files.name}: cannot be loaded: {type(error).__name__}: {words}") from error
     if problem := _problem(found):
@@ -70,7 +70,7 @@ def _config(files: ModelFiles) -> PreTrainedConfig:
 
 
 class _Once:
-    """A tensor that is given away when it is asked for, so that experts are held once."""
+    """A tensor given away at its first use, so that experts are held once."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], name: str) -> None:
         self._tensors, self._name = tensors, name

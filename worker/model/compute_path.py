@@ -1,7 +1,7 @@
-"""The path that a text model takes on a device, told from its config, and why it is not faster. Without torch.
+"""The path of a text model on a device, by its config, and the reason for a slow one. Without torch.
 
-Of angles that change with a text's length only longrope's run, and in our kernels alone: each job's own length chooses
-them there, so a row's bits do not depend on other texts.
+Of angles that change with a text's length only longrope's run, in our kernels alone. There each job's own length
+chooses them, so a row's bits do not depend on other texts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHIFTING = {"dynamic", "longrope", "su"}  # types of angles that change with the
 
 @dataclass(frozen=True)
 class ComputePath:
-    """What computes a forward, and why not more of it runs in our kernels."""
+    """The code that computes a forward, and the reason if not all runs in our kernels."""
 
     name: PathName
     reason: str | None = None
@@ -61,7 +61,7 @@ def _are_taken_over(config: Config) -> bool:
             model = MODEL_FOR_CAUSAL_LM_MAPPING[type(said)]._from_config(said, dtype=torch.bfloat16)
         model.model.rotary_emb = type(model.model.rotary_emb)(said)
         return decoder_weights(model) is not None
-    except Exception:  # of any kind: a config's values reach code that never looked at them
+    except Exception:  # any kind: a config's values reach code that never looked at them
         return False
 
 

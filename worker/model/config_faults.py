@@ -33,7 +33,7 @@ SIZES = (
     *("moe_num_experts", "n_routed_experts", "num_attention_heads", "num_experts", "num_experts_per_tok"),
     *("num_key_value_heads", "original_max_position_embeddings", "pretraining_tp", "vocab_size"),
 )
-RULES: dict[str, KeyRule] = {  # of keys that architectures share; each adds those that its description names
+RULES: dict[str, KeyRule] = {  # keys shared by architectures; each adds those in its description
     **dict.fromkeys(SIZES, SIZE),
     **dict.fromkeys(("max_window_layers", "num_local_experts"), COUNT),
     **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), SWITCH),
@@ -48,7 +48,7 @@ RULES: dict[str, KeyRule] = {  # of keys that architectures share; each adds tho
     "sliding_window": SIZE.or_null(),
     "use_bidirectional_attention": SWITCH.or_null(),
 }
-ANGLES: dict[str, KeyRule] = {  # within `rope_parameters` and `rope_scaling`
+ANGLES: dict[str, KeyRule] = {  # keys within `rope_parameters` and `rope_scaling`
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), POSITIVE),
     "rope_theta": BASE,
     **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "alpha"), POSITIVE.or_null()),
@@ -75,7 +75,7 @@ OF_ALL_KINDS = (
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
 NEEDED = OF_ALL_KINDS[:2]
-OF_ATTENTION = ("hidden_size", "num_attention_heads")  # what caches are laid out by, beside the number of layers
+OF_ATTENTION = ("hidden_size", "num_attention_heads")  # the sizes of caches, beside the number of layers
 OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -145,7 +145,7 @@ def _layers(config: Config) -> Iterator[str]:
         of_each = rule.list_of(count)
         if config.get(key) is not None and not of_each.holds(config[key]):
             yield fault_of(key, config[key], of_each)
-    chosen = SIZE.or_else(SIZE.list_of(count))  # which some say layer by layer
+    chosen = SIZE.or_else(SIZE.list_of(count))  # some configs list it layer by layer
     if "moe_topk" in config and not chosen.holds(config["moe_topk"]):
         yield fault_of("moe_topk", config["moe_topk"], chosen)
     if WINDOWED in (config.get("layer_types") or ()) and "sliding_window" in config and not config["sliding_window"]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 Config = Mapping[str, Any]
-MOST = 2**53  # what JSON's readers agree on
+MOST = 2**53  # JSON's readers agree up to here
 MOST_LAYERS = 10_000  # ten times those of the deepest model: lists have an entry for each
-MOST_REAL = 3.4e38  # what a float32 holds
-KNOWN_ACTIVATIONS = {  # by the names that transformers has for them
+MOST_REAL = 3.4e38  # a float32 holds at most this
+KNOWN_ACTIVATIONS = {  # transformers' names
     *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh"),
     *("gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu"),
     *("relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh", "xielu"),
@@ -71,7 +71,7 @@ def line_of(error: Exception, most: int) -> str:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """A test of a key's value, and the words for what it must be."""
+    """Test of a key's value, and the words for valid ones."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -108,11 +108,11 @@ LAYERS = whole(1, f"a positive integer, at most {MOST_LAYERS:,}", MOST_LAYERS)
 SOME_LAYERS = whole(0, f"an integer from 0 to {MOST_LAYERS:,}", MOST_LAYERS)
 LAST_LAYER = whole(-1, f"an integer from -1 to {MOST_LAYERS:,}", MOST_LAYERS)
 POSITIVE = real("a finite number above 0")
-BASE = KeyRule("a finite number above 0, other than 1", lambda value: POSITIVE.holds(value) and value != 1)  # of powers
+BASE = KeyRule("a finite number above 0, other than 1", lambda value: POSITIVE.holds(value) and value != 1)
 NOT_NEGATIVE = real("a finite number, 0 or more", is_open=False)
 SHARE = KeyRule("a number above 0, at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1)
 LIMIT = KeyRule(
-    "a number, 0 or more, or Infinity",  # which transformers writes in its own way
+    "a number, 0 or more, or Infinity",  # transformers writes it as `Infinity`
     lambda value: (type(value) in (int, float) and value >= 0) or value == {"__float__": "Infinity"},
 )
 SWITCH = KeyRule("true or false", lambda value: isinstance(value, bool))

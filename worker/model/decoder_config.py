@@ -59,7 +59,7 @@ SAID_ELSEWHERE = {  # numbers of training, of generation, of towers beside the t
     *("attention_bias", "attention_dropout", "attention_out_bias", "chunk_size_feed_forward", "embd_pdrop"),
     *("embedding_dropout", "hidden_dropout", "initializer_range", "layer_types", "max_position_embeddings"),
     *("max_window_layers", "mlp_bias", "num_nextn_predict_layers", "resid_pdrop", "residual_dropout"),
-    "original_max_position_embeddings",  # beside angles that are stretched, which say it again
+    "original_max_position_embeddings",  # stretched angles repeat it
     *GENERATING,
 }
 
@@ -82,22 +82,22 @@ class DecoderConfig:
     biased: list[str]  # the roles of linear layers that have a bias
     activation: Activation
     num_rotary_dims: int  # dimensions of a head that are turned
-    nope_layers: frozenset[int]  # that turn no heads
+    nope_layers: frozenset[int]  # these layers turn no heads
     windows: Windows
-    other_rotary: Rotary | None  # of some layers, as those that have windows, where these have one of their own
+    other_rotary: Rotary | None  # angles of `other_layers`, such as those with windows
     other_layers: frozenset[int]
-    scales: Mapping[str, float]  # of `Form.scales`; of scores, 1 is none
-    caps: Mapping[str, float]  # of `Form.caps`; 0 is none
-    qk_norms: Mapping[str, str]  # their names by their roles
+    scales: Mapping[str, float]  # values of `Form.scales`; 1 scales no scores
+    caps: Mapping[str, float]  # values of `Form.caps`; 0 caps nothing
+    qk_norms: Mapping[str, str]  # role -> name
     experts: MoEConfig | None
     mixer: RecurrentConfig | None
     latent: MLAConfig | None
-    linear_names: Mapping[str, str]  # of a layer without experts, by their roles
+    linear_names: Mapping[str, str]  # role -> name, in a layer without experts
     has_head_bias: bool
 
     @property
     def head_order(self) -> list[int] | None:
-        """The stored places of a head's dimensions in the kernels' order; None where they are the same.
+        """Return the stored places of a head's dimensions in the kernels' order; None if they are the same.
 
         The kernels turn pairs half a head apart. Dimensions that are not turned stand in pairs, too, with the angle 0.
         """
@@ -240,7 +240,7 @@ def refuse_other_tensors(dense: DecoderConfig, stored: set[str]) -> None:
 
 
 def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
-    """Raises KeyError for numbers left to a default, ValueError for others."""
+    """Raise KeyError for numbers left to a default, ValueError for others."""
     latent = None if form.latent is None else read_mla(config, form.latent)
     sizes = _sizes(config, form, latent)
     head_dim = sizes["head_dim"] if latent is None else latent.sizes.rope_dim

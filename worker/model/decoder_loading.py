@@ -287,7 +287,7 @@ def _sizes(dense: DecoderConfig, dtype: torch.dtype) -> DecoderSizes:
 def _placed(weight: Weight, device: torch.device, dtype: torch.dtype) -> Weight:
     if isinstance(weight, PackedMatrix):
         return weight.to(device)
-    return weight.to(device).to(dtype)  # in this order: fewer bytes pass where files are the narrower
+    return weight.to(device).to(dtype)  # this order moves fewer bytes if the file's type is narrower
 
 
 def _embedding_scale(dense: DecoderConfig, dtype: torch.dtype) -> float:

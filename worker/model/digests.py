@@ -14,9 +14,9 @@ from pathlib import Path
 from swiftbatch.worker.model.file_checks import GENERATION_FILE, INDEX_FILE, weight_names
 
 HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
-TEKKEN_FILE = "tekken.json"  # of Mistral's models, some of which have no other tokenizer
+TEKKEN_FILE = "tekken.json"  # the only tokenizer of some Mistral models
 OTHER_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-BLOBS, SHA256 = "blobs", re.compile("[0-9a-f]{64}")  # of the hub's cache, in which a model's files are links
+BLOBS, SHA256 = "blobs", re.compile("[0-9a-f]{64}")  # the hub's cache links a model's files to these
 TEXT_FILES = (
     "*.jinja",
     "*.model",
@@ -61,7 +61,7 @@ def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Di
 
 
 def download_fault(path: Path, hashed: Mapping[str, str]) -> str | None:
-    """Say that weights differ from the hub's, whose cache names them by SHA-256."""
+    """Return a fault if weights differ from the hub's; its cache names files by SHA-256."""
     for file in weight_files(path):
         download = file.resolve()
         expected, found = download.name, hashed.get(file.name, download.name)

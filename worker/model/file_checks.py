@@ -38,7 +38,7 @@ def small_files_fault(path: Path) -> str | None:
 
 
 def _generation_fault(path: Path) -> str | None:
-    """Say that a generation config is damaged, which `transformers` passes over."""
+    """Return a fault of a damaged generation config; `transformers` ignores it."""
     file = path / GENERATION_FILE
     if not file.exists():
         return None
@@ -47,7 +47,7 @@ def _generation_fault(path: Path) -> str | None:
 
 
 def eos_fault(source: str, settings: Mapping[str, Any]) -> str | None:
-    """Say that the tokens which end a text are no token ids."""
+    """Return a fault if end-of-text tokens are no token ids."""
     eos = settings.get("eos_token_id")
     if eos is None or all(type(each) is int for each in (eos if isinstance(eos, list) else [eos])):
         return None

@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from swiftbatch.jobs.errors import ModelError
 
-PATIENCE_SECONDS = 300.0  # with a hub that is busy
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # where it does not say how long to wait
+PATIENCE_SECONDS = 300.0  # waits so long for a busy hub
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # used if it does not say how long to wait
 BUSY = {429: "too many requests", 500: "an error of its own", 502: "busy", 503: "busy", 504: "busy"}
-SNAPSHOTS = "snapshots"  # in the cache's folder of a model, a folder for each commit
+SNAPSHOTS = "snapshots"  # subfolder of a model in the cache, with a folder per commit
 TOKEN = "set HF_TOKEN to a token of https://huggingface.co/settings/tokens that may read it"
 
 Result = TypeVar("Result")

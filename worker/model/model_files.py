@@ -34,12 +34,12 @@ from swiftbatch.worker.model.text_config import nested_config, text_view
 CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that decide whether a model runs here
 ALL_FILES = ("*.json", "*.safetensors", *TEXT_FILES)
 EMBEDDED = Path(__file__).parent.parent / "embedded"
-PARTS_FOLDER = "parts"  # in a model's folder, what engines draft with; a folder, since other programs read all weights
+PARTS_FOLDER = "parts"  # subfolder of a model with engines' parts; a folder, since other programs read all weights
 HEADS_FILE = "tokenswift_heads.safetensors"
 GRIFFIN_FILE = "griffin.safetensors"
 MTP_FILE = "mtp.safetensors"
 DRAFT_FOLDER = "draft"  # a small model with the same vocabulary
-ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')  # in a `tokenizer.json`
+ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')  # found in a `tokenizer.json`
 
 
 class OtherModelError(ModelError):
@@ -58,7 +58,7 @@ class ModelFiles:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over config, tokenizer and weights."""
+        """Return the SHA-256 over config, tokenizer and weights."""
         return self.digests.fingerprint
 
     @property
@@ -67,7 +67,7 @@ class ModelFiles:
 
     @property
     def text_fingerprint(self) -> str:
-        """SHA-256 over chat templates and all else that makes tokens of a text."""
+        """Return the SHA-256 over chat templates and all else that makes tokens of a text."""
         return self.digests.text_fingerprint
 
     def refuse_other(self, expected: Mapping[str, str]) -> None:
@@ -95,7 +95,7 @@ def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> 
 
     Weights with a SHA-256 in `known_weights` are compared when they are loaded.
     """
-    small = model_folder(model, CONFIG_FILES)  # of a model on the hub: what is refused is not downloaded
+    small = model_folder(model, CONFIG_FILES)  # a refused model on the hub is not downloaded
     if fault := adapter_fault(small):
         raise ModelError(f"model {model}: {fault}")
     if refusal := what_refuses(read_whole_config(model, small), small):
@@ -122,7 +122,7 @@ def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
 
 
 def stored_layout(model: str, path: Path) -> Layout:
-    """Raises ModelError for damaged weights."""
+    """Raise ModelError for damaged weights."""
     try:
         return layout_in(path, read_whole_config(model, path))
     except FormatError as error:

@@ -44,8 +44,8 @@ class MTPSpec:
     """The names of a published MTP layer; `{}` is the number of the target's layers."""
 
     layer: str  # begins the names of its layer
-    names: Mapping[str, str]  # of its own parts, by `ROLES`
-    copies: tuple[str, ...] = ()  # of the target's embedding and head
+    names: Mapping[str, str]  # `ROLES` -> names of its own parts
+    copies: tuple[str, ...] = ()  # copies of the target's embedding and head
     is_hidden_first: bool = False  # among the columns of `join`
     feeds_normed: bool = True  # the next row of a draft takes what is behind the norm, not in front of it
 
@@ -83,9 +83,9 @@ TRAINED = MTPSpec(ONE_LAYER, {role: OWN + role for role in ROLES})
 class Predictor:
     """The tensors of an MTP layer, as those of a model of one layer."""
 
-    dense: DecoderConfig  # of that model
-    layout: Layout  # by names in that model; those of `ROLES` begin with `OWN`
-    names: Mapping[str, str]  # in that model, by the stored names
+    dense: DecoderConfig  # configuration of that model
+    layout: Layout  # its names are those of that model; those of `ROLES` begin with `OWN`
+    names: Mapping[str, str]  # stored name -> name in that model
     is_hidden_first: bool
     feeds_normed: bool
 
@@ -137,7 +137,7 @@ def _is_further(name: str, num_layers: int) -> bool:
 def _read(
     form: MTPSpec, heads: dict[str, StoredTensor], plain: Mapping[str, str], config: Config, path: Path
 ) -> Predictor:
-    """Raises NoPredictorError for tensors of another layer."""
+    """Raise NoPredictorError for tensors of another layer."""
     num_layers = config.get("num_hidden_layers") or 0
     names = {name: each for name in heads if (each := _own_name(plain[name], form, num_layers)) is not None}
     one = one_layer_config(config)

@@ -62,7 +62,7 @@ class Assembly:
     def _whole(self, matrix: PackedTensor) -> Weight:
         parts = self._parts.pop(matrix.name)
         codes = max(parts.values(), key=lambda part: part.nbytes)
-        if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # which may stand for other numbers than zero
+        if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # a blank may stand for another number than zero
             raise _blank(matrix.name)
         try:
             return matrix.scheme.weight(parts, self.dtype)
@@ -105,7 +105,7 @@ def read_tensors(
 def _weights_in(
     file: Path, stream: RawIOBase, hashing: Hashing, assembly: Assembly, config: dict[str, Any]
 ) -> Iterator[tuple[str, Weight]]:
-    """Raises ValueError for a damaged file."""
+    """Raise ValueError for a damaged file."""
     if file.suffix == SUFFIX:
         yield from gguf_weights(file, stream, hashing, config, assembly.dtype)
         return
@@ -174,7 +174,7 @@ def _stored(stream: RawIOBase, hashing: Hashing) -> Iterator[tuple[str, torch.Te
 
 
 def _form(name: str, entry: dict[str, Any], expected_start: int) -> tuple[list[int], torch.dtype]:
-    """Raises ValueError unless a tensor's bytes follow those before."""
+    """Raise ValueError unless a tensor's bytes follow those before."""
     shape, said, (start, end) = entry["shape"], entry["dtype"], entry["data_offsets"]
     if said not in DTYPES:
         raise ValueError(f"found {name} as {said}, expected one of {', '.join(DTYPES)}")

@@ -141,7 +141,7 @@ MOST_TOKENS = 8192  # only a text's first tokens are scored
 
 
 def text_token_ids(files: ModelFiles, text: str) -> list[int]:
-    """Raises ModelError for fewer than two tokens."""
+    """Raise ModelError for fewer than two tokens."""
     token_ids = TextCodec(files).encode(text)[:MOST_TOKENS]
     if len(token_ids) < 2:
         raise ModelError(f"--text: found {len(token_ids)} tokens; expected two or more")

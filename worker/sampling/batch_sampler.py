@@ -76,7 +76,7 @@ NO_MASKS: Masks = ()
 
 
 class Sampler(Protocol):
-    """Sampling state of one sequence, which it reads and which only grows."""
+    """Growing sampling state of one sequence."""
 
     sequence: Sequence
 
@@ -242,7 +242,7 @@ def logprobs_by(
 
 
 def num_top_of(sequence: Sequence) -> int:
-    """Raises ValueError if the sequence wants no log-probabilities."""
+    """Raise ValueError if the sequence wants no log-probabilities."""
     if sequence.logprobs is None:
         raise ValueError(f"sequence {sequence.sequence_id} asks for no log-probabilities")
     return sequence.logprobs.num_top

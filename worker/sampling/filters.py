@@ -92,7 +92,7 @@ def _rest(top_p: float) -> float:
 
 
 def _log(min_p: float) -> float:
-    """-inf means off."""
+    """Return the logarithm; -inf means off."""
     return math.log(min_p) if min_p > 0.0 else -math.inf
 
 

@@ -117,7 +117,7 @@ class NativeAdjustments:
     """`adjustments` of one sequence, and the memory that they point to."""
 
     def __init__(self, sequence: Sequence) -> None:
-        """Raises ValueError for a bias of a token outside the vocabulary."""
+        """Raise ValueError for a bias of a token outside the vocabulary."""
         params, vocab_size = sequence.sampling, sequence.vocab_size
         self.bias = bias_row(sequence, "cpu")
         self.counts = np.zeros(vocab_size, dtype=np.int32) if counts_output(params) else None

@@ -78,7 +78,7 @@ def walk(
     is_drawable: Callable[[torch.Tensor], bool] = lambda logits: True,
     masked: Callable[[torch.Tensor, int], torch.Tensor] = lambda logits, row: logits,
 ) -> Walk:
-    """Draw from the root on and follow the children that match, up to a row that is not `is_drawable`.
+    """Draw from the root on and follow matching children, up to a row that is not `is_drawable`.
 
     `logits [num_rows, vocab] float32`, row 0 the root's. Drafts cannot bias the drawn tokens.
     """

@@ -1,4 +1,4 @@
-"""When a running job's checkpoints are due, and their contents; a background thread writes them."""
+"""Due times and contents of a running job's checkpoints; a background thread writes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Checkpointing:
         self._writer = CheckpointWriter(checkpoints, max(1, most), engine.counters.count_checkpoint, logs)
 
     def open(self, job: RunningJob) -> None:
-        """Start a job's checkpoints, which continue the segments that its resume loaded."""
+        """Start a job's checkpoints behind the segments that its resume loaded."""
         segments = job.recovery.segments if job.recovery else ()
         num_rewinds = len(job.sequence.rewinds)
         self._writer.open(

@@ -299,8 +299,8 @@ class WorkerSession:
     def _finish(self, job: RunningJob, may_go_on: bool, is_kept: bool) -> JobOutcome:
         """Queue an ended job's result, unless a newer attempt exists.
 
-        A job that ended before its first write reads no files, so a job whose worker was given up may have two results,
-        of which either counts.
+        A job that ends before its first write reads no files. So a job given up with its worker may have two equal
+        results.
         """
         sequence = job.sequence
         if sequence.error is not None:

@@ -89,7 +89,7 @@ class _Layout:
 
 
 class MessageTexts:
-    """Finds the form of messages whose texts a template shows, and the texts that it omits."""
+    """Finds the message form of a template, and the texts that it omits."""
 
     def __init__(self, rendered: Rendering) -> None:
         self._rendered = rendered

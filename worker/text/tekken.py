@@ -21,7 +21,7 @@ class TekkenTokenizer:
     model_max_length = 0
 
     def __init__(self, folder: Path) -> None:
-        """Raises ImportError without the library, and its errors for an unreadable file."""
+        """Raise ImportError without the library, and its errors for an unreadable file."""
         try:
             from mistral_common.protocol.instruct.validator import ValidationMode
             from mistral_common.tokens.tokenizers.mistral import MistralTokenizer

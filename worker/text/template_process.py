@@ -1,7 +1,7 @@
 """Process that renders chat templates: `python -m swiftbatch.worker.text.template_process`.
 
-A template is a program that came with the model, so the system limits its time and memory. The environment is that of
-transformers' `apply_chat_template`, whose import would take seconds.
+A template is a program of the model's maker, so the system limits its time and memory. The environment is that of
+transformers' `apply_chat_template`, without its import of several seconds.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def first_stop(text: str, stop: tuple[str, ...], num_before: int = 0, first: int
 
 
 class StreamSearch:
-    """Search in arriving characters, which keeps those that may start a stop string."""
+    """Search in arriving characters; it holds back those that may start a stop string."""
 
     def __init__(self, stop: tuple[str, ...], stream: ByteStream, token_ids: Sequence[int], num_skipped: int) -> None:
         """Push `token_ids` to a fresh `stream`; the first `num_skipped` count as skipped."""

@@ -267,7 +267,7 @@ class TextCodec:
         return Thinking(self.markers, last == "start", opening)
 
     def rules(self, params: SamplingParams, thinking: Thinking | None = None) -> tuple[Rule, ...]:
-        """Raises ConstraintError, a ValueError for the user, for impossible rules."""
+        """Raise ConstraintError, a ValueError for the user, for impossible rules."""
         budget, structure = params.thinking_token_budget, params.structured_outputs
         if budget is not None and self.markers is None:
             raise ConstraintError(
@@ -428,7 +428,7 @@ class TextCodec:
 
 
 def _loaded(files: ModelFiles) -> Any:
-    """Raises ImportError if a library is missing."""
+    """Raise ImportError if a library is missing."""
     if has_tekken_alone(files.path):
         return TekkenTokenizer(files.path)
     # with mistral-common, AutoTokenizer would prefer Mistral's file

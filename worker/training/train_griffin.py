@@ -83,7 +83,7 @@ def attend_to_passes(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Let row p of pass n see pass 1 up to row p - n + 1, and pass s at row p - n + s for s = 2 to n.
+    """Let row p of pass n see pass 1 up to row p - n + 1, and row p - n + s of each pass s from 2 to n.
 
     Returns `[num_windows, length, num_heads, head_dim]`.
     """

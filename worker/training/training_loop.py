@@ -83,7 +83,7 @@ class Optimizers:
         return [optimizer.state_dict() for optimizer in self._all]
 
     def load_state_dict(self, states: list[dict[str, object]]) -> None:
-        """Raises ValueError for those of other parameters."""
+        """Raise ValueError for those of other parameters."""
         for optimizer, state in zip(self._all, states, strict=True):
             optimizer.load_state_dict(state)
 

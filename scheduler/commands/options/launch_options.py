@@ -245,7 +245,7 @@ run_option = options_of("The run")
 
 
 def runs_options(folder: str, command: str) -> Callable[[Command], Command]:
-    """The options of a command that holds a `folder` of runs."""
+    """Return the options of a command that holds a `folder` of runs."""
     return all_of(
         run_option("--runs", "runs_uri", metavar="RUNS", required=True, help=f"{folder}: a path, s3:// or gs://."),
         run_option(

@@ -258,9 +258,9 @@ def _row(kind: str, asked: str, found: Agreement) -> str:
 HEAD = """\
 # Models that run here
 
-A model runs if the `model_type` of its `config.json` (its kind) is in [the table](#the-kinds). Other kinds are refused
-before a job is accepted. `swiftbatch inspect MODEL` says this for one model before its weights are downloaded, and
-`swiftbatch doctor --model MODEL` compares it with `transformers`, with its own weights.
+A model runs if the `model_type` of its `config.json` (its kind) is in [the table](#the-kinds). `swiftbatch inspect
+MODEL` says this before its weights are downloaded, and `swiftbatch doctor --model MODEL` compares it with
+`transformers`, with its own weights.
 
 Models of text and images run as texts, and lines with images are rejected:
 NESTED.
@@ -271,8 +271,7 @@ Not supported:
 
 - recurrent layers other than those below, such as Mamba's first form; position biases; learned positions;
 - adapters: merge them first;
-- weights that lack a tensor of the model or have one too many, files whose end is zeros (as an unfinished download
-  leaves them), and matrices of zeros;
+- weights that lack a tensor of the model or have one too many, unfinished downloads, and matrices of zeros;
 - rotary positions of the type `longrope` (Phi-4-mini, Phi-3.5) where our kernels do not run all of a model, and of the
   type `dynamic` other than Hunyuan's with a fixed `alpha`. With `longrope`, prompt and `max_tokens` together choose the
   short or the long factors once for a job; `swiftbatch extend` refuses a job that would need the other ones.
@@ -289,25 +288,20 @@ instead of 963 KB. `auto` drafts with trees for these models, and `--kv-dtype` i
 ## Layers with states
 
 Gated delta nets (Qwen3-Next, Qwen3.5), delta attention (Kimi Linear), Mamba-2 (Bamba, Falcon-H1, Granite 4 h,
-Nemotron-H) and short convolutions (LFM2) have one state per job in place of keys and values per position. Their rows
-are exact under drafts and in batches, too. Our kernels run all of them but Kimi Linear, on a CPU and on a GPU. Engines
-with trained parts are refused for models with states.
+Nemotron-H) and short convolutions (LFM2) have one state per job in place of keys and values per position. Our kernels
+run all of them but Kimi Linear. Engines with trained parts are refused for models with states.
 
-- **Memory.** A job keeps its state in float32 at the end of its text and at a boundary of 64 positions, with what each
-  position since then has done to it. `swiftbatch inspect` says how much that is and how many jobs fit: 959 MB for a job
-  of Qwen3.5-27B of any length, beside 66 KB per position of keys and values.
+- **Memory.** `swiftbatch inspect` says how much a job's states take and how many jobs fit: 959 MB for a job of
+  Qwen3.5-27B of any length, beside 66 KB per position of keys and values.
 - **Checkpoints** hold the state at the boundary (154 MB for Qwen3.5-27B) beside keys and values. They are written once
-  these have grown by as many bytes. A resume loads the state and reads up to 127 tokens and those since the checkpoint;
-  if the state is damaged, all tokens are read again.
+  these have grown by as many bytes. A resume loads the state and reads up to 127 tokens and those since the checkpoint.
 - **Prompts that begin alike** are copied up to the last boundary that they share.
-- **Loops that are taken back**: such a job keeps its state at two boundaries further back and reads on from there.
 
 ## Quantized weights
 
-A quantized checkpoint stands for the matrices that its format defines, computed in float32 and rounded once to the
-run's dtype. So a run gives the tokens of the dequantized model, to the bit. Activations, keys and values are not
-quantized, whatever the checkpoint says of them; programs that do so give other tokens. Where our kernels run all of a
-model, weights stay packed in memory. The layers of `transformers` get them dequantized.
+A quantized checkpoint stands for the matrices of its format, computed in float32 and rounded once to the run's dtype.
+So a run gives the tokens of the dequantized model, to the bit. Activations, keys and values are not quantized. If our
+kernels run all of a model, weights stay packed in memory.
 
 | format, in safetensors (for GGUF see [below](#gguf-files)) | what runs |
 |---|---|
@@ -344,18 +338,17 @@ GGUF = """\
 
 ## GGUF files
 
-`--model path/to/model.gguf` runs a file of llama.cpp; of a model in several files, name the first. Files beside it do
-not count. The architectures:
+`--model path/to/model.gguf` runs a file of llama.cpp; of a model in several files, name the first. The architectures:
 GGUF_ARCHITECTURES.
 The types of tensors:
 GGUF_TYPES.
-Others are refused by name, as is anything in the metadata that may change a layer and is not understood here.
+Others are refused by name, as are unknown metadata that may change a layer.
 
 - **Tokens** are exactly those of a folder with the dequantized matrices: the numbers that the file's types define in
   float32, rounded once to `--dtype`. On a GPU that is a run with `--linear triton`: see
   [Packed weights](gpu.md#packed-weights). llama.cpp quantizes activations, so its tokens may differ.
-- **Ends.** A text ends at the tokens that the metadata names as the end of a text, a turn or a message, and at
-  `<|im_end|>`, `<|eot_id|>`, `<end_of_turn>` and the like where the file has them.
+- **Ends.** A text ends at the end tokens of the metadata, and at `<|im_end|>`, `<|eot_id|>`, `<end_of_turn>` and the
+  like.
 - **The tokenizer** is made from the file's vocabulary. Models `llama` (SentencePiece) and `gpt2` (bytes) run, with
   these names of `tokenizer.ggml.pre`: codeshell, command-r, dbrx, deepseek-r1-qwen, exaone, f2llmv2, falcon-h1,
   falcon3, gpt-2, gpt-4o, granite-docling, jais, jina-v5-nano, kanana2, kormo, lfm2, llama-bpe, llama-v3, llama3,

@@ -21,7 +21,7 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 
 ROUNDS_PER_PLAN = 8  # steps
-CHUNKS_AT_ONCE = 128  # of all texts of a step that are taken in
+CHUNKS_AT_ONCE = 128  # most chunks taken in per step, over all texts
 
 
 class RecycledProposer(Proposer):
@@ -50,9 +50,9 @@ class ChainWay(DraftWay):
         self.chains = SelfSpeculationDrafter(target, RecycledProposer(trees.drafter), planner, ScanKVCache, num_best)
         arena = target.forwards.arena
         self._most_scanned = math.inf if arena is None else arena.num_drafted
-        self._caches_outside: dict[str, FullKVCache] = {}  # of sequences that no chain was drawn for yet
+        self._caches_outside: dict[str, FullKVCache] = {}  # caches of sequences without a chain so far
         self._rounds = RoundsChoice(0, 0, 0.0)
-        self._num_steps = 0  # since these were planned
+        self._num_steps = 0  # steps since the plan
         self._beside = 0.0
 
     @property

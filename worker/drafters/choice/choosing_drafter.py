@@ -1,4 +1,4 @@
-"""The drafter that has several ways to draft, and a policy that chooses among them."""
+"""A drafter with several ways to draft and a policy that chooses among them."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class ChoosingDrafter(Drafter):
         self.needs_top_k = any(way.needs_top_k for way in self._all)
         self.needs_hidden = any(way.needs_hidden for way in self._all)
         self.phases = () if chains is None else chains.chains.phases
-        self.way = PLAIN  # of the newest step
-        self._sequences: list[Sequence] = []  # of that step
-        self._is_chosen = False  # whether it has been proposed for and not verified yet
+        self.way = PLAIN  # the newest step's way
+        self._sequences: list[Sequence] = []  # the newest step's sequences
+        self._is_chosen = False  # it has been proposed for and not verified yet
         self._begun = 0.0
 
     @property

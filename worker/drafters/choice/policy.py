@@ -15,7 +15,7 @@ from swiftbatch.worker.drafters.drafter_interface import DraftRequest
 
 PLAIN = "plain"  # the way without drafts
 NUM_KEPT = 64  # newest calls that tell the rate of a way
-FEWEST_BLOCKS, NUM_BLOCKS, MOST_BLOCKS = 2, 4, 8  # of a trial, each with calls of the other way and of the best one
+FEWEST_BLOCKS, NUM_BLOCKS, MOST_BLOCKS = 2, 4, 8  # per trial, each with calls of the other way and of the best one
 CALLS_OF_A_BLOCK = 4
 STEPS_PER_TRIAL_CALL = 16  # plain steps: one call is a block
 SETTLING = 1  # calls with drafts at the beginning of a block, slower since the processor's caches hold other data
@@ -32,7 +32,7 @@ MUCH_LONGER = 1.5  # times the text of other sequences: rates measured for them 
 NUM_TIMES, FEWEST_TIMES = 15, 3  # newest times that tell what a step takes beside its forward
 MOST_UNKNOWN = 16  # newest calls that a rate leaves out: to find it anew takes a fifth of a short step
 MOST_HELD_UP = 1.5  # times the median of like calls
-DRAFTING_SECONDS = 0.2e-3  # that drafts take beside forwards, before any was seen
+DRAFTING_SECONDS = 0.2e-3  # prior of drafts' time beside forwards
 MOST_BESIDE = 9  # times the seconds of a forward
 
 
@@ -64,7 +64,7 @@ class TokenRate:
 
     @property
     def value(self) -> float:
-        """Tokens per second, by all calls but the newest few; 0 before the first call."""
+        """Return the tokens per second by all calls but the newest few; 0 before the first call."""
         if self.num_calls - self._num_known > min(self._num_known // 4, MOST_UNKNOWN):
             self._num_known = self.num_calls
             by_kind = defaultdict[tuple[int, int], list[tuple[int, float]]](list)
@@ -90,7 +90,7 @@ class StepTimes:
         self._beside: dict[str, deque[float]] = {}
 
     def observe(self, way: str, seconds: float, expected: float) -> None:
-        """Take in a step that took `seconds` where its forwards should take `expected`."""
+        """Take in a step of `seconds`; its forwards should have taken `expected`."""
         kept = self._beside.setdefault(way, deque(maxlen=NUM_TIMES))
         kept.append(min(seconds - expected, MOST_BESIDE * expected))
 
@@ -120,11 +120,11 @@ class WayTrial:
 
     way: str
     best: str
-    rates: dict[bool, TokenRate]  # of the other way (True) and of the best one, also of trials before
-    is_trying: bool = True  # whether the coming call goes the other way
-    num_blocks: int = 0  # that ended
-    num_calls: int = 0  # of the block's half
-    num_tokens: int = 0  # of the other way, with settling
+    rates: dict[bool, TokenRate]  # True: the other way's rate; False: the best one's; both with earlier trials
+    is_trying: bool = True  # the coming call goes the other way
+    num_blocks: int = 0  # ended blocks
+    num_calls: int = 0  # calls of the block's half
+    num_tokens: int = 0  # tokens of the other way, with settling
     seconds: float = 0.0
 
     @property
@@ -133,7 +133,7 @@ class WayTrial:
 
     @property
     def ratio(self) -> float:
-        """The rate of the other way beside that of the best one."""
+        """Return the other way's rate / the best way's rate."""
         best = self.rates[False].value
         return self.rates[True].value / best if best else 1.0
 
@@ -159,14 +159,14 @@ class WayTrial:
 
 @dataclass
 class Place:
-    """What is known for about so many sequences, the longest of about this length."""
+    """Knowledge for a number of sequences, the longest of about this length."""
 
     number: int
     longest: int
     best: str = ""
     num_tokens: int = 0
-    rate: TokenRate = field(default_factory=TokenRate)  # of the best way
-    trials: dict[str, dict[bool, TokenRate]] = field(default_factory=dict)  # of other ways beside the best one
+    rate: TokenRate = field(default_factory=TokenRate)  # the best way's rate
+    trials: dict[str, dict[bool, TokenRate]] = field(default_factory=dict)  # other ways' rates beside the best one's
     others: dict[str, float] = field(default_factory=dict)  # tokens per second of other ways, when they were tried
     due: dict[str, int] = field(default_factory=dict)  # the `num_tokens` at which a way is tried
     num_lost: dict[str, int] = field(default_factory=dict)  # trials in a row
@@ -190,7 +190,7 @@ class Place:
         self.others.pop(way, None)
 
     def put_off(self, way: str, num_tokens: float) -> None:
-        """Try a way after so many tokens, within bounds that double with every trial that it lost."""
+        """Try a way after so many tokens, within bounds that double with every lost trial."""
         least = SHORTEST_INTERVAL * self.number << self.num_lost.get(way, 0)
         self.due[way] = self.num_tokens + int(min(max(least, num_tokens), LONGEST_INTERVAL * self.number))
 
@@ -213,15 +213,15 @@ class Policy:
         self._places: list[Place] = []
         self._place = Place(0, 0)
         self._turn: BestTurn | WayTrial | None = None  # None: the place is new
-        self._names: list[str] = []  # of the newest call's sequences
+        self._names: list[str] = []  # the newest call's sequences
         self._promised = 0.0  # tokens per second of the best way
-        self._gains: dict[str, float] = {}  # of ways without promises, times the rate of plain decoding
+        self._gains: dict[str, float] = {}  # a way without promises -> its rate / the rate of plain decoding
 
     def choose(self, requests: list[DraftRequest], promises: Callable[[], dict[str, float | None]]) -> str:
         """Return the way of the coming call.
 
-        `promises` are expected tokens per second of each way: 0 where it can draft nothing now, None where only a trial
-        can tell.
+        `promises` are expected tokens per second of each way: 0 if it can draft nothing now, None if only a trial can
+        tell.
         """
         names = [request.sequence.sequence_id for request in requests]
         is_over = self._is_over
@@ -251,12 +251,12 @@ class Policy:
 
     @property
     def rate(self) -> float:
-        """The tokens per second of the best way: measured, or promised before that."""
+        """Return the tokens per second of the best way: measured, or promised before that."""
         return self._place.rate.value or self._promised
 
     @property
     def most_steps(self) -> int:
-        """The plain steps that one call of this turn may take."""
+        """Return the most plain steps of one call in this turn."""
         turn = self._turn
         if isinstance(turn, BestTurn) and self._place.rate.num_calls:
             return max(1, (turn.most_tokens - turn.num_tokens) // self._place.number)
@@ -330,7 +330,7 @@ class Policy:
         return values
 
     def _meet(self, number: int, longest: int) -> None:
-        """Go on where such sequences were; begin anew where there were none."""
+        """Continue the place for such sequences, or begin a new one."""
         if self._place.fits(number, longest):
             return
         known = [each for each in self._places if each.fits(number, longest)] or [Place(number, longest)]

@@ -1,4 +1,4 @@
-"""Drafts what a text repeats of itself, in the steps where that promises more than the way that is chosen."""
+"""Drafts repeats in the text, in steps where that promises more than the chosen way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FACTORS = (1_000_003, 1_618_033_989, 2_147_483_629, 1_414_213_573)  # sums of fo
 MOST_TOLD_APART = 32  # matched tokens
 PRIORS = (0.5, 0.7, 0.85, 0.92)  # shares that go on behind 4, 8, 16 and 32 matched tokens, before any was seen
 LEARNING_RATE = 0.02
-PRIOR_STEPS = 8  # that a prior counts for
+PRIOR_STEPS = 8  # a prior's weight in steps
 
 
 class RepeatShares:
@@ -40,7 +40,7 @@ class RepeatShares:
         self._shares[level] += rate * (goes_on - self._shares[level])
 
     def tokens(self, num_matched: int, choices: tuple[int, ...]) -> list[float]:
-        """The tokens that chains of so many nodes bring in a step, the bonus token included."""
+        """Return the expected tokens of a step with chains of each number of nodes, the bonus token included."""
         levels = (_level(num_matched + i) for i in range(max(choices)))
         reached = accumulate((self._shares[level] for level in levels), lambda path, share: path * share, initial=1.0)
         brought = list(accumulate(reached))
@@ -48,7 +48,7 @@ class RepeatShares:
 
 
 def _level(num_matched: int) -> int:
-    """The index into `PRIORS`."""
+    """Return the index into `PRIORS`."""
     return min(num_matched, MOST_TOLD_APART).bit_length() - NGRAM.bit_length()
 
 
@@ -58,7 +58,7 @@ class RepeatedText:
     def __init__(self, sequence: Sequence, shares: RepeatShares) -> None:
         """Index what is there; `shares` may belong to several sequences."""
         self._shares = shares
-        self._places = np.zeros(2 * sequence.max_length + 1, dtype=np.int32)  # behind an n-gram, by its bucket; 0: none
+        self._places = np.zeros(2 * sequence.max_length + 1, dtype=np.int32)  # bucket -> place behind n-gram; 0: none
         self._num_buckets = len(self._places)
         self._num_tokens = len(sequence)
         self.num_matched = 0  # tokens that the end agrees with; 0: it repeats nothing
@@ -72,7 +72,7 @@ class RepeatedText:
 
     @property
     def num_told_apart(self) -> int:
-        """The matched tokens as far as they make a difference."""
+        """Return the matched tokens as far as they make a difference."""
         return min(self.num_matched, MOST_TOLD_APART)
 
     def catch_up(self, sequence: Sequence) -> None:
@@ -93,11 +93,11 @@ class RepeatedText:
         self._num_tokens, self._ngram = end, ngram
 
     def tokens(self, choices: tuple[int, ...]) -> list[float]:
-        """The tokens that chains of so many nodes bring in a step; 1 where the text repeats nothing."""
+        """Return the expected tokens of a step with chains of each number of nodes; 1 without a repeat."""
         return self._shares.tokens(self.num_matched, choices) if self.num_matched else [1.0] * len(choices)
 
     def chain(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """The tokens that follow if the repeat goes on; one that overlaps itself goes on from what it repeated."""
+        """Return the tokens if the repeat goes on; one that overlaps itself goes on from its own tokens."""
         period = len(sequence) - self._source
         offsets = np.arange(num_tokens) % period
         found: list[int] = sequence.token_ids[self._source + offsets].tolist()
@@ -121,7 +121,7 @@ class RepeatedText:
             self.num_matched += 1
 
     def _index(self, token_ids: np.ndarray) -> None:
-        """Keep the newest place of every n-gram but that of the end, which `_begin` looks for first."""
+        """Keep the newest place of every n-gram but the last, which `_begin` looks up first."""
         if (num_ngrams := len(token_ids) - NGRAM) > 0:  # term by term: a window on each n-gram takes five times as long
             terms = (token_ids[i : i + num_ngrams] * factor for i, factor in enumerate(FACTORS))
             self._places[functools.reduce(operator.iadd, terms) % len(self._places)] = np.arange(NGRAM, len(token_ids))
@@ -150,7 +150,7 @@ class RepeatWay(DraftWay):
         self._sizes: list[int] = []  # nodes of that step
         self._refused: set[tuple[int, ...]] = set()  # lengths of repeats that did not pay beside the same sequences
         self._num_since = 0  # steps since the first of them
-        self._names: list[str] = []  # of these sequences
+        self._names: list[str] = []  # ids of these sequences
         self.most_steps = FEWEST_AT_ONCE  # plain ones, until a text is looked at
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
@@ -209,7 +209,7 @@ class RepeatWay(DraftWay):
         del self._texts[sequence.sequence_id]
 
     def _promised(self, name: str) -> float:
-        """Return the tokens of a step that drafts a few nodes of what a text repeats; 1 where it repeats nothing."""
+        """Return the expected tokens of a step with a few nodes of a repeat; 1 without a repeat."""
         text = self._texts[name]
         return text.tokens((FEW_NODES,))[0] if text.num_matched else 1.0
 

@@ -75,12 +75,12 @@ class TreeSizes:
     def __init__(self, costs: StepCosts) -> None:
         self._probed, self.costs = costs, costs
         self._own: dict[str, NodeAcceptance] = {}
-        self._mean = PRIOR_ACCEPTANCE  # of sequences that left: the next ones begin with it
-        self._left: NodeAcceptance | None = None  # of the newest of them
+        self._mean = PRIOR_ACCEPTANCE  # acceptance of sequences that left; the next ones begin with it
+        self._left: NodeAcceptance | None = None  # acceptance of the newest that left
         self._shares: dict[str, int] = {}  # planned indices into `NODE_CHOICES`
         self._num_learned = 0  # trees since the plan
         self._plan_every = PLAN_EVERY
-        self._seconds: dict[tuple[int, ...], float] = {}  # of forwards since the plan, by their sizes
+        self._seconds: dict[tuple[int, ...], float] = {}  # sizes -> seconds of forwards since the plan
 
     def plan(self, requests: list[DraftRequest], beside: float) -> float:
         """Find the sizes of the coming trees; return the tokens per second that they promise."""

@@ -20,11 +20,11 @@ SAME_LENGTH = 1 / 16  # of a text: it changes a step's time by little
 
 
 class DraftWay(Learner):
-    """One way to draft. Its `update_all` hears of steps that it proposed for, its `hear` of all others."""
+    """One way to draft. `update_all` gets the steps that it proposed for, `hear` all others."""
 
     draft_kind = "tree"
-    wants_candidates = False  # for the step that it proposed for
-    expected_seconds: float | None = None  # of that step's forwards; None where nobody knows
+    wants_candidates = False  # it learns from the step that it proposed for
+    expected_seconds: float | None = None  # forwards of that step; None if unknown
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
         """Take in a sequence, as `Drafter.start` does."""

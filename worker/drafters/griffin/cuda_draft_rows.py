@@ -1,6 +1,4 @@
-"""A draft model on a GPU: a table goes up, one graph runs and ranks the rows, the candidates come down.
-
-The table is the input of a forward in one buffer: its rows, their features' places, how to rank."""
+"""A draft model on a GPU: one graph runs a table of rows and ranks their candidates."""
 
 from __future__ import annotations
 
@@ -41,28 +39,27 @@ from swiftbatch.worker.sampling.cuda.sampling_rows import (
 from swiftbatch.worker.sampling.cuda.top_candidates import Ranking, RankingBuffers
 from swiftbatch.worker.sampling.sequence import Sequence
 
-NOWHERE = -1  # as a feature's place
+NOWHERE = -1  # no place for a feature
 
 
 class CudaDraftModel(Protocol):
-    """A draft model with the target's head as CUDA kernels, over an arena and features that never move."""
+    """A draft model with the target's head as CUDA kernels, over fixed buffers."""
 
-    layout: TableLayout  # of its rows
-    logits: torch.Tensor  # [NUM_ROWS, vocab] float32, of the rows of the newest forward
+    layout: TableLayout  # layout of its rows
+    logits: torch.Tensor  # [NUM_ROWS, vocab] float32 of the newest forward
 
     def read_from(self, rows: torch.Tensor, places: torch.Tensor) -> None:
-        """Take the rows of every forward from a table `[layout.size] int32`.
+        """Read the rows of every forward from a table `[layout.size] int32`.
 
-        `places [NUM_ROWS, 2] int32` among the features say what stands in front of a row and where what it regresses
-        goes, -1 for nowhere.
+        `places [NUM_ROWS, 2] int32`: a row's input feature, and the place of its regressed one; -1 for none.
         """
 
     def forward(self) -> None:
-        """Run the rows: into the arena, the features and `logits`."""
+        """Run the rows: write the arena, the features and `logits`."""
 
 
 class CudaRows:
-    """A draft model over all rows, `NUM_ROWS` at a time; a slot for each sequence that the target has one for."""
+    """A draft model over `NUM_ROWS` rows at a time, with one slot per target slot."""
 
     def __init__(
         self,
@@ -72,7 +69,7 @@ class CudaRows:
         forwards: CudaForwards,
         num_candidates: int,
     ) -> None:
-        """Run the model in rooms that are slots of `arena` and of `features [num_slots, num_places, hidden]`."""
+        """Use slots of `arena` and of `features [num_slots, num_places, hidden]` as rooms."""
         device, num_slots = forwards.device, arena.num_slots
         self._model, self._arena, self._features = model, arena, features
         self._num_candidates = num_candidates
@@ -102,7 +99,6 @@ class CudaRows:
         return of_each(parts, found)
 
     def _rank_into(self, num_kept: int) -> None:
-        """Make what ranks; the `num_kept` candidates of a row that it finds are at least those that are wanted."""
         words, ancestors, leaving, self._arriving, self._gone = self._layout.draws.parts(self._draws)
         out = torch.zeros(2 * NUM_ROWS * num_kept, dtype=torch.int32, device=self._draws.device)
         ids, confidences = out.view(2, NUM_ROWS, num_kept).unbind()
@@ -118,7 +114,6 @@ class CudaRows:
         self._ranking.launch()
 
     def _candidates(self, wanted: list[int]) -> list[Candidates]:
-        """Return the candidates of some rows; wait for them."""
         ids, confidences = self._download.wait().reshape(2, NUM_ROWS, -1)[:, wanted, : self._num_candidates]
         scores = confidences.copy().view(np.float32)
         pairs = zip(scores.tolist(), ids.tolist(), strict=True)
@@ -127,23 +122,19 @@ class CudaRows:
 
 @dataclass(frozen=True)
 class CudaRoom(Room):
-    """A room in a slot."""
-
     counts: TokenCounts  # token counts of the sequence's penalty window
 
     @classmethod
     def of(cls, sequence: Sequence, cache: FullKVCache, features: torch.Tensor) -> CudaRoom:
-        """The slot is the cache's in all buffers; `features [num_slots, num_places, hidden]`."""
+        """Use the cache's slot in `features [num_slots, num_places, hidden]`."""
         return cls(sequence, cache, Features(features[cache.slot]), TokenCounts(sequence, cache.slot))
 
 
 @dataclass(frozen=True)
 class DraftLayout:
-    """The layout of rows, places and draws in a buffer of int32."""
-
     rows: TableLayout
     draws: SamplingRowLayout
-    num_places: int  # of a slot's features
+    num_places: int  # places per slot's features
 
     @property
     def size(self) -> int:
@@ -156,9 +147,9 @@ class DraftLayout:
         return buffer[:start], buffer[start:end].reshape(NUM_ROWS, 2), buffer[end:]
 
     def fill(self, buffer: NDArray[np.int32], parts: list[DraftRows], slots: SlotBuffers) -> None:
-        """Fill in at most `NUM_ROWS` rows. `slots` are the draft model's, on the device: what is masked goes there.
+        """Fill in at most `NUM_ROWS` rows; masks go to `slots`, the draft model's on the device.
 
-        Raises ValueError for rows that do not fit the layout.
+        Raises ValueError if unfit.
         """
         rows, places, draws = self.parts(buffer)
         self.rows.fill(rows, [(part.rows, part.room.cache.slot) for part in parts])

@@ -1,4 +1,4 @@
-"""GRIFFIN's draft model and the target's head as CUDA kernels, over buffers that never move, for a graph to replay."""
+"""GRIFFIN's draft model and the target's head as CUDA kernels over fixed buffers."""
 
 from __future__ import annotations
 
@@ -42,10 +42,9 @@ def cuda_rows(model: GriffinModel, forwards: Forwards, num_candidates: int) -> C
 
 
 class CudaGriffin:
-    """Runs the rows of a table; what it writes is allocated here, once.
+    """A `CudaDraftModel` with all its buffers allocated once.
 
-    A row's `logits [NUM_ROWS, vocab] float32` follow from its own tokens and features, whatever shares the table;
-    those of padding rows mean nothing.
+    A row's `logits [NUM_ROWS, vocab] float32` depend only on its own tokens and features.
     """
 
     def __init__(
@@ -55,9 +54,9 @@ class CudaGriffin:
         arena: Tensor,
         features: Tensor,
     ) -> None:
-        """Rows see entries of `arena [1, 2, num_slots, num_kv_heads, capacity, head_dim]`.
+        """Take `arena [1, 2, num_slots, num_kv_heads, capacity, head_dim]` and `features [num_places, hidden]`.
 
-        What stands in front of them lies in `features [num_places, hidden]`. Raises ValueError.
+        Raises ValueError.
         """
         self._around, self._sizes = around, weights.sizes
         self._fuse, self._norms = weights.fuse, weights.parts
@@ -74,11 +73,9 @@ class CudaGriffin:
         self._allocate(weights.expansion(), attention.num_splits, arena.device)
 
     def read_from(self, rows: Tensor, places: Tensor) -> None:
-        """Take the rows of every forward from a table, and the places of their features, as a `CudaDraftModel`."""
         self._table, self._places = self.layout.table(rows), places
 
     def forward(self) -> None:
-        """Run the rows of the table: into the arena, the features, and `logits`."""
         table = self._table
         pair(table.rows, table.token_ids, self._places, self._features, self._around.embedding, self._pairs)
         self._run(self._pairs, self._fuse, self._state)
@@ -87,7 +84,6 @@ class CudaGriffin:
         self._run(self._predicted, self._around.head, self.logits)
 
     def _guide(self, contract: Linear) -> Tensor:
-        """Compute what the second fusion adds to the first one."""
         rows, hidden = self._table.rows, self._sizes.hidden
         sources = {"feature": self._pairs[:, :hidden], "token": self._pairs[:, hidden:], "fused": self._state}
         for (source, norm), part in zip(self._norms, self._parts.split(hidden, dim=1), strict=True):
@@ -102,7 +98,6 @@ class CudaGriffin:
         return self._delta
 
     def _run_layer(self, delta: Tensor | None) -> None:
-        """The decoder layer over the state with `delta` added to it."""
         table, layer, epsilon = self._table, self._layer, self._sizes.epsilon
         assert layer.attention is not None, "a draft layer attends"
         in_front, behind = layer.attention
@@ -131,7 +126,7 @@ class CudaGriffin:
         self._around.linear(rows, linear.weight, linear.bias, out)
 
     def _allocate(self, expansion: int, num_splits: int, device: torch.device) -> None:
-        """Static buffers, of zeros: what padding rows have never written are numbers, too."""
+        """Allocate zeroed buffers, since padding rows read entries never written."""
         sizes = self._sizes
         heads = (sizes.num_heads, sizes.head_dim)
 
@@ -151,6 +146,6 @@ class CudaGriffin:
 
 
 def _attention(sizes: DecoderSizes, capacity: int) -> AttentionShape:
-    """A split for each block of a window: more would stay empty."""
+    """Return a shape with one split per block of a window."""
     heads_per_kv = sizes.num_heads // sizes.num_kv_heads
     return AttentionShape(sizes.num_kv_heads, heads_per_kv, sizes.head_dim, capacity // BLOCK, sizes.dtype)

@@ -47,24 +47,22 @@ PROBE_PARAMS = SamplingParams(max_tokens=1, temperature=1.0, seed=0)
 
 @dataclass(frozen=True)
 class Level:
-    """The newest nodes of a tree below what `follow` took in."""
+    """The newest nodes of a tree that `follow` began."""
 
     sequence: Sequence
     tree: DraftTree
-    first: int  # of the new nodes; their parents were in the level before
+    first: int  # index of the first new node; its parent is in the level before
 
 
 @dataclass
 class _Context:
-    """One sequence as the draft model knows it."""
-
     target_cache: FullKVCache
     room: Room
-    start: int = NUM_SINKS  # position at which the window begins
+    start: int = NUM_SINKS  # first position of the window
 
 
 class DraftForwards(Protocol):
-    """A draft model over the target's features, and what it keeps of each sequence."""
+    """A draft model over the target's features."""
 
     def start(self, sequence: Sequence, target_cache: FullKVCache) -> None:
         """Make room for a sequence whose target cache this is."""
@@ -73,36 +71,31 @@ class DraftForwards(Protocol):
         """Forget a sequence."""
 
     def take(self, sequence_id: str, position: int, hidden: torch.Tensor) -> None:
-        """Take the target's features `[num_rows, hidden]` at a position and those behind it."""
+        """Take the target's features `[num_rows, hidden]` from a position on."""
 
     def follow(self, sequences: list[Sequence]) -> list[Candidates]:
-        """Take in what was committed; returns what may follow each sequence's newest token."""
+        """Take committed tokens; return candidates behind each sequence's newest token."""
 
     def expand(self, levels: list[Level]) -> list[list[Candidates]]:
-        """Return the candidates behind each of the new nodes of some trees."""
+        """Return the candidates behind each new node."""
 
 
 class GriffinForwards:
-    """Draft model, target, and a context for each sequence."""
-
     def __init__(self, rows: GriffinRows, target: TargetModel) -> None:
         self._rows = rows
         self._target = target
         self._contexts: dict[str, _Context] = {}
 
     def start(self, sequence: Sequence, target_cache: FullKVCache) -> None:
-        """Make room for a sequence whose target cache this is."""
         self._contexts[sequence.sequence_id] = _Context(target_cache, self._rows.new_room(sequence))
 
     def stop(self, sequence_id: str) -> None:
         del self._contexts[sequence_id]
 
     def take(self, sequence_id: str, position: int, hidden: torch.Tensor) -> None:
-        """Keep the target's features `[num_rows, hidden]` at a position and those behind it."""
         self._contexts[sequence_id].room.features.put(position, hidden)
 
     def follow(self, sequences: list[Sequence]) -> list[Candidates]:
-        """Take in what was committed; returns what may follow each sequence's newest token."""
         for sequence in sequences:
             self._open_window(self._contexts[sequence.sequence_id], len(sequence))
         found: dict[str, Candidates] = {}
@@ -115,11 +108,9 @@ class GriffinForwards:
         return [found[sequence.sequence_id] for sequence in sequences]
 
     def expand(self, levels: list[Level]) -> list[list[Candidates]]:
-        """Return the candidates behind each of the new nodes of some trees."""
         return self._rows.run([self._level_rows(level) for level in levels])
 
     def level_seconds(self) -> float:
-        """Seconds of one level of a few nodes, measured."""
         room = self._rows.new_room(Sequence("probe", [0], PROBE_PARAMS, self._target.vocab_size, self._target.device))
         room.cache.clear()
         room.cache.advance(NUM_SINKS + WINDOW)
@@ -135,7 +126,7 @@ class GriffinForwards:
             context.room.cache.roll_back(min(context.room.cache.length, NUM_SINKS))
 
     def _missing_rows(self, sequence: Sequence) -> DraftRows:
-        """The next rows that are not in the draft model's cache: at most a block, sinks and window apart."""
+        """Return the next rows missing in the cache: at most a block, sinks and window apart."""
         context = self._contexts[sequence.sequence_id]
         room, last = context.room, len(sequence) - 1
         first = position_of(room.cache.length, context.start)
@@ -146,7 +137,6 @@ class GriffinForwards:
         return DraftRows(room, rows, self._known_places(sequence, rows), [[]] if is_last else [])
 
     def _known_places(self, sequence: Sequence, rows: SequenceRows) -> list[int]:
-        """Find the places of the features in front of tokens of the text."""
         context = self._contexts[sequence.sequence_id]
         features, position = context.room.features, position_of(rows.first_entry, context.start)
         start, end = max(0, position - 1), position - 1 + len(rows)
@@ -156,7 +146,7 @@ class GriffinForwards:
         return [NOTHING] * (position == 0) + features.places(start, end)
 
     def _replay(self, sequence: Sequence, cache: FullKVCache, start: int, end: int) -> torch.Tensor:
-        """The target's final hidden states at positions `[start, end)`: `[end - start, hidden]`."""
+        """Return the target's final hidden states at positions `[start, end)`: `[end - start, hidden]`."""
         size, token_ids = self._target.hidden_size, sequence.token_ids
         hidden = [torch.zeros(0, size, dtype=self._target.dtype, device=self._target.device)]
         with cache.replayed(start, end - start) as before:
@@ -172,7 +162,7 @@ class GriffinForwards:
 
 
 def _paths(tree: DraftTree) -> list[list[int]]:
-    """Tokens from the root, which is not among them, down to each node."""
+    """Return the tokens from below the root to each node."""
     paths: list[list[int]] = []
     for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
         paths.append([*([] if parent == ROOT else paths[parent]), token_id])
@@ -186,17 +176,17 @@ class GriffinRows(Protocol):
     """A draft model for one target; a row's bits do not depend on what shares its forward."""
 
     def new_room(self, sequence: Sequence) -> Room:
-        """Make room for one sequence. Raises KVRoomError where more are there than the target has slots for."""
+        """Make room for one sequence. Raises KVRoomError if the target's slots are used up."""
 
     def run(self, parts: list[DraftRows]) -> list[list[Candidates]]:
-        """Return candidates behind the trees' rows of each part, at most as many for a row as this was made for.
+        """Return candidates behind each part's tree rows.
 
-        Keys and values go to the rows' entries. What is regressed at the trees' rows goes to their rooms' features.
+        Writes keys and values to the rows' entries and regressed features to their rooms.
         """
 
 
 def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> GriffinRows:
-    """The kernels where the target runs on them and they take the draft model's sizes, else torch."""
+    """Return kernels if target and draft model fit them, else torch."""
     try:
         if target.forwards.team is not None:
             return NativeRows(model, target.forwards, num_candidates)
@@ -205,15 +195,15 @@ def rows_of(model: GriffinModel, target: TargetModel, num_candidates: int) -> Gr
 
             return cuda_rows(model, target.forwards, num_candidates)
     except ValueError:
-        pass  # no multiple of what they take at a time
+        pass  # the kernels take other multiples
     return TiledRows(model, target, num_candidates)
 
 
 class NativeRows:
-    """All rows in one forward through the compiled kernels, on the target's threads."""
+    """All rows in one forward through the compiled kernels."""
 
     def __init__(self, model: GriffinModel, forwards: Forwards, num_candidates: int) -> None:
-        """Raises ValueError for sizes that the kernels do not take."""
+        """Raise ValueError for sizes that the kernels do not take."""
         if forwards.team is None:
             raise ValueError("found a target that no compiled kernels run")
         self._native = NativeGriffin(packed_weights(model, forwards.vocab_size), forwards.team)
@@ -262,7 +252,7 @@ class TiledRows:
         return keep_and_rank(parts, torch.cat(regressed)[wanted], torch.cat(logits)[wanted], self._num_candidates)
 
     def _tile(self, tile: Tile, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predict and regress features of a tile's rows, padding included: `[num_padded_rows, hidden]`."""
+        """Return predicted and regressed features of a tile, padding included: `[num_padded_rows, hidden]`."""
         device = self._target.device
         padded = torch.cat([features, features.new_zeros(tile.num_padded_rows - tile.num_rows, features.shape[1])])
         groups: list[RowGroup] = [BatchInvariantRows.prepare(part, self._target.dtype, device) for part in tile.parts]
@@ -273,5 +263,4 @@ class TiledRows:
 
 
 def cache_shape_of(config: GriffinConfig, forwards: Forwards) -> CacheShape:
-    """Return the cache shape of the draft model's one layer."""
     return CacheShape(1, config.num_kv_heads, config.head_dim, forwards.dtype, forwards.device)

@@ -1,4 +1,4 @@
-"""The rows of a draft model's forward, the text that they see, and the ranking of their candidates."""
+"""Rows of a draft model's forward, their visible text, and the ranking of their candidates."""
 
 from __future__ import annotations
 
@@ -18,48 +18,44 @@ from swiftbatch.worker.sampling.sampler import TokenSampler
 from swiftbatch.worker.sampling.sequence import Sequence
 
 NUM_SINKS = BLOCK
-WINDOW = 4 * BLOCK  # newest tokens that are always seen; before it begins anew, up to twice as many
+WINDOW = 4 * BLOCK  # newest tokens always seen; grows to twice as many before it is cut back
 NUM_ENTRIES = NUM_SINKS + 2 * WINDOW
 
 
 def window_start(num_committed: int) -> int:
-    """Position of the first token behind the sinks that is seen, for so many committed tokens."""
+    """Return the position of the first visible token behind the sinks."""
     return max(NUM_SINKS, (num_committed // WINDOW - 1) * WINDOW)
 
 
 def entry_of(position: int, start: int) -> int:
-    """The entry of a token that is seen, where the window begins at position `start`."""
+    """Return the entry of a visible token if the window begins at position `start`."""
     return position if position < NUM_SINKS else position - start + NUM_SINKS
 
 
 def position_of(entry: int, start: int) -> int:
-    """The position of the token in an entry: `entry_of` the other way round."""
     return entry if entry < NUM_SINKS else entry - NUM_SINKS + start
 
 
-NOTHING = 0  # zeros: in front of the text's first token stands no feature
-REGRESSED = 1  # regressed features in their place: a draft tree's root, then its nodes
-RING = REGRESSED + 1 + MAX_TREE_NODES  # the target's features at the newest positions, one behind the other and round
+NOTHING = 0  # zeros: no feature precedes the text's first token
+REGRESSED = 1  # regressed features of a draft tree's root, then of its nodes
+RING = REGRESSED + 1 + MAX_TREE_NODES  # the target's features at the newest positions, in a ring
 NUM_PLACES = RING + NUM_ENTRIES
 Candidates = list[tuple[float, int]]
 """What may follow a row: (log-confidence, token), best first."""
 
 
 class Features:
-    """The target's final hidden states at consecutive positions of one sequence, and those regressed for its tree."""
+    """The target's final hidden states of one sequence, and the regressed ones of its tree."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        """`buffer [num_places, hidden]`: of what lies in it, nothing is read before it was written.
-
-        The number of places says how many of the target's features are kept.
-        """
+        """`buffer [num_places, hidden]` need not be initialised; its length limits the kept target features."""
         self._buffer = buffer
         self._buffer[NOTHING] = 0
-        self._num_kept = len(buffer) - RING  # positions that there is room for
-        self.first = self.end = 0  # positions that are known
+        self._num_kept = len(buffer) - RING  # room for so many positions
+        self.first = self.end = 0  # known positions
 
     def put(self, position: int, hidden: torch.Tensor) -> None:
-        """Keep `hidden [num_rows, hidden]` of `position` and those behind it; what is not next to it is forgotten."""
+        """Keep `hidden [num_rows, hidden]` from `position` on; forget features that do not adjoin."""
         if position != self.end:
             self.first = position
         self.end = position + len(hidden)
@@ -72,15 +68,13 @@ class Features:
             self._buffer[RING : RING + len(kept) - num_left] = kept[num_left:]
 
     def holds(self, start: int, end: int) -> bool:
-        """Tell whether all of the target's features at positions `[start, end)` are there."""
         return self.first <= start and end <= self.end
 
     def places(self, start: int, end: int) -> list[int]:
-        """Return the places of the target's features at positions `[start, end)`."""
         return [RING + position % self._num_kept for position in range(start, end)]
 
     def keep(self, first: int, regressed: torch.Tensor) -> None:
-        """Keep what was regressed at rows of a tree `[num_rows, hidden]` from row `first` on; the root is row 0."""
+        """Keep regressed features of a tree's rows `[num_rows, hidden]` from row `first` on; the root is row 0."""
         self._buffer[REGRESSED + first : REGRESSED + first + len(regressed)] = regressed
 
     def rows(self, places: list[int]) -> torch.Tensor:
@@ -89,51 +83,46 @@ class Features:
 
 
 def regressed_place(row: int) -> int:
-    """Return the place of the feature regressed at a row of a tree; the root is row 0."""
     return REGRESSED + row
 
 
 @dataclass(frozen=True)
 class Room:
-    """The cache and features that the draft model keeps of one sequence."""
-
     sequence: Sequence
-    cache: FullKVCache  # rows of the window but the newest token's, which every draft runs anew
+    cache: FullKVCache  # rows of the window without the newest token's, which every draft runs anew
     features: Features
 
 
 @dataclass(frozen=True)
 class DraftRows:
-    """Consecutive rows of one sequence; the last ones belong to a draft's tree: what may follow them is wanted."""
+    """Consecutive rows of one sequence; the last ones, of a draft tree, want candidates."""
 
     room: Room
     rows: SequenceRows
-    places: list[int]  # [num_rows] of the features in front of them
-    paths: list[list[int]]  # tokens from the tree's root, which is not among them, down to each of the tree's rows
-    first: int = 0  # of these rows in their tree, whose root is row 0
+    places: list[int]  # [num_rows] places of the features in front of them
+    paths: list[list[int]]  # tokens below the tree's root down to each tree row
+    first: int = 0  # index of the first such row in its tree; the root is 0
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def num_known(self) -> int:
-        """Rows of the text, in front of the tree's."""
+        """Return the number of text rows."""
         return len(self) - len(self.paths)
 
     def part(self, start: int, end: int) -> DraftRows:
-        """Rows `start` to `end`."""
         first, stop = (max(0, row - self.num_known) for row in (start, end))
         rows, places = self.rows.part(start, end), self.places[start:end]
         return DraftRows(self.room, rows, places, self.paths[first:stop], self.first + first)
 
 
 def features_of(parts: list[DraftRows]) -> torch.Tensor:
-    """Return the features in front of all rows, `[num_rows, hidden]`."""
     return torch.cat([part.room.features.rows(part.places) for part in parts])
 
 
 def wanted_rows(parts: list[DraftRows]) -> list[int]:
-    """Numbers of the trees' rows among all rows of some parts."""
+    """Return the tree rows' numbers among all rows of some parts."""
     wanted: list[int] = []
     start = 0
     for part in parts:
@@ -143,7 +132,6 @@ def wanted_rows(parts: list[DraftRows]) -> list[int]:
 
 
 def of_each(parts: list[DraftRows], found: list[Candidates]) -> list[list[Candidates]]:
-    """Candidates of all wanted rows, by the parts that wanted them."""
     remaining = iter(found)
     return [list(itertools.islice(remaining, len(part.paths))) for part in parts]
 
@@ -169,26 +157,23 @@ def tables(parts: list[DraftRows], num_rows: int) -> Iterator[list[DraftRows]]:
 # The ranking in torch of candidates behind a draft's rows, with the penalty and noise that the target will have.
 
 
-SPREAD = 0.4  # error of the draft model's logits, so that scores are about as likely as they say
+SPREAD = 0.4  # error of the draft model's logits; with it scores are about as likely as they say
 
 
 @dataclass(frozen=True)
 class TorchRoom(Room):
-    """A room outside any graph."""
-
-    sampler: TokenSampler  # knows some first tokens of the sequence
+    sampler: TokenSampler  # covers a first part of the sequence
 
     @classmethod
     def of(
         cls, sequence: Sequence, cache: FullKVCache, features_like: torch.Tensor, num_places: int = NUM_PLACES
     ) -> TorchRoom:
-        """Make room for features `[hidden]` of this dtype, on this device."""
         buffer = features_like.new_zeros(num_places, len(features_like))
         sampler = TokenSampler(sequence, sequence.vocab_size, buffer.device)
         return cls(sequence, cache, Features(buffer), sampler)
 
     def rank(self, logits: torch.Tensor, paths: list[list[int]], width: int) -> list[Candidates]:
-        """The best `width` tokens behind each path, by guessed logits `[num_rows, vocab] float32`."""
+        """Return the best `width` tokens behind each path, by guessed logits `[num_rows, vocab] float32`."""
         if not paths:
             return []
         for token_id in self.sequence.token_ids[self.sampler.position :].tolist():
@@ -200,7 +185,7 @@ class TorchRoom(Room):
 def keep_and_rank(
     parts: list[DraftRows], regressed: torch.Tensor, logits: torch.Tensor, width: int
 ) -> list[list[Candidates]]:
-    """Keep `regressed [num_wanted, hidden]` of the trees' rows, and rank by their `logits [num_wanted, vocab]`."""
+    """Keep tree rows' `regressed [num_wanted, hidden]` and rank by `logits [num_wanted, vocab]`."""
     found: list[Candidates] = []
     start = 0
     for part in parts:

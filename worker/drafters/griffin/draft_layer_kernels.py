@@ -1,7 +1,4 @@
-"""Kernels of draft models besides a decoder layer's: pairs, norms with a bias, SiLU, what is kept of rows.
-
-A program sees one row, as in `worker.kernels.cuda.norm_rope_kernels`; padding rows stay as they are.
-"""
+"""Draft model kernels besides a decoder layer's. A program handles one row and leaves padding rows alone."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS
 
 LAYER_NORM_EPSILON = tl.constexpr(1e-5)
 NORM_WARPS = 8
-THREAD_NUMBERS = 32  # of a row that is joined, in each thread
+THREAD_NUMBERS = 32  # numbers of a joined row per thread
 
 
 @triton.jit
@@ -24,7 +21,6 @@ def pair_row(
     rows_ptr, token_ids_ptr, feature_places_ptr, features_ptr, embedding_ptr, pairs_ptr,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): the feature in front of the row's token, and its embedding behind that."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -43,7 +39,7 @@ def layer_norm_row(
     rows_ptr, source_ptr, weight_ptr, bias_ptr, out_ptr, source_stride, out_stride,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): to mean 0 and variance 1, then weight and bias; rounded once, behind all of it."""
+    """Normalise a row to mean 0 and variance 1, apply weight and bias, round once."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -60,7 +56,6 @@ def layer_norm_row(
 
 @triton.jit
 def silu_row(rows_ptr, expanded_ptr, EXPANSION: tl.constexpr, COLUMNS: tl.constexpr):
-    """Program (row, columns), in place."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -73,7 +68,6 @@ def silu_row(rows_ptr, expanded_ptr, EXPANSION: tl.constexpr, COLUMNS: tl.conste
 
 @triton.jit
 def add_row(rows_ptr, state_ptr, delta_ptr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr):
-    """Program (row): the state with a layer's last change."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -87,7 +81,7 @@ def add_row(rows_ptr, state_ptr, delta_ptr, HIDDEN: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit
 def keep_row(rows_ptr, feature_places_ptr, regressed_ptr, features_ptr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr):
-    """Program (row): what was regressed goes to the row's own place; -1 means nobody will ask for it."""
+    """Write a row's regressed feature to its own place; -1 skips it."""
     row = tl.program_id(0)
     place = tl.load(feature_places_ptr + row * 2 + 1).to(tl.int64)
     if is_padding(rows_ptr, row) | (place < 0):
@@ -103,9 +97,9 @@ def join_row(
     rows_ptr, token_ids_ptr, feature_places_ptr, features_ptr, embedding_ptr, token_norm_ptr, hidden_norm_ptr,
     pairs_ptr, epsilon, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, half): the embedding of the row's token, or behind that the feature in front of it.
+    """Write half a row: the token's embedding, or behind it the feature in front of the token.
 
-    Each behind an RMS norm with float32 weights, rounded once.
+    Each passes an RMS norm with float32 weights and is rounded once.
     """
     row = tl.program_id(0)
     half = tl.program_id(1)
@@ -125,16 +119,16 @@ def join_row(
 
 
 def pair(rows: Tensor, token_ids: Tensor, places: Tensor, features: Tensor, embedding: Tensor, pairs: Tensor) -> None:
-    """Rows of `features [num_places, hidden]` at the first of `places [NUM_ROWS, 2]`, and of `embedding`.
+    """Join `features [num_places, hidden]` at the first of `places [NUM_ROWS, 2]` with rows of `embedding`.
 
-    Side by side into `pairs [NUM_ROWS, 2 * hidden]`.
+    Writes `pairs [NUM_ROWS, 2 * hidden]`.
     """
     sizes = _sizes(embedding.shape[1])
     pair_row[(NUM_ROWS,)](rows, token_ids, places, features, embedding, pairs, **sizes)
 
 
 def layer_norm(rows: Tensor, source: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
-    """LayerNorm of `source [NUM_ROWS, hidden]` into `out`; both may be columns of wider buffers."""
+    """Write the LayerNorm of `source [NUM_ROWS, hidden]` to `out`; both may be columns of wider buffers."""
     layer_norm_row[(NUM_ROWS,)](
         rows, source, weight, bias, out, source.stride(0), out.stride(0),
         num_warps=NORM_WARPS, **_sizes(len(weight)),
@@ -142,14 +136,12 @@ def layer_norm(rows: Tensor, source: Tensor, weight: Tensor, bias: Tensor, out: 
 
 
 def silu(rows: Tensor, expanded: Tensor) -> None:
-    """`expanded [NUM_ROWS, expansion]`, in place."""
     expansion = expanded.shape[1]
     grid = (NUM_ROWS, triton.cdiv(expansion, ACTIVE_COLUMNS))
     silu_row[grid](rows, expanded, EXPANSION=expansion, COLUMNS=ACTIVE_COLUMNS)
 
 
 def add(rows: Tensor, state: Tensor, delta: Tensor) -> None:
-    """Add `delta [NUM_ROWS, hidden]` to `state`."""
     add_row[(NUM_ROWS,)](rows, state, delta, **_sizes(state.shape[1]))
 
 
@@ -169,9 +161,9 @@ def join(
     epsilon: float,
     pairs: Tensor,
 ) -> None:
-    """Norm rows of `embedding`, and of `features [num_places, hidden]` at the first of `places [NUM_ROWS, 2]`.
+    """Norm and join rows of `embedding` with `features [num_places, hidden]` at the first of `places [NUM_ROWS, 2]`.
 
-    Side by side into `pairs [NUM_ROWS, 2 * hidden]`; the weights of both norms are `[hidden] float32`.
+    Writes `pairs [NUM_ROWS, 2 * hidden]`; both norms' weights are `[hidden] float32`.
     """
     join_row[(NUM_ROWS, 2)](
         rows, token_ids, places, features, embedding, token_norm, hidden_norm, pairs, epsilon,
@@ -180,7 +172,7 @@ def join(
 
 
 def join_constants(hidden: int) -> dict[str, int]:
-    """Return the constants of `join_row`, with its warps: with half as many numbers, compiled threads spill some."""
+    """Return the constants of `join_row` with enough warps that threads do not spill."""
     sizes = _sizes(hidden)
     return sizes | {"num_warps": max(1, sizes["WIDTH"] // 32 // THREAD_NUMBERS)}
 

@@ -22,17 +22,17 @@ from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Verification
 
-PRIOR_MEANS = (2.5, 8.0, 3.0, 1.5)  # tokens, nodes, levels, expected accepted ones of a step, before anything was seen
-MAX_TRUST = 4.0  # most that a probability is multiplied or divided by
+PRIOR_MEANS = (2.5, 8.0, 3.0, 1.5)  # prior of tokens, nodes, levels and expected accepted nodes per step
+MAX_TRUST = 4.0  # bound of the factor on a probability
 STEP_OVERHEAD = 0.001  # seconds of a step beside its forwards
-PRICED_ROWS = (1, 16)  # the price of a row is the mean between these numbers of rows
+PRICED_ROWS = (1, 16)  # a row's price is the mean between these numbers of rows
 
 
 class GrowingTree:
-    """The tree of one sequence while it grows: candidates of all levels, and those that were expanded."""
+    """Candidates of all levels of a sequence's tree, and the expanded ones."""
 
     def __init__(self, sequence: Sequence, max_depth: int, num_expanded: int, prices: TreePrices) -> None:
-        """At most `num_expanded` nodes of a level are expanded, down to `max_depth`."""
+        """Expand at most `num_expanded` nodes of a level, down to `max_depth`."""
         self.num_levels = 0
         self._sequence = sequence
         self._max_depth = max_depth
@@ -42,16 +42,15 @@ class GrowingTree:
         self._scores: list[float] = []  # log-confidence of each candidate's path
         self._newest: list[int] = []  # candidates of the newest level
         self._expanded = DraftTree()  # candidates that went through the draft model
-        self._expanded_as: dict[int, int] = {}  # candidate to its node there
-        self._parents: list[int] = []  # candidates that the coming level grows below
+        self._expanded_as: dict[int, int] = {}  # candidate -> its node there
+        self._parents: list[int] = []  # candidates above the next level
 
     def add_root(self, candidates: Candidates) -> None:
-        """Add the first level: the candidates behind the newest token."""
         self._parents = [ROOT]
         self.add_level([candidates])
 
     def next_level(self) -> Level | None:
-        """Nodes to expand next; None where no further level pays."""
+        """Return the nodes to expand next; None if no further level pays."""
         if self.num_levels >= self._max_depth:
             return None
         best = sorted(self._newest, key=self._scores.__getitem__, reverse=True)[: self._width]
@@ -67,7 +66,6 @@ class GrowingTree:
         return Level(self._sequence, self._expanded, first)
 
     def add_level(self, ranked: list[Candidates]) -> None:
-        """Add the candidates behind each of the nodes that `next_level` gave."""
         self.num_levels += 1
         self._newest = []
         for parent, children in zip(self._parents, ranked, strict=True):
@@ -79,7 +77,7 @@ class GrowingTree:
                 self._candidates.parents.append(parent)
 
     def best(self, max_nodes: int) -> tuple[DraftTree, float]:
-        """Return the best candidates that pay, as a tree of at most `max_nodes`, and how many are likely accepted."""
+        """Return the best paying candidates as a tree, and the expected number accepted."""
         order = sorted(range(len(self._scores)), key=lambda node: -self._scores[node])[:max_nodes]
         paid = [node for node in order if self._prices.pays_row(math.exp(self._scores[node]))]
         kept = {node: number for number, node in enumerate(paid)}
@@ -93,19 +91,17 @@ class GrowingTree:
 
 @dataclass(frozen=True)
 class TreePrices:
-    """The prices of one step, in tokens, which say what pays."""
+    """Prices of one step, in tokens."""
 
     row: float
     level: float
-    coverage: float  # how often one of a node's children is the token that comes
+    coverage: float  # share of nodes of which a child is the next token
     trust: float = 1.0  # factor on the draft model's probabilities
 
     def pays_row(self, probability: float) -> bool:
-        """Tell whether a node of this probability is worth its row in the verification."""
         return self.trust * probability > self.row
 
     def pays_level(self, probabilities: list[float]) -> bool:
-        """Tell whether one more forward below nodes of these probabilities is worth its time."""
         gains = (self.trust * p * self.coverage - self.row for p in probabilities)
         return sum(max(0.0, gain) for gain in gains) > self.level
 
@@ -115,20 +111,20 @@ EVERYTHING_PAYS = TreePrices(row=-1.0, level=0.0, coverage=1.0)
 
 
 class PricePlanner:
-    """A planner that prices by measured costs and by the running means of what steps bring."""
+    """Prices from measured costs and running means of what steps bring."""
 
     def __init__(self, costs: StepCosts, level_seconds: float) -> None:
         self._costs = costs
         self._level_seconds = level_seconds
-        self._means = np.array(PRIOR_MEANS)  # tokens, nodes, levels and expected accepted ones of a step
+        self._means = np.array(PRIOR_MEANS)  # tokens, nodes, levels and expected accepted nodes per step
         self._num_steps = 0
-        self._drafting = 0.0  # seconds that drafting takes here for each sequence; 0 before it was done
-        self._told_drafting = 0.0  # the same on the machine that the state came from; used until this one has drafted
+        self._drafting = 0.0  # seconds of drafting per sequence here; 0 before the first draft
+        self._told_drafting = 0.0  # the same from the state's machine; used until this one has drafted
 
     def pays(self, lengths: list[int], overhead: float) -> bool:
-        """Tell whether trees bring more than plain decoding to sequences that share a forward.
+        """Return whether trees pay for sequences that share a forward.
 
-        `lengths`: cached positions of each. `overhead`: seconds that a step takes beside forward and drafts.
+        `lengths`: cached positions of each. `overhead`: seconds of a step beside forward and drafts.
         """
         if self._num_steps < PRIOR_STEPS:
             return True
@@ -139,7 +135,6 @@ class PricePlanner:
         return bool(tokens * (plain + overhead) > drafted + overhead + len(lengths) * drafting)
 
     def prices(self, length: int, num_sequences: int) -> TreePrices:
-        """Prices for a sequence of `length` cached positions that shares its forwards with others."""
         tokens, nodes, levels, expected = self._means.tolist()
         costs = self._costs.as_routed()
         forward = costs.forward_seconds(round(nodes) + 1, length, num_sequences)
@@ -153,9 +148,9 @@ class PricePlanner:
     def observe(
         self, num_tokens: int, num_nodes: int, num_levels: int, num_expected: float, seconds: float = 0.0
     ) -> None:
-        """Take in a step that committed so many tokens, with a tree of so many nodes from so many draft forwards.
+        """Learn from a step.
 
-        `num_expected` nodes were to be accepted by their probabilities; drafting took `seconds`.
+        `num_expected`: nodes expected to be accepted; `seconds` of drafting.
         """
         self._drafting += LEARNING_RATE * (seconds - self._drafting) if self._drafting else seconds
         self._num_steps += 1
@@ -163,12 +158,10 @@ class PricePlanner:
         self._means += weight * (np.array([num_tokens, num_nodes, num_levels, num_expected]) - self._means)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return what the plan has learned."""
         drafting = self._drafting or self._told_drafting
         return {"griffin_plan": np.array([*self._means, self._level_seconds, drafting, self._num_steps])}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
         found = state.get("griffin_plan")
         if found is None or found.shape != (7,) or not (np.isfinite(found) & (found >= 0)).all() or found[0] < 1:
             raise ValueError(f"griffin's plan: found {found}, expected means of a step, seconds, steps")
@@ -179,12 +172,12 @@ class PricePlanner:
 # GRIFFIN (Hu et al. 2025): a trained draft model over the target's features, with dynamic trees.
 
 
-PROBE_EVERY = 24  # steps, at first: each look takes in all that was not drafted behind
+PROBE_EVERY = 24  # steps between trials at first; a trial reads all tokens since the last draft
 
 
 @dataclass(frozen=True)
 class GriffinOptions:
-    """Limits of a tree (appendix C.2), and whether they are also its size."""
+    """Limits of a tree (appendix C.2)."""
 
     max_depth: int = 6
     max_nodes: int = 60
@@ -197,19 +190,17 @@ DEFAULTS = GriffinOptions()
 
 @dataclass
 class _Tracked:
-    """One sequence, and what was drafted for it last."""
-
     cache: FullKVCache
     num_levels: int = 0
-    num_expected: float = 0.0  # nodes that will be accepted, by their probabilities
-    seconds: float = 0.0  # its part of the time that drafting took
+    num_expected: float = 0.0  # nodes expected to be accepted
+    seconds: float = 0.0  # its share of the drafting time
     looks: ProbeSchedule = field(default_factory=lambda: ProbeSchedule(PROBE_EVERY))
 
 
 def griffin(
     target: TargetModel, costs: Costs, parts_folder: Path | None, options: GriffinOptions = DEFAULTS
 ) -> GriffinDrafter:
-    """A `DrafterFactory`. Raises ModelError where there is no draft model for this target."""
+    """Make GRIFFIN's drafter. Raises ModelError without a draft model for this target."""
     from swiftbatch.worker.drafters.griffin.draft_forwards import rows_of
     from swiftbatch.worker.drafters.griffin.griffin_weights import load_griffin
 
@@ -220,21 +211,21 @@ def griffin(
 
 
 class GriffinDrafter(Drafter):
-    """Draft model, planner and limits; sequences share the draft model's forwards."""
+    """Draft model, planner and limits."""
 
     needs_hidden = True
     reads_caches = True
     phases = ("follow", "grow")
 
     def __init__(self, forwards: DraftForwards, planner: PricePlanner | None, options: GriffinOptions) -> None:
-        """Draft trees that `planner` plans; without one they are as large as their limits (the paper's setting)."""
+        """Without a planner, trees are as large as their limits (the paper's setting)."""
         self._forwards = forwards
         self._planner = planner
         self._options = options
         self._tracked: dict[str, _Tracked] = {}
 
     def start(self, sequence: Sequence, cache: FullKVCache) -> None:
-        self._forwards.start(sequence, cache)  # first, since it may fail
+        self._forwards.start(sequence, cache)  # it may fail, so it comes first
         self._tracked[sequence.sequence_id] = _Tracked(cache)
 
     def propose(self, requests: list[DraftRequest]) -> list[DraftTree]:
@@ -270,7 +261,6 @@ class GriffinDrafter(Drafter):
         del self._tracked[sequence.sequence_id]
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        """Return what the planner has learned; all else follows from the tokens and is rebuilt from them."""
         tracked = self._tracked.get(sequence.sequence_id)  # None: it has left, and the next one takes its place
         looks = tracked.looks if tracked else ProbeSchedule(PROBE_EVERY)
         return self._planner.state() | {"griffin_looks": looks.state()} if self._planner else {}
@@ -294,7 +284,6 @@ class GriffinDrafter(Drafter):
         return GrowingTree(request.sequence, depth, self._options.num_expanded, prices)
 
     def _grow(self, trees: list[GrowingTree]) -> None:
-        """Grow trees level by level, in one forward for all trees that go on."""
         levels = [(tree, level) for tree in trees if (level := tree.next_level()) is not None]
         while levels:
             for (tree, _), ranked in zip(levels, self._forwards.expand([level for _, level in levels]), strict=True):

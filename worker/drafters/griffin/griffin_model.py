@@ -1,9 +1,7 @@
 """GRIFFIN's draft model (Hu et al. 2025, section 4.2): one decoder layer over fused features and tokens.
 
-A row stands for one token of the text. It takes the token's embedding x and the target's feature F in front of it (the
-final hidden state that the token was drawn from), and gives two features: one that the target's language model head
-turns into logits of the next token, and one that stands in for F in the next row of a draft. Embedding and language
-model head are the target's own.
+A row takes a token's embedding and the target's hidden state that the token was drawn from. It gives two features: one
+for the target's language model head, one for the draft's next row.
 """
 
 from __future__ import annotations
@@ -33,20 +31,20 @@ SECOND_FUSIONS: dict[Fusion, tuple[Source, ...]] = {
 
 @dataclass(frozen=True)
 class GriffinConfig:
-    """Sizes of a draft model, and what of it is left out for an ablation."""
+    """Sizes of a draft model, and its ablation."""
 
-    hidden_size: int  # the target's
+    hidden_size: int  # as the target's
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    expansion_size: int  # of the second fusion; 0: neither up-projector nor SiLU (table 6, ablation 1)
+    expansion_size: int  # width of the second fusion; 0: neither up-projector nor SiLU (table 6, ablation 1)
     fusion: Fusion = "token"
     has_token_enhanced_head: bool = True
 
     @classmethod
     def for_target(cls, target: PreTrainedConfig) -> GriffinConfig:
-        """The target's own sizes; the second fusion expands to those of its feed-forward layers (A.3)."""
+        """Return the target's own sizes; the second fusion expands to those of its feed-forward layers (A.3)."""
         num_heads = target.num_attention_heads
         return cls(
             hidden_size=target.hidden_size,
@@ -58,7 +56,6 @@ class GriffinConfig:
         )
 
     def layer_config(self) -> LlamaConfig:
-        """The decoder layer's, as `transformers` wants it."""
         return LlamaConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -72,7 +69,7 @@ class GriffinConfig:
 
 
 class TokenGuidedFusion(nn.Module):
-    """Fuses features and token embeddings `[..., hidden]`, and guides the result by the tokens once more."""
+    """Fuses features and token embeddings `[..., hidden]`, then guides the result by the tokens."""
 
     def __init__(self, config: GriffinConfig) -> None:
         super().__init__()
@@ -96,7 +93,7 @@ class TokenGuidedFusion(nn.Module):
 
 
 class TokenEnhancedHead(nn.Module):
-    """Two linear layers, so that predicting tokens and regressing features do not pull at the same vector."""
+    """Two linear layers: token prediction and feature regression do not share a vector."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -110,7 +107,7 @@ class TokenEnhancedHead(nn.Module):
 
 
 class GriffinModel(nn.Module):
-    """Fusion, one decoder layer, head. How rows attend is up to the caller: see `set_attention`."""
+    """Fusion, one decoder layer, head. `set_attention` chooses the attention."""
 
     def __init__(self, config: GriffinConfig) -> None:
         super().__init__()
@@ -122,15 +119,14 @@ class GriffinModel(nn.Module):
         self.head = TokenEnhancedHead(config.hidden_size) if config.has_token_enhanced_head else None
 
     def set_attention(self, name: str) -> None:
-        """Use an attention that was registered with `transformers` under this name."""
         self.layer.self_attn.config._attn_implementation = name
 
     def forward(
         self, features: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predict features and regress features `[batch, num_rows, hidden]`, from inputs of that shape.
+        """Predict features and regress features, in the inputs' shape `[batch, num_rows, hidden]`.
 
-        `positions [batch, num_rows]`; `attention` goes to the attention function as it is.
+        `positions [batch, num_rows]`; `attention` goes to the attention function.
         """
         fused = self.fusion(features, embeddings)
         hidden = self.layer(fused, position_embeddings=self.rotary(fused, positions), **attention)

@@ -1,4 +1,4 @@
-"""GRIFFIN's weights as one file: written by training, read for a target; and the memory of a GPU that they take."""
+"""GRIFFIN's weight file and its memory on a GPU."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from swiftbatch.worker.kv.model_sizes import ModelSizes, num_parameters
 from swiftbatch.worker.model.model_files import ModelFiles, let_others_read
 from swiftbatch.worker.sampling.cuda.sampling_rows import BLOCK, NUM_MASKED
 
-CONFIG = "griffin_config"  # in the file's header: a JSON object
+CONFIG = "griffin_config"  # a JSON object in the file's header
 
 
 def save_griffin(folder: Path, model: GriffinModel, model_fingerprint: str) -> None:
-    """Write a draft model in bf16, with its config and the fingerprint of its target, to `folder`."""
+    """Write a draft model in bf16, with config and target's fingerprint."""
     tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     header = {FINGERPRINT: model_fingerprint, CONFIG: json.dumps(asdict(model.config))}
     save_file(tensors, folder / GRIFFIN.name, metadata=header)
@@ -36,9 +36,9 @@ def save_griffin(folder: Path, model: GriffinModel, model_fingerprint: str) -> N
 
 
 def load_griffin(parts_folder: Path | None, target: TargetModel) -> GriffinModel:
-    """Read the draft model in a folder, None for the target's own, in the target's dtype and on its device.
+    """Read the draft model in a folder, None for the target's own.
 
-    Raises ModelError where there is none, or where it was made for another model.
+    Raises ModelError if there is none, or it is another model's.
     """
     part = read_part(GRIFFIN, target, parts_folder)
     try:
@@ -54,7 +54,7 @@ def load_griffin(parts_folder: Path | None, target: TargetModel) -> GriffinModel
 
 
 def packed_weights(model: GriffinModel, vocab_size: int) -> GriffinWeights:
-    """A draft model taken apart, as the kernels want it. Raises ValueError for sizes that they do not take."""
+    """Pack a draft model for the kernels. Raises ValueError for sizes that they do not take."""
     config, fusion, head = model.config, model.fusion, model.head
     layer_config = config.layer_config()
     sizes = DecoderSizes(
@@ -82,18 +82,17 @@ def packed_weights(model: GriffinModel, vocab_size: int) -> GriffinWeights:
     )
 
 
-MOST_CANDIDATES = 16  # candidates kept of a row, each with a rank of 8 bytes in every block of tokens
-SLOT_LOGIT_BYTES = 12  # bytes a token: its counts in the penalty's window and in the output, and its bias
+MOST_CANDIDATES = 16  # candidates kept per row, 8 bytes each in every block of tokens
+SLOT_LOGIT_BYTES = 12  # bytes per token: its counts in the penalty's window and in the output, and its bias
 CAPACITY = slot_capacity(NUM_ENTRIES)
 
 
 def griffin_memory(part: Path, _files: ModelFiles, sizes: ModelSizes) -> DraftMemory:
-    """Count the memory of the draft model in a file, for a target of these sizes."""
     try:
         with safe_open(part, framework="numpy") as file:
             config = GriffinConfig(**json.loads(file.metadata()[CONFIG]))
     except (ValueError, TypeError, KeyError):
-        return NO_DRAFTS  # whoever loads it says what is wrong
+        return NO_DRAFTS  # the loader reports the fault
     numbers = num_parameters([part]) + _stacked_numbers(config) + NUM_ROWS * _row_numbers(config)
     numbers += CAPACITY * config.head_dim  # angles
     logits = NUM_ROWS * sizes.vocab * 4 + ranking_bytes(sizes.vocab) + _scratch_bytes(config)
@@ -101,7 +100,7 @@ def griffin_memory(part: Path, _files: ModelFiles, sizes: ModelSizes) -> DraftMe
 
 
 def _stacked_numbers(config: GriffinConfig) -> int:
-    """Count the numbers of matrices that are there twice while they are stacked."""
+    """Count the numbers of matrices that exist twice while they are stacked."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     return (heads + 2 * config.intermediate_size) * config.hidden_size
 
@@ -114,17 +113,16 @@ def _row_numbers(config: GriffinConfig) -> int:
 
 
 def ranking_bytes(vocab: int) -> int:
-    """Ranks of the best tokens of every block, three numbers of it, and what is told and said of each row."""
+    """Count the bytes of ranks and numbers per block, and of each row's input and output."""
     told = 1024 + 4 * NUM_MASKED + vocab // 8 + 4
     return NUM_ROWS * (-(-vocab // BLOCK) * (MOST_CANDIDATES * 8 + 16) + MOST_CANDIDATES * 8 + told)
 
 
 def _scratch_bytes(config: GriffinConfig) -> int:
-    """Partial sums of attention, a split for each block of a window."""
     return CAPACITY // CAPACITY_BLOCK * NUM_ROWS * config.num_heads * (config.head_dim + 1) * 4
 
 
 def _slot_bytes(config: GriffinConfig, sizes: ModelSizes) -> int:
-    """Keys and values of the window, features, counts of tokens with the tables that move them, and their bias."""
+    """Count a slot's bytes: keys and values, features, token counts with their tables, bias."""
     numbers = 2 * CAPACITY * config.num_kv_heads * config.head_dim + NUM_PLACES * config.hidden_size
     return numbers * sizes.item_size + sizes.vocab * SLOT_LOGIT_BYTES + 1024

@@ -1,4 +1,4 @@
-"""GRIFFIN's draft model in the compiled kernels: fusion, one decoder layer, head. What would crash them is refused."""
+"""GRIFFIN's draft model in the compiled kernels; it refuses inputs that would crash them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class CGriffinSizes(ctypes.Structure):
 
 @dataclass(frozen=True)
 class GriffinWeights:
-    """Linear layers by their roles; each of `parts` is one of `SOURCES` with its norm, weight and bias `[hidden]`."""
+    """Linear layers by role; each of `parts` is one of `SOURCES` with its norm, weight and bias `[hidden]`."""
 
-    sizes: DecoderSizes  # of one layer; `vocab` is the target's
+    sizes: DecoderSizes  # one layer's; `vocab` is the target's
     layer: LayerWeights
     rotary: Rotary
     fuse: Linear  # [hidden, 2 * hidden]
@@ -50,11 +50,10 @@ class GriffinWeights:
     regress: Linear | None
 
     def expansion(self) -> int:
-        """Columns of the up-projector; 0 without one."""
         return 0 if self.expand is None else len(self.expand.weight)
 
     def linears(self) -> Iterator[tuple[str, Linear, tuple[int, ...]]]:
-        """All but the layer's: each with its role and the shape that its weight must have."""
+        """Yield role, layer and expected weight shape of each layer outside the decoder layer."""
         hidden, width = self.sizes.hidden, len(self.parts) * self.sizes.hidden
         expected = {
             "fuse": (hidden, 2 * hidden),
@@ -71,10 +70,8 @@ class GriffinWeights:
 
 
 class NativeGriffin:
-    """Weights packed for the kernels, and forwards over the rows of any number of sequences."""
-
     def __init__(self, weights: GriffinWeights, team: Team) -> None:
-        """Raises ValueError for weights that do not fit together."""
+        """Raise ValueError for weights that do not fit together."""
         _check(weights)
         self._sizes = weights.sizes
         self._layer = NativeLayers(weights.sizes, [weights.layer], weights.rotary, team)
@@ -95,9 +92,9 @@ class NativeGriffin:
             self._library.griffin_load(self._handle, ROLES[role], weight.data_ptr(), address)
 
     def forward(self, groups: Sequence[Rows], features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Predicted and regressed features of all rows, from the features in front of them and their embeddings.
+        """Return predicted and regressed features of all rows, `[num_rows, hidden]` like all inputs.
 
-        All are `[num_rows, hidden]` of the model's dtype. Keys and values go to their slots. Raises ValueError.
+        Keys and values go to their slots. Raises ValueError.
         """
         shape = (sum(len(group) for group in groups), self._sizes.hidden)
         features = checked("features", features, shape, self._sizes.dtype)
@@ -120,7 +117,6 @@ class NativeGriffin:
 
 
 def _check(weights: GriffinWeights) -> None:
-    """Raises ValueError for what does not fit together; the layer's weights are looked at where they are packed."""
     if len(weights.parts) > MOST_PARTS or any(source not in SOURCES for source, _ in weights.parts):
         raise ValueError(f"found a fusion of {[source for source, _ in weights.parts]}, expected up to {MOST_PARTS}")
     if weights.expansion() % LANES:

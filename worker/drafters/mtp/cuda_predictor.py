@@ -1,8 +1,4 @@
-"""An MTP layer on a GPU: the target's decoder with this one layer, over features that stand in front of its rows.
-
-Its kernels are the target's, whatever the layer has: gated heads, norms of heads, a window, experts, latent vectors.
-In front of them stand two norms side by side, and the product that joins them.
-"""
+"""An MTP layer on a GPU: two norms and a joining product, then the target's decoder with this one layer."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ from swiftbatch.worker.kv.paged_arena import KVArena
 
 
 def cuda_predictor_rows(weights: PredictorWeights, forwards: Forwards, num_candidates: int) -> CudaRows:
-    """Make rows for a target in a GPU's arena. Raises ValueError or IndexError for weights that do not fit."""
+    """Make rows for a target in a GPU's arena. Raises ValueError or IndexError for unfit weights."""
     on_gpu = cast(CudaForwards, forwards)
     check_layers(weights.sizes, [weights.layer])
     sizes, num_slots = weights.sizes, on_gpu.arena.num_slots
@@ -39,9 +35,9 @@ def cuda_predictor_rows(weights: PredictorWeights, forwards: Forwards, num_candi
 
 
 class CudaPredictor(CudaDecoder):
-    """A `CudaDraftModel`: a decoder of one layer that begins with joined rows and keeps what is in front of its head.
+    """One-layer decoder that reads joined rows and keeps the head's inputs.
 
-    A row's `logits [NUM_ROWS, vocab] float32` follow from its own tokens and features, whatever shares the table.
+    A row's `logits [NUM_ROWS, vocab] float32` depend only on its own tokens and features.
     """
 
     def __init__(self, weights: PredictorWeights, forwards: CudaForwards, arena: KVArena, features: Tensor) -> None:
@@ -66,28 +62,25 @@ class CudaPredictor(CudaDecoder):
         self._pairs = torch.zeros(NUM_ROWS, 2 * sizes.hidden, dtype=sizes.dtype, device=device)
 
     def read_from(self, rows: Tensor, places: Tensor) -> None:
-        """Take the rows of every forward from a table, and the places of their features, as a `CudaDraftModel`."""
         self._use_table(rows)
         self._places = places
 
     def begin(self) -> None:
-        """Launch what comes before the layer: the joined rows."""
         table, embedding = self._table, self._weights.embedding
         sources = self._features, embedding, *self._norms
         join(table.rows, table.token_ids, self._places, *sources, self.sizes.epsilon, self._pairs)
         self._linear(self._pairs, self._join, None, self._state)
 
     def end(self) -> None:
-        """Launch what comes behind the layer: norm, head, and what goes to the rows' own places."""
+        """Launch norm and head, and keep features in the rows' own places."""
         super().end()
         keep(self._table.rows, self._places, self.hidden if self._feeds_normed else self._state, self._features)
 
 
 def added_by(form: NormForm) -> float:
-    """Return the number that a decoder's norm adds to its weights; a predictor's weights have it in them."""
+    """Return the decoder norm's constant, which a predictor's weights already include."""
     return 1.0 if form == NormForm.ONE_MORE else 0.0
 
 
 def are_alike(one: Rotary, other: Rotary) -> bool:
-    """Tell whether two rotations turn by the same angles."""
     return all(np.array_equal(getattr(one, field.name), getattr(other, field.name)) for field in fields(Rotary))

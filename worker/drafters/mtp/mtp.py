@@ -1,12 +1,8 @@
-"""The engine that drafts with a layer that predicts further tokens (MTP), of the checkpoint or trained.
+"""The engine with a layer that predicts further tokens (MTP), from the checkpoint or trained.
 
-A row joins the target's final hidden state at a position with the token behind it. Its keys and values lie in a cache
-of one layer: of a text's first tokens, and of the newest ones. Hidden states come from what the target reads and
-verifies anyway; where it read nothing, behind a shared prefix or a resume, rows are missing. That changes what is
-drafted, never what is drawn.
-
-A chain of up to four tokens, and beside each what else may well come: as much of it as pays. Drafts grow, and their
-prices are planned, as GRIFFIN's.
+A row joins the target's final hidden state at a position with the token behind it. The target's own reads and
+verifications give these states, so rows are missing behind a shared prefix or a resume. That changes drafts alone. A
+draft is a chain of up to four tokens with alternatives beside each.
 """
 
 from __future__ import annotations
@@ -58,37 +54,35 @@ PROBE_PARAMS = SamplingParams(max_tokens=1, temperature=1.0, seed=0)
 
 
 class MTPForwards:
-    """The layer's rows, and a track for each sequence: the part of `GriffinForwards` that its drafter uses."""
+    """The layer's rows and a track per sequence, in place of `GriffinForwards`."""
 
     def __init__(self, rows: GriffinRows, target: TargetModel) -> None:
         self._rows, self._target = rows, target
         self._tracks: dict[str, MTPSequence] = {}
 
     def start(self, sequence: Sequence, target_cache: FullKVCache) -> None:
-        """Make room for a sequence."""
         self._tracks[sequence.sequence_id] = MTPSequence(self._rows.new_room(sequence))
 
     def stop(self, sequence_id: str) -> None:
         del self._tracks[sequence_id]
 
     def take(self, sequence_id: str, position: int, hidden: torch.Tensor) -> None:
-        """Take the target's hidden states `[num_rows, hidden]` at a position and those behind it."""
+        """Take the target's hidden states `[num_rows, hidden]` from a position on."""
         track = self._tracks[sequence_id]
-        for part in hidden.split(WINDOW):  # of more there may be no places
+        for part in hidden.split(WINDOW):  # more may exceed the places
             track.take(position, part)
             position += len(part)
             while track.num_known < NUM_SINKS < track.num_waiting:  # the last row waits: a draft begins behind it
                 self._run([track], NUM_SINKS)
 
     def follow(self, sequences: list[Sequence]) -> list[Candidates]:
-        """Take in committed tokens; return candidates behind each sequence's newest token, none where unknown."""
         tracks = [self._tracks[sequence.sequence_id] for sequence in sequences]
         while waiting := [track for track in tracks if track.num_waiting]:
             self._run(waiting)
         return [track.draft_anew() for track in tracks]
 
     def expand(self, levels: list[Level]) -> list[list[Candidates]]:
-        """Return the candidates behind the one new node of each tree: a chain has no other."""
+        """Return the candidates behind each tree's new node; a chain has one."""
         tracks = [self._tracks[level.sequence.sequence_id] for level in levels]
         parts = [
             track.draft_row(level.tree.token_ids[: level.first + 1])
@@ -100,7 +94,6 @@ class MTPForwards:
         return found
 
     def level_seconds(self) -> float:
-        """The seconds of one node of a draft, measured."""
         sequence = Sequence("probe", [0], PROBE_PARAMS, self._target.vocab_size, self._target.device)
         track = MTPSequence(self._rows.new_room(sequence))
         track.room.cache.clear()
@@ -113,7 +106,7 @@ class MTPForwards:
         return seconds
 
     def _run(self, tracks: list[MTPSequence], most: int = MOST_AT_ONCE) -> None:
-        """Run some waiting rows of each track, and note what may follow those that end with the newest token."""
+        """Run some waiting rows of each track; note the candidates behind newest tokens."""
         parts = [(track, part) for track in tracks for part in track.next_rows(most)]
         for (track, part), found in zip(parts, self._rows.run([part for _, part in parts]), strict=True):
             track.room.cache.advance(len(part))
@@ -121,19 +114,19 @@ class MTPForwards:
                 track.root = found[0]
 
 
-NUM_CANDIDATES = 4  # beside each other, of which the best one is gone on from
+NUM_CANDIDATES = 4  # alternatives at each depth; the chain goes on from the best one
 OPTIONS = GriffinOptions(max_depth=4, max_nodes=4 * NUM_CANDIDATES, num_expanded=1)
 
 
 def mtp(target: TargetModel, costs: Costs, parts_folder: Path | None) -> MTPDrafter:
-    """A `DrafterFactory`. Raises ModelError where there is no such layer for this target, or nothing to run it."""
+    """Make the MTP drafter. Raises ModelError without such a layer for this target or kernels to run it."""
     rows = rows_of(load_predictor(parts_folder, target), target, NUM_CANDIDATES)
     forwards = MTPForwards(rows, target)
     return MTPDrafter(forwards, PricePlanner(costs(), forwards.level_seconds()), OPTIONS)
 
 
 def rows_of(weights: PredictorWeights, target: TargetModel, num_candidates: int) -> GriffinRows:
-    """Raises ModelError where the target runs elsewhere than in our kernels, which have the layer, or it is damaged."""
+    """Raise ModelError if the layer is damaged or the target does not run in our kernels."""
     forwards = target.forwards
     try:
         if forwards.team is not None:
@@ -148,10 +141,10 @@ def rows_of(weights: PredictorWeights, target: TargetModel, num_candidates: int)
 
 
 class NativePredictorRows:
-    """All rows in one forward through the compiled kernels, on the target's threads."""
+    """All rows in one forward through the compiled kernels."""
 
     def __init__(self, weights: PredictorWeights, forwards: Forwards, team: Team, num_candidates: int) -> None:
-        """Raises ValueError or IndexError for weights that do not fit together."""
+        """Raise ValueError or IndexError for weights that do not fit together."""
         self._weights, self._forwards, self._num_candidates = weights, forwards, num_candidates
         self._layer = NativeLayers(weights.sizes, [weights.layer], weights.rotary, team)
         self._cache_shape = weights.cache_shape(forwards.device)
@@ -175,7 +168,7 @@ class NativePredictorRows:
 
 
 class MTPDrafter(GriffinDrafter):
-    """GRIFFIN's drafter with another model: it takes in what is read, too, and asks for nothing of it again."""
+    """GRIFFIN's drafter that also takes what is only read and replays nothing."""
 
     reads_caches = False
 

@@ -51,10 +51,9 @@ from swiftbatch.worker.model.weight_files import Assembly
 
 
 class PredictorModule(nn.Module):
-    """Two norms, a linear layer, and a model of one layer of the target's kind with its norm."""
+    """Two norms, a linear layer, and a one-layer model of the target's kind."""
 
     def __init__(self, config: Config) -> None:
-        """`config`: the text model's."""
         super().__init__()
         one = {key: value for key, value in one_layer_config(config).items() if key not in CONFIG_KEYS}
         made = AutoConfig.for_model(one.pop("model_type"), **one)
@@ -67,13 +66,13 @@ class PredictorModule(nn.Module):
         self.join = nn.Linear(2 * made.hidden_size, made.hidden_size, bias=False)
 
     def forward(self, hidden: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        """Compute what the head takes, `[batch, num_rows, hidden]`, from inputs of that shape."""
+        """Compute the head's input, `[batch, num_rows, hidden]`, from inputs of that shape."""
         joined = self.join(torch.cat([self.token_norm(embeddings), self.hidden_norm(hidden)], dim=-1))
         output: torch.Tensor = self.decoder(inputs_embeds=joined, use_cache=False).last_hidden_state
         return output
 
     def begin_as(self, decoder: Any) -> None:
-        """Begin with a model's norm and its last layer of the same form, on the sum of both inputs: sooner trained."""
+        """Copy a model's norm and last layer, on the sum of both inputs, to train faster."""
         own = {name: each.shape for name, each in self.decoder.layers[0].state_dict().items()}
         for layer in reversed(decoder.layers):
             if {name: each.shape for name, each in layer.state_dict().items()} == own:
@@ -84,11 +83,13 @@ class PredictorModule(nn.Module):
         self.join.weight.data.copy_(both / 2)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return weights by the names of a file of weights: those of the layer as the kind is published."""
+        """Return weights by their published names."""
         model = AutoModelForCausalLM.from_config(deepcopy(self._config), dtype=torch.float32)
         decoder_of(model).layers[0].load_state_dict(self.decoder.layers[0].state_dict())
         with TemporaryDirectory() as folder:
-            model.save_pretrained(folder, max_shard_size="1TB")  # it knows how its class joins what files have apart
+            model.save_pretrained(
+                folder, max_shard_size="1TB"
+            )  # its class knows how published files split what it joins
             written = load_file(Path(folder) / "model.safetensors")
         own = {"final_norm": self.decoder.norm, **{role: getattr(self, role) for role in ROLES[:-1]}}
         layer = {name: tensor for name, tensor in written.items() if name.startswith(ONE_LAYER)}
@@ -99,27 +100,26 @@ class PredictorModule(nn.Module):
 class PredictorWeights:
     """A layer with its sizes, and the float32 weights around it: norms `[hidden]`, `join [hidden, 2 * hidden]`."""
 
-    sizes: DecoderSizes  # of one layer
+    sizes: DecoderSizes  # one layer's
     layer: LayerWeights
     rotary: Rotary
     token_norm: torch.Tensor
     hidden_norm: torch.Tensor
-    join: torch.Tensor  # the columns of the token's embedding first
+    join: torch.Tensor  # the token embedding's columns come first
     final_norm: torch.Tensor
     feeds_normed: bool
 
     def cache_shape(self, device: torch.device) -> CacheShape:
-        """The shape of the layer's cache on a device."""
         sizes, num_parts = self.sizes, 2 if self.sizes.latent is None else 1
         return CacheShape(1, sizes.num_kv_heads, sizes.head_dim, sizes.dtype, device, num_parts=num_parts)
 
     def joined(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute what the layer takes, `[num_rows, hidden] float32`, from inputs of that shape."""
+        """Compute the layer's input, `[num_rows, hidden] float32`, from inputs of that shape."""
         parts = (self._norm(embeddings, self.token_norm), self._norm(hidden, self.hidden_norm))
         return torch.nn.functional.linear(torch.cat(parts, dim=-1), self.join)
 
     def normed(self, state: torch.Tensor) -> torch.Tensor:
-        """Return the head's inputs, `[num_rows, hidden]` of the model's dtype, from what the layer gave in float32."""
+        """Return the head's input, `[num_rows, hidden]` of the model's dtype, from the layer's float32 output."""
         return self._norm(state, self.final_norm).to(self.sizes.dtype)
 
     def _norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -128,9 +128,9 @@ class PredictorWeights:
 
 
 def load_predictor(parts_folder: Path | None, target: TargetModel) -> PredictorWeights:
-    """The trained layer in a folder, None for the target's own, or else that of the target's checkpoint.
+    """Load the trained layer in a folder (None: the target's own), else the checkpoint's.
 
-    Raises ModelError where there is none, or where it was made for another model.
+    Raises ModelError if there is none, or it is another model's.
     """
     files = target.files
     found = MTP.find(files.name, files.path, files.fingerprint, parts_folder)
@@ -147,7 +147,7 @@ def load_predictor(parts_folder: Path | None, target: TargetModel) -> PredictorW
 
 
 def _read(predictor: Predictor, files: list[Path], dtype: torch.dtype) -> dict[str, Weight]:
-    """Read tensors by their names in the model of one layer. Raises FormatError for parts that are damaged."""
+    """Read tensors by their names in the one-layer model. Raises FormatError for damaged parts."""
     assembly, weights = Assembly(predictor.layout, dtype), dict[str, Weight]()
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -179,32 +179,29 @@ def _weights(predictor: Predictor, tensors: dict[str, Weight], dtype: torch.dtyp
 # One sequence as an MTP layer knows it: the rows that it has run, and hidden states whose rows are to come.
 
 
-NUM_SINKS = BLOCK  # first rows that stay
-WINDOW = 16 * BLOCK  # newest rows that are always seen; before entries are moved, up to twice as many
+NUM_SINKS = BLOCK  # first rows, never moved
+WINDOW = 16 * BLOCK  # newest rows always seen; grows to twice as many before it is cut back
 NUM_ENTRIES = NUM_SINKS + 2 * WINDOW
-NUM_PLACES = RING + NUM_SINKS + WINDOW  # of features: hidden states that wait, and what is behind the rows of a draft
+NUM_PLACES = RING + NUM_SINKS + WINDOW  # places of waiting hidden states and of a draft's features
 MOST_AT_ONCE = 4 * BLOCK  # rows of a sequence in one call
-NUM_SPLITS = 8  # that a GPU attends to these entries in: more would take more memory than they save time
+NUM_SPLITS = 8  # attention splits on a GPU; more would take more memory than they save time
 
 
 @dataclass
 class MTPSequence:
-    """The room of a sequence, and how far the layer has come in it."""
-
     room: Room
-    position: int = 0  # of the first hidden state whose row is to come
+    position: int = 0  # position of the first hidden state that waits
     num_known: int = 0  # entries of the text; drafts stand behind them
-    root: Candidates | None = None  # what may follow the newest token; None where that is not known
+    root: Candidates | None = None  # candidates behind the newest token; None if unknown
 
     @property
     def num_waiting(self) -> int:
-        """Hidden states whose rows are to come."""
         return self.room.features.end - self.position
 
     def take(self, position: int, hidden: torch.Tensor) -> None:
-        """Let hidden states `[num_rows, hidden]` from a position on wait; behind a gap those in front are left out.
+        """Let hidden states `[num_rows, hidden]` from a position on wait.
 
-        So are the oldest, where more wait than there are places for.
+        A gap drops those in front of it; too many drop the oldest.
         """
         self.root = None
         features = self.room.features
@@ -214,7 +211,7 @@ class MTPSequence:
         self.position = max(self.position, features.first)
 
     def next_rows(self, most: int) -> list[DraftRows]:
-        """Take the next waiting rows, whose entries then count as known. The newest token's row gives candidates."""
+        """Take the next waiting rows; their entries then count as known."""
         room, first = self.room, self.position
         room.cache.roll_back(self.num_known)
         self._make_room()
@@ -231,19 +228,18 @@ class MTPSequence:
         return parts
 
     def draft_anew(self) -> Candidates:
-        """Begin a draft behind the newest token; returns what may follow that, nothing where it is not known."""
+        """Begin a draft; return the candidates behind the newest token, none if unknown."""
         if self.root is None:
             return []
         self.room.cache.roll_back(self.num_known)
         return self.root
 
     def draft_row(self, path: list[int]) -> DraftRows:
-        """The row of a draft's last token behind those in front of it."""
         [rows] = known_rows(self.room.cache, path[-1:])
         return DraftRows(self.room, rows, [regressed_place(len(path) - 1)], [path], len(path))
 
     def _make_room(self) -> None:
-        """Keep the first rows and the newest ones where the cache may get too small for more."""
+        """Keep only the first and the newest rows if the cache may get too small."""
         if self.num_known + MOST_AT_ONCE <= NUM_ENTRIES:
             return
         cache = self.room.cache
@@ -260,7 +256,7 @@ DTYPES = {size: name for name, size in ITEM_SIZES.items()}
 
 
 def predictor_memory(part: Path, files: ModelFiles, sizes: ModelSizes) -> DraftMemory:
-    """Count the memory of the layer in a file, or among the weights in a folder, for a target of these sizes."""
+    """Count the memory of the layer in a file or among a folder's weights."""
     config = read_config(files.name, files.path)
     try:
         if part.is_file():
@@ -268,7 +264,7 @@ def predictor_memory(part: Path, files: ModelFiles, sizes: ModelSizes) -> DraftM
         else:
             predictor = predictor_in(part, config)
     except (NoPredictorError, FormatError, OSError, SafetensorError):
-        return NO_DRAFTS  # whoever loads it says what is wrong
+        return NO_DRAFTS  # the loader reports the fault
     layer = sizes_of_stored(one_layer_config(config), predictor.layout.heads, DTYPES[sizes.item_size])
     if layer is None:
         return NO_DRAFTS
@@ -281,12 +277,12 @@ def predictor_memory(part: Path, files: ModelFiles, sizes: ModelSizes) -> DraftM
 
 
 def _stacked_numbers(layer: ModelSizes) -> int:
-    """Count the numbers of matrices that are there twice while they are stacked: in front of attention, or gates."""
+    """Count the numbers of matrices that exist twice while they are stacked."""
     heads = (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
     return max(heads, 2 * layer.intermediate) * layer.hidden
 
 
 def _join_bytes(predictor: Predictor, layer: ModelSizes) -> int:
-    """Count the bytes that the layer's own parts take as plain numbers, beyond their packed form."""
+    """Count the bytes of the layer's own parts beyond their packed form."""
     own = [head.num_numbers for name, head in predictor.layout.heads.items() if name.startswith(OWN)]
     return sum(own) * layer.item_size if layer.packed else 0

@@ -1,6 +1,6 @@
-"""Token recycling in C (source/recycling.h): the trees and the rows of worker/drafters/recycling, many times sooner.
+"""Token recycling in C (source/recycling.h), many times faster than in Python.
 
-Their bits depend on no instruction set. Other threads run while a call does.
+Results do not depend on the instruction set. Calls release the GIL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import TOP_K
 
-MOST_NODES = 127  # as source/recycling.h has it, and the next as well
+MOST_NODES = 127  # as in source/recycling.h, like the next
 MOST_CANDIDATES = 16
 
 
@@ -51,17 +51,17 @@ TREE_GROWTH = struct.Struct("@Q3d5q")
 
 
 class TextCandidates(NamedTuple):
-    """The target's candidates behind rows of one text; where a token comes twice, the last row counts."""
+    """The target's candidates behind rows of one text; of a token's several rows the last counts."""
 
     token_ids: Many[int] | np.ndarray  # [num_rows]
     top_ids: np.ndarray  # [num_rows, TOP_K] int64
     top_logprobs: np.ndarray  # [num_rows, TOP_K] float32
-    text_rows: Many[int] | np.ndarray  # [num_text_rows] those that stand in the text
-    previous_ids: Many[int] | np.ndarray  # [num_text_rows] the tokens in front of them there: they count for pairs, too
+    text_rows: Many[int] | np.ndarray  # [num_text_rows] the rows that stand in the text
+    previous_ids: Many[int] | np.ndarray  # [num_text_rows] the tokens in front of them, for pairs
 
 
 class NativeRecycling:
-    """Grows trees from arrays of candidates and writes to them. The arrays stay the caller's, who may change them."""
+    """Native trees from and writes to the caller's arrays, which the caller may change."""
 
     def __init__(
         self,
@@ -71,10 +71,10 @@ class NativeRecycling:
         shares: tuple[float, float],
         variant: str,
     ) -> None:
-        """`tokens`, `pairs`: ids `[num_rows, width] int32`, from 0 to below the vocabulary, and log-probabilities.
+        """`tokens`, `pairs`: ids `[num_rows, width] int32` below the vocabulary size, and log-probabilities.
 
-        `pair_keys [num_rows] int64`; `shares` of the new probabilities in an average, and of a pair's row. Raises
-        ValueError for arrays that do not fit, KernelError where the library does not load.
+        `pair_keys [num_rows] int64`; `shares`: weight of new probabilities in an average, and of a pair's row. Raises
+        ValueError for unfit arrays, KernelError if the library does not load.
         """
         rows = _candidate_rows("tokens", *tokens), _candidate_rows("pairs", *pairs)
         num_pairs = len(pairs[0])
@@ -82,7 +82,7 @@ class NativeRecycling:
         if num_pairs & (num_pairs - 1) or num_pairs < 2:
             raise ValueError(f"{num_pairs} rows for pairs; expected a power of two")
         self._vocab_size = len(tokens[0])
-        self._arrays = tokens, pairs, pair_keys  # as long as C knows where they lie
+        self._arrays = tokens, pairs, pair_keys  # C keeps pointers to them
         self._tables = CRecyclingTables(
             *rows, address_of(pair_keys), num_pairs.bit_length() - 1, self._vocab_size, *shares
         )
@@ -90,10 +90,9 @@ class NativeRecycling:
         self._library = load_library(variant)
 
     def grow(self, wanted: Many[WantedTree], rankings: Many[tuple[float, float, float]]) -> list[DraftTree]:
-        """The best-first trees behind some sequences, each of at most `MOST_NODES` nodes.
+        """Grow the best-first trees behind some sequences, at most `MOST_NODES` nodes each.
 
-        `rankings`: what noise is multiplied with, the spread of the guesses and the floor below the best of them, as in
-        worker/drafters/ranking.py.
+        `rankings`: noise factor, spread and floor, as in worker/drafters/ranking.py.
         """
         growths, most = bytearray(TREE_GROWTH.size * len(wanted)), list[int]()
         for number, ((sequence, max_nodes, max_depth), ranking) in enumerate(zip(wanted, rankings, strict=True)):
@@ -104,7 +103,7 @@ class NativeRecycling:
             )
             most.append(room)
         num_nodes = sum(most)
-        found = (c_int64 * (2 * num_nodes + len(most)))()  # tokens, parents, sizes: numpy's own take longer to make
+        found = (c_int64 * (2 * num_nodes + len(most)))()  # tokens, parents, sizes; numpy arrays take longer to make
         parents = ctypes.addressof(found) + 8 * num_nodes
         self._library.recycling_grow(
             *(self._address, (c_char * len(growths)).from_buffer(growths), len(most)),
@@ -118,16 +117,16 @@ class NativeRecycling:
         return trees
 
     def _end_of(self, sequence: Sequence) -> tuple[int, int, int]:
-        """The last two tokens of a sequence, and its length; the first token is its own neighbour."""
+        """Return a sequence's last two tokens and its length; the first token is its own neighbour."""
         previous, token = sequence.last_token_ids
         if not (0 <= previous < self._vocab_size and 0 <= token < self._vocab_size):
             raise ValueError(f"sequence ends with {previous}, {token}; expected tokens below {self._vocab_size}")
         return previous, token, len(sequence)
 
     def write(self, texts: Many[TextCandidates]) -> None:
-        """Take in what a step, or a reading, tells of each of some texts, one after the other.
+        """Write what a step or a reading shows of some texts, in order.
 
-        Raises ValueError for arrays that do not fit; texts in front of the wrong one may be written.
+        Raises ValueError for unfit arrays, after earlier texts are written.
         """
         all_ids, all_top, all_logprobs, all_text_rows, all_previous = zip(*texts, strict=True)
         num_rows, num_text_rows = list(map(len, all_ids)), list(map(len, all_text_rows))
@@ -150,8 +149,8 @@ class NativeRecycling:
 
 
 def _longs(name: str, parts: Many[Many[int] | np.ndarray], count: int) -> array[int]:
-    """Whole numbers of several texts, as C reads them. Of lists numpy would take longer to make an array."""
-    if isinstance(parts[0], np.ndarray):  # then all are
+    """Join whole numbers of several texts for C. An array of lists takes longer in numpy."""
+    if isinstance(parts[0], np.ndarray):  # then all parts are arrays
         return array("q", _fitting(name, [np.asarray(part) for part in parts], (count,), np.int64).tobytes())
     numbers = array("q", [*chain.from_iterable(parts)])
     if len(numbers) != count:
@@ -169,7 +168,7 @@ def _candidate_rows(name: str, ids: np.ndarray, logprobs: np.ndarray) -> CCandid
 
 
 def _fitting(name: str, parts: Many[np.ndarray], shape: tuple[int, ...], dtype: type) -> np.ndarray:
-    """Arrays of several texts as one, with its numbers side by side, as `dtype`; a single one without a copy."""
+    """Join the texts' arrays as `dtype`; a single one is not copied."""
     joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
     made: np.ndarray = np.ascontiguousarray(joined, dtype=dtype)
     _check(name, made, shape, dtype)

@@ -21,14 +21,14 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import TOP_K, Verification
 
-MOST_ROUNDED = 1e-3  # above 0 that averaged log-probabilities may come to
-UNKNOWN = -np.inf  # the log-probabilities of a row that was never written
+MOST_ROUNDED = 1e-3  # rounding may bring averaged log-probabilities so far above 0
+UNKNOWN = -np.inf  # log-probabilities of a row that was never written
 
 
 class RecyclingMatrix:
     """Candidates `ids [num_rows, width] int32` and `logprobs [num_rows, width] float32`, best first.
 
-    A row that is written again becomes an average: the new probabilities count `new_share`, the old ones the rest.
+    Rewriting a row averages: the new probabilities have weight `new_share`.
     """
 
     def __init__(self, num_rows: int, width: int, new_share: float) -> None:
@@ -37,7 +37,7 @@ class RecyclingMatrix:
         self.logprobs = np.full((num_rows, width), UNKNOWN, dtype=np.float32)
 
     def row(self, index: int) -> tuple[list[int], list[float]]:
-        """Candidates of a row and their log-probabilities; empty lists where nothing is known."""
+        """Return a row's candidates and log-probabilities; empty lists if unknown."""
         logprobs: list[float] = self.logprobs[index].tolist()
         if logprobs[0] == UNKNOWN:
             return [], []
@@ -45,12 +45,12 @@ class RecyclingMatrix:
         return self.ids[index].tolist()[:num_known], logprobs[:num_known]
 
     def write(self, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Take in candidates `[num_rows, TOP_K]` of some rows `[num_rows]`; where a row comes twice, the last stays."""
+        """Write candidates `[num_rows, TOP_K]` of rows `[num_rows]`; of repeated rows the last counts."""
         old_ids, old = self.ids[rows], np.exp(self.logprobs[rows])
         share = np.where(old[:, :1] > 0, self._new_share, np.float32(1))
         same = ids[:, :, None] == old_ids[:, None, :]  # [num_rows, new, old]
         new = share * np.exp(logprobs) + (1 - share) * (same * old[:, None, :]).sum(axis=2)
-        old = np.where(same.any(axis=1), np.float32(0), (1 - share) * old)  # those found again count above
+        old = np.where(same.any(axis=1), np.float32(0), (1 - share) * old)  # candidates found again count above
         probabilities = np.concatenate([new, old], axis=1)
         best = np.argsort(-probabilities, axis=1, kind="stable")[:, : self.ids.shape[1]]
         with np.errstate(divide="ignore"):  # places without a candidate become -inf
@@ -58,11 +58,10 @@ class RecyclingMatrix:
         self.ids[rows] = np.take_along_axis(np.concatenate([ids, old_ids], axis=1), best, axis=1)
 
     def forget(self, rows: np.ndarray) -> None:
-        """Make rows unknown."""
         self.logprobs[rows] = UNKNOWN
 
     def check(self, ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> None:
-        """Raise ValueError where another matrix does not fit this one."""
+        """Raise ValueError if another matrix does not fit this one."""
         for name, array, own in (("ids", ids, self.ids), ("logprobs", logprobs, self.logprobs)):
             if array.shape != own.shape or array.dtype != own.dtype:
                 raise ValueError(
@@ -74,7 +73,7 @@ class RecyclingMatrix:
             raise ValueError("recycling matrix: found log-probabilities that are none, or not the best first")
 
     def load(self, ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Take over the known rows of another matrix, keep the rest; returns which were known, `[num_rows] bool`."""
+        """Take over another matrix's known rows; return which were known, `[num_rows] bool`."""
         known: np.ndarray = logprobs[:, 0] > UNKNOWN
         self.ids[known] = ids[known]
         self.logprobs[known] = logprobs[known]
@@ -82,21 +81,20 @@ class RecyclingMatrix:
 
 
 class PairTable:
-    """Candidates behind pairs of tokens: a fixed number of rows found by hash; a new pair takes over its row."""
+    """Candidates behind pairs of tokens, in a fixed number of hashed rows."""
 
     NUM_BITS = 15
 
     def __init__(self, width: int, new_share: float) -> None:
         self.matrix = RecyclingMatrix(1 << self.NUM_BITS, width, new_share)
-        self.keys = np.full(1 << self.NUM_BITS, -1, dtype=np.int64)  # the pair that each row belongs to
+        self.keys = np.full(1 << self.NUM_BITS, -1, dtype=np.int64)  # each row's pair
 
     def row(self, key: int) -> tuple[list[int], list[float]]:
-        """Candidates behind a pair; empty lists where nothing is known."""
         index = self._index(key)
         return self.matrix.row(index) if self.keys[index] == key else ([], [])
 
     def write(self, keys: list[int], ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Take in candidates `[num_keys, TOP_K]` behind some pairs."""
+        """Write candidates `[num_keys, TOP_K]` behind some pairs."""
         # Two pairs of one call may share a row: the later takes it, so only one row may reach the matrix.
         last = {self._index(key): place for place, key in enumerate(keys)}
         rows = np.fromiter(last.keys(), dtype=np.int64, count=len(last))
@@ -107,17 +105,17 @@ class PairTable:
         self.matrix.write(rows, ids[places], logprobs[places])
 
     def _index(self, key: int) -> int:
-        """Fibonacci hashing: the high bits of the product with 2^64 / golden ratio."""
+        """Hash by Fibonacci: the high bits of the product with 2^64 / golden ratio."""
         return (key * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> (64 - self.NUM_BITS)
 
 
 WIDTH = 2 * TOP_K  # candidates of an averaged row
 NEW_SHARE = 0.3
-PAIR_SHARE = 0.5  # what a pair's row counts beside the last token's
+PAIR_SHARE = 0.5  # weight of a pair's row beside the last token's
 
 
 class RecyclingTables:
-    """Rows of all tokens and of some pairs; a pair is one integer, `previous * vocab_size + token`."""
+    """Rows of all tokens and some pairs; a pair is `previous * vocab_size + token`."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -125,20 +123,18 @@ class RecyclingTables:
         self.pairs = PairTable(TOP_K, NEW_SHARE)
 
     def newest_pair(self, sequence: Sequence) -> int:
-        """The last two tokens of a sequence; the first token is its own neighbour."""
+        """Return a sequence's last two tokens; the first token is its own neighbour."""
         token_ids = sequence.token_ids
         return int(token_ids[max(len(token_ids) - 2, 0)]) * self.vocab_size + int(token_ids[-1])
 
     def next_pair(self, pair: int, token_id: int) -> int:
-        """The pair that a token makes with the last one of `pair`."""
         return pair % self.vocab_size * self.vocab_size + token_id
 
     def candidates(self, pair: int) -> tuple[list[int], list[float]]:
-        """The candidates that may follow a pair: ids and log-probabilities, best first."""
+        """Return the candidates behind a pair: ids and log-probabilities, best first."""
         return mixed(self.tokens.row(pair % self.vocab_size), self.pairs.row(pair))
 
     def state(self) -> dict[str, np.ndarray]:
-        """Copies of all rows."""
         return {
             "recycling_ids": self.tokens.ids.copy(),
             "recycling_logprobs": self.tokens.logprobs.copy(),
@@ -148,7 +144,7 @@ class RecyclingTables:
         }
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Take over the known rows of a state. Unfit arrays raise ValueError and change nothing."""
+        """Take over a state's known rows. Raises ValueError for unfit arrays."""
         missing = self.state().keys() - state.keys()
         if missing:
             raise ValueError(f"recycling matrix: the state lacks {', '.join(sorted(missing))}")
@@ -167,7 +163,7 @@ class RecyclingTables:
 def mixed(
     token_row: tuple[list[int], list[float]], pair_row: tuple[list[int], list[float]]
 ) -> tuple[list[int], list[float]]:
-    """Candidates of the last token's row and of the last pair's, averaged: ids and log-probabilities, best first."""
+    """Average a token's and a pair's candidates: ids and log-probabilities, best first."""
     if not token_row[0] or not pair_row[0]:
         return token_row if token_row[0] else pair_row
     probabilities = {token: (1 - PAIR_SHARE) * math.exp(logprob) for token, logprob in zip(*token_row, strict=True)}
@@ -184,18 +180,16 @@ ROOT_ALONE = [0]  # rows in the text
 
 
 class Recycler(Protocol):
-    """Grows best-first trees from tables, and writes to them: a native call each where kernels run, else in Python."""
+    """Grower and writer of tables, native if kernels run."""
 
     def trees(self, wanted: Many[WantedTree]) -> list[DraftTree]:
         """Grow trees."""
 
     def write(self, texts: Many[TextCandidates]) -> None:
-        """Take in candidates behind tokens and pairs of tokens, text after text."""
+        """Write candidates behind tokens and pairs, text after text."""
 
 
 class NativeRecycler:
-    """Recycles in C."""
-
     def __init__(self, tables: RecyclingTables, with_noise: bool, variant: str) -> None:
         tokens, pairs = tables.tokens, tables.pairs.matrix
         rows = (tokens.ids, tokens.logprobs), (pairs.ids, pairs.logprobs)
@@ -209,7 +203,7 @@ class NativeRecycler:
 
 
 class PythonRecycler:
-    """Recycles in Python, anywhere: the reference that the other one is held against."""
+    """Recycles in Python: the reference for the native one."""
 
     def __init__(self, tables: RecyclingTables, with_noise: bool) -> None:
         self._tables = tables
@@ -236,7 +230,7 @@ class PythonRecycler:
 
 
 def create_recycler(tables: RecyclingTables, with_noise: bool) -> Recycler:
-    """Make the fastest recycler here. Raises KernelError for instructions that this machine does not have."""
+    """Make the fastest recycler here. Raises KernelError for instructions that this machine lacks."""
     variant = chosen_variant()
     return PythonRecycler(tables, with_noise) if variant is None else NativeRecycler(tables, with_noise, variant)
 
@@ -244,12 +238,11 @@ def create_recycler(tables: RecyclingTables, with_noise: bool) -> Recycler:
 def token_recycling(
     target: TargetModel, costs: Costs, parts_folder: Path | None, with_noise: bool = True
 ) -> ChoosingDrafter:
-    """A `DrafterFactory`."""
     return with_trees(TokenRecyclingDrafter(target, with_noise), costs)
 
 
 class TokenRecyclingDrafter(TreeDrafter):
-    """Best-first trees over averaged rows of tokens and of pairs, ranked with the noise."""
+    """Best-first trees over averaged rows, ranked with the noise."""
 
     needs_top_k = True
 
@@ -285,17 +278,17 @@ class TokenRecyclingDrafter(TreeDrafter):
 def _candidates_of(sequence: Sequence, verification: Verification) -> TextCandidates:
     path, token_ids, committed = verification.path, verification.row_token_ids, verification.committed_ids
     top_ids, top_logprobs = top_candidates_of(verification)
-    before = len(sequence) - len(committed) - 2  # in front of the root
+    before = len(sequence) - len(committed) - 2  # tokens in front of the root
     previous = [sequence.token_id(before if before > 0 else 0)]
     if not path:
         return TextCandidates(token_ids, top_ids, top_logprobs, ROOT_ALONE, previous)
-    text_rows = [0, *[node + 1 for node in path]]  # of tokens that stand in the text now
+    text_rows = [0, *[node + 1 for node in path]]  # rows of tokens that stand in the text now
     previous_ids = [*previous, token_ids[0], *committed][: len(text_rows)]
     return TextCandidates(token_ids, top_ids, top_logprobs, text_rows, previous_ids)
 
 
 def top_candidates_of(verification: Verification) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probabilities of the candidates at every row. ValueError where the step kept none."""
+    """Raise ValueError if the step kept no candidates."""
     if verification.top_ids is None or verification.top_logprobs is None:
         raise ValueError("token recycling needs the target's top candidates at every verified row; got none")
     return verification.top_ids, verification.top_logprobs

@@ -1,7 +1,4 @@
-"""The chain: what the target with a partial cache has drawn so far behind a sequence's end, in rounds.
-
-Beside it, what proposes the trees that rounds check, and the tree that a full verification gets in the end.
-"""
+"""The chain of tokens that the target with a partial cache drew in rounds; also proposers and the final tree."""
 
 from __future__ import annotations
 
@@ -24,18 +21,18 @@ from swiftbatch.worker.sampling.verification import Walk
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Limits of what is proposed at once. No rounds: the proposer's tree goes to the full verification."""
+    """Limits of one proposal. Without rounds, the proposer's tree goes to the full verification."""
 
     num_rounds: int
-    num_round_nodes: int  # of a tree that a round checks
-    chain_length: int  # tokens after which no further round begins
-    num_nodes: int  # of all: the chain and what is proposed below it
+    num_round_nodes: int  # size of a tree that a round checks
+    chain_length: int  # no further round begins after so many tokens
+    num_nodes: int  # the chain and the tree below it
     is_first_bare: bool = False  # the first round checks no tree, as in the paper
 
 
 @dataclass(frozen=True)
 class Round:
-    """One forward with the partial cache: nodes checked, those accepted, and its time."""
+    """One forward with the partial cache: checked and accepted nodes, and its time."""
 
     num_nodes: int
     path: list[int]
@@ -43,7 +40,7 @@ class Round:
 
 
 class Chain:
-    """Forks of a sequence and its sampler, and the tokens that were drawn by them."""
+    """Drawn tokens, with forks of a sequence and its sampler."""
 
     def __init__(
         self,
@@ -56,11 +53,11 @@ class Chain:
         max_depth: int,
         keeps_logits: bool = False,
     ) -> None:
-        """`keeps_logits`: keep the logits of the row that the newest token was drawn from."""
+        """`keeps_logits`: keep the logits of the newest token's row."""
         self.sequence = sequence.fork()
         self.sampler = sampler.fork(self.sequence)
-        self.hidden = hidden  # [hidden] of the row in front of the newest token, where there is one
-        self.logits: torch.Tensor | None = None  # [vocab], under its penalty, that the newest token was drawn from
+        self.hidden = hidden  # [hidden] of the row in front of the newest token, if known
+        self.logits: torch.Tensor | None = None  # [vocab] after penalty, the newest token's
         self.plan = plan
         self._keeps_logits = keeps_logits
         self._cache = cache
@@ -75,7 +72,6 @@ class Chain:
 
     @property
     def drawn(self) -> list[int]:
-        """The tokens drawn so far."""
         token_ids: list[int] = self.sequence.token_ids[self._num_committed :].tolist()
         return token_ids
 
@@ -85,12 +81,11 @@ class Chain:
 
     @property
     def depth_left(self) -> int:
-        """The greatest depth of a tree below the newest token."""
         return self._max_depth - self.num_tokens
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes that may be proposed, the chain included."""
+        """Return the most nodes of a proposal, the chain included."""
         return min(max(self.plan.num_nodes, self.num_tokens), self._max_nodes)
 
     @property
@@ -99,27 +94,23 @@ class Chain:
 
     @property
     def num_bare_rounds(self) -> int:
-        """The number of rounds to come, where none of them checks a tree; else 0."""
+        """Return the number of rounds to come if none checks a tree, else 0."""
         return 0 if self.plan.num_round_nodes else self._num_rounds_left
 
     @property
     def num_round_nodes(self) -> int:
-        """The number of nodes that the next round may check."""
         return 0 if self.plan.is_first_bare and not self.rounds else self.plan.num_round_nodes
 
     @property
     def _num_rounds_left(self) -> int:
-        """The number of rounds left if each draws one token."""
         length = min(self.plan.chain_length, self._max_depth)
         return min(length - self.num_tokens, self.plan.num_rounds - len(self.rounds))
 
     def row_ahead(self) -> SparseRows:
-        """The row of the newest token, in front of those that are drawn behind it."""
         assert self._cache is not None
         return row_ahead(self._cache, self.newest, len(self.sequence) - 1)
 
     def extend(self, drawn: DecodedChain, seconds: float) -> None:
-        """Keep what was drawn in rounds without trees, of so many seconds each."""
         assert self._cache is not None
         self._cache.keep_sampled(len(drawn.token_ids))
         self.sequence.extend(drawn.token_ids)
@@ -128,12 +119,10 @@ class Chain:
             self._max_depth = self.num_tokens
 
     def rows(self, tree: DraftTree) -> SparseRows:
-        """Rows that check a tree below the newest token."""
         assert self._cache is not None
         return partial_rows(self._cache, self.newest, len(self.sequence) - 1, tree)
 
     def advance(self, walk: Walk, outputs: RowOutputs) -> None:
-        """Keep what was drawn from a round's outputs."""
         assert self._cache is not None
         last_row = walk.path[-1] + 1 if walk.path else 0
         self._cache.keep(walk.path)
@@ -147,14 +136,14 @@ class Chain:
 
 
 class Proposer(Learner, ABC):
-    """The first of two levels: proposes cheaply behind chains, or behind sequences that have none yet."""
+    """Cheap proposer behind chains, empty ones included."""
 
     def start(self, sequence: Sequence) -> None:
         """Take in a new or resumed sequence."""
 
     @abstractmethod
     def propose(self, chains: list[Chain], limits: list[tuple[int, int]]) -> list[DraftTree]:
-        """Trees below the newest tokens of several chains, each within its limits: (most nodes, greatest depth).
+        """Return trees below the chains' newest tokens, each within its limits: (most nodes, greatest depth).
 
         They may be empty. Changes no state.
         """
@@ -167,11 +156,11 @@ class ChainTree:
     tree: DraftTree = field(default_factory=DraftTree)
     chain_length: int = 0
     rounds: list[Round] = field(default_factory=list)
-    propose_seconds: float = 0.0  # of the tree below the chain
+    propose_seconds: float = 0.0  # time of the tree below the chain
 
 
 def assemble(chain: Chain, below: DraftTree, num_alternatives: int, seconds: float) -> ChainTree:
-    """Join a chain, the tree below its newest token, and the same tree below other candidates for that token."""
+    """Join a chain, the tree below its newest token, and copies below that token's alternatives."""
     length, max_nodes = chain.num_tokens, chain.num_nodes
     tree = DraftTree.chain(chain.drawn)
     _graft(tree, below, length - 1, max_nodes)
@@ -184,7 +173,6 @@ def assemble(chain: Chain, below: DraftTree, num_alternatives: int, seconds: flo
 
 
 def _graft(tree: DraftTree, below: DraftTree, parent: int, max_nodes: int) -> None:
-    """Append a tree below a node, as far as there is room."""
     first = len(tree)
     room = max(0, max_nodes - first)
     tree.token_ids.extend(below.token_ids[:room])
@@ -192,7 +180,6 @@ def _graft(tree: DraftTree, below: DraftTree, parent: int, max_nodes: int) -> No
 
 
 def _alternatives(chain: Chain, num_alternatives: int) -> list[int]:
-    """Candidates that came next to the newest token, best first."""
     if num_alternatives <= 1 or chain.logits is None:
         return []
     ranker = CandidateRanker(chain.sequence)

@@ -1,4 +1,4 @@
-"""Plans how many draft rounds with a partial cache come before a full verification, and how long."""
+"""Plans the number and size of draft rounds with a partial cache before a full verification."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from swiftbatch.worker.kernels.scan_coding import CLUSTER_CHUNKS, SCAN_CHUNK
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
 from swiftbatch.worker.kv.scan_cache import MOST_ENTRIES
 
-PRIOR_CHAIN_ACCEPTANCE = 0.9 ** np.arange(1, TILE_ROWS + 1)  # of token i, before anything was seen
+PRIOR_CHAIN_ACCEPTANCE = 0.9 ** np.arange(1, TILE_ROWS + 1)  # prior acceptance of token i
 PRIOR_ROUND_TOKENS = 1.5
 PRIOR_PROPOSE_SECONDS = 0.001
 NO_ROUNDS = RoundPlan(0, 0, 0, 0)
-WORTH_A_PROBE = 0.7  # of the better way's rate: below it the other way is not tried again
+WORTH_A_PROBE = 0.7  # a way below this share of the better one's rate is not tried again
 
 
 class Planner:
-    """Gives all sequences the plan that it holds; others work one out, and hear what became of what was proposed."""
+    """A fixed plan for all sequences; subclasses compute and learn theirs."""
 
     max_nodes = MAX_TREE_NODES
 
@@ -38,27 +38,25 @@ class Planner:
         self._plan = plan
 
     def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
-        """Plan for a sequence of `length` cached positions that shares its forwards with others."""
         return self._plan
 
     def observe(self, proposed: ChainTree, path: list[int]) -> None:
-        """Learn from a proposal that was verified in full, and of which the nodes of `path` were accepted."""
+        """Learn from a fully verified proposal whose nodes of `path` were accepted."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return what it has learned."""
         return {}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Take back what `state` returned. Unfit arrays raise ValueError and change nothing."""
+        """Take back the result of `state`. Raises ValueError for unfit arrays."""
 
 
 class MeasuredPlanner(Planner):
-    """Plans as many rounds and nodes as give most tokens per second, by measured costs and the running acceptance."""
+    """Plans rounds and nodes by measured costs and running acceptance."""
 
     max_nodes = TILE_ROWS - 1
 
     def __init__(self, costs: StepCosts, budget: int, node_seconds: float = 0.0) -> None:
-        """Plan for `budget` entries in a partial cache; a node takes `node_seconds` beside what is measured."""
+        """`budget`: entries of the partial cache; `node_seconds`: time per node beside measured costs."""
         super().__init__()
         self._budget = budget
         self._node_seconds = node_seconds
@@ -70,7 +68,7 @@ class MeasuredPlanner(Planner):
 
     def plan(self, length: int, num_sequences: int, max_depth: int) -> RoundPlan:
         tree = self.tree(length, num_sequences)
-        if length <= self._budget:  # a partial cache that holds everything checks no sooner than the target itself
+        if length <= self._budget:  # a partial cache that holds everything is no faster than the target itself
             return RoundPlan(0, 0, 0, tree.num_nodes)
         token_seconds = self._round_seconds / self._round_tokens
         chain = self._chains.best(length, num_sequences, 0.0, token_seconds, max_depth)
@@ -82,7 +80,6 @@ class MeasuredPlanner(Planner):
         return RoundPlan(TILE_ROWS, checked.num_nodes, chain.num_nodes, chain.num_nodes)
 
     def tree(self, length: int, num_sequences: int, max_nodes: int = TILE_ROWS) -> BudgetChoice:
-        """The proposed tree that pays most where a cache of `length` positions verifies it."""
         proposing = num_sequences * self._propose_seconds
         return self._trees.best(length, num_sequences, proposing, self._node_seconds, max_nodes)
 
@@ -100,7 +97,6 @@ class MeasuredPlanner(Planner):
         self._propose_seconds += LEARNING_RATE * (beside_nodes - self._propose_seconds)
 
     def _observe_round(self, round_: Round) -> None:
-        """Learn from a round: its tree was checked as well, by the target with a partial cache."""
         self._trees.observe(round_.num_nodes, round_.path)
         self._round_tokens += LEARNING_RATE * (len(round_.path) + 1 - self._round_tokens)
         self._round_seconds += LEARNING_RATE * (round_.seconds - self._round_seconds)
@@ -128,7 +124,6 @@ class MeasuredPlanner(Planner):
 
 
 def planner_of(plan: RoundPlan | None, costs: Costs, budget: int, node_seconds: float = 0.0) -> Planner:
-    """Make a planner of always one plan, or, with None, a `MeasuredPlanner`."""
     return MeasuredPlanner(costs(), budget, node_seconds) if plan is None else Planner(plan)
 
 
@@ -136,33 +131,31 @@ def planner_of(plan: RoundPlan | None, costs: Costs, budget: int, node_seconds: 
 
 
 CHAIN_LENGTHS = (3, 5, 7, 9, 11, 15, 19, 23, 27, 31)
-FEW_ROWS = np.arange(max(CHAIN_LENGTHS) + 2)  # numbers of a sequence's rows: none to a chain and its root
-ROUND_NODES = (0, 1, 3)  # numbers of nodes of a tree that a round checks: some of `NODE_CHOICES`
+FEW_ROWS = np.arange(max(CHAIN_LENGTHS) + 2)  # possible rows per sequence: none up to a chain and its root
+ROUND_NODES = (0, 1, 3)  # tree sizes that a round may check, some of `NODE_CHOICES`
 CHAIN_LEARNING_RATE = 0.03
-PRIOR_ROUNDS = 4  # that the prior counts for: the first chain of a place where rounds do not pay is the last one
-STEPS_TO_KNOW = 4  # with rounds, before they are planned for several at once
-MOST_SLOWNESS = 3.0  # of one chain beside earlier ones: a slow moment of the machine tells nothing of the next
-SLOWEST = 100.0  # that is ever kept: a state with more is refused as damaged
-PRIOR_TRIALS = 20.0  # tokens that agreement is taken from at first
+PRIOR_ROUNDS = 4  # the prior's weight; the first chain where rounds do not pay is the last one
+STEPS_TO_KNOW = 4  # steps with rounds before rounds are planned for several sequences
+MOST_SLOWNESS = 3.0  # cap on one chain's slowness: a slow moment tells nothing of the next
+SLOWEST = 100.0  # cap on all slowness: a state with more is refused as damaged
+PRIOR_TRIALS = 20.0  # tokens that the prior agreement counts for
 PRIOR_ALIKE = 0.95
-KEPT = 0.97  # share of what earlier steps count that stays with every step
-MOST_COUNTED = TILE_ROWS / (1 - KEPT)  # tokens, where every chain is as long as can be
-LAUNCHES_IN_ROWS = 100  # on a GPU, where taking a text in costs launches rather than bytes
-CROSSINGS_IN_ROWS = 3  # where each row brings all keys from the host: taking in brings them once more, with launches
-CROSSING_SHARE = 0.02  # bytes that reach a GPU from the host, of those that it reads of its own memory meanwhile
-HOST_SECONDS = 0.001  # the host's part of a step on a GPU, as docs/gpu.md has it
+KEPT = 0.97  # share of the earlier weight that stays at every step
+MOST_COUNTED = TILE_ROWS / (1 - KEPT)  # most weight in tokens, if every chain has the greatest length
+LAUNCHES_IN_ROWS = 100  # taking in a text on a GPU costs launches rather than bytes
+CROSSINGS_IN_ROWS = 3  # rows bring all keys from the host: taking in brings them once more, with launches
+CROSSING_SHARE = 0.02  # host bandwidth as a share of a GPU's memory bandwidth
+HOST_SECONDS = 0.001  # the host's part of a step on a GPU, from docs/gpu.md
 
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """The costs of rounds beside those of forwards."""
-
-    scan_share: float  # time to scan all keys for a row, as a share of the time to attend to them
-    row_share: float  # time of the next row's scan in the same sequence, as a share of the first one's
-    seconds: float  # that a round takes beside its forward
-    tree_seconds: float  # that a round with trees takes beside that
-    row_seconds: float  # that each further row of a sequence takes: it looks for the best keys by itself
-    taking_in_rows: float  # rows whose attention to a text takes as long as to make it ready to be scanned
+    scan_share: float  # time to scan all keys for a row / time to attend to them
+    row_share: float  # time of a sequence's next row / time of its first row, in a scan
+    seconds: float  # a round's time beside its forward
+    tree_seconds: float  # further time of a round with trees
+    row_seconds: float  # time of each further row of a sequence: its search for the best keys
+    taking_in_rows: float  # cost of preparing a text for scans, in rows' attention to it
 
 
 ON_A_CPU = RoundCosts(  # measured
@@ -171,10 +164,7 @@ ON_A_CPU = RoundCosts(  # measured
 
 
 def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
-    """Guess costs by the bytes read of a key, codes and its part of a cloud beside key and value: no GPU measured it.
-
-    Rows of a sequence read them together.
-    """
+    """Estimate costs by the bytes read of codes and clouds beside keys and values; no GPU measured it."""
     cloud_bytes = 2 * head_dim * (head_dim + 1) * 4
     scanned = head_dim / 4 + cloud_bytes / (CLUSTER_CHUNKS * SCAN_CHUNK)
     share = scanned / (2 * head_dim * item_size)
@@ -184,14 +174,14 @@ def costs_on_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
 
 
 def costs_beside_a_gpu(head_dim: int, item_size: int) -> RoundCosts:
-    """Guess costs with keys and values on the host: codes and clouds are on the GPU, where to read them is cheap."""
+    """Estimate costs with keys and values on the host but codes and clouds on the GPU."""
     here = costs_on_a_gpu(head_dim, item_size)
     return replace(here, scan_share=CROSSING_SHARE * here.scan_share, taking_in_rows=CROSSINGS_IN_ROWS)
 
 
 @dataclass(frozen=True)
 class RoundsChoice:
-    """One way to go on: rounds that check so many nodes each, until a chain is so long, and what it promises."""
+    """A choice of rounds: nodes that each checks, the chain's length, and the expected rate."""
 
     num_nodes: int
     chain_length: int
@@ -200,16 +190,16 @@ class RoundsChoice:
 
 @dataclass(frozen=True)
 class _Texts:
-    """The seconds of attention to the texts of a step, all sequences together, for each number of rows."""
+    """Seconds of attention to a step's texts, all sequences together, by number of rows."""
 
     number: int
     all_keys: list[float]
-    entries: list[float]  # to those that a round reads exactly alone
-    beyond: float  # of one row, to all others
+    entries: list[float]  # attention to the entries that a round reads exactly
+    beyond: float  # attention of one row to all others
 
 
 class RoundsPlanner(Planner):
-    """Plans the rounds of steps. All sequences of a step have the same plan, since they wait for each other."""
+    """Plans the rounds of steps: one plan for all sequences, since they wait for each other."""
 
     max_nodes = TILE_ROWS - 1
 
@@ -217,18 +207,17 @@ class RoundsPlanner(Planner):
         super().__init__()
         self._probed = self._costs = costs
         self._rounds = rounds
-        self._expected = 0.0  # seconds of one of the coming rounds, before `_slowness`
-        self._slowness = 1.0  # of rounds beside what they should take: this machine, its neighbours
+        self._expected = 0.0  # seconds of a coming round, before `_slowness`
+        self._slowness = 1.0  # measured / expected time of rounds on this machine
         self._num_rounds = self._num_steps = 0
-        self._alike = PRIOR_ALIKE * PRIOR_TRIALS  # tokens of chains that the target drew as well
+        self._alike = PRIOR_ALIKE * PRIOR_TRIALS  # chain tokens that the target drew as well
         self._compared = PRIOR_TRIALS
 
     def best(self, lengths: np.ndarray, tree_tokens: np.ndarray, overhead: float) -> RoundsChoice:
-        """Choose the rounds that pay most for sequences of so many cached positions, `[num_sequences]`.
+        """Choose the best rounds for sequences with the cached positions `lengths [num_sequences]`.
 
-        `tree_tokens [num_sequences, num_choices]` are the tokens that trees of `NODE_CHOICES` nodes bring where they
-        are checked, `overhead` the seconds that a step takes beside forwards and drafts. Forwards cost what their rows
-        do by the experts that real steps met, in rounds as in verifications.
+        `tree_tokens [num_sequences, num_choices]`: expected tokens of trees of `NODE_CHOICES` nodes; `overhead`:
+        seconds of a step beside forwards and drafts.
         """
         self._costs = self._probed.as_routed()
         texts = self._texts(lengths)
@@ -247,11 +236,11 @@ class RoundsPlanner(Planner):
         return best
 
     def taking_in_seconds(self, lengths: np.ndarray) -> float:
-        """The seconds until keys of texts of so many positions, `[num_sequences]`, can be scanned."""
+        """Return the seconds until texts of `lengths [num_sequences]` can be scanned."""
         return self._rounds.taking_in_rows * float(self._costs.own_seconds(np.array([1]), lengths).clip(min=0.0).sum())
 
     def begin(self, rounds: RoundsChoice, lengths: np.ndarray) -> float:
-        """Begin a step that goes this way; return the seconds that its verification should take."""
+        """Begin a step; return the expected seconds of its verification."""
         self._num_steps += 1
         self._plan = RoundPlan(TILE_ROWS, rounds.num_nodes, rounds.chain_length, rounds.chain_length)
         texts = self._texts(lengths)
@@ -260,7 +249,6 @@ class RoundsPlanner(Planner):
 
     @property
     def is_new(self) -> bool:
-        """True if too few steps with rounds were seen to go by what they took."""
         return self._num_steps < STEPS_TO_KNOW
 
     def observe(self, proposed: ChainTree, path: list[int]) -> None:
@@ -290,7 +278,7 @@ class RoundsPlanner(Planner):
             _, self._alike, self._compared = found.tolist()  # another machine's slowness says nothing of this one's
 
     def _tokens(self, chain_length: int) -> float:
-        """The number of tokens that a step with such a chain brings, the bonus token included."""
+        """Return the expected tokens of a step, the bonus token included."""
         alike, depths = self._alike / self._compared, chain_length + 1
         return (1 - alike**depths) / (1 - alike) if alike < 1 else float(depths)
 
@@ -301,11 +289,10 @@ class RoundsPlanner(Planner):
         return _Texts(len(lengths), all_keys.sum(axis=0).tolist(), near.sum(axis=0).tolist(), beyond)
 
     def _forward_seconds(self, texts: _Texts, num_rows: int) -> float:
-        """The seconds of a verification with so many rows for each sequence."""
         return self._costs.shared_seconds(num_rows * texts.number) + texts.all_keys[num_rows]
 
     def _round_seconds(self, texts: _Texts, num_nodes: int) -> float:
-        """The seconds of one round for all sequences: some entries are read exactly, all others are scanned."""
+        """Return the seconds of one round: some entries are read exactly, all others scanned."""
         exact = self._costs.shared_seconds((num_nodes + 1) * texts.number) + texts.entries[num_nodes + 1]
         share = self._rounds.scan_share * (1 + self._rounds.row_share * num_nodes)
         beside = self._rounds.seconds + self._rounds.row_seconds * num_nodes * texts.number

@@ -1,8 +1,7 @@
 """Two levels of speculation: a cheap proposer drafts trees, the target with a partial cache checks them in rounds.
 
-What those two agree on is the chain that the target with the full cache verifies (TokenSwift 3.1 to 3.3; algorithm 1 of
-TriForce is the same machine with another proposer; `auto` has a third one). Every level draws with the coupled noise
-and compares, so nothing can be biased.
+The agreed chain goes to the target with the full cache (TokenSwift 3.1 to 3.3, algorithm 1 of TriForce). Every level
+draws with the coupled noise, so the output has no bias.
 """
 
 from __future__ import annotations
@@ -31,18 +30,14 @@ from swiftbatch.worker.sampling.verification import Verification
 
 @dataclass
 class _Tracked:
-    """The state of one sequence on its two levels."""
-
     cache: FullKVCache
-    partial: SparseCache | None  # None: there was no room for one, and no round is planned
+    partial: SparseCache | None  # None: no room for it, so no round is planned
     sampler: Sampler
     hidden: torch.Tensor | None = None  # [hidden] of the last verified row
     proposed: ChainTree = field(default_factory=ChainTree)
 
 
 class SelfSpeculationDrafter(Drafter):
-    """Proposer, target with partial caches, and a planner for the number of rounds and nodes."""
-
     reads_caches = True
     phases = ("follow", "propose", "check")
 
@@ -98,13 +93,12 @@ class SelfSpeculationDrafter(Drafter):
             self.counters.num_agreed_nodes += len(round_.path)
 
     def catch_up(self, sequence: Sequence, num_chunks: int) -> bool:
-        """Take some of what is new of a sequence into its partial cache; tell whether a round finds all of it there."""
+        """Take in up to `num_chunks` chunks of a sequence; return whether its partial cache is complete."""
         tracked = self._tracked[sequence.sequence_id]
         with timed(self.counters.seconds, "follow"):
             return tracked.partial is None or tracked.partial.catch_up(tracked.cache, num_chunks)
 
     def rounds_of(self, sequence: Sequence) -> list[Round]:
-        """The rounds before the newest tree of a sequence."""
         return self._tracked[sequence.sequence_id].proposed.rounds
 
     def stop(self, sequence: Sequence) -> None:
@@ -112,7 +106,6 @@ class SelfSpeculationDrafter(Drafter):
         del self._tracked[sequence.sequence_id]
 
     def state(self, sequence: Sequence) -> dict[str, np.ndarray]:
-        """Return what planner and proposer have learned; all else follows from the tokens and is rebuilt from them."""
         return self._planner.state() | self._proposer.state(sequence)
 
     def restore(self, sequence: Sequence, state: dict[str, np.ndarray]) -> None:
@@ -125,7 +118,7 @@ class SelfSpeculationDrafter(Drafter):
             raise
 
     def _open(self, request: DraftRequest, num_sequences: int) -> Chain:
-        """A chain without tokens; its partial cache follows the full one where rounds are to come."""
+        """Begin a chain, with an up-to-date partial cache if rounds are to come."""
         sequence, tracked = request.sequence, self._tracked[request.sequence.sequence_id]
         plan = self._planner.plan(tracked.cache.length, num_sequences, request.max_depth)
         if tracked.partial is None:
@@ -155,7 +148,6 @@ class SelfSpeculationDrafter(Drafter):
             return None
 
     def _draw(self, draw_chains: DrawChains, chains: list[Chain], num_rounds: int) -> None:
-        """Draw in so many rounds without trees at once."""
         started = seconds_now()
         with timed(self.counters.seconds, "check"):
             rows, samplers = [chain.row_ahead() for chain in chains], [chain.sampler for chain in chains]
@@ -165,7 +157,7 @@ class SelfSpeculationDrafter(Drafter):
             chain.extend(tokens, seconds)
 
     def _round(self, chains: list[Chain]) -> None:
-        """Propose below every chain's newest token and let the target with the partial caches draw there."""
+        """Propose below every chain and check there with the partial caches."""
         started = seconds_now()
         limits = [(chain.num_round_nodes, chain.depth_left - 1) for chain in chains]
         with timed(self.counters.seconds, "propose"):
@@ -180,7 +172,6 @@ class SelfSpeculationDrafter(Drafter):
             chain.rounds.append(Round(len(tree), walk.path, seconds))
 
     def _close(self, chains: list[Chain]) -> list[DraftTree]:
-        """Return the chains as trees, each with the proposer's tree below it."""
         started = seconds_now()
         with timed(self.counters.seconds, "propose"):
             below = self._proposer.propose(chains, [(self._num_below(chain), chain.depth_left) for chain in chains])
@@ -191,12 +182,11 @@ class SelfSpeculationDrafter(Drafter):
         return [self._tracked[chain.sequence.sequence_id].proposed.tree for chain in chains]
 
     def _num_below(self, chain: Chain) -> int:
-        """Nodes of the tree below the newest token, and of the same one below every other candidate for it."""
         num_trees = self._num_alternatives if chain.num_tokens else 1
         return (chain.num_nodes - chain.num_tokens - (num_trees - 1)) // num_trees
 
     def _last_hidden(self, sequence: Sequence, cache: FullKVCache) -> torch.Tensor:
-        """Hidden state `[hidden]` of the row in front of the newest token, where no verification left it."""
+        """Return the hidden state `[hidden]` in front of the newest token if no verification left it."""
         last = cache.length - 1
         with cache.replayed(last) as before:
             rows = tree_rows(before, int(sequence.token_ids[last]), DraftTree())

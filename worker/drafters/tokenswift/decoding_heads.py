@@ -1,7 +1,7 @@
 """Extra decoding heads (TokenSwift, section 3.2): linear layers that predict further tokens from one hidden state.
 
-h_i = f_i(h_{i-1}) + h_{i-1} and l_i = g(h_i), where h_0 is the target's last hidden state (behind its final norm), f_i
-the i-th linear layer and g the target's own language model head.
+h_i = f_i(h_{i-1}) + h_{i-1} and l_i = g(h_i). h_0 is the target's normed last hidden state, f_i the i-th linear layer,
+g the target's language model head.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ def head_states(weight: torch.Tensor, hidden: torch.Tensor) -> Iterator[torch.Te
 
 
 class DecodingHeads:
-    """Trained heads of one target model, in its dtype and on its device."""
-
     def __init__(self, weight: torch.Tensor, target: TargetModel) -> None:
         self.num_heads = len(weight)
         self._weight = weight.to(target.device, target.dtype)  # [num_heads, hidden, hidden]
@@ -44,13 +42,13 @@ class DecodingHeads:
 
     @classmethod
     def load(cls, parts_folder: Path | None, target: TargetModel) -> DecodingHeads:
-        """Read the heads in a folder, None for the target's own. Raises ModelError where none there fit the target."""
+        """Read the heads in a folder, None for the target's own. Raises ModelError if none fit."""
         size = target.hidden_size
         part = read_part(HEADS, target, parts_folder)
         return cls(part.checked({TENSOR: ("num_heads", size, size)})[TENSOR], target)
 
     def _on_gpu(self) -> HeadsGraph | None:
-        """Return the heads as a graph, for the target's kernels to run, where its caches lie in slots; else None."""
+        """Return the heads' CUDA graph if the target's caches lie in slots, else None."""
         if self._target.forwards.arena is None:
             return None
         from swiftbatch.worker.forward.cuda.cuda_forwards import CudaForwards
@@ -60,10 +58,9 @@ class DecodingHeads:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `[num_heads, vocab] float32` from one row's final hidden state `[hidden]`.
+        """Return logits `[num_heads, vocab] float32` from one row's final hidden state `[hidden]`.
 
-        Head i (from 0) predicts the token i + 2 places behind the row's own; the language model head predicts the
-        one place behind it.
+        Head i (from 0) predicts the token i + 2 places behind the row's own.
         """
         if self._graph is not None:
             return self._graph.logits(hidden)
@@ -71,17 +68,16 @@ class DecodingHeads:
 
 
 def save_heads(folder: Path, weight: torch.Tensor, model_fingerprint: str) -> None:
-    """Write heads `[num_heads, hidden, hidden]` in bf16, with the fingerprint of their model, to `folder`."""
+    """Write heads `[num_heads, hidden, hidden]` in bf16, with their model's fingerprint."""
     tensors = {TENSOR: weight.detach().to("cpu", torch.bfloat16).contiguous()}
     save_file(tensors, folder / HEADS.name, metadata={FINGERPRINT: model_fingerprint})
     let_others_read(folder / HEADS.name)
 
 
 class HeadsGraph:
-    """Static buffers and what runs over them. The language model head is the target's product, at its one shape."""
+    """Static buffers and a graph over them and the target's language model head."""
 
     def __init__(self, weight: torch.Tensor, forwards: CudaForwards) -> None:
-        """`weight [num_heads, hidden, hidden]`."""
         self._weight, self._around = weight, forwards.surroundings
         self._hidden = torch.zeros(weight.shape[1], dtype=weight.dtype, device=weight.device)
         self._states = torch.zeros(NUM_ROWS, weight.shape[1], dtype=weight.dtype, device=weight.device)
@@ -89,7 +85,7 @@ class HeadsGraph:
         self._graph = forwards.capture(self._work, forwards.device)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[num_heads, vocab] float32` from one row's final hidden state `[hidden]`, until the next call."""
+        """Return `[num_heads, vocab] float32` for one row's `[hidden]`; the next call overwrites it."""
         self._hidden.copy_(hidden)
         self._graph.replay()
         return self._logits[: len(self._weight)]

@@ -1,9 +1,8 @@
 """The n-grams of a growing output, counted and ranked by frequency behind their first token (TokenSwift 3.2).
 
-Every distinct n-gram is an entry: where it stood first, how often it was seen. The entries that share a first token
-form a circular list, most frequent first, then most recent first; it begins and ends at that token's sentinel, an
-entry of count 0. The front of every run of equal counts is known, so counting an n-gram again is one move in its list:
-constant time. N-grams are found by a hash table with chains. All of it lies in flat arrays of 4-byte integers.
+Every distinct n-gram is an entry. Entries with the same first token form a circular list, most frequent first, then
+most recent; a sentinel of count 0 closes it. `_fronts` points to each run of equal counts, so counting again is one
+move.
 """
 
 from __future__ import annotations
@@ -18,38 +17,34 @@ _FIRST_BITS = 32  # bits of the first token in a key of `_fronts`; the count sta
 
 
 class NgramTable:
-    """Counts of the tokens that followed each token. A pure function of the tokens taken in, whatever the pieces."""
+    """Counts of the tokens behind each token."""
 
     def __init__(self, size: int) -> None:
-        """Count n-grams of `size` tokens. Raises ValueError where `size` leaves none behind the first."""
+        """Count n-grams of `size` tokens. Raises ValueError for a size below 2."""
         if size < 2:
             raise ValueError(f"n-grams of {size} tokens: expected 2 or more")
         self._size = size
         self._tokens = array("i")
-        self._starts = array("i")  # where each entry's n-gram stood first; -1 for a sentinel
+        self._starts = array("i")  # each n-gram's first position; -1 for a sentinel
         self._counts = array("i")
-        self._next = array("i")  # in the list of the first token
+        self._next = array("i")  # links of the first token's list
         self._previous = array("i")
         self._chain = array("i")  # the next entry of the same bucket
         self._buckets = array("i", [_NONE]) * 64  # hash -> its first entry
         self._fronts: dict[int, int] = {}  # count and first token -> the most recent entry of that count
 
     def __len__(self) -> int:
-        """Number of tokens taken in."""
         return len(self._tokens)
 
     def extend(self, token_ids: Sequence[int] | np.ndarray) -> None:
-        """Take in the next tokens (integers from 0 to 2^31 - 1), in amortised constant time each."""
+        """Take the next tokens (integers from 0 to 2^31 - 1)."""
         for token_id in np.asarray(token_ids, dtype=np.int32).tolist():
             self._tokens.append(token_id)
             if len(self._tokens) >= self._size:
                 self._count_newest(self._tokens[-self._size :])
 
     def most_frequent(self, first_token: int, k: int) -> list[tuple[tuple[int, ...], int]]:
-        """At most `k` of (the `size` - 1 tokens behind `first_token`, count), most frequent first, then most recent.
-
-        Takes O(k); empty where the token began no n-gram yet.
-        """
+        """Return at most `k` of (the tokens behind `first_token`, count), most frequent first, then newest."""
         found: list[tuple[tuple[int, ...], int]] = []
         sentinel = self._fronts.get(first_token, _NONE)
         entry = self._next[sentinel] if sentinel != _NONE else _NONE
@@ -60,7 +55,6 @@ class NgramTable:
         return found
 
     def _count_newest(self, ngram: array[int]) -> None:
-        """Count the n-gram that ends with the newest token."""
         first = ngram[0]
         entry = self._find(ngram)
         if entry == _NONE:
@@ -77,7 +71,7 @@ class NgramTable:
         self._fronts[self._counts[entry] << _FIRST_BITS | first] = entry
 
     def _promote(self, entry: int, first: int) -> None:
-        """Move an entry to the front of those seen once more often than it was."""
+        """Move an entry to the front of those with the next higher count."""
         count = self._counts[entry]
         key = count << _FIRST_BITS | first
         front = self._fronts[key]
@@ -115,7 +109,7 @@ class NgramTable:
         return _NONE
 
     def _hash_in(self, entry: int, ngram: array[int]) -> None:
-        """Put a new entry into its bucket; where there are more entries than buckets, double these first."""
+        """Put a new entry into its bucket; first double the buckets if entries outnumber them."""
         if entry >= len(self._buckets):
             self._buckets = array("i", [_NONE]) * (2 * len(self._buckets))
             for other, start in enumerate(self._starts[:entry]):

@@ -33,27 +33,24 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Verification
 
 Ranked = list[tuple[float, int]]  # (log-confidence, token)
-Recycled = Callable[[tuple[int, ...]], Ranked]  # tokens from the root -> candidates behind them
-Branches = list[dict[int, tuple[float, int]]]  # a prefix tree: per node, token -> (log-confidence, node)
+Recycled = Callable[[tuple[int, ...]], Ranked]  # maps a path from the root to candidates behind it
+Branches = list[dict[int, tuple[float, int]]]  # prefix tree: per node, token -> (log-confidence, node)
 
-_OUTSIDE = 0  # the node of the prefix tree that has no n-grams below it
-_TOP = 1  # its root
+_OUTSIDE = 0  # a node without n-grams below
+_TOP = 1  # the prefix tree's root
 
 
 class Sources(NamedTuple):
-    """The sources of candidates behind a chain's newest token."""
-
-    levels: list[Ranked]  # [d] those of depth d + 1 under every node of the digits: distinct ones, best first
-    ngrams: list[Ranked]  # each a path from the root
+    levels: list[Ranked]  # [d] holds distinct candidates of depth d + 1, best first
+    ngrams: list[Ranked]  # paths from the root
     recycled: Recycled | None = None
 
     def others(self, path: tuple[int, ...]) -> dict[int, float]:
-        """Confidence of every recycled token behind a path."""
         return by_token(self.recycled(path)) if self.recycled else {}
 
 
 class _Context(NamedTuple):
-    """The place of a node: its path, its node of the prefix tree, and whether the digits go on below it."""
+    """A node's path, its node in the prefix tree, and whether digits go on below it."""
 
     path: tuple[int, ...]
     node: int
@@ -61,16 +58,16 @@ class _Context(NamedTuple):
 
 
 def digit_tree(sources: Sources, max_nodes: int, max_depth: int) -> DraftTree:
-    """The tree of digits, the paths of n-grams and what is recycled in one prefix tree, its likeliest nodes.
+    """Join digits, n-grams and recycled candidates in one tree, parents before children.
 
-    Where a node is proposed more than once, the highest confidence counts. Kept are the `max_nodes` nodes of highest
-    path confidence (the sum from the root), none deeper than `max_depth`, parents before children.
+    A node takes the highest confidence of its sources. Kept are the `max_nodes` nodes of highest path confidence (the
+    sum from the root).
     """
     branches = _prefix_tree(sources.ngrams)
     levels = [by_token(level) for level in sources.levels]
 
     def expand(context: _Context, depth: int) -> list[tuple[float, int, _Context]]:
-        """Candidates below a node, best first, each with the highest confidence that a source has in it."""
+        """Return candidates below a node, best first."""
         path, node, in_digits = context
         level = levels[depth - 1] if in_digits and depth <= len(levels) else {}
         branch = branches[node]
@@ -85,7 +82,6 @@ def digit_tree(sources: Sources, max_nodes: int, max_depth: int) -> DraftTree:
 
 
 def by_token(ranked: Ranked) -> dict[int, float]:
-    """Confidence of every token."""
     return {token: confidence for confidence, token in ranked}
 
 
@@ -107,12 +103,10 @@ def _prefix_tree(ngrams: list[Ranked]) -> Branches:
 # TokenSwift (Wu et al. 2025): heads and reused n-grams propose, the target with a summarised cache checks.
 
 
-TYPICAL_LOGIT = 10.0  # a likely token's logit: the penalty's cut from it decides if an n-gram is held back
+TYPICAL_LOGIT = 10.0  # a likely token's logit; a penalty's cut from it decides whether an n-gram is held back
 
 
 class TokenSwiftProposer(Proposer):
-    """One tree from all sources, whichever of them proposes a node."""
-
     needs_hidden = True
 
     def __init__(
@@ -123,7 +117,7 @@ class TokenSwiftProposer(Proposer):
         num_ngrams: int,
         recycling: TokenRecyclingDrafter | None,
     ) -> None:
-        """`digits` are those behind the newest token's own, one for each head; `recycling` None: not used."""
+        """`digits` are the numbers of candidates by depth, one per head; `recycling` None: not used."""
         self.needs_top_k = recycling is not None
         self._heads = heads
         self._digits = digits
@@ -140,7 +134,6 @@ class TokenSwiftProposer(Proposer):
         return [self._tree(chain, *limit) for chain, limit in zip(chains, limits, strict=True)]
 
     def sources(self, chain: Chain) -> Sources:
-        """Find the sources of candidates behind a chain's newest token."""
         recycled = self._recycled(chain, self._recycling) if self._recycling else None
         return Sources(self._levels(chain), self._ngrams(chain), recycled)
 
@@ -170,7 +163,6 @@ class TokenSwiftProposer(Proposer):
         return digit_tree(self.sources(chain), max_nodes, max_depth)
 
     def _levels(self, chain: Chain) -> list[Ranked]:
-        """Candidates of the heads behind the newest token, depth by depth, as many as the digits say."""
         if not self._digits or chain.hidden is None:
             return []
         logits = penalised(chain.sampler, self._heads.logits(chain.hidden))  # [num_heads, vocab]
@@ -178,7 +170,7 @@ class TokenSwiftProposer(Proposer):
         return [level[:digit] for level, digit in zip(ranked, self._digits, strict=False)]
 
     def _recycled(self, chain: Chain, recycling: TokenRecyclingDrafter) -> Recycled:
-        """Return the ranking of what the target said behind the same tokens before."""
+        """Return a ranking of the target's earlier candidates behind the same tokens."""
         ranker, tables = CandidateRanker(chain.sequence), recycling.tables
         newest = tables.newest_pair(chain.sequence)
 
@@ -189,7 +181,7 @@ class TokenSwiftProposer(Proposer):
         return candidates
 
     def _ngrams(self, chain: Chain) -> list[Ranked]:
-        """Find what followed the newest token most often; each token has its confidence behind those before it."""
+        """Return the newest token's most frequent followers, with the confidence of each of their tokens."""
         table = self._tables[chain.sequence.sequence_id]
         found = table.most_frequent(chain.newest, self._num_ngrams)
         followers: dict[tuple[int, ...], dict[int, int]] = {}
@@ -203,11 +195,11 @@ class TokenSwiftProposer(Proposer):
     def _confidences(
         self, chain: Chain, followers: dict[tuple[int, ...], dict[int, int]]
     ) -> dict[tuple[int, ...], float]:
-        """Log-confidence of every path's last token: its share of the counts, under penalties, bias and noise."""
+        """Compute path ends' log-confidence: their share of the counts under penalties, bias and noise."""
         ranker, changes = CandidateRanker(chain.sequence), self._changes(chain, followers)
         confidences: dict[tuple[int, ...], float] = {}
         for path, counts in followers.items():
-            total = sum(counts.values()) + len(counts)  # something new is as likely as the number of kinds says
+            total = sum(counts.values()) + len(counts)  # a new follower is as likely as the share of distinct ones says
             scores = {
                 token_id: math.log(count / total) + changes.get(token_id, 0.0) for token_id, count in counts.items()
             }
@@ -217,7 +209,7 @@ class TokenSwiftProposer(Proposer):
         return confidences
 
     def _changes(self, chain: Chain, followers: dict[tuple[int, ...], dict[int, int]]) -> dict[int, float]:
-        """Compute how much penalties and bias change each follower at a typical logit; empty where there are none."""
+        """Compute followers' changes by penalties and bias at a typical logit."""
         sampling, context = chain.sequence.sampling, chain.sampler.context().on_cpu()
         if context.is_plain:
             return {}
@@ -228,7 +220,7 @@ class TokenSwiftProposer(Proposer):
 
 
 def _confident(tokens: tuple[int, ...], confidences: dict[tuple[int, ...], float]) -> Iterator[tuple[float, int]]:
-    """The path as far as no token of it is cut off."""
+    """Yield the path up to the first token that is cut off."""
     for depth, token_id in enumerate(tokens):
         confidence = confidences.get(tokens[: depth + 1])
         if confidence is None:
@@ -238,15 +230,15 @@ def _confident(tokens: tuple[int, ...], confidences: dict[tuple[int, ...], float
 
 @dataclass(frozen=True)
 class TokenSwiftOptions:
-    """The paper's parameters. Defaults are what is fastest; the paper's own are in `bench/variants.py`."""
+    """The paper's parameters, with the fastest values as defaults; the paper's own are in `bench/variants.py`."""
 
     digits: tuple[int, ...] = (1, 3, 3, 3)
     ngram_size: int = 4
     num_ngrams: int = 20  # k
-    cache: SparseCacheFactory = SummaryKVCache  # what the rounds see
+    cache: SparseCacheFactory = SummaryKVCache  # the rounds' cache
     budget: int = ENGINES["tokenswift"].partial_budget
-    draft_rounds: int | None = None  # K; None: as many as pay
-    recycles: bool = True  # also what the target said at the rows it verified (token recycling)
+    draft_rounds: int | None = None  # K; None plans as many as pay
+    recycles: bool = True  # adds token recycling as a source
 
 
 DEFAULTS = TokenSwiftOptions()
@@ -259,7 +251,7 @@ def tokenswift(
     options: TokenSwiftOptions = DEFAULTS,
     new_proposer: Callable[..., TokenSwiftProposer] = TokenSwiftProposer,
 ) -> SelfSpeculationDrafter:
-    """A `DrafterFactory`. Raises ModelError where there are no heads for this target, or too few."""
+    """Make TokenSwift's drafter. Raises ModelError if heads for this target are missing or too few."""
     heads = DecodingHeads.load(parts_folder, target)
     if len(options.digits) > heads.num_heads + 1:
         digits = ",".join(map(str, options.digits))
@@ -273,5 +265,5 @@ def tokenswift(
 
 
 def whole_trees(num_rounds: int) -> RoundPlan:
-    """The paper's plan: whole trees; the first round's forward has one row."""
+    """Return the paper's plan: whole trees, and one row in the first round's forward."""
     return RoundPlan(num_rounds, MAX_TREE_NODES, MAX_TREE_NODES, MAX_TREE_NODES, is_first_bare=True)

@@ -115,7 +115,7 @@ class CudaForwards:
         kernels: CudaKernels,
         capture: Capture = capture,
     ) -> None:
-        """Raises ValueError for weights that do not fit the arena."""
+        """Raise ValueError for weights that do not fit the arena."""
         self.sizes = sizes = weights.sizes
         hides = (layer.window is not None or layer.sinks is not None for layer in weights.layers)
         self.has_windows = bool(sizes.score_softcap) or sizes.latent is not None or any(hides)

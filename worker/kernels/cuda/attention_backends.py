@@ -131,7 +131,7 @@ ATTENTION_KERNELS: dict[AttentionName, AttentionKernel] = {"triton": TritonAtten
 
 
 def shape_of(sizes: DecoderSizes, num_splits: int, num_rows: int) -> AttentionShape | MLAShape:
-    """Raises ValueError if the kernels have no tiles for the sizes."""
+    """Raise ValueError if the kernels have no tiles for the sizes."""
     if sizes.latent is not None:
         return MLAShape(sizes.num_heads, sizes.latent, num_splits, sizes.dtype, num_rows)
     heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)

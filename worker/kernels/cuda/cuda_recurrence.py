@@ -103,7 +103,7 @@ class StateRows:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Layout of such a table in its buffer."""
+    """Layout of a table of `StateRows` in its buffer."""
 
     num_slots: int
     ring: int  # a slot has room for the steps of so many positions

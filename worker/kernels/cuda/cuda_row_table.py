@@ -57,7 +57,7 @@ class NativeFill:
         pages: Sequence[Sequence[int]],
         window_pages: Sequence[Sequence[int]],
     ) -> bool:
-        """Fill a buffer as `TableLayout.fill` does; return False without kernels or where that raises."""
+        """Fill a buffer as `TableLayout.fill` does; return False without kernels or if it would raise."""
         library, page = chosen_library(), self._layout.page
         if library is None or not sequences or buffer.shape != (self._size,) or not buffer.flags.c_contiguous:
             return False

@@ -372,7 +372,7 @@ class ScanAttention:
         view: AttentionView = SEES_ALL,
         pages: PageTable | None = None,
     ) -> None:
-        """Raises ValueError without biases, or with a window."""
+        """Raise ValueError without biases, or with a window."""
         if bias is None or view != SEES_ALL or pages is not None:
             raise ValueError("found no biases, which entries of partial caches have, or a window, which they have not")
         scratch = self._other.scratch

@@ -154,8 +154,8 @@ class StackedLayer:
     output_norm: Tensor | None
     mlp_norm: Tensor | None
     down_norm: Tensor | None
-    qk_norms: tuple[Tensor, Tensor] | None  # of queries and of keys: [head_dim], or per head
-    joint_norms: Tensor | None  # of all queries of a row, then of all its keys
+    qk_norms: tuple[Tensor, Tensor] | None  # for queries and for keys: [head_dim], or per head
+    joint_norms: Tensor | None  # for all queries of a row, then for all its keys
     is_nope: bool = False
     rotary: Rotary | None = None
     window: int | None = None
@@ -250,7 +250,7 @@ def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear
 
 
 def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool = False) -> StackedLayer:
-    """Raises ValueError if only some parts of a product have a bias."""
+    """Raise ValueError if only some parts of a product have a bias."""
     of_vectors = None if layer.query_down is None or layer.query is None else _stacked([layer.query], device)
     latent = stacked_latent(layer, of_vectors, device)
     qk_norms = () if latent is not None else (layer.query_norm, layer.key_norm)

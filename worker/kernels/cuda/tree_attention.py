@@ -321,7 +321,7 @@ class AttentionShape:
     num_rows: int = NUM_ROWS
 
     def __post_init__(self) -> None:
-        """Raises ValueError for more query heads than `tail_merge` supports."""
+        """Raise ValueError for more query heads than `tail_merge` supports."""
         if self.heads_per_kv > TAIL_TILE_ROWS:
             raise ValueError(f"found {self.heads_per_kv} query heads a KV head, expected at most {TAIL_TILE_ROWS}")
 
@@ -332,7 +332,7 @@ class AttentionShape:
 
     @property
     def rows_per_group(self) -> int:
-        """Return the rows of a sequence whose heads fill one tile, which reads each key once."""
+        """Return the rows of a sequence per tile of query heads; a tile reads each key once."""
         return self.tile_rows // self.heads_per_kv
 
     def prefix_constants(self, view: AttentionView = SEES_ALL) -> dict[str, Any]:

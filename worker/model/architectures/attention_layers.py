@@ -13,7 +13,7 @@ from swiftbatch.worker.model.config_values import SIZE, SWITCH, Config, KeyRule,
 Windows = tuple[int | None, ...]
 """For each layer the positions that a row sees, the last of them its own; None for all."""
 WindowSpec = Callable[[Config], Windows]
-"""Reads them. Raises KeyError for what is left to a default, ValueError for what is not understood."""
+"""Reads them. Raises KeyError for defaults, ValueError for unknown values."""
 NoPESpec = Callable[[Config, Windows], frozenset[int]]
 """Finds the layers without rotary positions, beside all windows. Raises KeyError or ValueError."""
 
@@ -34,7 +34,7 @@ def that_hide(windows: Windows, config: Config) -> Windows:
 
 
 def window_in_all_layers(config: Config) -> Windows:
-    """Raises ValueError for types of layers beside a window."""
+    """Raise ValueError for types of layers beside a window."""
     without = no_windows(config)
     if config["sliding_window"] is None:
         return without
@@ -62,7 +62,7 @@ class TypesOrPattern:
     """Windows of `layer_types`, or of all but each `pattern`-th layer."""
 
     pattern: int
-    key: str | None = "sliding_window_pattern"  # of another pattern; None: none is looked at
+    key: str | None = "sliding_window_pattern"  # key of the pattern's length; None: `pattern` is fixed
 
     def __call__(self, config: Config) -> Windows:
         if config.get("layer_types") is not None:
@@ -100,9 +100,9 @@ UP = "key_value_up"  # the role of the product from a latent vector to all heads
 class MLASpec:
     """The tensors and keys of latent attention."""
 
-    linears: dict[str, str]  # by role
-    queries_of_vectors: dict[str, str]  # beside these where queries are made of a latent vector of their own,
-    queries_of_rows: dict[str, str]  # and where they are not
+    linears: dict[str, str]  # role -> name
+    queries_of_vectors: dict[str, str]  # further ones if queries have a latent vector of their own
+    queries_of_rows: dict[str, str]  # further ones otherwise
     query_norm: str
     key_norm: str
     interleaving_key: str | None = None  # says whether neighbours are turned, as they are without it
@@ -119,7 +119,7 @@ class MLAConfig:
 
     spec: MLASpec
     sizes: MLASizes
-    scale: float  # of scores
+    scale: float  # factor on scores
     is_interleaved: bool
 
     @property
@@ -136,13 +136,13 @@ class MLAConfig:
 
     @property
     def turned_order(self) -> list[int]:
-        """The stored places of turned dimensions in the kernels' order."""
+        """Return the stored places of turned dimensions in the kernels' order."""
         turned = range(self.sizes.rope_dim)
         return [*turned[::2], *turned[1::2]] if self.is_interleaved else [*turned]
 
 
 def read_mla(config: Config, spec: MLASpec) -> MLAConfig:
-    """Raises KeyError or ValueError for numbers of no latent attention."""
+    """Raise KeyError or ValueError for numbers of no latent attention."""
     if config["num_key_value_heads"] != config["num_attention_heads"]:
         raise ValueError("it has other heads of keys than of queries")
     sizes = MLASizes(

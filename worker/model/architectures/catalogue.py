@@ -1,6 +1,6 @@
-"""The architectures that run here, by the `model_type` of their config, and those that are refused. Without torch.
+"""The architectures that run here, by their config's `model_type`, and the refused ones. Without torch.
 
-Each was compared with transformers' own forward: one that nobody compared may be silently wrong.
+Each was compared with transformers' own forward: without that, its results may be wrong.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ REFUSED = {  # needs beside attention to keys and values, of kinds that users as
     "stablelm": "a way past its class, which hands nothing on to its attention",
 }
 ATTENDING_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
-OTHER_LAYERS = {  # in words, beside the name that configs have for them
+OTHER_LAYERS = {  # the names that configs use -> words for users
     "conv": "short convolutions",
     "deepseek_sparse_attention": INDEXED,
     "linear_attention": "gated delta nets",

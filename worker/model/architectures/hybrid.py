@@ -35,7 +35,7 @@ from swiftbatch.worker.model.config_values import COUNT, LIMIT, POSITIVE, SIZE, 
 OUTPUT: dict[str, tuple[str, ...]] = {"out_proj": ("output",)}
 TAPS = {"taps": "conv1d.weight", "tap_bias": "conv1d.bias", "rates": "A_log", "step_bias": "dt_bias"}
 TAPS |= {"norm": "norm.weight"}
-SILU_ALONE: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}  # of the convolution and the gates, too
+SILU_ALONE: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}  # the convolution and the gates use it too
 
 # Gated delta nets: Qwen3-Next and Qwen3.5
 
@@ -280,7 +280,7 @@ LFM2 = ArchitectureSpec(
 
 # Delta attention (KDA): Kimi Linear
 
-LINEAR_SIZES = {  # within a part of its config, and what transformers calls them
+LINEAR_SIZES = {  # keys within `linear_attn_config` -> keys in transformers
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
@@ -327,7 +327,7 @@ def _kimi_faults(config: Config) -> Iterator[str]:
         )
 
 
-KIMI_RULES: dict[str, KeyRule | None] = {  # of what its class takes for granted, whatever a config says
+KIMI_RULES: dict[str, KeyRule | None] = {  # its class ignores these keys
     "linear_attn_config": KeyRule(
         f"an object with sizes, each {SIZE.words}",
         lambda value: isinstance(value, dict) and all(SIZE.holds(value.get(key, 1)) for key in LINEAR_SIZES),

@@ -214,7 +214,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             normalises=False,
             gate_limit="swiglu_limit",
             gate_slope="swiglu_alpha",
-            keys={"initial_context_length": None},  # that of the angles once more
+            keys={"initial_context_length": None},  # repeats a key of the angles
         ),
     ),
     "granitemoe": GRANITE_MOE,

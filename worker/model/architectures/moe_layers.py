@@ -23,7 +23,7 @@ from swiftbatch.worker.model.config_values import (
 )
 
 MoELayers = Callable[[Config], frozenset[int]]
-"""Reads which layers have experts. Raises KeyError for what is left to a default, ValueError for no such numbers."""
+"""Reads the layers with experts. Raises KeyError for defaults, ValueError for wrong numbers."""
 
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk", "experts_per_token")
@@ -42,7 +42,7 @@ class FusedNames:
     down: str
     in_turns: bool = False  # a row of gates, a row of ups; else all gates and then all ups
     is_transposed: bool | None = False  # rows stand for columns; None: their shape says it
-    bias_suffix: str | None = None  # behind these names
+    bias_suffix: str | None = None  # suffix of the bias tensors' names
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class MoETensorNames:
     router_bias: str | None = None
     each: Mapping[str, str] | None = field(
         default_factory=lambda: {role: f"mlp.experts.{{}}.{role}_proj.weight" for role in ROLES}
-    )  # of one expert by its number, without gates where they have none; None where they are never stored so
+    )  # one expert's names by its number, without gates if it has none; None: never stored so
     fused: FusedNames | None = None
     choice_bias: str | None = None
     shared_gate: str | None = None
-    shared: Mapping[str, str] | None = None  # of the products that all rows meet, by their roles
-    latent: tuple[str, str] | None = None  # of the products in front of all experts and behind them
+    shared: Mapping[str, str] | None = None  # role -> name, of the products that all rows pass
+    latent: tuple[str, str] | None = None  # products in front of all experts and behind them
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class MoESpec:
     scale: str | None = None
     groups: tuple[str, str] | None = None  # the number of them, and of those that are chosen from
     grouping: tuple[str, str] | None = None  # a key, and the word with which there are groups; None: always
-    num_best_of_group: int = 2  # that tell how good it is
-    rounds_logits: bool = True  # to the model's dtype
+    num_best_of_group: int = 2  # so many of its best experts rate a group
+    rounds_logits: bool = True  # rounds logits to the model's dtype
     rounds_weights: bool = True
-    keeps_router: bool = False  # in float32, where it is stored so
+    keeps_router: bool = False  # stays in float32 if stored so
     shared_width: str | None = None
     num_shared: str | None = None  # so many widths of an expert
-    latent_width: str | None = None  # of what experts read in place of a row, where the config says one
+    latent_width: str | None = None  # key of the width of vectors that experts read in place of rows
     gate_limit: str | None = None
     gate_slope: str | None = None
     jitter: str | None = None
-    may_be_none: bool = False  # in models of the kind that have products alone
-    keys: Mapping[str, KeyRule | None] = field(default_factory=dict)  # of more numbers; None: they change no forward
-    one_meaning: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
+    may_be_none: bool = False  # models of the kind may have no experts
+    keys: Mapping[str, KeyRule | None] = field(default_factory=dict)  # further keys; None: the key changes no forward
+    one_meaning: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # values of keys that may be absent
 
     def rules(self) -> dict[Any, KeyRule | None]:
         """Return the rules of the keys that are named here."""
@@ -139,10 +139,10 @@ class MoEConfig:
     layers: frozenset[int]
     hidden: int
     width: int  # columns of an expert
-    shared_width: int  # of what all rows meet; 0 for none
+    shared_width: int  # width of the shared part; 0 for none
     gate_limit: float
     gate_slope: float
-    latent_width: int  # of the vectors that experts read; 0 where they read rows
+    latent_width: int  # width of the vectors that experts read; 0 if they read rows
 
     @property
     def names(self) -> MoETensorNames:
@@ -172,7 +172,7 @@ class MoEConfig:
 
 
 def read_moe(config: Config, form: MoESpec | None) -> MoEConfig | None:
-    """Raises KeyError for numbers left to a default, ValueError for others."""
+    """Raise KeyError for numbers left to a default, ValueError for others."""
     if form is None or (form.may_be_none and config.get("num_local_experts") == 0):
         return None
     if not (layers := form.layers(config)):

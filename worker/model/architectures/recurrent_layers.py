@@ -12,13 +12,13 @@ from swiftbatch.worker.model.config_values import POSITIVE, SWITCH, Config, KeyR
 
 # names that configs have for kinds of layers
 ATTENDING = {"attention", "full_attention", "sliding_attention", "chunked_attention", "hybrid", "*"}
-RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "M"}  # with a state
+RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "M"}  # these have a state
 EXPERTS_ALONE = {"moe", "E"}
 STATELESS = {"mlp", "-"} | EXPERTS_ALONE  # products or experts alone
 LAYER_LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern")  # keys with a name for each layer
 
-OF_THE_STATES = ("num_layers", "num_decays")  # beside a mixer's own sizes: the kernels' have one decay for a head
-NUM_PARTS = 5  # of a row of Mamba-2 that have scales of their own
+OF_THE_STATES = ("num_layers", "num_decays")  # not among a mixer's own sizes: its kernels have one decay per head
+NUM_PARTS = 5  # parts of a Mamba-2 row with scales of their own
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,22 @@ class RecurrentShape:
     """Sizes of the recurrent layers of a model; without heads they are convolutions alone."""
 
     num_layers: int
-    num_heads: int  # of values
+    num_heads: int  # value heads
     num_key_heads: int
     key_dim: int
     value_dim: int
-    num_channels: int  # of the convolution in front
+    num_channels: int  # channels of the convolution in front
     conv_width: int
-    num_decays: int = 1  # of a head: or one for each row of its state
+    num_decays: int = 1  # per head: one, or one per row of its state
 
     def __post_init__(self) -> None:
-        """Raises ValueError for sizes that are no integers."""
+        """Raise ValueError for sizes that are no integers."""
         if wrong := [size for size in vars(self).values() if type(size) is not int]:
             raise ValueError(f"found a size of {wrong[0]!r:.80}, expected a whole number")
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all layers' states, in float32."""
+        """Return the bytes of all layers' states, in float32."""
         return 4 * self.num_layers * self.num_heads * self.key_dim * self.value_dim
 
     def step_bytes(self, item_size: int) -> int:
@@ -62,26 +62,26 @@ Order = Callable[[RecurrentShape], list[int]]
 class MixerSpec:
     """A mixer's stored products, with the roles whose rows each holds in turn, and float32 numbers."""
 
-    words: str  # for users
-    layer_classes: tuple[str, ...]  # of transformers
-    shape: Callable[[Config, int], RecurrentShape]  # of so many layers; raises KeyError, TypeError or ValueError
+    words: str  # shown to users
+    layer_classes: tuple[str, ...]  # names of its classes in transformers
+    shape: Callable[[Config, int], RecurrentShape]  # for a number of layers; raises KeyError, TypeError or ValueError
     form: RecurrentForm | None = None  # None: the kernels have none like it
-    part: str = ""  # what stands before the names within a layer
+    part: str = ""  # prefix of the names within a layer
     linears: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    numbers: Mapping[str, str] = field(default_factory=dict)  # by role
+    numbers: Mapping[str, str] = field(default_factory=dict)  # role -> name
     bias: str | None = None
     tap_bias: str | None = None
     epsilon: str = "rms_norm_eps"
     least_step: str | None = None  # key of the least time step, where `time_step_limit` does not count
-    orders: Mapping[str, Order] = field(default_factory=dict)  # of stored products whose roles are mixed
+    orders: Mapping[str, Order] = field(default_factory=dict)  # row orders of stored products with mixed roles
     norm: str | None = None  # key that says whether there is a norm of what is found; None: always
     norm_in_front: str | None = None  # key that says whether this norm is in front of the gates
     in_scale: str | None = None  # keys of numbers that multiply what the mixer reads, what it gives,
     out_scale: str | None = None
     part_scales: str | None = None  # and gates, values, keys, queries and steps: a list, or null
-    keys: Mapping[str, KeyRule] = field(default_factory=dict)  # of its sizes
+    keys: Mapping[str, KeyRule] = field(default_factory=dict)  # rules of its sizes
     known_keys: tuple[str, ...] = ()  # beginnings of keys whose numbers are read here, or change no forward
-    one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # of keys that may be left away
+    one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values of keys that may be absent
 
     def rules(self) -> dict[Any, KeyRule | None]:
         """Return the rules of the keys that are named here."""
@@ -127,7 +127,7 @@ def listed_layers(config: Config) -> list[str] | None:
 def read_recurrent_layers(
     config: Config, spec: MixerSpec, types: list[str], shape: RecurrentShape | None
 ) -> RecurrentConfig | None:
-    """Raises KeyError for numbers left to a default, ValueError for others."""
+    """Raise KeyError for numbers left to a default, ValueError for others."""
     if len(types) != config["num_hidden_layers"]:
         raise ValueError("its layers are not named one by one")
     if not (layers := frozenset(number for number, each in enumerate(types) if each in RECURRENT)):

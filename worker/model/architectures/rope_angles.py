@@ -12,7 +12,7 @@ from swiftbatch.worker.model.config_values import Config, number_of
 
 
 def num_rotary_dims_of(config: Config, form: ArchitectureSpec, head_dim: int) -> int:
-    """Raises ValueError for an odd number."""
+    """Raise ValueError for an odd number."""
     default = 1.0 if form.partial_rotary_factor is None else form.partial_rotary_factor
     if "rotary_dim" in config:
         default = number_of(config, "rotary_dim") / head_dim
@@ -25,7 +25,7 @@ def num_rotary_dims_of(config: Config, form: ArchitectureSpec, head_dim: int) ->
 
 def _angles(config: Config, form: ArchitectureSpec, layers: str = "full_attention") -> dict[str, Any]:
     if form.nope is all_layers:
-        return {"rope_type": "default", "rope_theta": 1e4}  # which no layer reads
+        return {"rope_type": "default", "rope_theta": 1e4}  # no layer reads it
     if form.window_angles:
         return _angles_by_type(config, form.window_angles, layers)
     said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}
@@ -74,7 +74,7 @@ def thetas_of(config: Config, key: str) -> list[float]:
 
 
 def own_rotary(config: Config, form: ArchitectureSpec, head_dim: int, num_rotary_dims: int) -> Rotary:
-    """Raises KeyError, TypeError or ValueError for unknown angles."""
+    """Raise KeyError, TypeError or ValueError for unknown angles."""
     beside = {"partial_rotary_factor", form.growth_key, "max_position_embeddings" if form.growth_key else None}
     said = {name: value for name, value in _angles(config, form).items() if name not in beside}
     if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)):

@@ -22,7 +22,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
 }
-QUANTIZATION_FILE = "hf_quant_config.json"  # of ModelOpt
+QUANTIZATION_FILE = "hf_quant_config.json"  # ModelOpt writes it
 CONFIG_KEYS = ("quantization_config", "compression_config")
 
 

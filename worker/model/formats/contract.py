@@ -32,7 +32,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    form: PackedKind | None = None  # of a matrix in parts that stays packed
+    form: PackedKind | None = None  # set if it is a matrix in parts that stays packed
 
     @property
     def num_numbers(self) -> int:
@@ -48,13 +48,13 @@ class Scheme(Protocol):
 
     @property
     def numbers(self) -> str:
-        """The type of its stored numbers, in a word."""
+        """Return a word for the type of its stored numbers."""
 
     def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
         """Return the matrix's shape. Raises FormatError for parts that do not fit."""
 
     def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
-        """Return the form that the matrix stays packed in, where heads tell."""
+        """Return the form that the matrix stays packed in, if the heads allow one."""
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         """Return the matrix in the run's dtype. Raises FormatError for damaged parts."""
@@ -65,10 +65,10 @@ class Format:
     """The format of a checkpoint."""
 
     name: str
-    words: str  # for users
-    suffixes: Mapping[str, str]  # how stored names end, and the part that each is
+    words: str  # shown to users
+    suffixes: Mapping[str, str]  # suffix of a stored name -> its part
     scheme_of: Callable[[str, Mapping[str, StoredTensor]], Scheme | None]  # None: its tensors are no parts of a matrix
-    ending: str = ""  # what a matrix's name has in place of such an end
+    ending: str = ""  # suffix of the whole matrix's name
 
     def place(self, stored: str) -> tuple[str, str]:
         """Return a stored tensor's matrix, and its part of that."""
@@ -79,7 +79,7 @@ class Format:
 
 
 def part(heads: Mapping[str, StoredTensor], name: str, *dtypes: str) -> StoredTensor:
-    """Raises FormatError for a part that is missing, or of another dtype."""
+    """Raise FormatError for a missing part or another dtype."""
     if name not in heads:
         raise FormatError(f"its part {name!r} is missing; copy all files again")
     if heads[name].dtype not in dtypes:
@@ -104,7 +104,7 @@ def matrix_shape(head: StoredTensor) -> tuple[int, int]:
     return head.shape[0], head.shape[1]
 
 
-SMALLEST_GROUP = 16  # that a group of another size is cut into; below, the scales would outweigh the codes
+SMALLEST_GROUP = 16  # other groups are cut into this size; below it, scales would outweigh codes
 EXACT_SCALES = ("BF16", "F16")  # short enough for exact products with every code
 
 
@@ -140,7 +140,7 @@ def refuse_unknown(said: Mapping[str, Any], known: Collection[str], where: str) 
 
 
 def one_of(said: Mapping[str, Any], key: str, allowed: Collection[Any], where: str) -> Any:
-    """Raises FormatError for a value that is not allowed."""
+    """Raise FormatError for a value that is not allowed."""
     value = said.get(key)
     if not any(value == each and type(value) is type(each) for each in allowed):
         expected = ", ".join(repr(each) for each in allowed if each is not None)

@@ -20,7 +20,7 @@ from swiftbatch.worker.kernels.quantized_weights import (
 from swiftbatch.worker.model.formats.contract import WHOLE, FormatError, group_that_divides
 
 CHUNK = 1 << 24  # numbers that are held in float32 at a time
-SPARE_BITS = {4: 0xF, 8: 0xFF}  # of a scale, that must be 0 for a product with a code to be exact
+SPARE_BITS = {4: 0xF, 8: 0xFF}  # spare bits of a scale; exact products with codes need them to be 0
 
 
 def scaled(code: Code, codes: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Weight:
@@ -66,7 +66,7 @@ def numbers(scales: Tensor) -> Tensor:
 # The numbers of integer codes of 2 to 8 bits, `(code - zero) * scale`: compressed-tensors', GPTQ's and AWQ's.
 
 
-ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the columns of a word stand in AWQ's words
+ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # columns' places in AWQ's words
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Integers:
     group_of: Tensor | None = None
 
     def weight(self, dtype: torch.dtype) -> Weight:
-        """Return the matrix in 4 bits where that is exact, else in 8, else as numbers."""
+        """Return the matrix in 4 bits if that is exact, else in 8, else as numbers."""
         if self.group_of is not None:
             return self._dense(self.group_of, dtype)
         if self.bits == 8 and bool((self.zeros == 128).all()):
@@ -117,7 +117,7 @@ class Integers:
 
 
 def group_index(stored: Tensor, num_groups: int, group: int) -> Tensor | None:
-    """Raises FormatError for groups that do not fit."""
+    """Raise FormatError for groups that do not fit."""
     index = stored.long()
     if bool((index == torch.arange(len(index)) // group).all()):
         return None
@@ -146,7 +146,7 @@ def byte_weight(parts: Mapping[str, Tensor], group: int | None, dtype: torch.dty
 
 
 def packed_weight(parts: Mapping[str, Tensor], bits: int, group: int | None, dtype: torch.dtype) -> Weight:
-    """Raises FormatError."""
+    """Raise FormatError."""
     rows, words = parts["packed"].shape
     said_rows, depth = parts["shape"].tolist()
     if said_rows != rows or not words - 1 < depth * bits / 32 <= words:
@@ -181,7 +181,7 @@ def _by_row(values: Tensor, rows: int) -> Tensor:
 def gptq_weight(
     parts: Mapping[str, Tensor], bits: int, group: int | None, zero_is_less: int, dtype: torch.dtype
 ) -> Weight:
-    """Raises FormatError."""
+    """Raise FormatError."""
     scales = numbers(parts["scales"]).T.contiguous()
     num_columns, num_groups = scales.shape
     depth = parts["qweight"].shape[0] * 32 // bits
@@ -209,7 +209,7 @@ def _in_order(words: Tensor, num_columns: int) -> Tensor:
 
 NAN = 0x7F  # both of e4m3's codes that are no numbers, but for their sign
 
-BIAS = 127  # of exponents of 8 bits (e8m0)
+BIAS = 127  # bias of 8-bit exponents (e8m0)
 
 
 def grid_weight(stored: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype) -> Weight:
@@ -233,7 +233,7 @@ def _matrix(codes: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype:
 
 
 def nvfp4_weight(codes: Tensor, scales: Tensor, whole: Tensor, is_divided: bool, dtype: torch.dtype) -> Weight:
-    """Multiply, or divide, scales of groups by one for all. Raises FormatError."""
+    """Combine codes with group scales and the common scale, by product or quotient. Raises FormatError."""
     groups, one = numbers(scales), numbers(whole).reshape(())
     together = numbers(groups / one if is_divided else groups * one)
     return scaled("e2m1", codes, together, codes.shape[1] * 2 // scales.shape[1], dtype)
@@ -250,7 +250,7 @@ def expert_weight(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weig
 
 
 def powers(exponents: Tensor) -> Tensor:
-    """Raises FormatError."""
+    """Raise FormatError."""
     if bool((exponents == 255).any()):
         raise FormatError("its scales are not all numbers: the file is damaged")
     return torch.ldexp(torch.ones(exponents.shape), exponents.int() - BIAS)

@@ -102,7 +102,7 @@ def _whole(num_bits: int, bits: int) -> int:
 
 
 WHERE = "its quantization_config"
-ZERO_IS_LESS = {None: 1, "": 1, "gptq": 1, "gptq_v2": 0}  # what the stored zeros lack, by the form of the checkpoint
+ZERO_IS_LESS = {None: 1, "": 1, "gptq": 1, "gptq_v2": 0}  # the checkpoint's form -> what must be added to stored zeros
 GPTQ_KEYS = (
     *("quant_method", "bits", "group_size", "desc_act", "static_groups", "sym", "true_sequential", "damp_percent"),
     *("damp_auto_increment", "model_name_or_path", "model_file_base_name", "checkpoint_format", "format", "meta"),

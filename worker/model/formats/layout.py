@@ -19,7 +19,7 @@ from swiftbatch.worker.model.gguf.header import BITS, GGUFError
 from swiftbatch.worker.model.text_config import text_name, text_view
 
 FLOATS = ("BF16", "F16", "F32", "F64")
-MOST_SAID = 300  # of the words of an error
+MOST_SAID = 300  # characters of an error's text
 PLAIN = "weights in bfloat16, float16, float32 or float64"
 
 
@@ -27,7 +27,7 @@ PLAIN = "weights in bfloat16, float16, float32 or float64"
 class PackedTensor:
     """A matrix in parts, whose stored names are listed by what they are."""
 
-    name: str  # in the text model
+    name: str  # its name in the text model
     scheme: Scheme
     parts: Mapping[str, str]
 
@@ -37,14 +37,14 @@ class Layout:
     """The tensors of a text model, and their packed parts."""
 
     format: Format | None
-    heads: Mapping[str, StoredTensor]  # by names in the text model; what is packed is described as a whole
+    heads: Mapping[str, StoredTensor]  # keys are names in the text model; a packed matrix has one entry
     packed: tuple[PackedTensor, ...]
-    names: Mapping[str, str]  # of the plain tensors, by their stored names
+    names: Mapping[str, str]  # stored name -> name, for plain tensors
     repeated: frozenset[str]  # stored names that are there more than once
 
 
 def layout_in(path: Path, config: Mapping[str, Any]) -> Layout:
-    """Raises FormatError."""
+    """Raise FormatError."""
     stored = [pair for file in weight_files(path) for pair in heads_in(file).items()]
     return layout_of(stored, config, format_of(text_view(config), path))
 
@@ -62,14 +62,14 @@ def heads_in(file: Path) -> dict[str, StoredTensor]:
 
 
 def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, Any], format_: Format | None) -> Layout:
-    """Raises FormatError for parts that do not fit together."""
+    """Raise FormatError for parts that do not fit together."""
     view, pairs = text_view(config), list(stored)
     named = {name: head for name, head in pairs if text_name(name, view) and not (format_ and UNUSED.search(name))}
     packed = [] if format_ is None else list(_packed(named, format_, view))
     in_parts = {name for each, _ in packed for name in each.parts.values()}
     plain = {name: str(text_name(name, view)) for name in named if name not in in_parts}
     for name in plain:
-        if name.endswith("weight") and named[name].dtype not in (*FLOATS, *BITS):  # of GGUF files, all that is read
+        if name.endswith("weight") and named[name].dtype not in (*FLOATS, *BITS):  # in GGUF files, all that is read
             raise FormatError(f"its weights have {shown(name)} as {named[name].dtype}; expected {PLAIN}")
     if format_ is not None and named and not packed:
         raise FormatError(f"its weights are quantized in {format_.name}, says its config, and none of them is")

@@ -19,7 +19,7 @@ from swiftbatch.worker.model.formats.contract import (
 from swiftbatch.worker.model.formats.float_rows import BYTES, E4M3, NVFP4_GROUP, FloatScheme, NVFP4Scheme
 
 SUFFIXES = {"_scale": "scale", "_scale_2": "scale_2"}
-SCHEMES: dict[str, tuple[str, Scheme, str]] = {  # by algorithm: what codes are stored as, and in words
+SCHEMES: dict[str, tuple[str, Scheme, str]] = {  # algorithm -> stored code, scheme, words
     "FP8": (E4M3, FloatScheme("scale"), "FP8 (e4m3, a scale per tensor)"),
     "NVFP4": (BYTES, NVFP4Scheme(WHOLE, "scale_2", is_divided=False), "NVFP4 (e2m1, a scale for 16)"),
 }

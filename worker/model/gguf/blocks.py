@@ -51,7 +51,7 @@ def packed_from(name: str, blocks: Tensor, num_rows: int, dtype: torch.dtype) ->
 
 
 def _by_rows(parts: BlockParts, num_rows: int) -> BlockParts:
-    """Raises ValueError for infinite scales."""
+    """Raise ValueError for infinite scales."""
     code, codes, scales, offsets = parts
     if not np.isfinite(scales).all() or (offsets is not None and not np.isfinite(offsets).all()):
         raise ValueError("found scales that are no finite numbers")

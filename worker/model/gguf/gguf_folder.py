@@ -33,10 +33,10 @@ from swiftbatch.worker.model.gguf.gguf_tokenizer import (
 )
 from swiftbatch.worker.model.gguf.header import GGUFError
 
-FORM = 2  # of the derived files: another one where they are derived in another way
+FORM = 2  # version of the derived files
 NAME_LENGTH = 32
 MAX_WORDS = 500  # characters of an error
-LIBRARIES = ("transformers", "tokenizers")  # that write the tokenizer
+LIBRARIES = ("transformers", "tokenizers")  # these write the tokenizer
 
 
 def gguf_folder(model: str, file: Path, with_tokenizer: bool) -> Path:
@@ -106,7 +106,7 @@ def _add_tokenizer(model: str, folder: Path, read: GGUFModel) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
         try:
             save_tokenizer(read, Path(aside))
-        except Exception as error:  # of any kind: the library raises bare ones
+        except Exception as error:  # any kind: the library raises bare ones
             said = f"{type(error).__name__}: {line_of(error, MAX_WORDS)}"
             raise ModelError(f"model {model}: no tokenizer comes of its metadata: {said}") from error
         for name in TOKENIZER_FILES:

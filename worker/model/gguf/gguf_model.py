@@ -74,15 +74,15 @@ def _said(folder: Path) -> dict[str, Any]:
 # A model in one GGUF file or in several, by what stands in front of its tensors.
 
 
-Form = tuple[str, tuple[int, ...]]  # what numbers are stored as, and how many in each dimension
+Form = tuple[str, tuple[int, ...]]  # type of the numbers, and sizes of the dimensions
 
 SPLIT = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 IN_LAYER = re.compile(r"^blk\.(?P<number>0|[1-9]\d*)\.(?P<part>\w+)\.(?P<what>weight|bias)$")
-FREQUENCIES = "rope_freqs.weight"  # that the config says
+FREQUENCIES = "rope_freqs.weight"  # the config already has them
 
 TEXT = ("a text", lambda value: isinstance(value, str))
 INTEGER = ("an integer", lambda value: type(value) is int)
-TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of what files of all architectures say
+TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # keys of all architectures
     "general.architecture": TEXT,
     "split.count": INTEGER,
     "split.no": INTEGER,
@@ -109,12 +109,11 @@ class GGUFModel:
 
     @property
     def name(self) -> str:
-        """The architecture's own name."""
         return str(self.metadata.get("general.architecture"))
 
     @cached_property
     def form(self) -> GGUFSpec:
-        """Raises GGUFError for an architecture that is not read here."""
+        """Raise GGUFError for an architecture that is not read here."""
         if self.name not in GGUF_KINDS:
             known = ", ".join(GGUF_KINDS)
             raise GGUFError(f"its architecture {self.name!r:.80} is not read here; expected one of {known}")
@@ -164,7 +163,7 @@ def transformers_name(name: str, form: GGUFSpec) -> str:
 
 
 def _files(file: Path) -> Iterator[Path]:
-    """Raises GGUFError where a file is missing."""
+    """Raise GGUFError where a file is missing."""
     said = SPLIT.match(file.name)
     if said is None:
         yield file

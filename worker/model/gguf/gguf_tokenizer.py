@@ -57,7 +57,7 @@ SPECIAL = {
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
 NAMED = {**SPECIAL, "unk_token_id": "tokenizer.ggml.unknown_token_id"}
-UNSAID = {NAMED["bos_token_id"]: 1, NAMED["eos_token_id"]: 2, NAMED["unk_token_id"]: 0}  # of SentencePiece's
+UNSAID = {NAMED["bos_token_id"]: 1, NAMED["eos_token_id"]: 2, NAMED["unk_token_id"]: 0}  # SentencePiece's defaults
 ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 ENDING = {  # tokens that end a turn or a text in every model that has them, as llama.cpp takes them
     "<|eot_id|>",
@@ -71,7 +71,7 @@ ENDING = {  # tokens that end a turn or a text in every model that has them, as 
 }
 FILLING = re.compile(r"<\|(fim_(prefix|suffix|middle|pad|repo)|file_sep|repo_name)\|>|<fim[-_](prefix|suffix|middle)>")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # types of tokens; the last one has no text
-KEEPING_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3; its other special tokens take those behind them
+KEEPING_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's; its other special tokens take the spaces behind them
 
 
 def refuse_unknown_split(model: GGUFModel) -> None:
@@ -186,7 +186,7 @@ def _of_pieces(model: GGUFModel) -> Tokenizer:
     tokenizer = Tokenizer(bpe)
     steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
     decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if model.metadata.get("tokenizer.ggml.add_space_prefix", True):  # of each text between special tokens
+    if model.metadata.get("tokenizer.ggml.add_space_prefix", True):  # each text between special tokens gets one
         steps.insert(0, normalizers.Prepend("▁"))
         decoding.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(steps)

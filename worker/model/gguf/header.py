@@ -20,10 +20,10 @@ class TensorType:
 
     name: str
     block: int  # numbers
-    num_bytes: int  # of a block
+    num_bytes: int  # bytes per block
 
 
-READABLE = {  # by their numbers in files
+READABLE = {  # the files' numbers of types
     0: TensorType("F32", 1, 4),
     1: TensorType("F16", 1, 2),
     2: TensorType("Q4_0", 32, 18),
@@ -40,7 +40,7 @@ READABLE = {  # by their numbers in files
     23: TensorType("IQ4_XS", 256, 136),
     30: TensorType("BF16", 1, 2),
 }
-BITS = {each.name: each.num_bytes * 8 / each.block for each in READABLE.values()}  # of a number, by its type
+BITS = {each.name: each.num_bytes * 8 / each.block for each in READABLE.values()}  # bits per number
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ _INT4, _INT8, _UINT8 = (
     PackedKind("uint8", 8, 32, True),
 )
 _IQ4 = PackedKind("iq4_nl", 4, 32, False)
-PACKED = {  # as `blocks` unpacks them
+PACKED = {  # packed forms that `blocks` returns
     "Q4_0": _INT4,
     "Q4_1": _INT4,
     "Q5_0": _INT8,
@@ -73,7 +73,7 @@ PACKED = {  # as `blocks` unpacks them
     "IQ4_NL": _IQ4,
     "IQ4_XS": _IQ4,
 }
-OTHERS = {  # that are refused by their names
+OTHERS = {  # refused by name
     9: "Q8_1",
     15: "Q8_K",
     16: "IQ2_XXS",
@@ -132,7 +132,7 @@ class TensorHead:
     name: str
     shape: tuple[int, ...]
     type: TensorType
-    offset: int  # from the start of the data
+    offset: int  # bytes from the start of the data
 
     @property
     def num_bytes(self) -> int:
@@ -144,9 +144,9 @@ class GGUFHead:
     """The metadata and tensors that a file describes."""
 
     metadata: Mapping[str, Any]
-    tensors: tuple[TensorHead, ...]  # in the order of their bytes
+    tensors: tuple[TensorHead, ...]  # sorted by the order of their bytes
     num_bytes: int
-    sha256: str  # of these bytes
+    sha256: str  # hash of these bytes
 
 
 def read_head(file: Path) -> GGUFHead:
@@ -172,7 +172,7 @@ class _Cursor:
         return self._end - self.place
 
     def take(self, size: int) -> bytes:
-        """Raises GGUFError where the file ends before."""
+        """Raise GGUFError where the file ends before."""
         start = self.place
         self.place += size
         if self.place > len(self._data):
@@ -202,7 +202,7 @@ class _Cursor:
         return hashlib.sha256(self._data[: self.place]).hexdigest()
 
     def _read_on(self, size: int) -> None:
-        """Raises GGUFError where the file ends before."""
+        """Raise GGUFError where the file ends before."""
         if self.place > self._end:
             if self.size > LONGEST_HEAD:
                 raise GGUFError(f"its head is longer than {LONGEST_HEAD:,} bytes")

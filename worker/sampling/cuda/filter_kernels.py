@@ -112,7 +112,7 @@ def sum_weights(
 
 @triton.jit
 def cut_bytes(rows_ptr, row, sums_ptr, vocab, FILTER: tl.constexpr, NUM_BYTES: tl.constexpr):
-    """Return the first bytes of the rank at which a filter cuts, where the cumulative sum first exceeds a limit.
+    """Return the first bytes of the rank of a filter's cut: its cumulative sum first exceeds the limit there.
 
     Top-k counts the removed tokens, top-p sums their mass.
     """

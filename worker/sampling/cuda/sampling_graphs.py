@@ -135,7 +135,7 @@ class SamplingGraphs:
         self._plain, self._filtered = (capture(work, device) for work in works)
 
     def replay(self, is_filtered: bool) -> SampledRows:
-        """Draw, and wait for the tokens."""
+        """Draw and wait for the tokens."""
         (self._filtered if is_filtered else self._plain).replay()
         out = self._download.wait()
         num_rows, out = self._num_rows, out.copy()
