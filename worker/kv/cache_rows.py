@@ -177,9 +177,6 @@ class CacheRows:
         self._put(layer, first_entry, key, value)
         return self.layer(layer, length)
 
-    def keep(self, layer: int, first_entry: int, end: int, length: int) -> None:
-        """Store the rows that were written to entries `[first_entry, end)` of the result of `layer`."""
-
     def move(self, root: int, path: list[int]) -> None:
         """Move the entries of a tree's nodes `path` next to its root."""
         keep_path(self.buffer, root, path)

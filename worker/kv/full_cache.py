@@ -139,11 +139,6 @@ class FullKVCache:
         rows, number = self._of_layer(layer)
         return rows.write(number, first_entry, key, value, self.length)
 
-    def keep(self, layer: int, first_entry: int, end: int) -> None:
-        """Store the rows that were written to entries `[first_entry, end)` of the result of `layer`."""
-        rows, number = self._of_layer(layer)
-        rows.keep(number, first_entry, end, self.length)
-
     def commit(self, path: list[int]) -> None:
         """Commit the root and the accepted nodes `path`; drop all other nodes."""
         if path:  # the root already lies in its place

@@ -11,7 +11,7 @@ import torch
 
 from swiftbatch.worker.kv.free_memory import KVRoom
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.kv.offload_hosts import PinnedMemory
+from swiftbatch.worker.kv.kv_offload import PinnedMemory
 from tests.worker.kv.cache_parts import shape
 from tests.worker.kv.lazy_stream import LazyStream
 from tests.worker.kv.ring_parts import LENGTH, EagerLane, Pair, RingForwards
