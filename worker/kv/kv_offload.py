@@ -20,7 +20,8 @@ from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
 from swiftbatch.worker.kv.host_copies import CopyComputation, CopyEvent, CopyLane, CudaLane, computing_stream
 from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
 from swiftbatch.worker.kv.kv_capacity import GB, MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.kv.paged_arena import KVArena, SlotLease, SlotRows
+from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_rows import SlotLease, SlotRows
 
 NO_LAYER = -1
 

@@ -27,8 +27,8 @@ from swiftbatch.worker.kernels.scan_coding import most_chunks
 from swiftbatch.worker.kv.cache_rows import NO_SLOT
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.kv.paged_arena import Place, SlotLease
 from swiftbatch.worker.kv.scan_arena import SlotKeys
+from swiftbatch.worker.kv.slot_rows import Place, SlotLease
 from swiftbatch.worker.kv.sparse_cache import Entries, SparseCacheFactory
 from swiftbatch.worker.sampling.sequence import Sequence
 
@@ -140,14 +140,14 @@ class SlotEntries(Entries):
             super().copy(full, positions, first_entry)
         else:
             out = self._at(first_entry, positions.stop - positions.start)
-            gather_range(full.rows.buffer, positions.start, out, full.rows.page_table)
+            gather_range(full.rows.buffer, positions.start, out, full.page_table)
 
     def gather(self, full: FullKVCache, positions: torch.Tensor, first_entry: int) -> None:
         if not full.rows.holds_all:
             super().gather(full, positions, first_entry)
         else:
             out = self._at(first_entry, positions.shape[2])
-            gather_entries(full.rows.buffer, _numbers(positions), out, full.rows.page_table)
+            gather_entries(full.rows.buffer, _numbers(positions), out, full.page_table)
 
     def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
         if self.arena.shape.num_parts == 2:  # values may be the beginning of their keys
@@ -159,7 +159,7 @@ class SlotEntries(Entries):
         else:
             chunk_size = (positions.stop - positions.start) // means.shape[2]
             rows = full.rows.buffer[:, min(part, full.shape.num_parts - 1)]
-            average_chunks(rows, positions.start, chunk_size, means, full.rows.page_table)
+            average_chunks(rows, positions.start, chunk_size, means, full.page_table)
 
     def replace(self, full: FullKVCache, positions: slice, entries: torch.Tensor) -> None:
         if not full.rows.holds_all:
