@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -13,9 +11,9 @@ from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
 from swiftbatch.worker.kv.gpu_memory_plan import slot_capacity
 from swiftbatch.worker.kv.host_copies import Staging
-from swiftbatch.worker.kv.kv_capacity import GB, MAX_TREE_NODES, KVRoomError, PoolSize, TooLongError
+from swiftbatch.worker.kv.kv_capacity import GB, MAX_TREE_NODES, PoolSize, TooLongError
 from swiftbatch.worker.kv.sliding_window_cache import Window
-from swiftbatch.worker.kv.slot_rows import PagedRows, SlotBuffer, SlotLease
+from swiftbatch.worker.kv.slot_rows import PagedRows, SlotBuffer, SlotLease, SlotLeases
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
@@ -58,15 +56,11 @@ class KVArena(SlotBuffer):
             from swiftbatch.worker.kv.recurrent_arena import StateSlots
 
             self._states = StateSlots(shape, shape.recurrent, num_slots)
-        self._free = list(reversed(range(num_slots)))
+        self.leases = SlotLeases(num_slots)
 
     @property
     def longest_job(self) -> int:
         return self.capacity - MAX_TREE_NODES
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     @property
     def states(self) -> StateBuffers | None:
@@ -114,13 +108,7 @@ class KVArena(SlotBuffer):
                 "use fewer max_tokens, or once the run has ended resume --retry-failed, which makes slots for its "
                 "longest job"
             )
-        if not self._free:
-            gc.collect()  # frees caches in reference cycles, for example of tracebacks
-        if not self._free:
-            raise KVRoomError(
-                f"no slot for a job of {max_length:,} positions: all {self.num_slots} of this worker's GPU are taken, "
-                f"{self.buffer.numel() * self.buffer.element_size() / GB:,.2f} GB; use more --slots or --workers"
-            )
-        lease = SlotLease(self._free.pop())
-        weakref.finalize(lease, self._free.append, lease.slot)
-        return lease
+        return self.leases.take(
+            f"no slot for a job of {max_length:,} positions: all {self.num_slots} of this worker's GPU are taken, "
+            f"{self.buffer.nbytes / GB:,.2f} GB; use more --slots or --workers"
+        )

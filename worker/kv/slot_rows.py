@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kv.cache_rows import NO_PAGE, CacheRows, CacheShape
 from swiftbatch.worker.kv.host_copies import Staging
-from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, PagesError, PoolSize, pages_of
+from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError, PagesError, PoolSize, pages_of
 
 Place = Callable[[int], int]
 """Map from a slot's entry to its place in a pool."""
@@ -84,6 +84,23 @@ class SlotLease:
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
+
+
+class SlotLeases:
+    """Leases of an arena's slots."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.free = list(reversed(range(num_slots)))
+
+    def take(self, problem: str) -> SlotLease:
+        """Return a lease. Raises KVRoomError with the `problem` if no slot is free."""
+        if not self.free:
+            gc.collect()  # frees caches in reference cycles, for example of tracebacks
+        if not self.free:
+            raise KVRoomError(problem)
+        lease = SlotLease(self.free.pop())
+        weakref.finalize(lease, self.free.append, lease.slot)
+        return lease
 
 
 class SlotBuffer:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
@@ -28,7 +26,7 @@ from swiftbatch.worker.kv.cache_rows import NO_SLOT
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.kv.scan_arena import SlotKeys
-from swiftbatch.worker.kv.slot_rows import Place, SlotLease
+from swiftbatch.worker.kv.slot_rows import Place, SlotLease, SlotLeases
 from swiftbatch.worker.kv.sparse_cache import Entries, SparseCacheFactory
 from swiftbatch.worker.sampling.sequence import Sequence
 
@@ -95,23 +93,13 @@ class SparseArena:
         )
         self.bias = torch.zeros(num_slots, capacity, device=shape.device)
         self.move_rows = RowMover(self.buffer)
-        self._free = list(reversed(range(num_slots)))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+        self.leases = SlotLeases(num_slots)
 
     def new_entries(self, shape: CacheShape, capacity: int) -> SlotEntries:
         """Return entries in a slot, which is free again once they are gone."""
         if capacity > self.capacity:
             raise KVRoomError(f"a partial cache of {capacity:,} entries: a slot has {self.capacity:,}")
-        if not self._free:
-            gc.collect()  # frees caches in reference cycles, for example of tracebacks
-        if not self._free:
-            raise KVRoomError(f"no slot for a partial cache: all {self.num_slots} are taken")
-        lease = SlotLease(self._free.pop())
-        weakref.finalize(lease, self._free.append, lease.slot)
-        return SlotEntries(self, lease)
+        return SlotEntries(self, self.leases.take(f"no slot for a partial cache: all {self.num_slots} are taken"))
 
 
 class SlotEntries(Entries):

@@ -199,7 +199,7 @@ def test_memory_is_given_back_when_nobody_copies_or_computes(monkeypatch: pytest
     del pair
     gc.collect()
     assert released == [[0, 0, 0]]
-    assert forwards.arena.num_free == forwards.arena.num_slots
+    assert len(forwards.arena.leases.free) == forwards.arena.num_slots
 
 
 def test_a_job_takes_the_memory_of_its_own_length_and_not_a_slot_s() -> None:
@@ -214,4 +214,4 @@ def test_a_job_that_the_host_has_no_room_for_is_refused_by_name(monkeypatch: pyt
     monkeypatch.setattr(KVRoom, "free_bytes", lambda _: 1000)
     with pytest.raises(KVRoomError, match="max_tokens: cannot allocate the key-value cache: 300 positions need"):
         forwards.arena.new_cache(LENGTH)
-    assert forwards.arena.num_free == forwards.arena.num_slots
+    assert len(forwards.arena.leases.free) == forwards.arena.num_slots
