@@ -27,7 +27,7 @@ from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
 from swiftbatch.worker.kv.scan_arena import SlotKeys
 from swiftbatch.worker.kv.slot_rows import Place, SlotLease, SlotLeases
-from swiftbatch.worker.kv.sparse_cache import Entries, SparseCacheFactory
+from swiftbatch.worker.kv.sparse_cache import Entries, KeysToScan, SparseCacheFactory
 from swiftbatch.worker.sampling.sequence import Sequence
 
 
@@ -172,21 +172,13 @@ class SlotEntries(Entries):
 
 
 class _Asked(Entries):
-    """Record of a partial cache's requests, which takes no memory."""
+    """Entries of a device without memory, which count the means that a cache asks for."""
 
     num_chunks = 0
-    scanned: tuple[int, int, int] | None = None  # first key, number of keys, number of best ones
-
-    def __init__(self, shape: CacheShape, capacity: int) -> None:
-        super().__init__(shape, capacity)
-        self.capacity = capacity
 
     def new_means(self, part: int, num_chunks: int) -> torch.Tensor:
         self.num_chunks = max(self.num_chunks, num_chunks)
         return super().new_means(part, num_chunks)
-
-    def expect_keys(self, first: int, num_keys: int, num_best: int) -> None:
-        self.scanned = first, num_keys, num_best
 
 
 def arena_for(
@@ -196,15 +188,14 @@ def arena_for(
     counts = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
     nowhere = CacheShape(*counts, shape.dtype, torch.device("meta"), num_parts=shape.num_parts)
     longest = Sequence("longest", [0], SamplingParams(max_tokens=max(1, longest_job - 1)), 1)
-    asked = new_cache(nowhere, min(budget, longest.max_length), longest, _Asked).entries
+    cache = new_cache(nowhere, min(budget, longest.max_length), longest, _Asked)
+    asked, texts = cache.entries, None if cache.to_scan is None else _texts_for(cache.to_scan, shape, num_slots)
     assert isinstance(asked, _Asked)
-    return SparseArena(shape, num_slots, asked.capacity, asked.num_chunks, _texts_for(asked, shape, num_slots))
+    return SparseArena(shape, num_slots, asked.buffer.shape[-2], asked.num_chunks, texts)
 
 
-def _texts_for(asked: _Asked, shape: CacheShape, num_slots: int) -> ScannedTexts | None:
-    if asked.scanned is None:
-        return None
-    first, num_keys, num_best = asked.scanned
+def _texts_for(keys: KeysToScan, shape: CacheShape, num_slots: int) -> ScannedTexts:
+    first, num_keys, num_best = keys
     sizes = TextSizes(
         shape.num_layers, num_slots, shape.num_kv_heads, shape.head_dim, most_chunks(num_keys), num_best, first
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -48,9 +48,6 @@ class Entries:
         """Allocate means of keys (part 0) or values, `[num_layers, num_kv_heads, num_chunks, head_dim]`."""
         size = (self.shape.num_layers, self.shape.num_kv_heads, num_chunks, self.shape.head_dim)
         return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
-
-    def expect_keys(self, first: int, num_keys: int, num_best: int) -> None:
-        """Expect a scan of `num_keys` keys from position `first` on, for `num_best` per query."""
 
     def new_keys(self, full: FullKVCache) -> Keys | None:
         """Return empty scanned keys; None if there is no room here."""
@@ -110,6 +107,14 @@ class Scanned(Protocol):
         """Return the address of a `scanned_keys` struct of `worker/kernels/source/api.h`."""
 
 
+class KeysToScan(NamedTuple):
+    """Keys that a partial cache will scan: `num_keys` from position `first` on, for `num_best` per query."""
+
+    first: int
+    num_keys: int
+    num_best: int
+
+
 class SparseCache(ABC):
     """Buffer of chosen entries, the same number in every layer and head.
 
@@ -117,6 +122,7 @@ class SparseCache(ABC):
     """
 
     comes_by_layer = False
+    to_scan: KeysToScan | None = None  # None: it scans no keys
 
     def __init__(self, shape: CacheShape, num_entries: int, new_entries: NewEntries = Entries) -> None:
         self.shape = shape
