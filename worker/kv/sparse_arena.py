@@ -160,6 +160,7 @@ class SlotEntries(Entries):
         return root + 1 + len(path)
 
     def set_bias(self, bias: np.ndarray | None) -> None:
+        super().set_bias(bias)
         row = self.arena.bias[self.slot]
         row.zero_()
         if bias is not None:

@@ -38,6 +38,7 @@ class Entries:
 
     def __init__(self, shape: CacheShape, capacity: int, buffer: torch.Tensor | None = None) -> None:
         self.shape = shape
+        self.bias: np.ndarray | None = None  # float32, of the first entries' scores; others have 0
         if buffer is None:
             size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.head_dim)
             # kernels read whole blocks: unwritten entries weigh almost nothing, but must be numbers
@@ -92,7 +93,7 @@ class Entries:
         return keep_path(self.buffer, root, path)
 
     def set_bias(self, bias: np.ndarray | None) -> None:
-        """Set the float32 bias of the first entries' scores; others have 0."""
+        self.bias = bias
 
 
 NewEntries = Callable[[CacheShape, int], Entries]
@@ -136,11 +137,10 @@ class SparseCache(ABC):
 
     @property
     def bias(self) -> np.ndarray | None:
-        return self._bias
+        return self.entries.bias
 
     @bias.setter
     def bias(self, bias: np.ndarray | None) -> None:
-        self._bias = bias
         self.entries.set_bias(bias)
 
     @property
