@@ -187,6 +187,19 @@ def test_a_model_of_two_layers_brings_new_rows_alone() -> None:
     assert coming.lengths == [2] * 4
 
 
+def test_whoever_reads_layer_by_layer_finds_the_next_one_there() -> None:
+    coming = CountingLane()
+    forwards = RingForwards(4, coming, EagerLane())
+    pair = forwards.pair()
+    forwards.step([pair], [100], [list(range(79))])
+    num_brought = []
+    for layer in range(3):
+        coming.lengths.clear()
+        pair.ours.layer(layer)
+        num_brought.append(coming.lengths.copy())
+    assert num_brought == [[80, 80], [80], [80]]
+
+
 def test_memory_is_given_back_when_nobody_copies_or_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     lanes, released = [LazyStream(), LazyStream()], []
     forwards = RingForwards(4, *lanes)
