@@ -40,8 +40,7 @@ from swiftbatch.worker.kernels.gpu_kernel_choice import CudaKernels
 from swiftbatch.worker.kernels.kernel_sizes import CUDA_SCALE_BYTES, NUM_ROWS
 from swiftbatch.worker.kernels.kv_quantization import CODES, coded, numbers_of
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.kv_offload import OffloadedArena
-from swiftbatch.worker.kv.offload_hosts import PinnedMemory
+from swiftbatch.worker.kv.kv_offload import OffloadedArena, PinnedMemory
 from swiftbatch.worker.kv.scan_cache import ScanKVCache
 from swiftbatch.worker.model.decoder_loading import dense_weights
 from swiftbatch.worker.sampling.batch_sampler import TorchBatchSampler

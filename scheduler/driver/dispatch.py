@@ -16,7 +16,7 @@ from swiftbatch.scheduler.driver.load_balancing import EndPlan, LastJobs, LoadBa
 from swiftbatch.scheduler.driver.waiting_jobs import QueuedJob
 from swiftbatch.scheduler.driver.worker_fleet import Worker, slice_seconds
 from swiftbatch.worker.kernels.kernel_sizes import MOST_SLOTS
-from swiftbatch.worker.kv.kv_capacity import PAGE, ROOM_BEHIND, Growth, has_window_pages, most_pages
+from swiftbatch.worker.kv.kv_capacity import PAGE, Growth, PoolSize, fit
 from swiftbatch.worker.session.work_messages import Assignment
 
 if TYPE_CHECKING:
@@ -68,14 +68,11 @@ class WorkerCapacity:
         num_pages = self.num_pages(worker)
         if not held or worker.info is None or num_pages is None:
             return not held or num_pages is None
-        beside, pool = worker.info.num_state_positions, worker.info.pool_size
-        page = PAGE if pool is None else pool.page
-        if pool is not None and not has_window_pages((*held, job), page, pool.windows):
-            return False
-        if _at_their_ends(held, job, beside, page) <= num_pages * page:
-            return True  # the usual case; simulating each job's end is slow
-        jobs = [each._replace(now=each.now + beside, end=each.end + beside) for each in (*held, job)]
-        return most_pages(jobs, page, worker.info.held_positions) <= num_pages
+        jobs, beside = [*held, job], worker.info.num_state_positions
+        if beside:
+            jobs = [each._replace(now=each.now + beside, end=each.end + beside) for each in jobs]
+        pool = worker.info.pool_size or PoolSize(num_pages, PAGE)
+        return fit(jobs, pool, worker.info.held_positions)
 
     def num_pages(self, worker: Worker) -> int | None:
         """Return the worker's share of its machine's memory, starting workers included.
@@ -91,11 +88,6 @@ class WorkerCapacity:
         num_sharing = self._fleet.num_sharing(worker.info.node_id)
         share = int(MEMORY_SHARE * worker.info.num_free_positions / num_sharing)
         return (share if self._most_positions is None else min(share, self._most_positions)) // PAGE
-
-
-def _at_their_ends(held: Sequence[Growth], job: Growth, beside: int, page: int) -> int:
-    num_jobs = len(held) + 1
-    return job.end + sum(each.end for each in held) + num_jobs * (beside + ROOM_BEHIND + page - 1)
 
 
 # Job assignment, and moves between workers at the end of a run.

@@ -22,8 +22,8 @@ from swiftbatch.worker.drafters.drafter_interface import Drafter, DraftRequest
 from swiftbatch.worker.drafters.triforce import hierarchy
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.file_offload import FileRows
 from swiftbatch.worker.kv.full_cache import FullKVCache
-from swiftbatch.worker.kv.kv_offload import OffloadedRows
 from swiftbatch.worker.model.model_files import locate_model
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -240,7 +240,7 @@ def test_a_cache_outside_the_device_says_the_same(
     read = make_read()
     outside = TargetModel(tiny_target.forwards, tiny_target.files, str(tmp_path))
     copies = [prompt.copy_to(outside, NUM_TOKENS) for prompt in read]
-    assert isinstance(copies[0].cache.rows, OffloadedRows)
+    assert isinstance(copies[0].cache.rows, FileRows)
     figures = [
         run(arms_behind(prompts, target), new_drafter(target, free_rows, ARM, None))
         for target, prompts in ((tiny_target, read), (outside, copies))

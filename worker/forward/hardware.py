@@ -119,10 +119,10 @@ def gpu_here() -> tuple[int, int]:
     return torch.cuda.get_device_capability(0)[0], torch.cuda.mem_get_info(0)[0]
 
 
-def driver_version(path: Path = DRIVER) -> str:
+def driver_version() -> str:
     """Return the NVIDIA driver's version, as `570.86.15`, or `unknown`."""
     try:
-        words = path.read_text(encoding="utf-8").split("\n")[0].split()
+        words = DRIVER.read_text(encoding="utf-8").split("\n")[0].split()
     except OSError:
         return "unknown"
     return next((word for word in words if word[0].isdigit() and "." in word), "unknown")

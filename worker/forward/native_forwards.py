@@ -17,6 +17,7 @@ from swiftbatch.worker.kernels.instruction_sets import numerics_of
 from swiftbatch.worker.kernels.layer_specs import MOST_ROWS
 from swiftbatch.worker.kernels.native_decoder import NativeDecoder
 from swiftbatch.worker.kernels.row_tables import Rows
+from swiftbatch.worker.kv.file_offload import FileRows
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.sparse_cache import Entries, NewEntries, SparseCacheFactory
 from swiftbatch.worker.sampling.batch_sampler import BatchSampler, NativeBatchSampler, create_batch_sampler
@@ -111,16 +112,16 @@ class NativeForwards:
         self, groups: list[SequenceRows], with_logits: bool, queries: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Call once, or once per layer if a cache comes by layer."""
-        by_layer = any(group.cache.comes_by_layer for group in groups)
-        num_layers, state = self.cache_shape.num_layers, None
+        in_files = [(group, rows) for group in groups if isinstance(rows := group.cache.rows, FileRows)]
+        num_layers, by_layer, state = self.cache_shape.num_layers, bool(in_files), None
         if by_layer:
             state = torch.empty(sum(len(group) for group in groups), self.hidden_size)
         for first in range(0, num_layers, 1 if by_layer else num_layers):
             layers = range(first, first + 1) if by_layer else None
             own = queries[first : first + 1] if by_layer and queries is not None else queries
             hidden, logits = self._decoder.forward(groups, with_logits, layers, state, own)
-            for group in groups:
-                group.cache.keep(first, group.first_entry, group.first_entry + len(group))
+            for group, rows in in_files:
+                rows.keep(first, group.first_entry, group.first_entry + len(group))
         assert hidden is not None
         return hidden, logits
 

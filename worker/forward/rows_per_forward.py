@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftbatch.worker.kernels.kernel_sizes import NUM_ROWS, ROW_CHOICES, most_slots
-from swiftbatch.worker.kv.gpu_memory_plan import NO_DRAFTS, DraftMemory, GPUMemory, one_slot
+from swiftbatch.worker.kv.gpu_memory_plan import GPUMemory, one_slot
 from swiftbatch.worker.kv.kv_capacity import HORIZON
 from swiftbatch.worker.kv.model_sizes import ModelSizes
 
@@ -46,6 +46,6 @@ def most_rows(capability: int | None, item_size: int, is_packed: bool) -> int:
     return min(wide, ROWS_OF_A_TILE) if is_packed else wide
 
 
-def most_together(sizes: ModelSizes, gpu: GPUMemory, length: int, drafts: DraftMemory = NO_DRAFTS) -> int:
-    plans = {num_rows: one_slot(sizes, gpu.with_rows(num_rows), length, drafts) for num_rows in ROW_CHOICES}
+def most_together(sizes: ModelSizes, gpu: GPUMemory, length: int) -> int:
+    plans = {num_rows: one_slot(sizes, gpu.with_rows(num_rows), length) for num_rows in ROW_CHOICES}
     return max(min(most_slots(num_rows), plan.num_fitting) for num_rows, plan in plans.items())

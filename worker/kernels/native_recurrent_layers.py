@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,22 +46,6 @@ class CSequenceSteps(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("layers", "parents", "before")),
         *((name, ctypes.c_int32) for name in ("num_rows", "first_step")),
     )
-
-
-class StateCache(Protocol):
-    """Cache with states beside keys and values."""
-
-    length: int
-    boundary: int  # steps are counted from it on
-
-    def reserve(self, num_steps: int) -> None:
-        """Have room for `num_steps` steps. Raises ValueError for too many."""
-
-    def layer_steps(self) -> NDArray[np.int64]:
-        """Return addresses `[num_layers, 5]`, `layer_steps` of source/api.h for each recurrent layer."""
-
-    def held(self) -> list[Tensor]:
-        """Return the buffers at these addresses; keep them as long as a call reads them."""
 
 
 def load_recurrent_layer(library: ctypes.CDLL, handle: int, layer: int, mixer: RecurrentWeights) -> None:

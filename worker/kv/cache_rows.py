@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from swiftbatch.worker.kv.kv_capacity import (
 )
 from swiftbatch.worker.model.architectures.attention_layers import Windows
 from swiftbatch.worker.model.architectures.recurrent_layers import RecurrentShape
-
-if TYPE_CHECKING:
-    from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 
 NO_SLOT = -1
 NO_PAGE = -1  # a sequence's list has it in place of a page whose positions are forgotten
@@ -129,9 +126,6 @@ class CacheRows:
     comes_by_layer = False  # True: memory from `layer` later holds other layers
     holds_all = False  # True: the device has all layers, so rows can move between entries
     slot = NO_SLOT  # number in the shared buffer
-    pages: Sequence[int] = ()  # numbers in the pool, of rows in pages
-    page = 0
-    page_table: PageTable | None = None  # the slot's pages on the device; None: rows lie in order
 
     def __init__(self, shape: CacheShape, buffer: torch.Tensor, is_own: bool = False) -> None:
         """`is_own`: the rows are the buffer's only ones, filled in order."""
@@ -142,20 +136,9 @@ class CacheRows:
     def capacity(self) -> int:
         return int(self.buffer.shape[-2])
 
-    def reserve(self, end: int) -> None:
-        """Have room for entries below `end`. Raises PagesError if the pool has no free page."""
-
     def fill(self, length: int) -> None:
         if self._filled is not None:
             self._filled.fill(length)
-
-    def cut(self, length: int) -> int:
-        """Forget entries from `length` on; return how many are left."""
-        return length
-
-    def give_back(self, start: int, end: int, first: int) -> None:
-        """Free positions `[start, end)`, which no row sees; those from `first` on are lost as well."""
-        raise NotImplementedError("rows of layers that see all are never lost")
 
     def layer(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.stored(index, length)
@@ -177,9 +160,6 @@ class CacheRows:
         self._put(layer, first_entry, key, value)
         return self.layer(layer, length)
 
-    def keep(self, layer: int, first_entry: int, end: int, length: int) -> None:
-        """Store the rows that were written to entries `[first_entry, end)` of the result of `layer`."""
-
     def move(self, root: int, path: list[int]) -> None:
         """Move the entries of a tree's nodes `path` next to its root."""
         keep_path(self.buffer, root, path)
@@ -195,10 +175,6 @@ class CacheRows:
         bits = kv.view(np.int16) if kv.dtype == np.uint16 else kv
         for number, rows in self.parts(start, start + kv.shape[1]):
             self.from_host(rows, bits[:, number].reshape(rows.shape))
-
-    def share(self, theirs: CacheRows, start: int, end: int) -> int:
-        """Share whole pages with a sequence of the same tokens; return the end of the shared positions."""
-        return start
 
     def copy(self, theirs: CacheRows, start: int, end: int) -> None:
         for number, own in self._pieces(start, end):

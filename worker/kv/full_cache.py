@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.jobs.checkpoints.kv_segments import LayerStates
+from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.kernel_sizes import ROW_CHOICES
 from swiftbatch.worker.kv.cache_rows import NO_PAGE, NUMPY_DTYPES, CacheRows, bits_of
 from swiftbatch.worker.kv.cache_rows import CacheShape as CacheShape
@@ -20,6 +21,7 @@ from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES as MAX_TREE_NODES
 from swiftbatch.worker.kv.kv_capacity import PagesError
 from swiftbatch.worker.kv.recurrent_cache import RecurrentStates, StateStore
 from swiftbatch.worker.kv.sliding_window_cache import Window, WindowedRows
+from swiftbatch.worker.kv.slot_rows import PagedRows
 
 
 class CacheSource(Protocol):
@@ -40,22 +42,31 @@ class LayerStore:
     layers: Sequence[int]
     window: Window | None = None
 
+    @property
+    def pages(self) -> PagedRows | None:
+        return self.rows if isinstance(self.rows, PagedRows) else None
+
     def reserve(self, end: int, length: int) -> None:
         """Have room for entries below `end`; if the pool is full, free positions held for other sequences."""
+        if self.pages is None:
+            return
         try:
-            self.rows.reserve(end)
+            self.pages.reserve(end)
         except PagesError:
             if self.window is None:
                 raise
-            self.window.release(None, length, self.rows)
-            self.rows.reserve(end)
+            self.window.release(None, length)
+            self.pages.reserve(end)
 
     def cut(self, length: int) -> int:
         """Forget positions from `length` on; return how many are left."""
-        if self.window is None:
-            return self.rows.cut(length)
-        end = self.rows.cut(self.window.end_of_cut(length))
-        return end if self.window.has_all_behind(end) else self.cut(end)
+        end = length if self.window is None else self.window.end_of_cut(length)
+        end = end if self.pages is None else self.pages.cut(end)
+        return end if self.window is None or self.window.has_all_behind(end) else self.cut(end)
+
+    def share(self, theirs: LayerStore, start: int, end: int) -> int:
+        """Share whole pages with a sequence of the same tokens; return the end of the shared positions."""
+        return start if self.pages is None or theirs.pages is None else self.pages.share(theirs.pages, start, end)
 
 
 class FullKVCache:
@@ -107,11 +118,16 @@ class FullKVCache:
 
     @property
     def pages(self) -> Sequence[int]:
-        return self.rows.pages
+        return _pages_of(self._stores[0])
 
     @property
     def window_pages(self) -> Sequence[int]:
-        return self._stores[1].rows.pages if len(self._stores) > 1 else ()
+        return _pages_of(self._stores[1]) if len(self._stores) > 1 else ()
+
+    @property
+    def page_table(self) -> PageTable | None:
+        """Return the first store's pages on the device; None if its rows lie in order."""
+        return None if self._stores[0].pages is None else self._stores[0].pages.table
 
     def reserve(self, end: int) -> None:
         """Have room for entries below `end`. Raises KVRoomError if memory is short."""
@@ -138,11 +154,6 @@ class FullKVCache:
         self.reserve(first_entry + key.shape[1])
         rows, number = self._of_layer(layer)
         return rows.write(number, first_entry, key, value, self.length)
-
-    def keep(self, layer: int, first_entry: int, end: int) -> None:
-        """Store the rows that were written to entries `[first_entry, end)` of the result of `layer`."""
-        rows, number = self._of_layer(layer)
-        rows.keep(number, first_entry, end, self.length)
 
     def commit(self, path: list[int]) -> None:
         """Commit the root and the accepted nodes `path`; drop all other nodes."""
@@ -189,7 +200,8 @@ class FullKVCache:
                 f"{most - self.length}, {shape.row_width}]"
             )
         by_layer = kv.reshape(shape.num_layers, self._rows_per_layer, *kv.shape[1:])
-        step = self._stores[-1].rows.page or max(1, kv.shape[1])
+        pages = self._stores[-1].pages
+        step = max(1, kv.shape[1]) if pages is None else pages.page
         for start in range(0, kv.shape[1], step):
             part = by_layer[:, :, start : start + step]
             end = self.length + part.shape[2]
@@ -241,7 +253,7 @@ class FullKVCache:
         """Stop keeping positions before `until` for `kv`; None: keep none, also for copies and rollbacks."""
         for store in self._stores:
             if store.window is not None:
-                store.window.release(until, self.length, store.rows)
+                store.window.release(until, self.length)
 
     @property
     def num_held(self) -> int:
@@ -255,12 +267,12 @@ class FullKVCache:
 
     def num_window_pages_for(self, end: int) -> int:
         """Return the window pages that the cache will have once it holds entries below `end`."""
-        if len(self._stores) == 1:
+        store = self._stores[-1]
+        if len(self._stores) == 1 or store.pages is None:
             return 0
-        store = self._stores[1]
         if store.window is not None and not store.window.holds_unwritten:
             end = min(end, self.length + ROW_CHOICES[-1])  # after each forward, older positions are forgotten
-        return self.num_window_pages + max(0, -(-end // store.rows.page) - len(store.rows.pages))
+        return self.num_window_pages + max(0, -(-end // store.pages.page) - len(store.pages.numbers))
 
     def copy_from(self, source: CacheSource, end: int) -> None:
         """Commit positions from `length` to `end`, or a part, from a source with the same tokens."""
@@ -328,14 +340,14 @@ class FullKVCache:
     def _grow(self, length: int) -> None:
         for store in self._stores:
             if store.window is not None and not self._is_view:
-                store.window.forget(length, store.rows)  # frees pages for the call below
+                store.window.forget(length)  # frees pages for the call below
             store.reserve(length, length)
             store.rows.fill(length)
         self.length = length
 
     def _copy_rows(self, theirs: FullKVCache, end: int) -> None:
         start = self.length
-        pairs = [(own.rows, other.rows) for own, other in zip(self._stores, theirs._stores, strict=True)]
+        pairs = list(zip(self._stores, theirs._stores, strict=True))
         try:
             behind = [own.share(other, start, end) for own, other in pairs]
             self.reserve(end)
@@ -343,7 +355,7 @@ class FullKVCache:
             self.roll_back(start)
             raise
         for (own, other), first in zip(pairs, behind, strict=True):
-            own.copy(other, first, end)
+            own.rows.copy(other.rows, first, end)
         self.length = end
 
     @property
@@ -363,5 +375,11 @@ def new_cache_of(shape: CacheShape, max_length: int, buffer: torch.Tensor | None
     states = None if shape.recurrent is None else RecurrentStates(shape, shape.recurrent)
     if states is None and any(shape.windows) and buffer is None:
         rows = WindowedRows(shape, shape.new_buffer(max_length))
-        return FullKVCache(shape, max_length, stores=(LayerStore(rows, range(shape.num_layers), rows.window),))
+        sizes = [size for size in shape.windows if size is not None]
+        window = Window(max(sizes), len(sizes), rows.give_back)
+        return FullKVCache(shape, max_length, stores=(LayerStore(rows, range(shape.num_layers), window),))
     return FullKVCache(shape, max_length, buffer, states=states)
+
+
+def _pages_of(store: LayerStore) -> Sequence[int]:
+    return () if store.pages is None else store.pages.numbers

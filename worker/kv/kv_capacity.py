@@ -121,16 +121,16 @@ class WindowPages(NamedTuple):
 
 
 class PoolSize(NamedTuple):
-    """Pages of a GPU's caches."""
+    """Pages of a worker's caches."""
 
     num_pages: int
     page: int = GPU_PAGE
     windows: WindowPages | None = None  # None: all layers use this pool
 
 
-def pages_of(num_positions: int, page: int | None = None) -> int:
-    """Return the pages of `num_positions` and one step's rows; `page` None means a CPU's."""
-    return -(-(num_positions + ROOM_BEHIND) // (page or PAGE))
+def pages_of(num_positions: int, page: int = PAGE) -> int:
+    """Return the pages of `num_positions` and one step's rows."""
+    return -(-(num_positions + ROOM_BEHIND) // page)
 
 
 def held_in_windows(windows: Windows, num_unwritten: int) -> HeldPositions | None:
@@ -142,12 +142,11 @@ def held_in_windows(windows: Windows, num_unwritten: int) -> HeldPositions | Non
     return HeldPositions(max(sizes) + BLOCK + NUM_ASKED + GPU_PAGE + num_behind + num_unwritten, 0.0)
 
 
-def most_pages(jobs: Iterable[Growth], page: int | None = None, held: HeldPositions | None = None) -> int:
+def most_pages(jobs: Iterable[Growth], page: int = PAGE, held: HeldPositions | None = None) -> int:
     """Return the most pages that jobs take within `HORIZON` if they grow alike and leave at their expected ends.
 
     The maximum is at one of the ends or at the horizon, since until a job leaves, all others grow.
     """
-    page = page or PAGE
     most, now, by_end = 0, 0, sorted(jobs, key=lambda job: job.left, reverse=True)
     for count, job in enumerate(by_end, start=1):
         now, time = now + job.now, min(job.left, HORIZON)
@@ -160,10 +159,17 @@ def most_pages(jobs: Iterable[Growth], page: int | None = None, held: HeldPositi
     return -(-most // page)
 
 
-def has_window_pages(jobs: Collection[Growth], page: int, windows: WindowPages | None) -> bool:
-    """Return whether layers with a window have pages enough for `jobs`; true without such a pool."""
-    if windows is None:
-        return True
-    own = [job._replace(num_shared=0) for job in jobs]  # positions kept for other sequences are freed on demand
-    at_their_ends = sum(windows.held.of(job.end) + ROOM_BEHIND + page - 1 for job in own)
-    return at_their_ends <= windows.num_pages * page or most_pages(own, page, windows.held) <= windows.num_pages
+def fit(jobs: Collection[Growth], pool: PoolSize, held: HeldPositions | None) -> bool:
+    """Return whether a pool has pages enough for `jobs` until they leave, or for a while."""
+    if pool.windows is not None:
+        own = [job._replace(num_shared=0) for job in jobs]  # positions kept for other sequences are freed on demand
+        if not _have_pages(own, pool.windows.num_pages, pool.page, pool.windows.held):
+            return False
+    return _have_pages(jobs, pool.num_pages, pool.page, held)
+
+
+def _have_pages(jobs: Collection[Growth], num_pages: int, page: int, held: HeldPositions | None) -> bool:
+    at_their_ends = sum(job.end if held is None else held.of(job.end, job.num_shared) for job in jobs)
+    if at_their_ends + len(jobs) * (ROOM_BEHIND + page - 1) <= num_pages * page:
+        return True  # the usual case; simulating each job's end is slow
+    return most_pages(jobs, page, held) <= num_pages

@@ -1,11 +1,11 @@
-"""KV caches in the host's memory: the GPU loads one layer while it computes with another."""
+"""KV caches of a GPU in the host's memory: the GPU loads one layer while it computes with another."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,139 +13,25 @@ import torch
 from numpy.typing import NDArray
 
 from swiftbatch.worker.kernels.kernel_sizes import RING_LAYERS
-from swiftbatch.worker.kv.cache_rows import CacheRows, CacheShape
+from swiftbatch.worker.kv.cache_rows import CacheShape
+from swiftbatch.worker.kv.file_offload import FileRows
 from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
-from swiftbatch.worker.kv.host_copies import CopyComputation, CopyEvent, CopyLane
-from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES
-from swiftbatch.worker.kv.offload_hosts import BLOCK_POSITIONS, CacheHost, FileHost, PinnedHost, PinnedMemory
-from swiftbatch.worker.kv.paged_arena import KVArena, SlotLease, SlotRows
+from swiftbatch.worker.kv.host_copies import CopyComputation, CopyEvent, CopyLane, CudaLane, computing_stream
+from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
+from swiftbatch.worker.kv.kv_capacity import GB, MAX_TREE_NODES, KVRoomError
+from swiftbatch.worker.kv.paged_arena import KVArena
+from swiftbatch.worker.kv.slot_rows import SlotLease, SlotRows
+
+NO_LAYER = -1
 
 
 def offloaded_cache(shape: CacheShape, max_length: int, folder: str) -> FullKVCache:
     """Return an empty cache in `folder`, or in a GPU's pinned memory. Raises KVRoomError."""
-    rows = OffloadedRows(shape, max_length + MAX_TREE_NODES, folder)
+    if shape.device.type == "cuda":
+        return OffloadedArena(shape, 1, max_length, Streams.of(shape.device)).new_cache(max_length)
+    rows = FileRows(shape, max_length + MAX_TREE_NODES, folder)
     return FullKVCache(shape, max_length, stores=(LayerStore(rows, range(shape.num_layers)),))
-
-
-class OffloadedRows(CacheRows):
-    """Rows in a host's buffer; `layer` and `write` copy layers to the device, in any order."""
-
-    comes_by_layer = True
-
-    def __init__(self, shape: CacheShape, num_entries: int, folder: str) -> None:
-        capacity = num_entries + -num_entries % BLOCK_POSITIONS
-        is_gpu = shape.device.type == "cuda"
-        self.host: CacheHost = PinnedHost(shape, capacity) if is_gpu else FileHost(shape, capacity, folder)
-        self._layers = LayerStream(self.host)
-        super().__init__(shape, self.host.rows[..., :num_entries, :])
-
-    def layer(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self._layers.forget(length)  # needed after a rollback, or another view's rows
-        parts = self._layers.take(index, length, length, length)
-        return parts[0], parts[-1]
-
-    def stored(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # frees the layer before, since callers read layer by layer
-        self.host.give_back((index - 1) % len(self.buffer), _whole_blocks(length))
-        return super().stored(index, length)
-
-    def write(
-        self, layer: int, first_entry: int, key: torch.Tensor, value: torch.Tensor, length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._layers.forget(first_entry)  # needed after a rollback, or another view's rows
-        self._put(layer, first_entry, key, value)
-        parts = self._layers.take(layer, length, first_entry, first_entry + key.shape[1])
-        return parts[0], parts[-1]
-
-    def keep(self, layer: int, first_entry: int, end: int, length: int) -> None:
-        self.buffer[layer, ..., first_entry:end, :] = self._layers.used[..., first_entry:end, :]
-
-    def load(self, start: int, kv: NDArray[Any]) -> None:
-        self._layers.forget(start)
-        super().load(start, kv)
-        self.host.flush(_whole_blocks(start + kv.shape[1]))
-
-    def clear(self) -> None:
-        for rows in self.host.rows:
-            rows.zero_()
-            self.host.flush(rows.shape[-2])
-        self._layers.forget(0)
-
-
-@dataclass
-class _DeviceLayer:
-    """One of two layers on the device: positions below `end` of `layer`, once `arrival` is done."""
-
-    rows: torch.Tensor  # [num_parts, num_kv_heads, capacity, head_dim]
-    layer: int = -1
-    end: int = 0
-    arrival: Future[None] | None = None
-
-    def holds(self, layer: int, length: int) -> bool:
-        """Return whether nearly all of a layer's first `length` positions are there or on their way."""
-        return self.layer == layer and length - self.end < 2 * BLOCK_POSITIONS
-
-
-class LayerStream:
-    """Copies layers from a host to the device, one layer ahead."""
-
-    def __init__(self, host: CacheHost) -> None:
-        self._host = host
-        self._used, self._coming = _DeviceLayer(host.device_rows()), _DeviceLayer(host.device_rows())
-        self._flushed = 0  # positions below it can be read
-        self._thread = ThreadPoolExecutor(1, "kv-offload")
-
-    def take(self, layer: int, length: int, first_entry: int, end: int) -> torch.Tensor:
-        """Return a layer on the device, `[num_parts, num_kv_heads, capacity, head_dim]`, with rows below `end`.
-
-        Rows from `first_entry` on are always copied again.
-        """
-        if not self._used.holds(layer, length):
-            if not self._coming.holds(layer, length):
-                self._fetch(layer, length)
-            self._used, self._coming = self._coming, self._used
-        following = (layer + 1) % len(self._host.rows)
-        if not self._coming.holds(following, length):
-            self._fetch(following, length)  # starts before the wait, to keep the disk busy
-        used = self._used
-        assert used.arrival is not None
-        used.arrival.result()
-        start = min(used.end, first_entry)
-        used.rows[:, :, start:end] = self._host.rows[layer, :, :, start:end]
-        return used.rows
-
-    @property
-    def used(self) -> torch.Tensor:
-        return self._used.rows
-
-    def forget(self, length: int) -> None:
-        """Forget positions from `length` on, which will change."""
-        self._flushed = min(self._flushed, length)
-        for side in (self._used, self._coming):
-            if side.end > length:
-                side.layer = -1
-
-    def _fetch(self, layer: int, length: int) -> None:
-        side, end = self._coming, _whole_blocks(length)
-        side.layer, side.end = layer, end
-        side.arrival = self._thread.submit(self._bring, self._host.loading(layer, side.rows, end), end, self._flushed)
-        self._flushed = max(self._flushed, end)
-
-    def _bring(self, load: Callable[[], None], end: int, num_flushed: int) -> None:
-        if end > num_flushed:
-            self._host.flush(end)
-        load()
-
-
-def _whole_blocks(length: int) -> int:
-    return length // BLOCK_POSITIONS * BLOCK_POSITIONS
-
-
-# Layers of caches outside a GPU; the GPU has two and loads one while it computes with the other.
-
-
-NO_LAYER = -1
 
 
 @dataclass(frozen=True)
@@ -155,6 +41,10 @@ class Streams:
     computation: CopyComputation
     coming: CopyLane
     going: CopyLane
+
+    @classmethod
+    def of(cls, device: torch.device) -> Streams:
+        return cls(computing_stream(device), CudaLane(device), CudaLane(device))
 
     def wait_for_copies(self) -> None:
         for lane in (self.coming, self.going):
@@ -219,26 +109,25 @@ class LayerRing:
 
     def leave(self, layer: int) -> None:
         """Copy a layer's new rows to the host, and start to copy the side's next layer."""
-        self.keep(layer, self._visits)
+        side, going = self._side(layer), self._streams.going
+        going.follow(self._streams.computation.record_event())
+        for visit in self._visits:
+            for rows in visit.written:
+                going.copy(visit.rows[layer, rows], side.rows[visit.slot, rows])
+        self._went = going.mark()
         following = layer + len(self._sides)
         if following < self._num_layers:
             self._bring(following, self._visits)
         elif len(self._sides) < self._num_layers:
             self._bring(layer % len(self._sides), self._visits)
 
-    def keep(self, layer: int, visits: Sequence[Visit]) -> None:
-        """Copy the written rows to the host."""
-        side, going = self._side(layer), self._streams.going
-        going.follow(self._streams.computation.record_event())
-        for visit in visits:
-            for rows in visit.written:
-                going.copy(visit.rows[layer, rows], side.rows[visit.slot, rows])
-        self._went = going.mark()
-
     def show(self, layer: int, visit: Visit) -> torch.Tensor:
-        """Return a slot's layer `[num_parts, num_kv_heads, capacity, row_width]`, valid until another uses its side."""
+        """Return a slot's layer `[num_parts, num_kv_heads, capacity, row_width]`, valid until the next is shown."""
         self._streams.coming.follow(self._streams.computation.record_event())
         self._bring(layer, [visit])
+        following = (layer + 1) % self._num_layers
+        if self._side(following) is not self._side(layer):
+            self._bring(following, [visit])
         self.wait(layer)
         return self.buffer[layer % len(self._sides), :, visit.slot]
 
@@ -297,6 +186,36 @@ class OffloadedArena(KVArena):
         return self.ring.buffer
 
 
+class PinnedMemory:
+    """Pinned memory of exact size; torch's own tensors round up to a power of two."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Raises KVRoomError if the system refuses."""
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)  # [num_bytes]
+        ask_for_huge_pages(self.bytes)
+        self._is_pinned = False
+        if device.type == "cuda":
+            self._pin(device)
+
+    def release(self) -> None:
+        """Unpin the memory; no copy may be under way."""
+        if self._is_pinned:
+            self._is_pinned = False
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))
+
+    def _pin(self, device: torch.device) -> None:
+        error = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0)
+        if int(error) != 0:
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=device)  # clears CUDA's stored error, which the next launch would raise
+            raise KVRoomError(
+                f"no pinned memory for a cache of {self.bytes.nbytes / GB:,.2f} GB: CUDA error {int(error)}; "
+                "use fewer --slots or max_tokens, or a machine with more memory"
+            )
+        self._is_pinned = True
+
+
 def _release(memory: PinnedMemory, streams: Streams) -> None:
     streams.wait_for_copies()
     streams.computation.record_event().synchronize()  # kernels of a round read the host's memory directly
@@ -309,7 +228,6 @@ class RingRows(SlotRows):
     Reads wait for new rows to reach the host, writes for all copies.
     """
 
-    comes_by_layer = True
     holds_all = False
 
     def __init__(self, arena: OffloadedArena, lease: SlotLease, host: torch.Tensor) -> None:
@@ -334,9 +252,6 @@ class RingRows(SlotRows):
         self._put(layer, first_entry, key, value)
         self._ring.forget(self.slot, first_entry)
         return self._shown(layer, max(first_entry + key.shape[1], length), length)
-
-    def keep(self, layer: int, first_entry: int, end: int, length: int) -> None:
-        self._ring.keep(layer, [self.visit(first_entry, end, length)])
 
     def move(self, root: int, path: list[int]) -> None:
         self._ring.settle()

@@ -1,305 +1,23 @@
-"""KV caches of all jobs on a GPU, in slots of one buffer or in pages of a pool."""
+"""KV caches of all jobs on a GPU."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-import torch
-from numpy.typing import NDArray
-
-from swiftbatch.worker.kernels.cuda.cuda_row_table import PageTable
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
-from swiftbatch.worker.kv.cache_rows import NO_PAGE, CacheRows, CacheShape
+from swiftbatch.worker.kv.cache_rows import CacheShape
 from swiftbatch.worker.kv.full_cache import FullKVCache, LayerStore
 from swiftbatch.worker.kv.gpu_memory_plan import slot_capacity
 from swiftbatch.worker.kv.host_copies import Staging
-from swiftbatch.worker.kv.kv_capacity import (
-    GB,
-    MAX_TREE_NODES,
-    KVRoomError,
-    PagesError,
-    PoolSize,
-    TooLongError,
-    pages_of,
-)
+from swiftbatch.worker.kv.kv_capacity import GB, MAX_TREE_NODES, PoolSize, TooLongError
 from swiftbatch.worker.kv.sliding_window_cache import Window
+from swiftbatch.worker.kv.slot_rows import PagedRows, SlotBuffer, SlotLease, SlotLeases
 
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.cuda_recurrence import StateBuffers
     from swiftbatch.worker.kv.recurrent_arena import StateSlots
-
-Place = Callable[[int], int]
-"""Map from a slot's entry to its place in a pool."""
-
-
-class MoveRows(Protocol):
-    """Moves accepted rows next to their root, as `keep_path` does."""
-
-    def __call__(self, slot: int, root: int, path: Sequence[int], place: Place | None = None) -> None:
-        """Move a tree's nodes `path` next to entry `root` of a slot; `place` maps entries to a pool."""
-
-    def together(self) -> contextlib.AbstractContextManager[None]:
-        """Collect moves, and make them all at once on exit."""
-
-
-class PagePool:
-    """Free pages, and the number of holders of each other page; thread-safe."""
-
-    def __init__(self, num_pages: int) -> None:
-        self._free = list(reversed(range(num_pages)))
-        self._num_holders = [0] * num_pages
-        # must be reentrant, since taking pages may collect a lost cache, which gives pages back
-        self._lock = threading.RLock()
-
-    def take(self, count: int) -> list[int]:
-        """Return `count` pages for a sequence. Raises PagesError if fewer are free."""
-        if count > len(self._free):
-            gc.collect()  # frees caches in reference cycles, for example of tracebacks
-        with self._lock:
-            if count > len(self._free):
-                raise PagesError(
-                    f"no page for a job's next positions: all {len(self._num_holders):,} of this worker's GPU are "
-                    "taken; use fewer --slots, or more --workers"
-                )
-            pages = [self._free.pop() for _ in range(count)]
-            for page in pages:
-                self._num_holders[page] = 1
-            return pages
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def is_shared(self, page: int) -> bool:
-        return self._num_holders[page] > 1
-
-    def share(self, pages: Sequence[int]) -> None:
-        with self._lock:
-            for page in pages:
-                self._num_holders[page] += 1
-
-    def give_back(self, pages: list[int], num_kept: int = 0) -> None:
-        """Take all but the first `num_kept` pages from a sequence's list, which is shortened."""
-        with self._lock:
-            for page in pages[num_kept:]:
-                if page == NO_PAGE:
-                    continue
-                self._num_holders[page] -= 1
-                if not self._num_holders[page]:
-                    self._free.append(page)
-            del pages[num_kept:]
-
-
-class SlotLease:
-    """Right to a slot, which is free again once this object is gone."""
-
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-
-
-class SlotBuffer:
-    """Rows of some layers of all slots: `buffer [num_layers, num_parts, num_slots, num_kv_heads, capacity, row_width]`.
-
-    It never moves or grows, because graphs keep its address. With a `pool`, slots share `[num_layers, num_parts, 1,
-    num_kv_heads, num_pages * page, row_width]`.
-    """
-
-    pool: PagePool
-    page = 0
-    is_zero = False  # True: all zeros when a worker starts, so `clear` skips it
-
-    def __init__(
-        self,
-        shape: CacheShape,
-        layers: Sequence[int],
-        num_slots: int,
-        capacity: int,
-        pool: PoolSize | None,
-        staging: Staging | None,
-    ) -> None:
-        """Take `staging` for checkpoints, None on a CPU."""
-        self.shape, self.layers, self.staging = shape, layers, staging
-        self.num_slots, self.capacity = num_slots, capacity
-        self.pages: PageTable | None = None  # None without a pool
-        self.move_rows: MoveRows | None = None  # None: the tensors' own copies move rows
-        if pool is not None:
-            self.pool, self.num_pages, self.page = PagePool(pool.num_pages), pool.num_pages, pool.page
-            size = (num_slots, pages_of(capacity - MAX_TREE_NODES, pool.page))
-            self.pages = PageTable(torch.zeros(size, dtype=torch.int32, device=shape.device), pool.page)
-        self.buffer = self._allocate()
-
-    @property
-    def num_free_pages(self) -> int:
-        return self.pool.num_free
-
-    @property
-    def place(self) -> tuple[torch.Tensor, PageTable]:
-        assert self.pages is not None
-        return self.buffer, self.pages
-
-    def rows(self, lease: SlotLease, max_length: int) -> CacheRows:
-        num_entries = max_length + MAX_TREE_NODES
-        if self.pages is None:
-            return SlotRows(self, lease, self.buffer[:, :, lease.slot, :, :num_entries])
-        return PagedRows(self, lease, num_entries)
-
-    def _allocate(self) -> torch.Tensor:
-        shape = self.shape
-        num_slots, capacity = (self.num_slots, self.capacity) if self.pages is None else (1, self.num_pages * self.page)
-        size = (len(self.layers), shape.num_parts, num_slots, shape.num_kv_heads, capacity, shape.row_width)
-        return torch.empty(size, dtype=shape.row_dtype, device=shape.device)
-
-
-class SlotRows(CacheRows):
-    """Rows of one slot on the device, or of a slot whose rows are elsewhere."""
-
-    holds_all = True
-
-    def __init__(self, slots: SlotBuffer, lease: SlotLease, buffer: torch.Tensor) -> None:
-        super().__init__(slots.shape, buffer)
-        self._slots, self._lease, self.slot = slots, lease, lease.slot
-
-    def move(self, root: int, path: list[int]) -> None:
-        if self._slots.move_rows is None:
-            super().move(root, path)
-        else:
-            self._slots.move_rows(self.slot, root, path)
-
-    def to_host(self, rows: torch.Tensor) -> NDArray[Any]:
-        return super().to_host(rows) if self._slots.staging is None else self._slots.staging.read(rows)
-
-    def from_host(self, rows: torch.Tensor, kv: NDArray[Any]) -> None:
-        if self._slots.staging is None:
-            super().from_host(rows, kv)
-        else:
-            self._slots.staging.write(rows, kv)
-
-
-class PagedRows(SlotRows):
-    """Rows in `pages` of a pool, whose whole memory is their `buffer`.
-
-    Sequences share full pages. Forgotten pages are `NO_PAGE`.
-    """
-
-    def __init__(self, slots: SlotBuffer, lease: SlotLease, num_entries: int) -> None:
-        assert slots.pages is not None
-        super().__init__(slots, lease, slots.buffer[:, :, 0])
-        self.page, self._num_entries = slots.page, num_entries
-        self.page_table = slots.pages.of(self.slot)
-        self._numbers = slots.pages.numbers[self.slot]
-        self._pages: list[int] = []
-        weakref.finalize(lease, slots.pool.give_back, self._pages)
-
-    @property
-    def pages(self) -> list[int]:  # type: ignore[override]
-        return self._pages
-
-    @property
-    def capacity(self) -> int:
-        return self._num_entries
-
-    def reserve(self, end: int) -> None:
-        known = len(self.pages)
-        if end > known * self.page and (num_missing := -(-min(end, self.capacity) // self.page) - known) > 0:
-            self._append(self._slots.pool.take(num_missing))
-
-    def cut(self, length: int) -> int:
-        """Give back the pages after `length`, and copy the last page if it is shared.
-
-        If no page is free for the copy, forget the last page's positions as well.
-        """
-        pool, num_last = self._slots.pool, length % self.page
-        pool.give_back(self.pages, -(-length // self.page))
-        if num_last == 0 or not pool.is_shared(self.pages[-1]):
-            return length
-        kept = self.between(slice(length - num_last, length))
-        pool.give_back(self.pages, len(self.pages) - 1)
-        try:
-            self.reserve(length)
-        except PagesError:
-            return length - num_last
-        [(_, own)] = self._pieces(length - num_last, length)
-        self.buffer[..., own, :] = kept
-        return length
-
-    def give_back(self, start: int, end: int, first: int) -> None:
-        """Give back the pages of which all positions are lost."""
-        self.pages.extend([NO_PAGE] * (end // self.page - len(self.pages)))
-        numbers = slice(-(-start // self.page), end // self.page)
-        lost = self.pages[numbers]
-        self.pages[numbers] = [NO_PAGE] * len(lost)
-        self._slots.pool.give_back(lost)
-
-    def stored(self, index: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a copy of the layer, in order."""
-        return self.stored_between(index, slice(0, min(self.capacity, len(self.pages) * self.page)), length)
-
-    def stored_between(self, index: int, positions: slice, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = self._joined(self.buffer[index], positions)
-        return parts[0], parts[-1]
-
-    def between(self, positions: slice) -> torch.Tensor:
-        return self._joined(self.buffer, positions)
-
-    def move(self, root: int, path: list[int]) -> None:
-        if self._slots.move_rows is not None:
-            self._slots.move_rows(self.slot, root, path, self._place)
-        else:
-            sources = [self._place(root + 1 + node) for node in path]
-            targets = [self._place(root + 1 + number) for number in range(len(path))]
-            self.buffer[..., targets, :] = self.buffer[..., sources, :]
-
-    def share(self, theirs: CacheRows, start: int, end: int) -> int:
-        known = len(self.pages)
-        if known * self.page != start:
-            return start
-        shared = theirs.pages[known : end // self.page]
-        self._slots.pool.share(shared)
-        self._append(list(shared))
-        return start + len(shared) * self.page
-
-    def clear(self) -> None:
-        """Fill the whole capacity with zeros; window pools already are."""
-        if self._slots.is_zero:
-            return
-        self.reserve(self.capacity)
-        for _, rows in self.parts(0, self.capacity):
-            rows.zero_()
-
-    def _append(self, pages: list[int]) -> None:
-        known = len(self.pages)
-        self.pages.extend(pages)
-        if len(pages) == 1:
-            self._numbers[known].fill_(pages[0])  # waits for no copy
-        elif pages:
-            numbers = torch.tensor(pages, dtype=torch.int32, device=self._numbers.device)
-            self._numbers[known : len(self.pages)] = numbers
-
-    def _place(self, entry: int) -> int:
-        return self.pages[entry // self.page] * self.page + entry % self.page
-
-    def _pieces(self, start: int, end: int) -> Iterator[tuple[slice, slice]]:
-        place = start
-        while place < end:
-            stop = min(end, (place // self.page + 1) * self.page)
-            first = self._place(place)
-            yield slice(place - start, stop - start), slice(first, first + stop - place)
-            place = stop
-        if start == end:
-            yield slice(0, 0), slice(0, 0)
-
-    def _joined(self, rows: torch.Tensor, positions: slice) -> torch.Tensor:
-        """Return entries of `rows [..., num_entries, row_width]` in order, forgotten ones as zeros."""
-        parts = [
-            rows[..., own, :] if own.start >= 0 else torch.zeros_like(rows[..., : own.stop - own.start, :])
-            for _, own in self._pieces(positions.start, positions.stop)
-        ]
-        return torch.cat(parts, dim=-2)
 
 
 class KVArena(SlotBuffer):
@@ -338,15 +56,11 @@ class KVArena(SlotBuffer):
             from swiftbatch.worker.kv.recurrent_arena import StateSlots
 
             self._states = StateSlots(shape, shape.recurrent, num_slots)
-        self._free = list(reversed(range(num_slots)))
+        self.leases = SlotLeases(num_slots)
 
     @property
     def longest_job(self) -> int:
         return self.capacity - MAX_TREE_NODES
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
 
     @property
     def states(self) -> StateBuffers | None:
@@ -380,8 +94,9 @@ class KVArena(SlotBuffer):
         if (slots := self.windowed) is not None:
             widest = max(size or 0 for size in self.shape.windows)
             # kernels read the window of a block's first row
-            window = Window(widest + BLOCK, len(slots.layers), slots.page)
-            stores.append(LayerStore(slots.rows(lease, max_length), slots.layers, window))
+            pages = PagedRows(slots, lease, max_length + MAX_TREE_NODES)
+            window = Window(widest + BLOCK, len(slots.layers), pages.give_back, slots.page)
+            stores.append(LayerStore(pages, slots.layers, window))
         states = None if self._states is None else self._states.of(rows)
         return FullKVCache(self.shape, max_length, stores=stores, states=states)
 
@@ -393,13 +108,7 @@ class KVArena(SlotBuffer):
                 "use fewer max_tokens, or once the run has ended resume --retry-failed, which makes slots for its "
                 "longest job"
             )
-        if not self._free:
-            gc.collect()  # frees caches in reference cycles, for example of tracebacks
-        if not self._free:
-            raise KVRoomError(
-                f"no slot for a job of {max_length:,} positions: all {self.num_slots} of this worker's GPU are taken, "
-                f"{self.buffer.numel() * self.buffer.element_size() / GB:,.2f} GB; use more --slots or --workers"
-            )
-        lease = SlotLease(self._free.pop())
-        weakref.finalize(lease, self._free.append, lease.slot)
-        return lease
+        return self.leases.take(
+            f"no slot for a job of {max_length:,} positions: all {self.num_slots} of this worker's GPU are taken, "
+            f"{self.buffer.nbytes / GB:,.2f} GB; use more --slots or --workers"
+        )

@@ -20,7 +20,7 @@ from swiftbatch.worker.kernels.row_tables import CachePlace, LayerCacheShape
 from swiftbatch.worker.kernels.scan_coding import CLUSTER_CHUNKS, SCAN_CHUNK, flat_deviation, most_chunks
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.huge_pages import ask_for_huge_pages
-from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, Entries, Keys, NewEntries, Queries, SparseCache
+from swiftbatch.worker.kv.sparse_cache import NUM_PINNED, Entries, Keys, KeysToScan, NewEntries, Queries, SparseCache
 from swiftbatch.worker.sampling.sequence import Sequence
 
 NUM_RECENT = 256  # newest positions are never scanned
@@ -37,7 +37,7 @@ class ScanKVCache(SparseCache):
     ) -> None:
         super().__init__(shape, min(MOST_ENTRIES, sequence.max_length), new_entries)
         self._budget, self._max_length = budget, sequence.max_length
-        self.entries.expect_keys(NUM_PINNED, sequence.max_length - NUM_PINNED, budget)
+        self.to_scan = KeysToScan(NUM_PINNED, sequence.max_length - NUM_PINNED, budget)
         self._scannable: Keys | None = None
         self._scanned_to = NUM_PINNED  # scanned keys replaced entries up to here
         self._num_fed = 0

@@ -5,6 +5,8 @@ Entries keep their places; forgotten memory is returned and reads as zeros.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
@@ -12,13 +14,16 @@ from swiftbatch.worker.kv.cache_rows import CacheRows, CacheShape
 from swiftbatch.worker.kv.huge_pages import FilledPages, ask_for_small_pages, give_back
 from swiftbatch.worker.kv.kv_capacity import FORGETS_EVERY, NUM_ASKED
 
+GiveBack = Callable[[int, int, int], None]
+"""Frees positions `[start, end)`, which no row sees; those from `first`, its third argument, on are lost as well."""
+
 
 class Window:
     """Run of forgotten positions of layers with a window, and the positions that they keep."""
 
-    def __init__(self, size: int, num_layers: int, page: int | None = None) -> None:
+    def __init__(self, size: int, num_layers: int, give_back: GiveBack, page: int | None = None) -> None:
         """`page` None: forget many positions at a time, not whole pages."""
-        self.num_layers = num_layers
+        self.num_layers, self._give_back = num_layers, give_back
         self.lost = range(0)
         self._size, self._page = size, page
         self._copies_end = 0  # positions before it are kept for copies
@@ -42,18 +47,18 @@ class Window:
         else:
             self._first_asked = from_
 
-    def release(self, until: int | None, length: int, rows: CacheRows) -> None:
+    def release(self, until: int | None, length: int) -> None:
         """Stop keeping positions as `FullKVCache.release` does."""
         if until is None:
             self._copies_end = self._distance = 0
             if self.lost and not self._is_asked(self.lost.start):
-                rows.give_back(0, self.lost.stop, 0)
+                self._give_back(0, self.lost.stop, 0)
                 self.lost = range(self.lost.stop)
         elif self._first_asked is not None:
             self._first_asked = max(self._first_asked, until)
-        self.forget(length, rows)
+        self.forget(length)
 
-    def forget(self, length: int, rows: CacheRows) -> None:
+    def forget(self, length: int) -> None:
         """Free positions that no row after `length` sees, many at a time."""
         end = length - self._distance - NUM_ASKED - self._size
         end = end if self._first_asked is None else min(end, self._first_asked)
@@ -61,7 +66,7 @@ class Window:
         first = self.lost.start if self.lost else self._copies_end
         start = max(first, self.lost.stop)
         if end - start >= (self._page or FORGETS_EVERY):
-            rows.give_back(start, end, first)
+            self._give_back(start, end, first)
             self.lost = range(first, end)
 
     def end_of_cut(self, length: int) -> int:
@@ -89,8 +94,6 @@ class WindowedRows(CacheRows):
 
     def __init__(self, shape: CacheShape, buffer: torch.Tensor) -> None:
         super().__init__(shape, buffer)
-        sizes = [size for size in shape.windows if size is not None]
-        self.window = Window(max(sizes), len(sizes))
         self._whole_layers = [FilledPages(buffer[each]) for each, size in enumerate(shape.windows) if not size]
         windowed = [buffer[each].flatten(0, 1) for each, size in enumerate(shape.windows) if size]
         self._stripes = [rows for layer in windowed for rows in layer]  # [capacity, row_width] rows of one head

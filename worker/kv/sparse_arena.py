@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 
@@ -27,9 +25,9 @@ from swiftbatch.worker.kernels.scan_coding import most_chunks
 from swiftbatch.worker.kv.cache_rows import NO_SLOT
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.kv.paged_arena import Place, SlotLease
 from swiftbatch.worker.kv.scan_arena import SlotKeys
-from swiftbatch.worker.kv.sparse_cache import Entries, SparseCacheFactory
+from swiftbatch.worker.kv.slot_rows import Place, SlotLease, SlotLeases
+from swiftbatch.worker.kv.sparse_cache import Entries, KeysToScan, SparseCacheFactory
 from swiftbatch.worker.sampling.sequence import Sequence
 
 
@@ -95,23 +93,13 @@ class SparseArena:
         )
         self.bias = torch.zeros(num_slots, capacity, device=shape.device)
         self.move_rows = RowMover(self.buffer)
-        self._free = list(reversed(range(num_slots)))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+        self.leases = SlotLeases(num_slots)
 
     def new_entries(self, shape: CacheShape, capacity: int) -> SlotEntries:
         """Return entries in a slot, which is free again once they are gone."""
         if capacity > self.capacity:
             raise KVRoomError(f"a partial cache of {capacity:,} entries: a slot has {self.capacity:,}")
-        if not self._free:
-            gc.collect()  # frees caches in reference cycles, for example of tracebacks
-        if not self._free:
-            raise KVRoomError(f"no slot for a partial cache: all {self.num_slots} are taken")
-        lease = SlotLease(self._free.pop())
-        weakref.finalize(lease, self._free.append, lease.slot)
-        return SlotEntries(self, lease)
+        return SlotEntries(self, self.leases.take(f"no slot for a partial cache: all {self.num_slots} are taken"))
 
 
 class SlotEntries(Entries):
@@ -140,14 +128,14 @@ class SlotEntries(Entries):
             super().copy(full, positions, first_entry)
         else:
             out = self._at(first_entry, positions.stop - positions.start)
-            gather_range(full.rows.buffer, positions.start, out, full.rows.page_table)
+            gather_range(full.rows.buffer, positions.start, out, full.page_table)
 
     def gather(self, full: FullKVCache, positions: torch.Tensor, first_entry: int) -> None:
         if not full.rows.holds_all:
             super().gather(full, positions, first_entry)
         else:
             out = self._at(first_entry, positions.shape[2])
-            gather_entries(full.rows.buffer, _numbers(positions), out, full.rows.page_table)
+            gather_entries(full.rows.buffer, _numbers(positions), out, full.page_table)
 
     def gather_values(self, means: torch.Tensor, chunks: torch.Tensor, first_entry: int) -> None:
         if self.arena.shape.num_parts == 2:  # values may be the beginning of their keys
@@ -159,7 +147,7 @@ class SlotEntries(Entries):
         else:
             chunk_size = (positions.stop - positions.start) // means.shape[2]
             rows = full.rows.buffer[:, min(part, full.shape.num_parts - 1)]
-            average_chunks(rows, positions.start, chunk_size, means, full.rows.page_table)
+            average_chunks(rows, positions.start, chunk_size, means, full.page_table)
 
     def replace(self, full: FullKVCache, positions: slice, entries: torch.Tensor) -> None:
         if not full.rows.holds_all:
@@ -172,6 +160,7 @@ class SlotEntries(Entries):
         return root + 1 + len(path)
 
     def set_bias(self, bias: np.ndarray | None) -> None:
+        super().set_bias(bias)
         row = self.arena.bias[self.slot]
         row.zero_()
         if bias is not None:
@@ -184,21 +173,13 @@ class SlotEntries(Entries):
 
 
 class _Asked(Entries):
-    """Record of a partial cache's requests, which takes no memory."""
+    """Entries of a device without memory, which count the means that a cache asks for."""
 
     num_chunks = 0
-    scanned: tuple[int, int, int] | None = None  # first key, number of keys, number of best ones
-
-    def __init__(self, shape: CacheShape, capacity: int) -> None:
-        super().__init__(shape, capacity)
-        self.capacity = capacity
 
     def new_means(self, part: int, num_chunks: int) -> torch.Tensor:
         self.num_chunks = max(self.num_chunks, num_chunks)
         return super().new_means(part, num_chunks)
-
-    def expect_keys(self, first: int, num_keys: int, num_best: int) -> None:
-        self.scanned = first, num_keys, num_best
 
 
 def arena_for(
@@ -208,15 +189,14 @@ def arena_for(
     counts = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
     nowhere = CacheShape(*counts, shape.dtype, torch.device("meta"), num_parts=shape.num_parts)
     longest = Sequence("longest", [0], SamplingParams(max_tokens=max(1, longest_job - 1)), 1)
-    asked = new_cache(nowhere, min(budget, longest.max_length), longest, _Asked).entries
+    cache = new_cache(nowhere, min(budget, longest.max_length), longest, _Asked)
+    asked, texts = cache.entries, None if cache.to_scan is None else _texts_for(cache.to_scan, shape, num_slots)
     assert isinstance(asked, _Asked)
-    return SparseArena(shape, num_slots, asked.capacity, asked.num_chunks, _texts_for(asked, shape, num_slots))
+    return SparseArena(shape, num_slots, asked.buffer.shape[-2], asked.num_chunks, texts)
 
 
-def _texts_for(asked: _Asked, shape: CacheShape, num_slots: int) -> ScannedTexts | None:
-    if asked.scanned is None:
-        return None
-    first, num_keys, num_best = asked.scanned
+def _texts_for(keys: KeysToScan, shape: CacheShape, num_slots: int) -> ScannedTexts:
+    first, num_keys, num_best = keys
     sizes = TextSizes(
         shape.num_layers, num_slots, shape.num_kv_heads, shape.head_dim, most_chunks(num_keys), num_best, first
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ class Entries:
 
     def __init__(self, shape: CacheShape, capacity: int, buffer: torch.Tensor | None = None) -> None:
         self.shape = shape
+        self.bias: np.ndarray | None = None  # float32, of the first entries' scores; others have 0
         if buffer is None:
             size = (shape.num_layers, 2, shape.num_kv_heads, capacity, shape.head_dim)
             # kernels read whole blocks: unwritten entries weigh almost nothing, but must be numbers
@@ -48,9 +49,6 @@ class Entries:
         """Allocate means of keys (part 0) or values, `[num_layers, num_kv_heads, num_chunks, head_dim]`."""
         size = (self.shape.num_layers, self.shape.num_kv_heads, num_chunks, self.shape.head_dim)
         return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
-
-    def expect_keys(self, first: int, num_keys: int, num_best: int) -> None:
-        """Expect a scan of `num_keys` keys from position `first` on, for `num_best` per query."""
 
     def new_keys(self, full: FullKVCache) -> Keys | None:
         """Return empty scanned keys; None if there is no room here."""
@@ -95,7 +93,7 @@ class Entries:
         return keep_path(self.buffer, root, path)
 
     def set_bias(self, bias: np.ndarray | None) -> None:
-        """Set the float32 bias of the first entries' scores; others have 0."""
+        self.bias = bias
 
 
 NewEntries = Callable[[CacheShape, int], Entries]
@@ -110,6 +108,14 @@ class Scanned(Protocol):
         """Return the address of a `scanned_keys` struct of `worker/kernels/source/api.h`."""
 
 
+class KeysToScan(NamedTuple):
+    """Keys that a partial cache will scan: `num_keys` from position `first` on, for `num_best` per query."""
+
+    first: int
+    num_keys: int
+    num_best: int
+
+
 class SparseCache(ABC):
     """Buffer of chosen entries, the same number in every layer and head.
 
@@ -117,6 +123,7 @@ class SparseCache(ABC):
     """
 
     comes_by_layer = False
+    to_scan: KeysToScan | None = None  # None: it scans no keys
 
     def __init__(self, shape: CacheShape, num_entries: int, new_entries: NewEntries = Entries) -> None:
         self.shape = shape
@@ -130,11 +137,10 @@ class SparseCache(ABC):
 
     @property
     def bias(self) -> np.ndarray | None:
-        return self._bias
+        return self.entries.bias
 
     @bias.setter
     def bias(self, bias: np.ndarray | None) -> None:
-        self._bias = bias
         self.entries.set_bias(bias)
 
     @property

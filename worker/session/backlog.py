@@ -12,9 +12,8 @@ from swiftbatch.worker.kv.kv_capacity import (
     ROOM_BEHIND,
     Growth,
     HeldPositions,
-    WindowPages,
-    has_window_pages,
-    most_pages,
+    PoolSize,
+    fit,
     pages_of,
 )
 from swiftbatch.worker.session.work_messages import Assignment, Orders
@@ -33,27 +32,29 @@ if TYPE_CHECKING:  # sessions without a model import this module without torch
 class CacheRoom:
     """Memory of a worker for its jobs' caches."""
 
-    num_pages: int | None = None  # None: no limit
+    pool: PoolSize | None = None  # None: no limit
     num_beside: int = 0  # recurrent states take as much as so many positions
-    page: int | None = None  # as in `pages_of`
     held: HeldPositions | None = None  # None: a job's cache keeps all its positions
-    windows: WindowPages | None = None  # None: no layer has pages of its own
     arena: KVArena | None = None  # None: caches share no pages
 
     @classmethod
     def of(cls, target: TargetModel, num_unwritten: int | None) -> CacheRoom:
         """Return the room for a target's caches, for checkpoints that lag by `num_unwritten` positions."""
         pool, held = target.pool_size, target.held_positions(num_unwritten)
-        if pool is None:
-            return cls(None, target.num_state_positions(), held=held)
-        return cls(
-            *(pool.num_pages, target.num_state_positions(), pool.page, held, pool.windows), target.forwards.arena
-        )
+        return cls(pool, target.num_state_positions(), held, None if pool is None else target.forwards.arena)
+
+    @property
+    def num_pages(self) -> int | None:
+        return None if self.pool is None else self.pool.num_pages
+
+    @property
+    def _page(self) -> int:
+        return PAGE if self.pool is None else self.pool.page
 
     def follow(self, orders: Orders) -> None:
         """Set the pages of a CPU; a GPU has its own."""
         if self.arena is None:
-            self.num_pages = orders.num_pages
+            self.pool = None if orders.num_pages is None else PoolSize(orders.num_pages, PAGE)
 
     def can_fit(self, jobs: Collection[RunningJob]) -> bool:
         """Return whether jobs have room for another step; a single job always has."""
@@ -78,16 +79,15 @@ class CacheRoom:
         return leaving
 
     def num_taken(self, jobs: Iterable[RunningJob]) -> int:
-        return sum(pages_of(self._held(job) + self.num_beside, self.page) for job in jobs)
+        return sum(pages_of(self._held(job) + self.num_beside, self._page) for job in jobs)
 
     def has_room(self, jobs: Collection[RunningJob], assignment: Assignment) -> bool:
         """Return whether a job is expected to fit beside others for a while."""
-        if self.num_pages is None or not jobs:
+        if self.pool is None or not jobs:
             return True
         growths = [self._growth_of(job) for job in jobs]
         growths.append(self._growth(assignment.num_prompt_tokens, assignment.num_reported_tokens, assignment))
-        has_pages = most_pages(growths, self.page, self.held) <= self.num_pages
-        return has_pages and has_window_pages(growths, self.page or PAGE, self.windows)
+        return fit(growths, self.pool, self.held)
 
     def _pools(self, jobs: Collection[RunningJob]) -> tuple[Pool, Pool]:
         """Return the pages, then the window pages, each with a function of jobs' need."""
@@ -100,12 +100,13 @@ class CacheRoom:
 
     def _num_in_windows(self, jobs: Iterable[RunningJob]) -> int:
         """Count the window pages that jobs are expected to keep, or need for a step."""
-        assert self.windows is not None
-        held, num_pages = self.windows.held, 0
+        assert self.pool is not None
+        assert self.pool.windows is not None
+        held, num_pages = self.pool.windows.held, 0
         for job in jobs:
             num_tokens = len(job.sequence)
             end = min(num_tokens + ROOM_BEHIND, job.cache.length + MOST_READ)
-            num_pages += max(pages_of(held.of(num_tokens), self.page), job.cache.num_window_pages_for(end))
+            num_pages += max(pages_of(held.of(num_tokens), self._page), job.cache.num_window_pages_for(end))
         return num_pages
 
     def _held(self, job: RunningJob) -> int:

@@ -10,6 +10,7 @@ from swiftbatch.jobs.checkpoints.checkpoint_store import CheckpointStore
 from swiftbatch.jobs.checkpoints.checkpoint_writer import CheckpointWriter
 from swiftbatch.jobs.checkpoints.token_log import TokenLog, WorkerLogs
 from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.drafters.catalogue import engine_entry
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import rewind_distance
 from swiftbatch.worker.sampling.sequence import Sequence
@@ -141,3 +142,11 @@ class Checkpointing:
 def state_interval(job: RunningJob, num_tokens: int) -> int:
     """Return the new positions that make a state due, more for older jobs because each state costs requests."""
     return num_tokens if job.cache.shape.windows else max(num_tokens, int(REPLAYED_SHARE * job.cache.length))
+
+
+def num_unwritten(config: EngineConfig) -> int | None:
+    """Return the positions by which checkpoints lag; None: caches forget nothing."""
+    are_written = config.checkpoint == "state"
+    if engine_entry(config.engine).reads_caches or (config.keep_state and not are_written):
+        return None
+    return config.checkpoint_tokens if are_written else 0

@@ -1,13 +1,20 @@
-"""Comparison of the loaded model with the run's."""
+"""Loading of the run's model, and of no other."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from swiftbatch.jobs.run.run import Run
+from swiftbatch.worker.config import EngineConfig
+from swiftbatch.worker.drafters.engine_memory import slots_wanted
+from swiftbatch.worker.forward.hardware import resolve_device
+from swiftbatch.worker.forward.target_model import TargetModel
+from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.model.digests import digests_of
 from swiftbatch.worker.model.hub import at_commit
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
+from swiftbatch.worker.session.checkpointing import num_unwritten
 
 
 def located_model(model: str, run: Run) -> ModelFiles:
@@ -21,7 +28,24 @@ def located_model(model: str, run: Run) -> ModelFiles:
     return files
 
 
-def refuse_changed_meanwhile(files: ModelFiles) -> None:
+def loaded_target(config: EngineConfig, files: ModelFiles, run: Run, textless_ids: Sequence[int]) -> TargetModel:
+    """Load the model. Raises OtherModelError if a file changed meanwhile, and errors as `TargetModel.load` does."""
+    computed = (config.dtype, config.device, config.kv_offload, _slots(config, files, run), config.cuda_kernels)
+    target = TargetModel.load(files, *computed, config.kv_dtype, textless_ids)
+    _refuse_changed_meanwhile(files)
+    return target
+
+
+def _slots(config: EngineConfig, files: ModelFiles, run: Run) -> SlotsWanted | None:
+    """Return the slots for the run's longest job on a GPU; None on a CPU."""
+    longest_job = 0 if resolve_device(config.device).type == "cpu" else run.longest_job()
+    if not longest_job:
+        return None
+    wanted = slots_wanted(config.engine, files, config.dtype, longest_job, config.draft_model)
+    return replace(wanted, num_unwritten=num_unwritten(config))
+
+
+def _refuse_changed_meanwhile(files: ModelFiles) -> None:
     """Raise OtherModelError if a small file has changed since `files` was made."""
     expected = {**files.digests.model, **files.digests.text}
     replace(files, digests=digests_of(files.path, files.digests.model)).refuse_other(expected)

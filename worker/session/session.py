@@ -8,7 +8,6 @@ import logging
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,27 +28,22 @@ from swiftbatch.metrics.counters import EngineCounters
 from swiftbatch.metrics.exporter import EngineCollector, Labels, registry_of, serve
 from swiftbatch.worker.config import EngineConfig
 from swiftbatch.worker.constraints.thinking import reasoning_of
-from swiftbatch.worker.drafters.catalogue import create_drafter, engine_entry
-from swiftbatch.worker.drafters.engine_memory import slots_wanted
+from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.engine.stopping import closed, may_be_extended, may_rewind, rewind_distance, rewound, text_of
 from swiftbatch.worker.exactness.doctor_verdicts import exactness_of
-from swiftbatch.worker.forward.hardware import resolve_device
 from swiftbatch.worker.forward.step_costs import step_costs_of
-from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.kv.free_memory import check_folder
-from swiftbatch.worker.kv.gpu_memory_plan import SlotsWanted
 from swiftbatch.worker.kv.kv_capacity import TOO_LONG, PagesError, TooLongError
-from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.sampler import NOT_FINITE
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import CONSTRAINT_REFUSED, ConstraintError
 from swiftbatch.worker.session.backlog import Backlog, CacheRoom
-from swiftbatch.worker.session.checkpointing import Checkpointing
+from swiftbatch.worker.session.checkpointing import Checkpointing, num_unwritten
 from swiftbatch.worker.session.result_writer import Sealing, SealingRule
 from swiftbatch.worker.session.resume import Resumer
 from swiftbatch.worker.session.running_job import RunningJob
-from swiftbatch.worker.session.same_model import located_model, refuse_changed_meanwhile
+from swiftbatch.worker.session.same_model import loaded_target, located_model
 from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders, OutcomeKind, WorkReport
 from swiftbatch.worker.text.tokenizer import TextCodec
 
@@ -76,13 +70,10 @@ class WorkerSession:
         rule = SealingRule(config.checkpoint_seconds, config.checkpoint_tokens)
         self._sealing = Sealing(self._run, worker_id, rule)
         self._codec = TextCodec(files, config.thinking_markers)
-        slots = self._slots_wanted(files)
-        computed = (config.dtype, config.device, config.kv_offload, slots, config.cuda_kernels, config.kv_dtype)
-        target = TargetModel.load(files, *computed, self._codec.textless_ids)
-        refuse_changed_meanwhile(files)
+        target = loaded_target(config, files, self._run, self._codec.textless_ids)
         self.numerics, self.num_slots, self.pool_size = target.numerics, target.num_slots, target.pool_size
         self.num_free_positions, self.num_state_positions = target.num_free_positions(), target.num_state_positions()
-        self._room = CacheRoom.of(target, _num_unwritten(config))
+        self._room = CacheRoom.of(target, num_unwritten(config))
         self.held_positions = self._room.held
         costs = step_costs_of(target)
         drafter = create_drafter(config.engine, target, costs, config.draft_model)
@@ -98,15 +89,6 @@ class WorkerSession:
         if metrics_host is not None:
             labels = Labels(model_name=config.model, drafter=config.engine, worker=worker_id)
             self.metrics_address, _ = serve(registry_of(EngineCollector(counters, labels)), 0, host=metrics_host)
-
-    def _slots_wanted(self, files: ModelFiles) -> SlotsWanted | None:
-        """Return the slots for the run's longest job on a GPU; None on a CPU."""
-        longest_job = 0 if resolve_device(self._config.device).type == "cpu" else self._run.longest_job()
-        if not longest_job:
-            return None
-        config = self._config
-        wanted = slots_wanted(config.engine, files, config.dtype, longest_job, config.draft_model)
-        return replace(wanted, num_unwritten=_num_unwritten(config))
 
     def work(self, orders: Orders, seconds: float) -> WorkReport:
         """Follow the orders, step all jobs for about `seconds`, and report."""
@@ -351,11 +333,3 @@ class WorkerSession:
                 self._checkpointing.close(job)
                 self.engine.stop(job.sequence)
         self.engine.counters.note_work(bool(self._running))
-
-
-def _num_unwritten(config: EngineConfig) -> int | None:
-    """Return the positions by which checkpoints lag; None: caches forget nothing."""
-    are_written = config.checkpoint == "state"
-    if engine_entry(config.engine).reads_caches or (config.keep_state and not are_written):
-        return None
-    return config.checkpoint_tokens if are_written else 0

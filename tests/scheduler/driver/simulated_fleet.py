@@ -88,22 +88,22 @@ class SimulatedWorker:
         report.outcomes += [self.jobs.pop(job_id).outcome("released") for job_id in leaving]
         for each in orders.assignments:
             self._begin(each, tokens)
-        self._refill(orders.num_pages, tokens)
+        self._refill(orders, tokens)
         self.seconds_left += SLICE
         while self.jobs and self.seconds_left >= (seconds := self.step.seconds(len(self.jobs))):
             self.seconds_left -= seconds
-            report.outcomes += self._make_room(orders.num_pages, tokens)
+            report.outcomes += self._make_room(orders, tokens)
             report.count_steps(len(self.jobs), 1)
             for job in self._advance():
                 report.outcomes += [job.outcome("ended"), job.outcome("finished")]
-            self._refill(orders.num_pages, tokens)
+            self._refill(orders, tokens)
         report.outcomes += [job.outcome("running") for job in self.jobs.values()]
         report.num_generated_tokens = report.num_job_steps
         return report
 
-    def _refill(self, num_pages: int | None, tokens: dict[str, int]) -> None:
+    def _refill(self, orders: Orders, tokens: dict[str, int]) -> None:
         jobs: Any = self.jobs.values()
-        while (each := self.reserve.next(jobs, CacheRoom(num_pages))) is not None:
+        while (each := self.reserve.next(jobs, _room(orders))) is not None:
             self._begin(each, tokens)
 
     def _begin(self, assignment: Assignment, tokens: dict[str, int]) -> None:
@@ -111,9 +111,9 @@ class SimulatedWorker:
         length = self.lengths[record.job.custom_id]
         self.jobs[record.job_id] = SimulatedJob(assignment, tokens.get(record.job_id, 0), length)
 
-    def _make_room(self, num_pages: int | None, tokens: dict[str, int]) -> list[JobOutcome]:
+    def _make_room(self, orders: Orders, tokens: dict[str, int]) -> list[JobOutcome]:
         running: Any = list(self.jobs.values())
-        leaving: Any = CacheRoom(num_pages).without_room(running)
+        leaving: Any = _room(orders).without_room(running)
         if leaving:
             self.reserve.keep_to(len(running) - len(leaving))
         for job in leaving:
@@ -123,7 +123,7 @@ class SimulatedWorker:
         youngest = max(job.assignment.seniority for job in staying)
         assert all(job.assignment.seniority > youngest for job in leaving), "an older job had to leave"
         if leaving or len(staying) > 1:
-            assert num_pages is None or len(staying) == 1 or CacheRoom().num_taken(staying) <= num_pages
+            assert _room(orders).can_fit(staying)
         self.most_pages = max(self.most_pages, CacheRoom().num_taken(staying))
         return [job.outcome("evicted") for job in leaving]
 
@@ -138,6 +138,12 @@ class SimulatedWorker:
             write_result(self.run, record.job_id, success_line(record, "run", "", "length", metrics={}, **shown))
             del self.jobs[record.job_id]
         return ended
+
+
+def _room(orders: Orders) -> CacheRoom:
+    room = CacheRoom()
+    room.follow(orders)
+    return room
 
 
 class SimulatedRun:

@@ -171,10 +171,13 @@ def test_products_have_another_name_where_one_dnn_takes_other_instructions() -> 
     assert (found[1] != found[0]) == ("avx512_bf16" in cpu_flags())
 
 
-def test_the_driver_s_version_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:
+def test_the_driver_s_version_is_read_where_the_kernel_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "version").write_text(VERSION_FILE, encoding="utf-8")
-    assert hardware.driver_version(tmp_path / "version") == "570.86.15"
-    assert hardware.driver_version(tmp_path / "absent") == "unknown"
+    for name, version in (("version", "570.86.15"), ("absent", "unknown")):
+        monkeypatch.setattr(hardware, "DRIVER", tmp_path / name)
+        assert hardware.driver_version() == version
 
 
 def test_costs_are_measured_at_the_longest_length_too(tiny: dict[str, TargetModel]) -> None:

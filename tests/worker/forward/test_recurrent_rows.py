@@ -20,10 +20,9 @@ from swiftbatch.worker.kernels.instruction_sets import chosen_variant
 from swiftbatch.worker.kernels.kernel_sizes import BLOCK
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import NUM_STEPS
-from swiftbatch.worker.model.architectures.catalogue import WITH_STATES
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 from tests.worker.kernels.kernel_parts import path_to
-from tests.worker.model.kind_parts import VOCAB_SIZE, native_target, tiny_target
+from tests.worker.model.kind_parts import VOCAB_SIZE, WITH_STATES, native_target, tiny_target
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (
     claimed,

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.kv import kv_offload
-from swiftbatch.worker.kv import offload_hosts as cache_hosts
+from swiftbatch.worker.kv import file_offload
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.sparse_cache import Queries, SparseCache
 
@@ -18,8 +17,7 @@ MAX_LENGTH = 1000
 
 
 def use_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cache_hosts, kv_offload):
-        monkeypatch.setattr(module, "BLOCK_POSITIONS", BLOCK)
+    monkeypatch.setattr(file_offload, "BLOCK_POSITIONS", BLOCK)
 
 
 def shape(num_layers: int, device: str = "cpu") -> CacheShape:

@@ -90,4 +90,4 @@ def test_every_engine_gives_the_same_tokens(target: TargetModel, engine_name: st
     plain, slotted = TargetModel(forwards, target.files), SlottedTarget(forwards, target.files)
     arena = slotted.use_slots(len(prompt_ids(target, 2 * NUM_SLOTS - 1)) + MAX_TOKENS)
     assert generate(slotted, engine_name) == generate(plain, engine_name)
-    assert arena.num_free == NUM_SLOTS, "nobody holds on to a cache"
+    assert len(arena.leases.free) == NUM_SLOTS, "nobody holds on to a cache"

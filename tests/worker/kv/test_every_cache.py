@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from swiftbatch.worker.kv import offload_hosts as cache_hosts
+from swiftbatch.worker.kv import file_offload
 from swiftbatch.worker.kv.full_cache import CacheShape, FullKVCache
 from swiftbatch.worker.kv.host_copies import CudaLane, Staging, computing_stream
 from swiftbatch.worker.kv.kv_capacity import PoolSize
@@ -236,5 +236,5 @@ def test_a_file_system_without_direct_reads_does_as_well(monkeypatch: pytest.Mon
     def refuse(*_: object) -> int:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(cache_hosts.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(file_offload.fcntl, "fcntl", refuse)
     test_any_use_gives_the_rows_of_a_cache_on_the_device(tmp_path, 3, 0, in_a_file)

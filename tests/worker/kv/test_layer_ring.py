@@ -11,7 +11,7 @@ import torch
 
 from swiftbatch.worker.kv.free_memory import KVRoom
 from swiftbatch.worker.kv.kv_capacity import MAX_TREE_NODES, KVRoomError
-from swiftbatch.worker.kv.offload_hosts import PinnedMemory
+from swiftbatch.worker.kv.kv_offload import PinnedMemory
 from tests.worker.kv.cache_parts import shape
 from tests.worker.kv.lazy_stream import LazyStream
 from tests.worker.kv.ring_parts import LENGTH, EagerLane, Pair, RingForwards
@@ -187,6 +187,19 @@ def test_a_model_of_two_layers_brings_new_rows_alone() -> None:
     assert coming.lengths == [2] * 4
 
 
+def test_whoever_reads_layer_by_layer_finds_the_next_one_there() -> None:
+    coming = CountingLane()
+    forwards = RingForwards(4, coming, EagerLane())
+    pair = forwards.pair()
+    forwards.step([pair], [100], [list(range(79))])
+    num_brought = []
+    for layer in range(3):
+        coming.lengths.clear()
+        pair.ours.layer(layer)
+        num_brought.append(coming.lengths.copy())
+    assert num_brought == [[80, 80], [80], [80]]
+
+
 def test_memory_is_given_back_when_nobody_copies_or_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     lanes, released = [LazyStream(), LazyStream()], []
     forwards = RingForwards(4, *lanes)
@@ -199,7 +212,7 @@ def test_memory_is_given_back_when_nobody_copies_or_computes(monkeypatch: pytest
     del pair
     gc.collect()
     assert released == [[0, 0, 0]]
-    assert forwards.arena.num_free == forwards.arena.num_slots
+    assert len(forwards.arena.leases.free) == forwards.arena.num_slots
 
 
 def test_a_job_takes_the_memory_of_its_own_length_and_not_a_slot_s() -> None:
@@ -214,4 +227,4 @@ def test_a_job_that_the_host_has_no_room_for_is_refused_by_name(monkeypatch: pyt
     monkeypatch.setattr(KVRoom, "free_bytes", lambda _: 1000)
     with pytest.raises(KVRoomError, match="max_tokens: cannot allocate the key-value cache: 300 positions need"):
         forwards.arena.new_cache(LENGTH)
-    assert forwards.arena.num_free == forwards.arena.num_slots
+    assert len(forwards.arena.leases.free) == forwards.arena.num_slots

@@ -18,11 +18,10 @@ from swiftbatch.worker.drafters.catalogue import create_drafter
 from swiftbatch.worker.engine.engine import Engine
 from swiftbatch.worker.forward.step_costs import measure_step_costs
 from swiftbatch.worker.forward.target_model import TargetModel
-from swiftbatch.worker.kv import kv_offload
-from swiftbatch.worker.kv import offload_hosts as cache_hosts
+from swiftbatch.worker.kv import file_offload
+from swiftbatch.worker.kv.file_offload import FileHost
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
 from swiftbatch.worker.kv.kv_offload import offloaded_cache
-from swiftbatch.worker.kv.offload_hosts import FileHost
 from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.text.tokenizer import TextCodec
 from tests.simulated_clock import SimulatedClock
@@ -128,8 +127,7 @@ def resident_bytes(rows: torch.Tensor) -> int:
 def test_memory_holds_two_layers_however_long_the_text(
     offloading: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (cache_hosts, kv_offload):
-        monkeypatch.setattr(module, "BLOCK_POSITIONS", 1024)
+    monkeypatch.setattr(file_offload, "BLOCK_POSITIONS", 1024)
     sizes, length = offloading.cache_shape, 60_000
     before = reset_peak()
     cache = offloaded_cache(sizes, length + 100, str(tmp_path))
@@ -193,7 +191,7 @@ def test_a_cache_that_ended_leaves_no_open_file(tmp_path: Path) -> None:
     write(cache, sizes, 1)
     held(cache, sizes)
     assert _num_open_files(tmp_path)
-    brings = cache.rows._layers._thread
+    brings = cache.rows._thread
     del cache
     brings.shutdown()  # it may still fetch the last request
     gc.collect()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swiftbatch.worker.kv.kv_capacity import KVRoomError
-from swiftbatch.worker.kv.offload_hosts import PinnedMemory
+from swiftbatch.worker.kv.kv_offload import PinnedMemory
 
 GPU = torch.device("cuda")
 SIZE = 100_003

@@ -46,9 +46,9 @@ def test_a_slot_comes_back_when_its_cache_and_all_views_of_it_are_gone(arena: KV
     others = [arena.new_cache(LENGTH) for _ in range(2)]
     slot, view = cache.slot, cache.prefix(0)
     del cache
-    assert arena.num_free == 0, "a view still reads it"
+    assert len(arena.leases.free) == 0, "a view still reads it"
     del view
-    assert arena.num_free == 1
+    assert len(arena.leases.free) == 1
     assert arena.new_cache(LENGTH).slot == slot
     assert len({each.slot for each in others} | {slot}) == 3
 
@@ -58,7 +58,7 @@ def test_views_have_the_slot_of_their_cache(arena: KVArena) -> None:
     cache.advance(10)
     with cache.replayed(5) as again:
         assert again.slot == copy.copy(cache).slot == cache.slot
-    assert arena.num_free == 2
+    assert len(arena.leases.free) == 2
 
 
 def test_a_cache_in_a_circle_of_references_gives_its_slot_back(arena: KVArena) -> None:
@@ -68,7 +68,7 @@ def test_a_cache_in_a_circle_of_references_gives_its_slot_back(arena: KVArena) -
         for cache in caches:
             cache.itself = cache  # type: ignore[attr-defined]
         del cache, caches
-        assert arena.num_free == 0
+        assert len(arena.leases.free) == 0
         arena.new_cache(LENGTH)
     finally:
         gc.enable()
@@ -81,7 +81,7 @@ def test_a_longer_job_is_refused_with_the_numbers(arena: KVArena) -> None:
         KVRoomError, match=rf"a job of {longest + 1:,} positions is longer than .*, {longest:,} pos.* GB"
     ):
         arena.new_cache(longest + 1)
-    assert arena.num_free == 3, "a refusal takes no slot"
+    assert len(arena.leases.free) == 3, "a refusal takes no slot"
 
 
 def test_without_a_free_slot_a_job_is_refused_with_the_numbers(arena: KVArena) -> None:

@@ -72,7 +72,7 @@ def test_pages_that_no_row_sees_are_free_again_and_the_others_have_the_same_rows
     assert cache.num_held == 800 - first * 2 // 3
     del cache
     gc.collect()
-    assert (arena.windowed.num_free_pages, arena.num_free_pages, arena.num_free) == (20, 40, 3)
+    assert (arena.windowed.num_free_pages, arena.num_free_pages, len(arena.leases.free)) == (20, 40, 3)
 
 
 def test_paths_are_moved_in_both_pools_over_the_edges_of_pages_and_windows() -> None:

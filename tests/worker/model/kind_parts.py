@@ -14,7 +14,7 @@ from swiftbatch.worker.exactness.transformers_agreement import Agreement, compar
 from swiftbatch.worker.forward import transformers_attention
 from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.forward.transformers_forwards import TransformersForwards
-from swiftbatch.worker.model.architectures.catalogue import ALIASES, ARCHITECTURES, GGUF_KINDS, NESTED, WITH_STATES
+from swiftbatch.worker.model.architectures.catalogue import ALIASES, ARCHITECTURES, GGUF_KINDS, NESTED
 from swiftbatch.worker.model.attention_needs import FULL
 from swiftbatch.worker.model.compute_path import path_on
 from swiftbatch.worker.model.digests import Digests
@@ -22,6 +22,7 @@ from swiftbatch.worker.model.gguf.header import READABLE
 from swiftbatch.worker.model.model_files import ModelFiles, locate_model
 from swiftbatch.worker.model.text_config import text_view
 
+WITH_STATES = {kind: spec.mixer.words for kind, spec in ARCHITECTURES.items() if spec.mixer}
 VOCAB_SIZE = 97
 NUM_POSITIONS = 1024
 LATER = (  # kinds whose parts others also have; slow tests cover them

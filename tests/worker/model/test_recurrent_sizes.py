@@ -8,12 +8,11 @@ from swiftbatch.worker.kv.free_memory import MEMORY, KVRoom
 from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.kv.kv_capacity import NUM_STEPS, KVRoomError, bytes_per_position, state_bytes
 from swiftbatch.worker.model.architectures.catalogue import (
-    WITH_STATES,
     layer_types,
     num_attending_layers,
     recurrent_shape,
 )
-from tests.worker.model.kind_parts import tiny_target
+from tests.worker.model.kind_parts import WITH_STATES, tiny_target
 
 QWEN35 = {  # Qwen3.5-27B as published
     "model_type": "qwen3_5_text",

@@ -112,7 +112,7 @@ class CountingSession:
 
     def _next(self) -> Assignment | None:
         jobs: Any = self._running.values()
-        return self._backlog.next(jobs, CacheRoom(None))
+        return self._backlog.next(jobs, CacheRoom())
 
     def _take_in(self, assignment: Assignment) -> None:
         record = assignment.record

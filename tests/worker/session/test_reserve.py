@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from swiftbatch.worker.kv.kv_capacity import Growth, most_pages, pages_of
+from swiftbatch.worker.kv.kv_capacity import PAGE, Growth, PoolSize, most_pages, pages_of
 from swiftbatch.worker.session.backlog import Backlog, CacheRoom
 from swiftbatch.worker.session.work_messages import Assignment, JobOutcome, Orders
 from tests.worker.session.session_parts import claimed, digest, make_run, record, session, undisturbed_digest
 
-NO_ROOM_MATTERS = CacheRoom(None)
+NO_ROOM_MATTERS = CacheRoom()
 
 
 def assignment(name: str, num_tokens: int = 10) -> Assignment:
@@ -51,7 +51,7 @@ def test_what_is_recalled_is_handed_back_unless_it_has_begun_and_what_is_cancell
 def test_where_the_first_has_no_room_a_shorter_one_begins_and_alone_every_job_does() -> None:
     reserve, half_done = Backlog(), running(500, 1000)
     reserve.follow(Orders(reserve=(assignment("long", 2000), assignment("short", 10))))
-    room = CacheRoom(most_pages([Growth(505, 1005), Growth(5, 15)]))
+    room = CacheRoom(PoolSize(most_pages([Growth(505, 1005), Growth(5, 15)]), PAGE))
     assert next_of(reserve, [half_done], room) == "short"
     assert next_of(reserve, [half_done], room) is None
     assert next_of(reserve, [], room) == "long"
@@ -70,11 +70,11 @@ def test_jobs_fit_while_their_pages_do_and_one_alone_always_does() -> None:
         SimpleNamespace(sequence=range(500), assignment=SimpleNamespace(seniority=age, num_shared_tokens=0))
         for age in range(3)
     ]
-    room = CacheRoom(2 * pages_of(500))
+    room = CacheRoom(PoolSize(2 * pages_of(500), PAGE))
     assert [room.can_fit(jobs[:count]) for count in (1, 2, 3)] == [True, True, False]
     assert room.without_room(jobs) == jobs[2:]
     assert room.without_room(jobs[:2]) == []
-    assert [CacheRoom(1).can_fit(jobs[:count]) for count in (1, 2)] == [True, False]
+    assert [CacheRoom(PoolSize(1, PAGE)).can_fit(jobs[:count]) for count in (1, 2)] == [True, False]
 
 
 def test_a_slot_is_taken_by_the_next_job_within_the_slice_and_all_tokens_stay(tmp_path: Path, tiny_model: Path) -> None:

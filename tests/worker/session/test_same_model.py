@@ -101,14 +101,14 @@ def test_weights_that_change_between_the_look_at_them_and_the_load_are_refused(
 def test_small_files_that_change_while_the_model_is_loaded_are_refused(
     name: str, run: Run, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = sessions.TargetModel.load
+    load = same_model.TargetModel.load
 
     def loaded(*args: object) -> object:
         target = load(*args)  # type: ignore[arg-type]
         CHANGES[name](model)
         return target
 
-    monkeypatch.setattr(sessions.TargetModel, "load", loaded)
+    monkeypatch.setattr(same_model.TargetModel, "load", loaded)
     with pytest.raises(OtherModelError, match=name):
         session(run, model)
 

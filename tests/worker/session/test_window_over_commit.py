@@ -25,7 +25,6 @@ from swiftbatch.worker.kv.kv_capacity import (
     PagesError,
     PoolSize,
     WindowPages,
-    has_window_pages,
     pages_of,
 )
 from swiftbatch.worker.kv.paged_arena import KVArena
@@ -121,7 +120,7 @@ class Worker:
         windows = WindowPages(NUM_FITTING * pages_of(HELD.num_whole, PAGE), HELD)
         self.arena = KVArena(SHAPE, NUM_JOBS, LONGEST, PoolSize(num_pages, PAGE, windows))
         spoil_free_pages(self.arena)
-        self.room = CacheRoom(num_pages, page=PAGE, windows=windows, arena=self.arena)
+        self.room = CacheRoom(self.arena.pool_size, arena=self.arena)
         self.running: dict[int, Any] = {}
         self.num_left = self.num_killed = self.num_copied = 0
 
@@ -204,4 +203,3 @@ def test_forty_jobs_in_pages_for_six_have_the_tokens_that_each_has_alone() -> No
     gc.collect()
     assert worker.arena.num_free_pages == worker.arena.num_pages
     assert worker.arena.windowed.num_free_pages == worker.arena.windowed.num_pages
-    assert has_window_pages((), PAGE, worker.room.windows)

@@ -19,7 +19,7 @@ from swiftbatch.worker.drafters.choice.choosing_drafter import ChoosingDrafter
 from swiftbatch.worker.kv.kv_capacity import HeldPositions, pages_of
 from swiftbatch.worker.kv.sliding_window_cache import Window
 from swiftbatch.worker.session.backlog import CacheRoom
-from swiftbatch.worker.session.session import _num_unwritten
+from swiftbatch.worker.session.checkpointing import num_unwritten
 from tests.worker.kv.window_parts import spoil_what_is_forgotten
 from tests.worker.session.recurrent_parts import save_recurrent_model
 from tests.worker.session.session_parts import (
@@ -217,4 +217,4 @@ def test_a_worker_counts_what_its_caches_hold(tmp_path: Path, model: Path) -> No
     room = CacheRoom(held=HeldPositions(1000, 0.25))
     assert [room.num_taken([job]) for job in jobs] == [pages_of(1000 + 1000), pages_of(2000 + 1000 + 500)]
     for changes in ({"engine": "triforce"}, {"checkpoint": "tokens", "keep_state": True}):
-        assert _num_unwritten(replace(worker._config, **changes)) is None
+        assert num_unwritten(replace(worker._config, **changes)) is None

@@ -79,7 +79,7 @@ def load_cuda_forwards(
     plan = plan_wanted(wanted, sizes, gpu)
     copies: Staging | Streams
     if wanted.host_bytes is not None:
-        copies = Streams(computing_stream(device), CudaLane(device), CudaLane(device))
+        copies = Streams.of(device)
     else:
         copies = Staging(CudaLane(device), computing_stream(device))
     return planned_forwards(files, dtype, device, plan, num_splits, eos_token_ids, copies, kernels, kv_dtype)

@@ -23,7 +23,6 @@ from swiftbatch.worker.model.architectures.spec import ArchitectureSpec
 from swiftbatch.worker.model.config_values import Config, shown
 
 ARCHITECTURES = dict(sorted((LLAMA_LIKE | GEMMAS | DEEPSEEKS | MIXTURES | HYBRIDS).items()))
-WITH_STATES = {kind: spec.mixer.words for kind, spec in ARCHITECTURES.items() if spec.mixer}
 ALIASES = {alias: kind for kind, spec in ARCHITECTURES.items() for alias in spec.aliases}
 NESTED = {whole: kind for kind, spec in ARCHITECTURES.items() for whole in spec.nested_in}
 MIXER_CLASSES = {

@@ -48,13 +48,6 @@ def column_of(name: str) -> int:
     return int(fields[name][1]) // 4
 
 
-def padding_rows(num_rows: int) -> NDArray[Any]:
-    """Return an empty table `[num_rows] ROW`."""
-    rows = np.zeros(num_rows, dtype=ROW)
-    rows["slot"] = PADDING
-    return rows
-
-
 def fill_row(
     rows: NDArray[Any],
     index: int,

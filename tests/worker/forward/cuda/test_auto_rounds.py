@@ -112,7 +112,7 @@ def test_chains_behind_scanned_texts_give_the_reference_s_tokens(
     assert run(target, drafter, sequences(target)) == plain
     assert drafter.counters.num_rounds > 2
     assert sorted(arena.texts.num_chunks.tolist()) == [0, 1]  # that were scanned
-    assert arena.num_free == 2
+    assert len(arena.leases.free) == 2
 
 
 @pytest.mark.slow

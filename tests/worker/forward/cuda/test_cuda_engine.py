@@ -162,7 +162,7 @@ def test_costs_are_timed_over_a_whole_slot(files: ModelFiles, monkeypatch: pytes
     monkeypatch.setattr(step_costs, "seconds_of", lambda _, forward: 0.001 * len(forward.args[0][0]))
     assert step_costs.measure_step_costs(target).lengths == (64, 256)
     assert target.forwards.arena is not None
-    assert target.forwards.arena.num_free == target.num_slots == 1
+    assert len(target.forwards.arena.leases.free) == target.num_slots == 1
 
 
 @pytest.mark.parametrize("engine_name", list(ENGINES))
@@ -243,7 +243,7 @@ def test_a_model_is_checked_in_the_arena_s_only_slot(files: ModelFiles) -> None:
     target = cuda_target(files, torch.float32, num_slots=1, linear="cublas")
     check_model(target)
     assert target.forwards.arena is not None
-    assert target.forwards.arena.num_free == 1
+    assert len(target.forwards.arena.leases.free) == 1
 
 
 @pytest.mark.parametrize(("longest_job", "lengths"), [(1, (0,)), pytest.param(200, (64, 192), marks=pytest.mark.slow)])

@@ -177,4 +177,4 @@ def test_a_model_is_checked_and_timed_in_the_only_slot(files: ModelFiles, monkey
     monkeypatch.setattr(step_costs, "seconds_of", lambda _, forward: 0.001 * len(forward.args[0][0]))
     assert step_costs.measure_step_costs(target).lengths == (64, 192)
     assert target.forwards.arena is not None
-    assert target.forwards.arena.num_free == target.num_slots == 1
+    assert len(target.forwards.arena.leases.free) == target.num_slots == 1

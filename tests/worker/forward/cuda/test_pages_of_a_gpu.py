@@ -91,7 +91,7 @@ def check_jobs_that_outgrow_pages(
     assert {job.job_id: digest(run, job) for job in JOBS} == alone
     assert evicted
     assert JOBS[0].job_id not in {left.job_id for left in evicted}, "the eldest stays"
-    assert (arena.num_free_pages, arena.num_free) == (arena.num_pages, len(JOBS))
+    assert (arena.num_free_pages, len(arena.leases.free)) == (arena.num_pages, len(JOBS))
 
 
 def test_a_resumed_job_that_finds_no_page_waits_for_another_turn(
@@ -108,6 +108,6 @@ def test_a_resumed_job_that_finds_no_page_waits_for_another_turn(
     assert [left.job_id for left in report.of("evicted")] == [JOBS[0].job_id]
     assert report.of("failed", "refused") == []
     gc.collect()
-    assert arena.num_free == len(JOBS)
+    assert len(arena.leases.free) == len(JOBS)
     arena.pool.give_back(taken)
     assert to_the_end(worker, *assigned(run, JOBS[:1])).of("finished")

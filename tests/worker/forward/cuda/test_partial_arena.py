@@ -115,21 +115,21 @@ def test_following_takes_the_same_launches_for_any_number_of_layers(monkeypatch:
 def test_slots_come_back_and_who_finds_none_is_told() -> None:
     arena = arena_of("summary")
     caches = [PARTIAL_CACHES["summary"](SHAPE, BUDGET, text(), arena.new_entries) for _ in range(2)]
-    assert arena.num_free == 0
+    assert len(arena.leases.free) == 0
     with pytest.raises(KVRoomError, match="all 2 are taken"):
         PARTIAL_CACHES["summary"](SHAPE, BUDGET, text(), arena.new_entries)
     caches.pop()
-    assert arena.num_free == 1
+    assert len(arena.leases.free) == 1
     with pytest.raises(KVRoomError, match="a partial cache of 704 entries: a slot has"):
         PARTIAL_CACHES["full"](SHAPE, BUDGET, text(LONGEST + 50), arena.new_entries)
-    assert arena.num_free == 1
+    assert len(arena.leases.free) == 1
 
 
 def test_means_that_a_slot_has_no_room_for_are_refused_and_the_slot_comes_back() -> None:
     arena = arena_of("streaming")
     with pytest.raises(KVRoomError, match="a slot has 0"):
         PARTIAL_CACHES["retrieval"](SHAPE, BUDGET, text(), arena.new_entries)
-    assert arena.num_free == 2
+    assert len(arena.leases.free) == 2
 
 
 @pytest.mark.parametrize("kind", PARTIAL_CACHES)

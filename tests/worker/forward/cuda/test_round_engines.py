@@ -128,8 +128,8 @@ def test_rounds_of_two_sequences_give_the_reference_s_tokens_and_leave_no_slot_t
         assert isinstance(model.forwards, CudaForwards)
         assert model.num_slots == target.num_slots + 1
         arenas.append(model.forwards.arena)
-    num_free = [arena.num_free for arena in arenas]
+    num_free = [len(arena.leases.free) for arena in arenas]
     run(target, drafter, *together)
     assert [sequence.output_ids.tolist() for sequence in together] == plain
     assert drafter.counters.num_rounds > 2
-    assert [arena.num_free for arena in arenas] == num_free == [2, 2, 3][: len(arenas)]
+    assert [len(arena.leases.free) for arena in arenas] == num_free == [2, 2, 3][: len(arenas)]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from swiftbatch.jobs.sampling_params import SamplingParams
 from swiftbatch.worker.sampling.cuda.sampling_graphs import SamplingBuffers
 from swiftbatch.worker.sampling.cuda.sampling_rows import (
     NUM_DRAFTED,
     NUM_MASKED,
+    PADDING,
+    ROW,
     SlotBuffers,
     fill_row,
     leaving_tokens,
-    padding_rows,
 )
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 from swiftbatch.worker.sampling.filters import FILTERS as FILTER_LIST
@@ -32,6 +35,13 @@ UNSEEN_TOKEN = 0  # a real one, so that any read counts it
 VOCAB = 300
 NO_FILTERS = {each.field: each.off for each in FILTER_LIST if each.is_searched}
 FILTERS = {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "eta": 0.01}
+
+
+def padding_rows(num_rows: int) -> NDArray[Any]:
+    """Return an empty table `[num_rows] ROW`."""
+    rows = np.zeros(num_rows, dtype=ROW)
+    rows["slot"] = PADDING
+    return rows
 
 
 @dataclass
