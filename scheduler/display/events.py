@@ -253,7 +253,7 @@ class RunEnded(Event):
 class WebhookFailed(Event):
     """A message to `receiver` (scheme and host) failed. Only the first failure is reported."""
 
-    text: ClassVar[str] = "webhook {receiver}: not delivered, {reason}; the run is none the worse for it"
+    text: ClassVar[str] = "webhook {receiver}: not delivered, {reason}; the run goes on"
     is_error: ClassVar[bool] = True
     receiver: str
     reason: str
