@@ -79,7 +79,7 @@ def dial(allowed: frozenset[Reach], host: str, port: int, seconds: float) -> soc
 
 
 class WebhookHostsError(UserError):
-    pass
+    """An unusable `--webhook-hosts`."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ class Receivers:
         return receiver
 
 
-def _may_be_reached(host: str, allowed: frozenset[str]) -> bool:
-    """Return whether a literal address is allowed."""
+def _may_be_reached(host: str, allowed: frozenset[Reach]) -> bool:
+    """Return whether a host is a name, or an allowed address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -10,7 +10,6 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import chain
 from urllib.parse import urlsplit
 
@@ -135,31 +134,24 @@ MAX_SESSIONS = 10_000
 SESSION_ID = re.compile(r"[A-Za-z0-9_-]{43}")
 
 
-@dataclass(frozen=True)
-class Session:
-    """A login: the key's hash, and the end in `time.monotonic()` seconds."""
-
-    key_digest: str
-    ends: float
-
-
 class Sessions:
     """The sessions, only in memory; thread-safe."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
         self._lock = threading.Lock()
-        self._sessions: dict[bytes, Session] = {}  # by hashed id, oldest first
+        # by hashed id, oldest first: the key's hash, and the end in `time.monotonic()` seconds
+        self._sessions: dict[bytes, tuple[str, float]] = {}
 
     def begin(self, key_digest: str) -> str:
         """Begin a session for a key and return its id."""
         session_id = new_session_id()
         now = time.monotonic()
         with self._lock:
-            self._sessions = {name: session for name, session in self._sessions.items() if session.ends > now}
+            self._sessions = {name: session for name, session in self._sessions.items() if session[1] > now}
             while len(self._sessions) >= MAX_SESSIONS:
                 del self._sessions[next(iter(self._sessions))]
-            self._sessions[_hash(session_id)] = Session(key_digest, now + SESSION_SECONDS)
+            self._sessions[_hash(session_id)] = key_digest, now + SESSION_SECONDS
         return session_id
 
     def owner(self, cookies: Mapping[str, str], keyring: Keyring) -> str | None:
@@ -170,8 +162,8 @@ class Sessions:
 
     def key_digest(self, session_id: str) -> str | None:
         """Return the hash of a session's key; None without a login."""
-        session = self._sessions.get(_hash(session_id))
-        return session.key_digest if session is not None and session.ends > time.monotonic() else None
+        digest, end = self._sessions.get(_hash(session_id), (None, 0.0))
+        return digest if end > time.monotonic() else None
 
     def end(self, session_id: str) -> None:
         with self._lock:

@@ -23,6 +23,7 @@ MAX_UPLOADS = 8  # per key
 MAX_UPLOADS_OF_ALL = 16  # each may hold a whole file in the temporary folder
 WINDOW_SECONDS = 30.0
 MIN_WINDOW_BYTES = 30 * 2**10  # per window, unless the body ends in it
+TOO_SLOW = "expected at least {:,} bytes of the body in {:.0f} s"
 MAX_BODY_BYTES = 2**20  # except uploads
 SLACK_BYTES = 2**16  # of an upload, around the file
 
@@ -58,42 +59,6 @@ class ConcurrencyLimit:
         return self._uploads[owner] < MAX_UPLOADS and self._uploads.total() < MAX_UPLOADS_OF_ALL
 
 
-class MinimumRate:
-    """Reads a body's pieces with a deadline per window."""
-
-    def __init__(self) -> None:
-        self._waited = 0.0
-        self._num_bytes = 0
-        self._is_whole = False
-
-    async def next(self, receive: Receive) -> Message:
-        """Return the next message. Raises HTTPException for a slow body."""
-        if self._is_whole:
-            return await receive()
-        started = time.monotonic()
-        try:
-            async with asyncio.timeout(WINDOW_SECONDS - self._waited):
-                message = await receive()
-        except TimeoutError:
-            if self._num_bytes < MIN_WINDOW_BYTES:
-                raise _too_slow() from None
-            self._begin_window()
-            return await self.next(receive)
-        self._waited += time.monotonic() - started
-        self._num_bytes += len(message.get("body", b""))
-        self._is_whole = not message.get("more_body", False)
-        if self._waited >= WINDOW_SECONDS:
-            self._begin_window()
-        return message
-
-    def _begin_window(self) -> None:
-        self._waited, self._num_bytes = 0.0, 0
-
-
-def _too_slow() -> HTTPException:
-    return HTTPException(408, f"expected at least {MIN_WINDOW_BYTES:,} bytes of the body in {WINDOW_SECONDS:.0f} s")
-
-
 class BodyLimit:
     """Refuses long bodies with status 413 and slow ones with 408."""
 
@@ -108,27 +73,49 @@ class BodyLimit:
             return
         is_upload = scope["path"] in self._upload_paths
         most = self._max_file_bytes + SLACK_BYTES if is_upload else MAX_BODY_BYTES
-        await self._app(scope, _limited(receive, most, _said_length(scope)), send)
-
-
-def _limited(receive: Receive, most: int, said: int) -> Receive:
-    num_bytes = 0
-    pace = MinimumRate()
-
-    async def limited() -> Message:
-        nonlocal num_bytes
-        message = await pace.next(receive) if said <= most else {"type": "http.disconnect"}
-        num_bytes += len(message.get("body", b""))
-        if max(said, num_bytes) > most:
-            raise HTTPException(413, f"the body is too long: expected at most {most:,} bytes")
-        return message
-
-    return limited
+        await self._app(scope, LimitedBody(receive, most, _said_length(scope)), send)
 
 
 def _said_length(scope: Scope) -> int:
     said = dict(scope["headers"]).get(b"content-length", b"0")
     return int(said) if said.isdigit() else 0
+
+
+class LimitedBody:
+    """Receives a body of at most `most` bytes, with a deadline for each window of them."""
+
+    def __init__(self, receive: Receive, most: int, said: int) -> None:
+        self._receive, self._most, self._said = receive, most, said
+        self._num_bytes = self._num_window_bytes = 0
+        self._waited = 0.0
+        self._is_whole = False
+
+    async def __call__(self) -> Message:
+        """Return the next message. Raises HTTPException for a long or a slow body."""
+        message = await self._next() if self._said <= self._most else {"type": "http.disconnect"}
+        self._num_bytes += len(message.get("body", b""))
+        if max(self._said, self._num_bytes) > self._most:
+            raise HTTPException(413, f"the body is too long: expected at most {self._most:,} bytes")
+        return message
+
+    async def _next(self) -> Message:
+        if self._is_whole:
+            return await self._receive()
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(WINDOW_SECONDS - self._waited):
+                message = await self._receive()
+        except TimeoutError:
+            if self._num_window_bytes < MIN_WINDOW_BYTES:
+                raise HTTPException(408, TOO_SLOW.format(MIN_WINDOW_BYTES, WINDOW_SECONDS)) from None
+            self._waited, self._num_window_bytes = 0.0, 0
+            return await self._next()
+        self._waited += time.monotonic() - started
+        self._num_window_bytes += len(message.get("body", b""))
+        self._is_whole = not message.get("more_body", False)
+        if self._waited >= WINDOW_SECONDS:
+            self._waited, self._num_window_bytes = 0.0, 0
+        return message
 
 
 HEAD_SECONDS = 60.0  # from the connection or last answer to the end of the next headers
