@@ -14,12 +14,11 @@ from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftbatch.jobs.errors import UserError
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.metrics import exporter
-from swiftbatch.metrics.counters import ServerCounters
 from swiftbatch.metrics.exporter import ServerCollector, registry_of
 from swiftbatch.scheduler.runs.folder_lock import hold
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions
@@ -27,11 +26,10 @@ from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
 from swiftbatch.scheduler.serve.batches.service import Service
 from swiftbatch.scheduler.serve.pages import page_routes
 from swiftbatch.scheduler.serve.records.server_records import RefusedError
-from swiftbatch.scheduler.serve.records.stored_objects import Batch
 from swiftbatch.scheduler.serve.routes import batch_routes, file_routes
 from swiftbatch.scheduler.serve.routes.access_control import MAX_HEADER_BYTES, AccessControl, Sessions, is_loopback
 from swiftbatch.scheduler.serve.routes.batch_routes import DEFAULT_PAGE, progress_object
-from swiftbatch.scheduler.serve.routes.request_limits import BodyLimit, ConcurrencyLimit, Connection, Shutdown
+from swiftbatch.scheduler.serve.routes.request_limits import Connection, RequestLimits, Responses
 from swiftbatch.scheduler.serve.routes.responses import Object, Served, answer_errors, batch_object, page_object
 
 LIST = "/v1/batches"
@@ -60,42 +58,18 @@ class Polls:
     def _found(self, path: str, owner: str | None) -> Object | None:
         """Return the answer to a poll; None if the routes must answer."""
         if path == LIST:
-            batches, has_more = self._service.batches.page(owner, None, DEFAULT_PAGE, "desc")
-            objects = [self._batch(batch) for batch in batches]
-            return None if None in objects else page_object([each for each in objects if each], has_more)
-        if (names := BATCH.fullmatch(path)) is None:
+            batches, has_more = self._service.batches.page(owner, None, DEFAULT_PAGE)
+            found = [(batch, self._service.remembered_status(batch)) for batch in batches]
+            objects = [batch_object(batch, status) for batch, status in found if status is not None]
+            return page_object(objects, has_more) if len(objects) == len(found) else None
+        names = BATCH.fullmatch(path)
+        batch = None if names is None else self._service.batches.find(names[1], owner)
+        status = None if batch is None else self._service.remembered_status(batch)
+        if names is None or batch is None or status is None:
             return None
-        try:
-            batch = self._service.batches.get(names[1], owner)
-        except RefusedError:
-            return None
-        return self._progress(batch) if names[2] else self._batch(batch)
-
-    def _batch(self, batch: Batch) -> Object | None:
-        status = self._service.remembered_status(batch)
-        return None if status is None else batch_object(batch, status)
-
-    def _progress(self, batch: Batch) -> Object | None:
-        status = self._service.remembered_status(batch)
-        if status is None or status.ended is not None:
-            return None
-        return progress_object(self._service, batch, status, status.progress)
-
-
-class Counting:
-    """Counts responses when they begin."""
-
-    def __init__(self, app: ASGIApp, counters: ServerCounters) -> None:
-        self._app = app
-        self._counters = counters
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._counters.count_request(message["status"])
-            await send(message)
-
-        await self._app(scope, receive, counted)
+        if not names[2]:
+            return batch_object(batch, status)
+        return None if status.ended else progress_object(self._service, batch, status, status.progress)
 
 
 @server_router.get("/healthz")
@@ -139,12 +113,10 @@ def make_app(service: Service, only_loopback: bool) -> FastAPI:
         app.include_router(routes.router)
     app.include_router(server_router)
     answer_errors(app)
-    app.add_middleware(BodyLimit, upload_paths=UPLOAD_PATHS, max_file_bytes=service.max_file_bytes)
     app.add_middleware(Polls, service=service)
-    app.add_middleware(ConcurrencyLimit, upload_paths=UPLOAD_PATHS)
+    app.add_middleware(RequestLimits, upload_paths=UPLOAD_PATHS, max_file_bytes=service.max_file_bytes)
     app.add_middleware(AccessControl, keyring=service.keyring, sessions=app.state.sessions, only_loopback=only_loopback)
-    app.add_middleware(Counting, counters=service.counters)
-    app.add_middleware(Shutdown)
+    app.add_middleware(Responses, counters=service.counters)
     return app
 
 

@@ -194,7 +194,7 @@ def _damaged(batch: Batch, files: StoredFiles, error: DamagedError) -> Ended:
 def _without_good_lines(batch: Batch, run: Run) -> Ended:
     rejects = run.rejects()
     problems = [
-        LineProblem(code=INVALID, message=reject.reason, line=reject.line_number) for reject in rejects[:MAX_PROBLEMS]
+        LineProblem(code=INVALID, message=each.reason, line=each.line_number) for each in rejects[:MAX_PROBLEMS]
     ]
     state: EndState = "failed" if batch.cancellation is None else "cancelled"
     return _at_once(state, Counts(total=len(rejects), failed=len(rejects)), *problems)

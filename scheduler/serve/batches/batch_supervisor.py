@@ -81,11 +81,11 @@ class BatchSupervisor:
 
     def hindrance(self, batch: Batch) -> str | None:
         """Explain why a waiting batch may not begin though others may."""
-        courses = self.courses()
-        own = [course for course in courses if course.batch.owner == batch.owner]
-        num_running = sum(course.stage == "running" for course in own)
-        is_waiting = any(course.batch is batch and course.stage == "waiting" for course in own)
-        return self._standings.of(batch.owner, courses).hindrance(num_running) if is_waiting else None
+        course, courses = self.course(batch.id), self.courses()
+        if course is None or course.stage != "waiting":
+            return None
+        num_running = sum(each.stage == "running" for each in courses if each.batch.owner == batch.owner)
+        return self._standings.of(batch.owner, courses).hindrance(num_running)
 
     def _run(self) -> None:
         try:
@@ -161,12 +161,11 @@ class BatchSupervisor:
         Lines(sys.stderr).write(f"{course.batch.id} can't go on: {problem}; tried again in {pause:g} s")
 
     def _start_drivers(self) -> None:
-        while (batch := self._next_batch()) is not None:
+        while (batch := self._next_batch(self.courses())) is not None:
             self._start_driver(self._courses[batch.id])
             self._standings.forget()
 
-    def _next_batch(self) -> Batch | None:
-        courses = self.courses()
+    def _next_batch(self, courses: list[Course]) -> Batch | None:
         running = [course.batch for course in courses if course.stage == "running"]
         waiting = [course.batch for course in courses if course.is_due()]
         return next_batch(waiting, running, self._max_running, lambda owner: self._standings.of(owner, courses))

@@ -30,7 +30,7 @@ from swiftbatch.scheduler.serve.routes.access_control import (
     Sessions,
     new_session_id,
 )
-from swiftbatch.scheduler.serve.routes.responses import Owner, Served, service_of
+from swiftbatch.scheduler.serve.routes.responses import Owner, Served, refusal_of
 
 TOKEN = "form_token"
 STALE_FORM = "this form was not sent by this page, or is older than the session: load the page again, then send it"
@@ -106,7 +106,8 @@ class PageRoute(APIRoute):
             except LoginNeededError:
                 response = RedirectResponse("/login", 303)
             except (UserError, RequestValidationError, HTTPException) as error:
-                response = _problem(request, error)
+                refusal = refusal_of(request, error)
+                response = page_response("problem", {"problem": str(refusal)}, refusal.status)
             for name, value in HEADERS.items():
                 response.headers.setdefault(name, value)
             if (session_id := getattr(request.state, "new_session_id", None)) is not None:
@@ -126,20 +127,6 @@ def _keep_session(request: Request, response: Response, session_id: str) -> None
         samesite="strict",
         secure=request.url.scheme == "https",
     )
-
-
-def _problem(request: Request, error: Exception) -> Response:
-    """Return an error page."""
-    if isinstance(error, UserError):
-        refusal = service_of(request).refusal(error)
-        status, problem = refusal.status, str(refusal)
-    elif isinstance(error, HTTPException):
-        status, problem = error.status_code, str(error.detail)
-    else:
-        assert isinstance(error, RequestValidationError)
-        [first, *_] = error.errors()
-        status, problem = 400, f"{first['loc'][-1]}: {first['msg']}"
-    return page_response("problem", {"problem": problem}, status)
 
 
 def page_response(template: str, values: Mapping[str, Any], status: int = 200) -> HTMLResponse:

@@ -15,6 +15,7 @@ from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from swiftbatch.metrics.counters import ServerCounters
 from swiftbatch.scheduler.serve.records.server_records import RefusedError
 from swiftbatch.scheduler.serve.routes.responses import error_response, refuse
 
@@ -28,12 +29,13 @@ MAX_BODY_BYTES = 2**20  # except uploads
 SLACK_BYTES = 2**16  # of an upload, around the file
 
 
-class ConcurrencyLimit:
-    """Refuses excess requests with status 429."""
+class RequestLimits:
+    """Refuses excess requests with status 429, long bodies with 413 and slow ones with 408."""
 
-    def __init__(self, app: ASGIApp, upload_paths: Set[str]) -> None:
+    def __init__(self, app: ASGIApp, upload_paths: Set[str], max_file_bytes: int) -> None:
         self._app = app
         self._upload_paths = upload_paths
+        self._max_file_bytes = max_file_bytes
         self._requests: Counter[str | None] = Counter()
         self._uploads: Counter[str | None] = Counter()
 
@@ -42,38 +44,23 @@ class ConcurrencyLimit:
             await self._app(scope, receive, send)
             return
         owner: str | None = scope["state"]["owner"]
-        is_upload = scope["path"] in self._upload_paths and scope["method"] == "POST"
+        has_upload_path = scope["path"] in self._upload_paths
+        is_upload = has_upload_path and scope["method"] == "POST"
         if self._requests[owner] >= MAX_REQUESTS or (is_upload and not self._has_room(owner)):
             await refuse(RefusedError("too many requests at a time", 429, code="rate_limit"), scope, receive, send)
             return
+        most = self._max_file_bytes + SLACK_BYTES if has_upload_path else MAX_BODY_BYTES
         counts = [self._requests, self._uploads] if is_upload else [self._requests]
         for count in counts:
             count[owner] += 1
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, LimitedBody(receive, most, _said_length(scope)), send)
         finally:
             for count in counts:
                 count[owner] -= 1
 
     def _has_room(self, owner: str | None) -> bool:
         return self._uploads[owner] < MAX_UPLOADS and self._uploads.total() < MAX_UPLOADS_OF_ALL
-
-
-class BodyLimit:
-    """Refuses long bodies with status 413 and slow ones with 408."""
-
-    def __init__(self, app: ASGIApp, upload_paths: Set[str], max_file_bytes: int) -> None:
-        self._app = app
-        self._upload_paths = upload_paths
-        self._max_file_bytes = max_file_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        is_upload = scope["path"] in self._upload_paths
-        most = self._max_file_bytes + SLACK_BYTES if is_upload else MAX_BODY_BYTES
-        await self._app(scope, LimitedBody(receive, most, _said_length(scope)), send)
 
 
 def _said_length(scope: Scope) -> int:
@@ -170,18 +157,21 @@ class Connection(H11Protocol):
         self.transport.abort()
 
 
-class Shutdown:
-    """Answers requests with status 503 when the server ends."""
+class Responses:
+    """Counts responses when they begin, and answers with status 503 when the server ends."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, counters: ServerCounters) -> None:
         self._app = app
+        self._counters = counters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: list[tuple[bytes, bytes]] | None = None
 
         async def noted(message: Message) -> None:
             nonlocal headers
-            headers = message.get("headers", headers)
+            if message["type"] == "http.response.start":
+                headers = message.get("headers", [])
+                self._counters.count_request(message["status"])
             await send(message)
 
         try:

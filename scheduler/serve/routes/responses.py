@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -124,10 +124,29 @@ NO_JSON = "the body of the request could not be read as JSON"
 
 
 def answer_errors(app: FastAPI) -> None:
-    app.add_exception_handler(UserError, _failed)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _broken)
+    for kind in (UserError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, lambda request, error: error_response(refusal_of(request, error)))
+
+
+def refusal_of(request: Request, error: Exception) -> RefusedError:
+    """Turn any error into a client's."""
+    if isinstance(error, UserError):
+        return service_of(request).refusal(error)
+    if isinstance(error, HTTPException):
+        return RefusedError(str(error.detail), error.status_code)
+    if isinstance(error, RequestValidationError):
+        return _invalid(error)
+    return RefusedError("the server had an error while it worked on your request", 500)
+
+
+def _invalid(error: RequestValidationError) -> RefusedError:
+    """Name the parameter or body with a wrong form."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        found = f"{first['ctx']['error']} at character {first['loc'][-1]}"
+        return RefusedError(f"{NO_JSON}: {found}", code="invalid_json")
+    param = next(map(str, first["loc"][1:]), None)
+    return RefusedError(f"{param or 'body'}: {first['msg']}", param=param)
 
 
 def error_response(error: RefusedError) -> JSONResponse:
@@ -155,29 +174,3 @@ async def _is_read(receive: Receive) -> bool:
                 if not message.get("more_body", False):
                     return True
     return False
-
-
-def _failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, UserError)
-    return error_response(service_of(request).refusal(error))
-
-
-def _invalid(_request: Request, error: Exception) -> Response:
-    """Answer a parameter or body with a wrong form."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        found = f"{first['ctx']['error']} at character {first['loc'][-1]}"
-        return error_response(RefusedError(f"{NO_JSON}: {found}", code="invalid_json"))
-    names = [str(part) for part in first["loc"][1:]]
-    param = names[0] if names else None
-    return error_response(RefusedError(f"{param or 'body'}: {first['msg']}", param=param))
-
-
-def _http(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return error_response(RefusedError(str(error.detail), error.status_code))
-
-
-def _broken(_request: Request, _error: Exception) -> Response:
-    return error_response(RefusedError("the server had an error while it worked on your request", 500))
