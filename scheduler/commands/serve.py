@@ -29,11 +29,11 @@ def _make_key(context: click.Context, _parameter: click.Parameter, name: str | N
     """Print a new key's line, and on stderr its secret, which is not stored."""
     if name is None or context.resilient_parsing:
         return
-    from swiftbatch.scheduler.serve.records.api_keys import KeyLineError, make_key
+    from swiftbatch.scheduler.serve.records.api_keys import ApiKeyError, make_key
 
     try:
         secret, line = make_key(name)
-    except KeyLineError as error:
+    except ApiKeyError as error:
         raise click.BadParameter(str(error)) from None
     click.echo(f"the key of {name}, shown this once: {secret}", err=True)
     click.echo(line)

@@ -133,7 +133,7 @@ class ServeError(UserError):
 def serve(
     runs: Store, options: ServeOptions, driver_options: DriverOptions, is_patient: bool, tell: Callable[[str], None]
 ) -> None:
-    """Serve a folder of runs until a signal. Raises FolderHeldError, KeyFileError, ServeError, StoreError."""
+    """Serve a folder of runs until a signal. Raises FolderHeldError, ApiKeyError, ServeError, StoreError."""
     _refuse_strangers(options)
     faults: list[Exception] = []
     with _listening(options.host, options.port) as listening, hold(runs, is_patient, "serve") as held:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO, Literal
 
 from swiftbatch.jobs.errors import UserError
@@ -40,12 +40,6 @@ INVALID = "invalid_request"
 MAX_PROBLEMS = 100  # problems shown; the error file has all rejects
 
 Reason = Literal["finished", "cancelled", "expired"]
-
-GIVE_UP: dict[Reason, Callable[[Run], object]] = {
-    "finished": lambda run: None,
-    "cancelled": lambda run: cancel_jobs(run, None),
-    "expired": expire_jobs,
-}
 
 
 def deliver(batch: Batch, run: Run, files: StoredFiles) -> dict[str, Any]:
@@ -115,7 +109,10 @@ def end_batch(batches: Batches, files: StoredFiles, batch: Batch, reason: Reason
     if not lines.num_jobs:
         batches.end(batch, _without_good_lines(batch, run))
         return
-    GIVE_UP[reason](run)
+    if reason == "cancelled":
+        cancel_jobs(run, None)
+    elif reason == "expired":
+        expire_jobs(run)
     status = running_status(batch.store, lines)
     delivered = deliver(batch, run, files)
     if batch.cancellation is not None:

@@ -19,9 +19,8 @@ from swiftbatch.scheduler.serve.batches.batch_supervisor import BatchSupervisor
 from swiftbatch.scheduler.serve.batches.batch_webhooks import BatchWebhooks, Receivers
 from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
 from swiftbatch.scheduler.serve.records.api_keys import Keyring, Rights
-from swiftbatch.scheduler.serve.records.batch_request import NewBatch
 from swiftbatch.scheduler.serve.records.batch_status import Status, Watcher, unread_status
-from swiftbatch.scheduler.serve.records.server_records import FileRecord, RefusedError
+from swiftbatch.scheduler.serve.records.server_records import FileRecord, NewBatch, RefusedError
 from swiftbatch.scheduler.serve.records.stored_objects import Batch, Batches, StoredFiles
 
 RUNS = "the folder of runs"
@@ -60,7 +59,7 @@ class Service:
         check_hold: Callable[[], None],
         fail: Callable[[Exception], None],
     ) -> None:
-        """Read the folder. Raises StoreError, KeyFileError, ReceiverError, WebhookHostsError."""
+        """Read the folder. Raises StoreError, ApiKeyError, ReceiverError, WebhookHostsError."""
         self.places = PathRedactor(runs, (*driver_options.of_run, *driver_options.of_start))
         self.max_file_bytes = options.max_file_bytes
         self.keyring = None if options.api_keys is None else Keyring(options.api_keys, Lines(sys.stderr).write)

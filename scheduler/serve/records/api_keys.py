@@ -29,8 +29,8 @@ Signature = tuple[int, ...]
 """The file's modification time, size and inode, which change with the file."""
 
 
-class KeyLineError(UserError):
-    """An unusable key or line; the text shows no secrets."""
+class ApiKeyError(UserError):
+    """An unusable key, line or file of keys; the text shows no secrets."""
 
 
 class Rights(Frozen):
@@ -55,28 +55,28 @@ def digest_of(secret: str) -> str:
 
 
 def make_key(name: str) -> tuple[str, str]:
-    """Make a random secret and its key's line. Raises KeyLineError."""
+    """Make a random secret and its key's line. Raises ApiKeyError."""
     secret = PREFIX + secrets.token_urlsafe(NUM_SECRET_BYTES)
     key = parse_line(f"{name}:sha256:{digest_of(secret)}")
     return secret, f"{key.name}:sha256:{key.digest}"
 
 
 def parse_line(line: str) -> ApiKey:
-    """Parse a line such as `NAME:sha256:HASH max_running=2 ...`. Raises KeyLineError."""
+    """Parse a line such as `NAME:sha256:HASH max_running=2 ...`. Raises ApiKeyError."""
     who, *words = line.split() or [""]
     name, _, rest = who.partition(":")
     kind, _, digest = rest.partition(":")
     if kind != "sha256":
-        raise KeyLineError(f"found no sha256 behind a name, {EXPECTED_KEY_LINE}")
+        raise ApiKeyError(f"found no sha256 behind a name, {EXPECTED_KEY_LINE}")
     try:
         rights = Rights.model_validate(_said(words))
         return ApiKey(name=name, digest=digest, rights=rights)
     except ValidationError as error:
         if error.title == Rights.__name__:
-            raise KeyLineError(reasons(error, Rights)) from None
+            raise ApiKeyError(reasons(error, Rights)) from None
         fault = error.errors()[0]["loc"][0]
         problem = "up to 64 letters, digits, '.', '_' and '-' as its name" if fault == "name" else "64 digits of 0-9a-f"
-        raise KeyLineError(f"{fault}: expected {problem}; {EXPECTED_KEY_LINE}") from None
+        raise ApiKeyError(f"{fault}: expected {problem}; {EXPECTED_KEY_LINE}") from None
 
 
 def _said(words: list[str]) -> dict[str, str]:
@@ -84,17 +84,13 @@ def _said(words: list[str]) -> dict[str, str]:
     for word in words:
         field, equals, value = word.partition("=")
         if not equals or field in said:
-            raise KeyLineError(f"expected limits as max_running=2 behind the hash, each once; {EXPECTED_KEY_LINE}")
+            raise ApiKeyError(f"expected limits as max_running=2 behind the hash, each once; {EXPECTED_KEY_LINE}")
         said[field] = value
     return said
 
 
-class KeyFileError(UserError):
-    """An unusable key file; the text names the line and the reason."""
-
-
 def parse_keys(text: str) -> tuple[ApiKey, ...]:
-    """Parse a key file with blank lines and # comments. Raises KeyFileError.
+    """Parse a key file with blank lines and # comments. Raises ApiKeyError.
 
     A name may have several lines with equal rights, to replace its secret.
     """
@@ -104,16 +100,16 @@ def parse_keys(text: str) -> tuple[ApiKey, ...]:
             continue
         try:
             key = parse_line(line)
-        except KeyLineError as error:
-            raise KeyFileError(f"line {number}: {error}") from None
+        except ApiKeyError as error:
+            raise ApiKeyError(f"line {number}: {error}") from None
         for other in keys:
             if other.digest == key.digest:
-                raise KeyFileError(f"line {number}: found the hash of {other.name} again, expected each once")
+                raise ApiKeyError(f"line {number}: found the hash of {other.name} again, expected each once")
             if other.name == key.name and other.rights != key.rights:
-                raise KeyFileError(f"line {number}: found other limits of {key.name} than before, expected the same")
+                raise ApiKeyError(f"line {number}: found other limits of {key.name} than before, expected the same")
         keys.append(key)
     if not keys:
-        raise KeyFileError("found no key, expected a line that `swiftbatch serve --make-key NAME` prints")
+        raise ApiKeyError("found no key, expected a line that `swiftbatch serve --make-key NAME` prints")
     return tuple(keys)
 
 
@@ -121,7 +117,7 @@ class Keyring:
     """The presently valid keys; thread-safe."""
 
     def __init__(self, path: str, tell: Callable[[str], None]) -> None:
-        """Read the file; `tell` receives problems of later versions. Raises KeyFileError."""
+        """Read the file; `tell` receives problems of later versions. Raises ApiKeyError."""
         self._path, self._tell = path, tell
         self._lock = threading.Lock()
         self._next_look = time.monotonic() + POLL_SECONDS
@@ -156,7 +152,7 @@ class Keyring:
         self._signature = signature
         try:
             self._keys = _read(self._path)
-        except KeyFileError as error:
+        except ApiKeyError as error:
             self._tell(f"{error}; the keys before are still valid")
 
 
@@ -176,6 +172,6 @@ def _read(path: str) -> tuple[ApiKey, ...]:
         problem = str(error.strerror)
     except UnicodeDecodeError:
         problem = "found no text in UTF-8"
-    except KeyFileError as error:
+    except ApiKeyError as error:
         problem = str(error)
-    raise KeyFileError(f"--api-keys {path}: {problem}")
+    raise ApiKeyError(f"--api-keys {path}: {problem}")

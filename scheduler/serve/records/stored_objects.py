@@ -17,7 +17,6 @@ from swiftbatch.jobs.run.run_records import NUM_READERS, DamagedError, RunError,
 from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.driver.run_limits import Deadline, steady_seconds
 from swiftbatch.scheduler.process.streams import Lines
-from swiftbatch.scheduler.serve.records.batch_request import NewBatch
 from swiftbatch.scheduler.serve.records.server_records import (
     BATCH,
     BATCHES,
@@ -30,6 +29,7 @@ from swiftbatch.scheduler.serve.records.server_records import (
     Cancellation,
     Ended,
     FileRecord,
+    NewBatch,
     Purpose,
     RefusedError,
     id_of_key,

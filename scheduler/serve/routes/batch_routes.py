@@ -18,9 +18,8 @@ from swiftbatch.metrics.report.run_facts import gather
 from swiftbatch.scheduler.driver.driver_heartbeat import current_progress
 from swiftbatch.scheduler.driver.run_lease import claims
 from swiftbatch.scheduler.serve.batches.service import Service
-from swiftbatch.scheduler.serve.records.batch_request import NewBatch
 from swiftbatch.scheduler.serve.records.batch_status import Status, is_submitted, partial_texts
-from swiftbatch.scheduler.serve.records.server_records import RefusedError
+from swiftbatch.scheduler.serve.records.server_records import NewBatch, RefusedError
 from swiftbatch.scheduler.serve.records.stored_objects import Batch
 from swiftbatch.scheduler.serve.routes.responses import Key, Object, Owner, Served, batch_object, page_object
 
@@ -58,7 +57,7 @@ def list_batches(
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = DEFAULT_PAGE,
 ) -> Object:
-    batches, has_more = service.batches.page(owner, after, limit, "desc")
+    batches, has_more = service.batches.page(owner, after, limit)
     return page_object([batch_object(batch, service.status(batch)) for batch in batches], has_more)
 
 

@@ -13,8 +13,7 @@ from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import FormData, Headers, UploadFile
 
 from swiftbatch.scheduler.serve.batches.service import Service
-from swiftbatch.scheduler.serve.records.batch_request import check_upload
-from swiftbatch.scheduler.serve.records.server_records import FileRecord, RefusedError
+from swiftbatch.scheduler.serve.records.server_records import FileRecord, RefusedError, check_upload
 from swiftbatch.scheduler.serve.records.stored_objects import Order
 from swiftbatch.scheduler.serve.routes.responses import Key, Object, Owner, Served, file_object, page_object
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.serve.records.batch_request import NewBatch
-from swiftbatch.scheduler.serve.records.server_records import CANCEL, Cancellation
+from swiftbatch.scheduler.serve.records.server_records import CANCEL, Cancellation, NewBatch
 from swiftbatch.scheduler.serve.records.stored_objects import Batch, Batches, StoredFiles
 from tests.scheduler.commands.command_parts import finish
 from tests.scheduler.commands.submit_parts import submit_file

@@ -23,7 +23,7 @@ from swiftbatch.jobs.storage.store import Store
 from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions
 from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
 from swiftbatch.scheduler.serve.batches.service import Service
-from swiftbatch.scheduler.serve.records.batch_request import NewBatch
+from swiftbatch.scheduler.serve.records.server_records import NewBatch
 from swiftbatch.scheduler.serve.records.stored_objects import Batch
 from swiftbatch.scheduler.serve.server import make_app
 from swiftbatch.worker.model.model_files import locate_model

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from swiftbatch.scheduler.serve.records.api_keys import (
-    KeyFileError,
-    KeyLineError,
+    ApiKeyError,
     Keyring,
     Rights,
     make_key,
@@ -72,11 +71,11 @@ def test_a_line_says_whose_a_key_is_and_what_it_may_do() -> None:
     ],
 )
 def test_a_bad_line_is_refused_and_shows_no_secret(line: str) -> None:
-    with pytest.raises(KeyLineError) as refused:
+    with pytest.raises(ApiKeyError) as refused:
         parse_line(line)
     assert "secret" not in str(refused.value)
     assert HASH not in str(refused.value)
-    with pytest.raises(KeyFileError, match=r"^line 3: ") as in_file:
+    with pytest.raises(ApiKeyError, match=r"^line 3: ") as in_file:
         parse_keys(f"# keys\n\n{line or '?'}\n")
     assert "\n" not in str(in_file.value)
 
@@ -84,7 +83,7 @@ def test_a_bad_line_is_refused_and_shows_no_secret(line: str) -> None:
 def test_a_name_may_have_two_keys_with_the_same_limits() -> None:
     assert len(parse_keys(f"a:sha256:{HASH}\na:sha256:{OTHER_HASH}")) == 2
     for line in (f"a:sha256:{OTHER_HASH} max_running=1", f"b:sha256:{HASH}"):
-        with pytest.raises(KeyFileError, match="line 2: "):
+        with pytest.raises(ApiKeyError, match="line 2: "):
             parse_keys(f"a:sha256:{HASH}\n{line}")
 
 
@@ -124,5 +123,5 @@ def test_a_server_does_not_start_without_a_key(content: bytes | None, tmp_path: 
     path = tmp_path / "keys"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(KeyFileError, match=f"--api-keys {path}: "):
+    with pytest.raises(ApiKeyError, match=f"--api-keys {path}: "):
         Keyring(str(path), lambda _: None)

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftbatch.scheduler.serve.records.batch_request import window_seconds
-from swiftbatch.scheduler.serve.records.server_records import RefusedError
+from swiftbatch.scheduler.serve.records.server_records import RefusedError, window_seconds
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("1s", 1), ("90m", 5400), ("24h", 86_400), ("30d", 30 * 86_400)])
