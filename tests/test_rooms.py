@@ -35,6 +35,11 @@ DRIVER = (
     *("jobs", "metrics", *WORKER),
     *("scheduler.cluster", "scheduler.display", "scheduler.process"),
 )
+# The packages of `scheduler.serve`, each of which imports only those before it, and then the server itself.
+SERVE = (
+    *("scheduler.serve.records", "scheduler.serve.batches", "scheduler.serve.routes", "scheduler.serve.pages"),
+    "scheduler.serve",
+)
 MAY_IMPORT = {  # besides itself; an entry covers the rooms below it that are not listed
     "jobs": (),
     "metrics": ("jobs",),
@@ -44,8 +49,8 @@ MAY_IMPORT = {  # besides itself; an entry covers the rooms below it that are no
     "scheduler.cluster": ("jobs", *WORKER, "scheduler.process"),
     "scheduler.driver": DRIVER,
     "scheduler.runs": (*DRIVER, "scheduler.driver"),
-    "scheduler.serve": (*DRIVER, "scheduler.driver", "scheduler.runs"),
-    "scheduler.commands": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.serve", "scheduler.chaos"),
+    **{name: (*DRIVER, "scheduler.driver", "scheduler.runs", *SERVE[:number]) for number, name in enumerate(SERVE)},
+    "scheduler.commands": (*DRIVER, "scheduler.driver", "scheduler.runs", *SERVE, "scheduler.chaos"),
     "scheduler.demo": (*DRIVER, "scheduler.driver", "scheduler.runs"),
     "scheduler.chaos": (*DRIVER, "scheduler.driver", "scheduler.runs", "scheduler.demo"),
     "scheduler": (  # the command

@@ -15,7 +15,7 @@ from swiftbatch.scheduler.commands.options.option_types import GroupedCommand, W
 from swiftbatch.scheduler.commands.resume import resume
 from swiftbatch.scheduler.commands.submit import submit
 from swiftbatch.scheduler.process.signals import INTERRUPTED
-from swiftbatch.scheduler.serve.server_options import ServeOptions
+from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
 
 server_option = options_of("The server")
 OF_THE_SERVER = {  # options of `submit` that a batch or the server sets
@@ -29,11 +29,11 @@ def _make_key(context: click.Context, _parameter: click.Parameter, name: str | N
     """Print a new key's line, and on stderr its secret, which is not stored."""
     if name is None or context.resilient_parsing:
         return
-    from swiftbatch.scheduler.serve.api_keys import KeyLineError, make_key
+    from swiftbatch.scheduler.serve.records.api_keys import ApiKeyError, make_key
 
     try:
         secret, line = make_key(name)
-    except KeyLineError as error:
+    except ApiKeyError as error:
         raise click.BadParameter(str(error)) from None
     click.echo(f"the key of {name}, shown this once: {secret}", err=True)
     click.echo(line)
@@ -112,7 +112,7 @@ def serve(
             "--metrics-port 0, a free port for each driver; the server's /sd says which they are"
         )
     from swiftbatch.jobs.storage.store import Store
-    from swiftbatch.scheduler.serve.api.server import serve
+    from swiftbatch.scheduler.serve.server import serve
 
     try:
         serve(Store(runs_uri), said_options(options), _driver_options(context), if_busy == "wait", click.echo)
@@ -124,7 +124,7 @@ serve.params += [option for option in submit.params if option.name not in OF_THE
 
 
 def _driver_options(context: click.Context) -> Any:
-    from swiftbatch.scheduler.serve.batch_driver import DriverOptions
+    from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions
 
     of_start = {option.name for option in resume.params}
     words: dict[bool, list[str]] = {False: [], True: []}

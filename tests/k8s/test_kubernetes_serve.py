@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from swiftbatch.scheduler.serve.api.server import END_SECONDS, server_router
-from swiftbatch.scheduler.serve.batch_supervisor import GRACE_SLACK_SECONDS
-from swiftbatch.scheduler.serve.batch_webhooks import TRY_SECONDS
+from swiftbatch.scheduler.serve.batches.batch_supervisor import GRACE_SLACK_SECONDS
+from swiftbatch.scheduler.serve.batches.batch_webhooks import TRY_SECONDS
+from swiftbatch.scheduler.serve.server import END_SECONDS, server_router
 from tests.k8s.kubernetes_parts import Object, one, pods, render, validate
 from tests.readme.command_lines import options
 

@@ -25,7 +25,7 @@ from tests import ROOT
 from tests.pictures.screen_picture import draw
 from tests.scheduler.display.terminal_parts import Terminal
 from tests.scheduler.driving import swiftbatch
-from tests.scheduler.serve.browser_parts import IS_INSTALLED, Browser, browsing
+from tests.scheduler.serve.pages.browser_parts import IS_INSTALLED, Browser, browsing
 from tests.scheduler.serve.server_parts import Server, request, serving, wait_until
 
 METRICS, DOCS = ROOT / "metrics" / "pictures", ROOT / "docs" / "pictures"

@@ -6,10 +6,10 @@ from typing import Any
 from fastapi.testclient import TestClient
 
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.serve.api.server import make_app
-from swiftbatch.scheduler.serve.batch_driver import DriverOptions
-from swiftbatch.scheduler.serve.server_options import ServeOptions
-from swiftbatch.scheduler.serve.service import Service
+from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions
+from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
+from swiftbatch.scheduler.serve.batches.service import Service
+from swiftbatch.scheduler.serve.server import make_app
 
 
 def service_on(folder: Path, **options: Any) -> Service:

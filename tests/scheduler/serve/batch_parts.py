@@ -7,9 +7,8 @@ from pathlib import Path
 
 from swiftbatch.jobs.run.run import Run
 from swiftbatch.jobs.storage.store import Store
-from swiftbatch.scheduler.serve.batches import Batch, Batches
-from swiftbatch.scheduler.serve.server_files import StoredFiles
-from swiftbatch.scheduler.serve.server_records import CANCEL, Cancellation
+from swiftbatch.scheduler.serve.records.server_records import CANCEL, Cancellation, NewBatch
+from swiftbatch.scheduler.serve.records.stored_objects import Batch, Batches, StoredFiles
 from tests.scheduler.commands.command_parts import finish
 from tests.scheduler.commands.submit_parts import submit_file
 from tests.scheduler.serve.server_parts import request
@@ -26,7 +25,8 @@ class Folder:
 
     def create(self, seconds: float = 3600) -> Batch:
         file = self.files.add(io.BytesIO(b"{}\n"), "jobs.jsonl", "batch", None)
-        return self.batches.create(file.id, "/v1/completions", "1h", seconds, None, None)
+        new = NewBatch(input_file_id=file.id, endpoint="/v1/completions", completion_window="1h")
+        return self.batches.create(new, seconds, None)
 
     def found(self, batch: Batch) -> Batch:
         """Read the batch as the next server does."""

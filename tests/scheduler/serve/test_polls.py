@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from swiftbatch.scheduler.serve.api import batch_routes, server, watching_routes
-from swiftbatch.scheduler.serve.api_keys import make_key
-from swiftbatch.scheduler.serve.batch_status import Watcher
-from swiftbatch.scheduler.serve.batches import Batch
-from swiftbatch.scheduler.serve.server_records import Counts, Ended
-from swiftbatch.scheduler.serve.service import Service
+from swiftbatch.scheduler.serve import server
+from swiftbatch.scheduler.serve.batches.service import Service
+from swiftbatch.scheduler.serve.records.api_keys import make_key
+from swiftbatch.scheduler.serve.records.batch_status import Watcher
+from swiftbatch.scheduler.serve.records.server_records import Counts, Ended
+from swiftbatch.scheduler.serve.records.stored_objects import Batch
+from swiftbatch.scheduler.serve.routes import batch_routes
 from tests.scheduler.serve.api_parts import batch_of, bearer, client_of, service_on, upload
 from tests.scheduler.serve.batch_parts import submit_two
 
@@ -45,7 +46,7 @@ def batch(service: Service, client: TestClient, tiny_model: Path, tmp_path: Path
 def stopped_clock(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Stops the clock, so that nothing remembered expires."""
     now = [time.monotonic() + 3600]
-    monkeypatch.setattr("swiftbatch.scheduler.serve.batch_status.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("swiftbatch.scheduler.serve.records.batch_status.time.monotonic", lambda: now[0])
     return now
 
 
@@ -91,7 +92,7 @@ def test_the_folder_is_read_once_in_a_heartbeat_and_what_it_says_then_is_told(
 def test_an_object_store_is_read_as_seldom_as_a_heartbeat_comes_there(
     batch: Batch, stopped_clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swiftbatch.scheduler.serve.batch_status.beat_seconds", lambda store: 5.0)
+    monkeypatch.setattr("swiftbatch.scheduler.serve.records.batch_status.beat_seconds", lambda store: 5.0)
     watcher = Watcher(batch)
     first = watcher.status()
     stopped_clock[0] += 4.9
@@ -133,7 +134,7 @@ def test_a_poll_takes_no_thread_and_no_route(
     client: TestClient, batch: Batch, stopped_clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     polls_of(client, batch)
-    for module, name in ((batch_routes, "batch_object"), (watching_routes, "progress_object")):
+    for module, name in ((batch_routes, "batch_object"), (batch_routes, "progress_object")):
         monkeypatch.setattr(module, name, None)
     assert polls_of(client, batch) == ["in_progress"] * 3
 

@@ -13,9 +13,9 @@ import openai
 import pytest
 import uvicorn
 
-from swiftbatch.scheduler.serve.api.request_limits import Connection
-from swiftbatch.scheduler.serve.api.server import make_app
-from swiftbatch.scheduler.serve.server_files import StoredFiles
+from swiftbatch.scheduler.serve.records.stored_objects import StoredFiles
+from swiftbatch.scheduler.serve.routes.request_limits import Connection
+from swiftbatch.scheduler.serve.server import make_app
 from tests.scheduler.serve.api_parts import service_on
 
 WAIT_SECONDS = 60

@@ -1,0 +1,173 @@
+"""A server without HTTP: files, batches, their status and their supervisor."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from html import escape
+
+from swiftbatch.jobs.errors import UserError
+from swiftbatch.jobs.run.run_records import RunError
+from swiftbatch.jobs.storage.store import Store
+from swiftbatch.metrics.counters import ServerCounters
+from swiftbatch.scheduler.process.streams import Lines
+from swiftbatch.scheduler.serve.batches.batch_driver import DriverOptions
+from swiftbatch.scheduler.serve.batches.batch_queue import Stage, Standings
+from swiftbatch.scheduler.serve.batches.batch_supervisor import BatchSupervisor
+from swiftbatch.scheduler.serve.batches.batch_webhooks import BatchWebhooks, Receivers
+from swiftbatch.scheduler.serve.batches.server_options import ServeOptions
+from swiftbatch.scheduler.serve.records.api_keys import Keyring, Rights
+from swiftbatch.scheduler.serve.records.batch_status import Status, Watcher, unread_status
+from swiftbatch.scheduler.serve.records.server_records import FileRecord, NewBatch, RefusedError
+from swiftbatch.scheduler.serve.records.stored_objects import Batch, Batches, StoredFiles
+
+RUNS = "the folder of runs"
+STAGES: dict[Stage, str] = {"to_settle": "ending", "settling": "ending", "waiting": "waiting", "running": "running"}
+
+
+class PathRedactor:
+    """Removes a server's paths from texts, also inside JSON and HTML."""
+
+    def __init__(self, runs: Store, words: Iterable[str]) -> None:
+        """A path among the command line's `words` is cut to its last name."""
+        shown = {uri.rstrip("/") for uri in (runs.uri, runs.shown_uri) if "/" in uri}
+        names = dict.fromkeys(shown, RUNS) | {f"{uri}/": "" for uri in shown}
+        names |= {
+            word: word.rstrip("/").rpartition("/")[2] for word in words if word.startswith("/") and word.strip("/")
+        }
+        forms = {form(place): name for place, name in names.items() for form in (str, _in_json, escape)}
+        self._names = sorted(forms.items(), key=lambda each: len(each[0]), reverse=True)
+
+    def hidden(self, text: str) -> str:
+        for place, name in self._names:
+            text = text.replace(place, name)
+        return text
+
+
+def _in_json(text: str) -> str:
+    return json.dumps(text)[1:-1]
+
+
+class Service:
+    def __init__(
+        self,
+        runs: Store,
+        options: ServeOptions,
+        driver_options: DriverOptions,
+        check_hold: Callable[[], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """Read the folder. Raises StoreError, ApiKeyError, ReceiverError, WebhookHostsError."""
+        self.places = PathRedactor(runs, (*driver_options.of_run, *driver_options.of_start))
+        self.max_file_bytes = options.max_file_bytes
+        self.keyring = None if options.api_keys is None else Keyring(options.api_keys, Lines(sys.stderr).write)
+        self.counters = ServerCounters()
+        self.files = StoredFiles(runs)
+        self.takes_webhooks = bool(options.webhook_hosts)  # whether batches may name webhooks
+        self._receivers = Receivers(options.webhook, options.webhook_hosts)
+        self.hooks = BatchWebhooks(runs, self._receivers)
+        self.batches = Batches(runs, self._note_end, self.hooks.prepare)
+        self.hooks.take_up(self.batches)
+        standings = Standings(self.batches.all(), self._rights)
+        self.keeper = BatchSupervisor(
+            self.batches, self.files, driver_options, options.max_running, standings, check_hold, fail
+        )
+        self._watchers: dict[str, Watcher] = {}
+        self._input_lock = threading.Lock()  # keeps an input from being deleted while a batch is created
+
+    def start(self) -> None:
+        self.hooks.start()
+        self.keeper.start()
+
+    def stop(self) -> None:
+        """End all drivers with checkpoints; the store keeps the rest."""
+        self.hooks.stop()
+        self.keeper.stop()
+
+    def _note_end(self, batch: Batch) -> None:
+        if batch.ended is not None:
+            self.counters.count_ended(batch.ended.state)
+        self.hooks.tell(batch)
+
+    def _rights(self, owner: str | None) -> Rights:
+        return Rights() if self.keyring is None or owner is None else self.keyring.rights(owner)
+
+    def _check_number(self, owner: str | None) -> None:
+        """Raise RefusedError if the owner has too many unfinished batches."""
+        most = self._rights(owner).max_unfinished
+        if most is not None and sum(course.batch.owner == owner for course in self.keeper.courses()) >= most:
+            problem = f"expected at most {most} unfinished batches of this key: wait for one to end, or cancel one"
+            raise RefusedError(problem, 429, code="batch_limit")
+
+    def status(self, batch: Batch) -> Status:
+        """Return a batch's status; a damaged run becomes its problem. Raises StoreError."""
+        try:
+            return self._watcher(batch).status().shown(self.places.hidden)
+        except RunError as error:
+            return unread_status(batch, str(error)).shown(self.places.hidden)
+
+    def remembered_status(self, batch: Batch) -> Status | None:
+        status = self._watcher(batch).remembered()
+        return None if status is None else status.shown(self.places.hidden)
+
+    def _watcher(self, batch: Batch) -> Watcher:
+        if batch.ended is not None:
+            return self._watchers.pop(batch.id, None) or Watcher(batch)
+        return self._watchers.get(batch.id) or self._watchers.setdefault(batch.id, Watcher(batch))
+
+    def problem(self, batch: Batch, status: Status) -> str:
+        """Return why a whole batch is stuck or failed."""
+        course = self.keeper.course(batch.id)
+        known = [each.message for each in status.problems if each.line is None]
+        return known[0] if known else "" if course is None else self.places.hidden(course.problem)
+
+    def refusal(self, error: UserError) -> RefusedError:
+        """Turn an internal error into a client's."""
+        if isinstance(error, RefusedError):
+            return error
+        told = self.places.hidden(str(error))
+        if isinstance(error, RunError):  # a retry would not help
+            return RefusedError(told, 409, code="damaged_run")
+        return RefusedError(told, 503, code="not_available")
+
+    def create_batch(self, new: NewBatch, owner: str | None, key: str | None = None) -> Batch:
+        """Create and run a batch, or return an earlier request's. Raises RefusedError, StoreError."""
+        seconds = new.seconds
+        self._receivers.check(new.webhook)
+        with self._input_lock:
+            if key is None or self.batches.with_key(owner, key) is None:
+                self._check_number(owner)
+                self._check_input(new.input_file_id, owner)
+            batch = self.batches.create(new, seconds, owner, key)
+            if self.keeper.course(batch.id) is None and batch.ended is None:
+                self.keeper.take(batch)
+        return batch
+
+    def _check_input(self, file_id: str, owner: str | None) -> None:
+        """Raise RefusedError if a file can't be a batch's input."""
+        file = self.files.get(file_id, owner, "input_file_id")
+        self.files.check(file)
+        if file.purpose != "batch":
+            raise RefusedError(f"input_file_id: {file_id} has another purpose than batch", param="input_file_id")
+
+    def cancel_batch(self, batch: Batch) -> None:
+        """Request a batch's cancellation. Raises StoreError."""
+        self.batches.request_cancel(batch)
+        self.keeper.look_again()
+
+    def delete_file(self, record: FileRecord) -> None:
+        """Delete a file. Raises RefusedError for the input of an unfinished batch."""
+        with self._input_lock:
+            for batch in self.batches.unfinished():
+                if batch.record.input_file_id == record.id:
+                    raise RefusedError(f"{record.id} is the input of {batch.id}, which has not ended", 409, "file_id")
+            self.files.delete(record)
+
+    def count_batches(self) -> None:
+        counts = dict.fromkeys(STAGES.values(), 0)
+        for stage in (course.stage for course in self.keeper.courses()):
+            if stage in STAGES:
+                counts[STAGES[stage]] += 1
+        self.counters.batches = counts
