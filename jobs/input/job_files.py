@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -65,7 +66,6 @@ SIGNATURES = {
 # first entries of the ZIP archives of office documents
 OFFICE = (b"[Content_Types].xml", b"mimetypeapplication/vnd.oasis")
 
-SUFFIX = re.compile(r"(\.(jsonl|ndjson|json|parquet))?(\.(gz|zst))?$", re.IGNORECASE)
 ARRAY = re.compile(rb"\s*\[\s*(\{|$)")
 ONE_A_LINE = "expected one JSON object a line, without brackets around them: jq -c '.[]' makes that of it"
 
@@ -195,13 +195,29 @@ def found_files(said: Sequence[str]) -> list[str]:
 
 
 def run_folder_beside(places: Sequence[str]) -> str:
-    """Name the folder of a run beside its only job file: `jobs.run` for `jobs.jsonl`. Raises InputFileError."""
+    """Name the folder of a run beside its only job file.
+
+    That is `jobs.run` for `jobs.jsonl`, and `jobs.parquet.run` for `jobs.parquet`. Raises InputFileError.
+    """
     place = places[0]
-    is_one = len(places) == 1 and place != STANDARD_INPUT and "://" not in place and not glob.has_magic(place)
-    if not is_one or (os.path.exists(place) and not os.path.isfile(place)):
-        raise InputFileError("expected --run with the run's folder: only one job file on a disk goes without it")
-    folder, name = os.path.split(place)
-    return os.path.join(folder, f"{SUFFIX.sub('', name) or name}.run")
+    if len(places) == 1 and os.path.isfile(place):
+        folder, name = os.path.split(place)
+        return _checked_folder(os.path.join(folder, f"{name.removesuffix('.jsonl') or name}.run"))
+    is_absent = not (os.path.exists(place) or "://" in place or place == STANDARD_INPUT or glob.has_magic(place))
+    if len(places) == 1 and (is_absent or os.path.isdir(place)):
+        problem = os.strerror(errno.ENOENT if is_absent else errno.EISDIR)
+        raise InputFileError(
+            f"cannot read the job file {shown_input(place)}: {problem}; expected a JSONL or Parquet file"
+        )
+    raise InputFileError("expected --run with the run's folder: only one job file on a disk goes without it")
+
+
+def _checked_folder(folder: str) -> str:
+    """Return a folder that is absent, empty or a run's. Raises InputFileError."""
+    found = os.listdir(folder) if os.path.isdir(folder) else ["."] if os.path.exists(folder) else []
+    if found and not {"run.json", "drivers"} & set(found):
+        raise InputFileError(f"{folder} is there and is no run: name another folder with --run")
+    return folder
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from swiftbatch.jobs.errors import UserError
-from swiftbatch.jobs.input.job_files import found_files, run_folder_beside
+from swiftbatch.jobs.input.job_files import InputFileError, found_files, run_folder_beside
 from swiftbatch.jobs.input.line_parsing import JobLine
 from swiftbatch.jobs.input.parquet_rows import ColumnError, Columns
 from swiftbatch.jobs.input.reader import JobReader, job_lines
@@ -250,14 +250,35 @@ def test_a_file_that_is_no_utf8_by_name_gives_ids_that_are(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("place", "folder"),
+    ("name", "folder"),
     [
         ("jobs.jsonl", "jobs.run"),
-        ("a/b.c/train.v2.JSONL.gz", "a/b.c/train.v2.run"),
-        ("rows.parquet", "rows.run"),
+        ("train.v2.jsonl.gz", "train.v2.jsonl.gz.run"),
+        ("rows.parquet", "rows.parquet.run"),
         ("plain", "plain.run"),
-        ("/x/.jsonl", "/x/.jsonl.run"),
+        (".jsonl", ".jsonl.run"),
+        ("a*[b].jsonl", "a*[b].run"),
     ],
 )
-def test_a_run_without_a_name_lies_beside_its_file(place: str, folder: str) -> None:
-    assert run_folder_beside([place]) == folder
+def test_a_run_without_a_name_lies_beside_its_file(tmp_path: Path, name: str, folder: str) -> None:
+    (tmp_path / name).touch()
+    assert run_folder_beside([str(tmp_path / name)]) == str(tmp_path / folder)
+
+
+@pytest.mark.parametrize("found", ["notes.txt", "run.json", "drivers"])
+def test_a_folder_that_is_no_run_is_not_taken_unasked(tmp_path: Path, found: str) -> None:
+    (tmp_path / "jobs.jsonl").touch()
+    (tmp_path / "jobs.run").mkdir()
+    (tmp_path / "jobs.run" / found).touch()
+    if found == "notes.txt":
+        with pytest.raises(InputFileError, match="is there and is no run: name another folder with --run"):
+            run_folder_beside([str(tmp_path / "jobs.jsonl")])
+    else:
+        assert run_folder_beside([str(tmp_path / "jobs.jsonl")]) == str(tmp_path / "jobs.run")
+
+
+def test_a_file_in_place_of_the_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "jobs.jsonl").touch()
+    (tmp_path / "jobs.run").touch()
+    with pytest.raises(InputFileError, match="is there and is no run"):
+        run_folder_beside([str(tmp_path / "jobs.jsonl")])

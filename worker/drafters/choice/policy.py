@@ -22,12 +22,13 @@ SETTLING = 1  # calls with drafts at the beginning of a block, slower since the 
 HOPELESS, WORSE, BETTER, CLEARLY_BETTER = 0.8, 0.85, 1.03, 1.15  # times the rate of the best way
 MUCH_FASTER = 1.25  # times the rate of the best way, as another one was measured: the best one became slower
 LOOK_EVERY = 512  # tokens of each sequence, until that is looked at
-PAYBACK = 200  # tokens between trials for each token that a trial may lose
-FIRST_PAYBACK = 25  # tokens between trials for each token that the last one lost; they double with every lost trial
+PAYBACK = 400  # tokens between trials for each token that a trial may lose
+FIRST_PAYBACK = 35  # tokens between trials for each token that the last one lost; they double with every lost trial
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 64, 8192  # tokens of each sequence between trials
 MOST_DOUBLED = 7  # times that the shortest interval is doubled
-SURELY_BETTER = 2.0  # times plain decoding, as promised: a way that begins without any measurement
-UNMEASURED_GAIN = 1.1  # times plain decoding, for a way that cannot promise anything
+SURELY_BETTER = 2.5  # times plain decoding, as promised: a way that begins without any measurement
+SURELY_TRIED = 1.1  # times the best rate, as promised: a way that is tried at once
+UNMEASURED_GAIN = 1.2  # times plain decoding, for a way that cannot promise anything
 MUCH_LONGER = 1.5  # times the text of other sequences: rates measured for them do not count
 NUM_TIMES, FEWEST_TIMES = 15, 3  # newest times that tell what a step takes beside its forward
 MOST_UNKNOWN = 16  # newest calls that a rate leaves out: to find it anew takes a fifth of a short step
@@ -102,8 +103,9 @@ class StepTimes:
         """Return the median seconds; a guess by those of plain steps, or by `otherwise`, where they are not known."""
         if self.is_known(way):
             return statistics.median(self._beside[way])
-        plain = statistics.median(self._beside[PLAIN]) if self.is_known(PLAIN) else otherwise
-        return plain if way == PLAIN else max(0.0, plain) + DRAFTING_SECONDS
+        known = [statistics.median(self._beside[name]) for name in self._beside if self.is_known(name)]
+        least = min(known, default=otherwise)
+        return least if way == PLAIN else max(0.0, least) + DRAFTING_SECONDS
 
 
 @dataclass
@@ -196,11 +198,13 @@ class Place:
 
     def is_due(self, way: str, value: float) -> bool:
         """Return whether a way that should bring `value` tokens per second is tried now."""
-        if way not in self.due and value >= self.rate.value:
+        if way not in self.due and value > SURELY_TRIED * self.rate.value:
             self.due[way] = self.num_tokens
+        elif way not in self.due and way == PLAIN:  # its promise knows nothing of runs
+            self.put_off(way, 0)
         elif way not in self.due:
-            lost = self.number * NUM_BLOCKS * CALLS_OF_A_BLOCK * (self.rate.value / value - 1)
-            self.put_off(way, PAYBACK * lost)
+            lost = max(0.0, self.number * NUM_BLOCKS * CALLS_OF_A_BLOCK * (self.rate.value / value - 1))
+            self.put_off(way, LOOK_EVERY * self.number + PAYBACK * lost)
         is_faster = self.others.get(way, 0.0) > MUCH_FASTER * self.rate.value
         return is_faster or self.num_tokens + STEPS_PER_TRIAL_CALL * self.number >= self.due[way]
 
