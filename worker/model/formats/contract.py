@@ -109,7 +109,7 @@ EXACT_SCALES = ("BF16", "F16")  # their mantissas are short enough for exact pro
 
 
 def group_that_divides(depth: int, group: int) -> int | None:
-    """Return a group size of packed matrices that keeps stored scales; None without."""
+    """Return a group size that divides the depth and keeps stored scales, or None if there is none."""
     size = depth if group >= depth else math.gcd(depth, group)
     return size if size % 2 == 0 and (size in (group, depth) or size >= SMALLEST_GROUP) else None
 

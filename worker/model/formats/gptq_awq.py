@@ -34,7 +34,7 @@ WORD = 32  # bits
 
 @dataclass(frozen=True)
 class GPTQScheme:
-    """`qweight [depth * bits / 32, num_columns]`; zeros lie along the columns, less `zero_is_less`."""
+    """`qweight [depth * bits / 32, num_columns]`; zero points are packed along columns, minus `zero_is_less`."""
 
     bits: int
     group: int | None  # None if one group spans the whole depth

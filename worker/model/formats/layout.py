@@ -69,7 +69,7 @@ def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, A
     in_parts = {name for each, _ in packed for name in each.parts.values()}
     plain = {name: str(text_name(name, view)) for name in named if name not in in_parts}
     for name in plain:
-        if name.endswith("weight") and named[name].dtype not in (*FLOATS, *BITS):  # in GGUF files, all that is read
+        if name.endswith("weight") and named[name].dtype not in (*FLOATS, *BITS):  # in GGUF files, all supported types
             raise FormatError(f"its weights have {shown(name)} as {named[name].dtype}; expected {PLAIN}")
     if format_ is not None and named and not packed:
         raise FormatError(f"its weights are quantized in {format_.name}, says its config, and none of them is")
