@@ -1,4 +1,4 @@
-"""The folder in the user's cache that makes a model of a GGUF file: derived small files, and links to the weights."""
+"""The folder in the user's cache that makes a GGUF file a model folder: small derived files, and links to weights."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ ENDING = {  # as in llama.cpp, these end a turn or a text in every model that ha
 }
 FILLING = re.compile(r"<\|(fim_(prefix|suffix|middle|pad|repo)|file_sep|repo_name)\|>|<fim[-_](prefix|suffix|middle)>")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # types of tokens; the last one has no text
-KEEPING_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's; its other special tokens take the spaces behind them
+KEEPING_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's; its other special tokens absorb spaces after them
 
 
 def refuse_unknown_split(model: GGUFModel) -> None:
