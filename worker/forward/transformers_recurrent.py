@@ -69,7 +69,7 @@ class StateWalk:
         return found
 
     def _beginnings(self) -> tuple[list[Tensor], list[int]]:
-        """Return start states, and each row's one (`-1 - number`) or earlier row."""
+        """Return start states, and what each row follows: a start state (`-1 - index`) or an earlier row."""
         states, parents = [self._layer.state], []
         for path in self._paths:
             open_steps = [step for step in path[:-1] if step >= self._root]
@@ -307,7 +307,10 @@ RECURRENT_LAYERS: dict[str, Callable[[Any], RecurrentParts]] = {
 
 
 def take_over_recurrent_layers(model: Any, variant: str | None = None) -> RecurrentShape | None:
-    """Make a model's recurrent layers run rows of several caches, or return None if the model has none."""
+    """Make a model's recurrent layers run rows of several caches.
+
+    Returns their sizes, or None if the model has none.
+    """
     _number_caches(model)
     nets = list(recurrent_layers(model).values())
     if not nets:

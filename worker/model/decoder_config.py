@@ -219,7 +219,7 @@ def _may_matter(key: str, value: Any, form: ArchitectureSpec) -> bool:
 
 
 def latent_sizes(config: Config) -> MLASizes | None:
-    """Return the sizes of latent attention; or None if the kernels do not run the model or it has none."""
+    """Return the sizes of latent attention, or None if the kernels do not run the model or it has none."""
     try:
         latent = read_decoder_config(config).latent
     except OtherDecoderError:
@@ -228,7 +228,7 @@ def latent_sizes(config: Config) -> MLASizes | None:
 
 
 def kernel_windows(config: Config) -> Windows:
-    """Return the windows of layers; or no windows if the kernels do not run the model."""
+    """Return the windows of layers, or no windows if the kernels do not run the model."""
     try:
         return read_decoder_config(config).windows
     except OtherDecoderError:

@@ -47,7 +47,7 @@ def is_another(config: Config) -> bool:
 
 
 def text_name(name: str, config: Config) -> str | None:
-    """Return a stored tensor's name in the text model; or None if it does not affect text (MTP, towers).
+    """Return a stored tensor's name in the text model, or None if it does not affect text (MTP, towers).
 
     Layers after the last one are ignored only if the config counts them as MTP layers.
     """

@@ -34,7 +34,7 @@ class GriffinRecipe:
     num_warmup_steps: int = 50
     fusion: Fusion = "token"
     has_token_enhanced_head: bool = True
-    expansion_size: int | None = None  # width of the second fusion; None: that of the target's feed-forward layers
+    expansion_size: int | None = None  # width of the second fusion; None: that of the target's MLP
     texts: HeadRecipe = GRIFFIN_TEXTS
     seed: int = defaults.SEED
 

@@ -47,7 +47,7 @@ class WindowSource:
         return WindowBatch(token_ids, positions[:, :-1].contiguous())
 
     def long_text(self, number: int, length: int, pieces: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return token ids `[length + 1]` of a text, continued by other books, or in `pieces`."""
+        """Return token ids `[length + 1]` of a book and others after it, or of pieces with lengths in `pieces`."""
         random = np.random.default_rng([self._recipe.seed, number, 2])
         token_ids = self._stretch(random, length) if pieces is None else self._pieces(random, length, pieces)
         return torch.from_numpy(np.concatenate([[self._first_token_id], token_ids]))

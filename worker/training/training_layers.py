@@ -35,7 +35,7 @@ class EarlierSegments:
         return causal_attention(query, key, value, scaling, self._behind.get(layer))
 
     def state_of(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return a recurrent layer's newest convolution inputs and its state; None before the text."""
+        """Return a recurrent layer's latest convolution inputs and state, or None for both before the first segment."""
         return self._states.get(layer, (None, None))
 
     def keep_state(self, layer: int, inputs: Tensor, state: Tensor) -> None:
@@ -102,7 +102,7 @@ def use_chunks(model: Any) -> None:
 
 @contextmanager
 def sparing(model: Any, num_tokens: int) -> Iterator[None]:
-    """Recompute the layers of a model with nets for gradients, in steps with too many tokens."""
+    """Recompute layers for gradients, to save memory, in long steps of a model with delta nets."""
     if num_tokens <= MOST_KEPT or not recurrent_layers(model):
         yield
         return

@@ -68,7 +68,7 @@ MOST_NAMED = 4  # most kinds of layers that one message names
 
 
 def architecture_of(config: Config) -> ArchitectureSpec | None:
-    """Return a text model's architecture; or None if it is not supported."""
+    """Return a text model's architecture, or None if it is not supported."""
     return ARCHITECTURES.get(str(config.get("model_type")))
 
 
@@ -114,7 +114,7 @@ def num_attending_layers(config: Config) -> int:
 
 
 def recurrent_shape(config: Config) -> RecurrentShape | None:
-    """Return the sizes of a model's states; or None if the config has none."""
+    """Return the sizes of a model's states, or None if the config has none."""
     form, num_layers = architecture_of(config), sum(each in RECURRENT for each in layer_types(config) or ())
     if form is None or form.mixer is None or not num_layers:
         return None
