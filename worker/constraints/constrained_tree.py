@@ -13,8 +13,8 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.token_masks import Constraint, ConstraintError, allows, mask_of, tokens_of
 from swiftbatch.worker.sampling.verification import GUESSED, Walk
 
-FEW = 4  # if no more tokens are allowed, one of them is drafted without the drafter
-MAX_GUESSED = 12  # a tree has at most so many such nodes
+FEW = 4  # if at most this many tokens are allowed, one of them is drafted without the drafter
+MAX_GUESSED = 12  # most such nodes in a tree
 NOTHING_LEFT = "no_token_left"  # error code of a job without allowed tokens
 
 
@@ -32,7 +32,7 @@ class ConstrainedTree(NamedTuple):
     tree: DraftTree
     # numbers of nodes in the proposed tree, or GUESSED; None: the tree is the proposed one
     numbers: list[int] | None = None
-    masks: RowMasks | None = None  # None: all tokens are allowed everywhere
+    masks: RowMasks | None = None  # None if all tokens are allowed everywhere
     num_left_out: int = 0
 
     def in_front_of_the_dead(self, walk: Walk) -> Walk:
@@ -105,7 +105,7 @@ class Constraints:
         return _kept(looked, self._sequence)
 
     def _visit(self, parent: int, path: list[int], looked: Looked) -> None:
-        """Find the masks of all nodes below one; impossible ones get none."""
+        """Find the masks of all nodes below one; impossible nodes get no mask."""
         looked.guess(parent, len(path), self._constraints[0])
         mask = looked.masks[parent]
         for token_id, node in looked.children.get(parent, {}).items():

@@ -52,7 +52,7 @@ POINTER_CHARACTERS = "/~!$&'()*+,;=:@"
 
 
 class StructureError(ConstraintError):
-    """Structure that cannot be followed; `reason` names no field."""
+    """A structure cannot be followed. `reason` does not name the field."""
 
     def __init__(self, structure: Structure, reason: str) -> None:
         super().__init__(f"field 'structured_outputs.{structure.kind}': {reason}")
@@ -255,7 +255,7 @@ class Grammar:
         token_lengths: np.ndarray,
         has_lines: bool = False,
     ) -> None:
-        """`token_lengths [vocab]` are in bytes, 0 for an end.
+        """`token_lengths [vocab]` are in bytes, and 0 for tokens that end a text.
 
         Raises ConstraintError, with its reason, for an impossible grammar.
         """
@@ -408,7 +408,7 @@ class GrammarTokenizer:
         self.grammar = functools.lru_cache(CACHED)(self._grammar)
 
     def _grammar(self, structure: Structure) -> Grammar:
-        """Raise StructureError with the library's reason."""
+        """Return a structure's grammar, parsed or from the cache. Raises StructureError with the library's reason."""
         has_lines = is_lark(structure)
         try:
             if has_lines:
@@ -430,7 +430,7 @@ class GrammarTokenizer:
 
 
 def token_lengths(tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> np.ndarray:
-    """Return each token's bytes, `[vocab]`; 0 for an end, which is always the last choice."""
+    """Return each token's bytes, `[vocab]`; 0 for tokens that end a text, so that `guess` chooses them last."""
     sizes = [len(tokenizer.decode_bytes([token_id])) for token_id in range(vocab_size)]
     sizes = [0 if token_id in eos_token_ids else size for token_id, size in enumerate(sizes)]
     return np.array(sizes, dtype=np.int32)

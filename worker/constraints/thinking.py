@@ -64,8 +64,8 @@ class Thought:
     def __init__(self, thinking: Thinking) -> None:
         self._thinking = thinking
         self._matched: list[int] = []  # after each token, how many tokens of the next marker match
-        self.opened_at: int | None = 0 if thinking.is_open else None  # output tokens before the thought
-        self.closed_at: int | None = None  # output tokens up to the end of the closing marker
+        self.opened_at: int | None = 0 if thinking.is_open else None  # number of output tokens before the thought
+        self.closed_at: int | None = None  # number of output tokens up to the end of the closing marker
 
     def __len__(self) -> int:
         return len(self._matched)
@@ -83,7 +83,10 @@ class Thought:
 
     @property
     def num_tokens(self) -> int:
-        """Return the thought's tokens without markers; all of them if it is open."""
+        """Return the number of tokens in the thought without markers.
+
+        An open thought extends to the end of the output.
+        """
         if self.opened_at is None:
             return 0
         if self.closed_at is None:
@@ -148,7 +151,7 @@ def _matched_behind(marker: tuple[int, ...], table: list[int], matched: int, tok
 def reasoning_of(
     sequence: Sequence, text: str, thinking: Thinking | None, offsets: Callable[[list[int]], list[int]]
 ) -> Reasoning | None:
-    """Return a sequence's thought and its other text, both without markers; None if it does not think.
+    """Return a sequence's thought and its other text, both without markers, or None if the job does not think.
 
     `text` is the output's text without its stop string, see `stopping.text_of`.
     """
@@ -173,7 +176,7 @@ class ThinkingRule:
 
     thinking: Thinking
     budget: int | None  # tokens; None: no limit
-    text: Rule | None = None  # rule of text outside the thought; None: any
+    text: Rule | None = None  # rule of text outside the thought; None allows any text
 
     def start(self, sequence: Sequence) -> ThinkingConstraint:
         return ThinkingConstraint(self, sequence)
@@ -233,7 +236,7 @@ class ThinkingConstraint:
         if thought.is_open:
             is_used_up = self._budget is not None and thought.num_tokens >= self._budget
             return self._markers.end[thought.num_matched] if is_used_up else None
-        # ruled text cannot continue a half marker
+        # text under a rule cannot continue a partial marker
         is_half_open = self._text is not None and thought.opened_at is None and thought.num_matched > 0
         return self._markers.start[thought.num_matched] if is_half_open else None
 
@@ -268,7 +271,7 @@ def markers_of(
 ) -> Markers | None:
     """Return the named markers, or the first known pair in the tokenizer or chat template.
 
-    Raises ValueError, for the user, for impossible named ones.
+    Raises ValueError, for the user, if the named markers are impossible.
     """
     pair = named or _own(tokenizer)
     if pair is None:

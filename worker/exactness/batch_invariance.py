@@ -14,15 +14,15 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
 NUM_SEQUENCES = 3  # contexts per forward with the fewest rows
-CONTEXT_GROWTH = 40  # a context grows by at most so many tokens between two trees
-CONTEXT_LIMIT = 1500  # a context starts again after so many tokens
+CONTEXT_GROWTH = 40  # most tokens by which a context grows between two trees
+CONTEXT_LIMIT = 1500  # tokens after which a context starts again
 MOST_NODES = 23
 NUM_CACHES = 2 * NUM_SEQUENCES
 MAX_LENGTH = CONTEXT_LIMIT + 2 * TILE_ROWS
 
 
 def num_caches(num_rows: int) -> int:
-    """Return the caches of a probe with `num_rows` per forward: two per context."""
+    """Return the number of caches for a probe with `num_rows` per forward: two per context."""
     return NUM_CACHES * max(1, num_rows // NUM_ROWS)
 
 

@@ -14,7 +14,7 @@ from swiftbatch.jobs.run.run_records import Exactness
 def verdict_key(
     fingerprint: str, dtype: str, device: str, num_threads: int, hardware: str, torch: str, kernels: str
 ) -> str:
-    """Return a hash of all that a verdict depends on."""
+    """Return a hash of everything that a verdict depends on."""
     named = json.dumps([fingerprint, dtype, device, num_threads, hardware, torch, kernels])
     return hashlib.sha256(named.encode()).hexdigest()
 

@@ -46,7 +46,7 @@ class Agreement:
     shift: float  # root mean square of the differences, relative to the logits' spread
     num_same_choices: int  # rows with the same best token
     agrees: bool
-    kept: KeptRows | None = None  # effect of 8-bit keys and values; None without them
+    kept: KeptRows | None = None  # effect of 8-bit keys and values; None without 8-bit caches
 
     def summary(self) -> str:
         found = (

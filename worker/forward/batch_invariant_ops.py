@@ -14,10 +14,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from swiftbatch.worker.kernels.kernel_sizes import FEWEST_COLUMNS, TILE_ROWS
 
-VECTORS = 64  # a loop step takes at most two vectors of bf16
-ON_ONE_THREAD = 16384  # torch leaves so many numbers to one thread in any of these functions
+VECTORS = 64  # numbers in two vectors of bf16, the most that a loop step processes
+ON_ONE_THREAD = 16384  # numbers up to which torch uses one thread in all of these functions
 
-CURVED: frozenset[Callable[..., Any]] = frozenset(  # functions of layers whose bits were seen to depend on the batch
+CURVED: frozenset[Callable[..., Any]] = frozenset(  # functions whose bits were found to depend on the batch
     [
         *(functional.silu, functional.gelu, functional.softplus, functional.mish, functional.elu, functional.selu),
         *(functional.sigmoid, torch.sigmoid, Tensor.sigmoid, torch.exp2),
@@ -26,7 +26,7 @@ CURVED: frozenset[Callable[..., Any]] = frozenset(  # functions of layers whose 
 
 
 def has_rests(decoder: torch.nn.Module, least_rows: int) -> bool:
-    """Return whether an elementwise loop over a layer's rows may have a scalar rest."""
+    """Return whether an elementwise loop over a layer's rows may end with scalar steps for the remainder."""
     weights = ((name, each) for name, each in decoder.named_parameters() if each.ndim >= 2 and "embed" not in name)
     widths = {width for name, each in weights for width in each.shape[-2:] if width >= FEWEST_COLUMNS}
     is_shared_out = torch.get_num_threads() > 1 and TILE_ROWS * max(widths, default=0) > ON_ONE_THREAD
@@ -34,7 +34,7 @@ def has_rests(decoder: torch.nn.Module, least_rows: int) -> bool:
 
 
 class WholeVectors(TorchFunctionMode):
-    """Makes torch's exponential functions take whole vectors on one thread."""
+    """Makes torch compute exponential functions in whole vectors, on one thread."""
 
     def __torch_function__(
         self,
@@ -50,7 +50,7 @@ class WholeVectors(TorchFunctionMode):
 
 
 def in_whole_vectors(function: Callable[..., Tensor], numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Apply an elementwise function in calls without a scalar rest, each on one thread."""
+    """Apply an elementwise function in calls without a scalar remainder, each on one thread."""
     flat = numbers.reshape(-1)
     padded = pad(flat, (0, -len(flat) % VECTORS))
     parts = [function(part, *args, **kwargs) for part in padded.split(ON_ONE_THREAD)]
@@ -58,7 +58,7 @@ def in_whole_vectors(function: Callable[..., Tensor], numbers: Tensor, *args: An
     return whole[: len(flat)].view(numbers.shape)
 
 
-# Mixture of experts, row-exactly: each expert runs whole tiles, so a row's bits do not depend on other rows.
+# Row-exact mixture of experts: each expert runs whole tiles, so a row's bits do not depend on other rows.
 
 
 EXPERTS_NAME = "swiftbatch_whole_tiles"
@@ -70,7 +70,7 @@ def run_experts(
     top_k_index: torch.Tensor,  # [num_rows, top_k]
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Run `transformers`' experts, `[num_rows, hidden]`; sum a row's experts in the row's own order."""
+    """Run `transformers`' experts, `[num_rows, hidden]`; sum each row's experts in the order in which it chose them."""
     outputs = hidden_states.new_zeros(*top_k_index.shape, hidden_states.shape[1])
     for expert in top_k_index.unique().tolist():
         rows, choices = (top_k_index == expert).nonzero(as_tuple=True)

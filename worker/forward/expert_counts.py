@@ -1,6 +1,7 @@
 """Counts of distinct experts that rows use, to correct probed forward times.
 
-A forward reads each expert once. Probes measure rows with all different and with equal experts; real rows are between.
+A forward reads each expert once. Probes measure rows with all different and with equal experts; the rows of real steps
+are between both.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ class ExpertCounts:
 
     def __init__(self) -> None:
         self._newest = 0.0
-        self.num_steps = 0  # counts only forwards with up to `TILE_ROWS` rows
+        self.num_steps = 0  # number of observed forwards with up to `TILE_ROWS` rows
         self._means = np.zeros(TILE_ROWS + 1)
         self._numbers = np.zeros(TILE_ROWS + 1, dtype=int)
 
     def observe(self, num_rows: int, num_experts: float, num_forwards: int = 1) -> None:
-        """Learn the mean of `num_forwards` forwards; ignore those with too many rows."""
+        """Learn the mean count of `num_forwards` forwards. Forwards with more than `TILE_ROWS` rows are ignored."""
         self._newest = num_experts
         if num_rows <= TILE_ROWS:
             self._numbers[num_rows] += num_forwards
@@ -43,7 +44,7 @@ class ExpertCounts:
         self._means[:] = 0
 
     def seen(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seen numbers of rows, ascending, and their mean experts."""
+        """Return the observed row counts in ascending order, and the mean number of experts for each."""
         rows = np.flatnonzero(self._numbers)
         return rows, self._means[rows]
 
@@ -64,7 +65,7 @@ class ExpertSpread:
     def saved_seconds(self) -> np.ndarray:
         """Return the seconds by which real forwards are faster than probed ones.
 
-        Unseen numbers of rows use the nearest seen ones.
+        A row count that was not observed uses the nearest observed ones.
         """
         rows, met = self.counts.seen()
         alike, apart = (np.interp(rows, self.row_counts, each) for each in (self.alike, self.apart))
@@ -76,7 +77,7 @@ class ExpertSpread:
         return saved
 
 
-LOOKS_EVERY = 32  # counts forwards
+LOOKS_EVERY = 32  # number of forwards
 
 
 class CudaExpertCounts(ExpertCounts):
@@ -92,7 +93,7 @@ class CudaExpertCounts(ExpertCounts):
         self._arrival: torch.cuda.Event | None = None
 
     def look(self, num_rows: int) -> None:
-        """Note a queued forward, and learn from earlier ones now and then."""
+        """Register a queued forward, and every `LOOKS_EVERY` forwards learn from the earlier ones."""
         self._num_forwards, self._newest_rows = self._num_forwards + 1, num_rows
         if self._is_coming and (self._arrival is None or self._arrival.query()):
             self._learn()
@@ -100,7 +101,7 @@ class CudaExpertCounts(ExpertCounts):
             self._send()
 
     def newest(self) -> float:
-        """Wait, and return the mean of forwards with as many rows as the newest."""
+        """Wait, and return the mean number of experts in forwards with as many rows as the latest one."""
         before = self._known
         self._wait()
         num_layers, num_met = (self._known - before)[self._newest_rows]

@@ -74,7 +74,7 @@ def load_transformers(
     variant: str | None = None,
     kv_dtype: KVDtype | None = None,
 ) -> TransformersForwards:
-    """Load a model with `transformers`; its plain layers attend in the kernels of `variant`.
+    """Load a model with `transformers`; layers with plain attention use the kernels of `variant` for it.
 
     Raises ModelError for an incomplete or unsupported model.
     """
@@ -84,7 +84,7 @@ def load_transformers(
     from swiftbatch.worker.model.causal_lm import load_causal_lm
 
     if not sys.stderr.isatty():
-        disable_progress_bar()  # logs show no progress bars
+        disable_progress_bar()  # progress bars would clutter logs
     model = load_causal_lm(files, dtype)
     return TransformersForwards(model.to(device).eval().requires_grad_(False), files, variant, kv_dtype)
 
@@ -101,7 +101,7 @@ def _refuse_long_angles(files: ModelFiles) -> None:
 def _native(
     weights: DecoderWeights, eos_token_ids: frozenset[int], variant: str, kv_dtype: KVDtype | None
 ) -> NativeForwards | None:
-    """Return forwards; None for unfit weights, which `transformers` reports better."""
+    """Return forwards, or None if the weights do not fit, because `transformers` reports that better."""
     try:
         return NativeForwards(weights, eos_token_ids, variant, kv_dtype)
     except (ValueError, IndexError):

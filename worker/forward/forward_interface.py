@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Newest token of a chain (row 0) and a tree below it, after a partial cache."""
+    """Latest token of a chain (row 0) and a tree below it, after a partial cache."""
 
     cache: SparseCache
     token_ids: list[int]  # [num_rows]
@@ -34,9 +34,9 @@ class SparseRows:
     first_entry: int  # cache entry of the first row; the others follow, and all entries before it are seen
     boundary: int  # `first_entry`, rounded up to whole blocks
     tail_entries: np.ndarray  # [num_rows, BLOCK] cache entries of the root, the ancestors and the row itself
-    tail_lengths: list[int]  # [num_rows] how many of them are real
-    biases: np.ndarray | None  # [boundary] float32, added to the scores of entries; None: all are 0
-    scanned: Scanned | None  # rows see these keys beside the entries
+    tail_lengths: list[int]  # [num_rows] number of tail entries without padding
+    biases: np.ndarray | None  # [boundary] float32, added to the scores of entries; None if all are 0
+    scanned: Scanned | None  # keys that rows see in addition to the entries
     is_partial: ClassVar[bool] = True
 
     def __len__(self) -> int:
@@ -84,11 +84,11 @@ def _biases(cache: SparseCache, boundary: int) -> np.ndarray | None:
 # Interface of a target's forwards.
 
 
-MOST_READ = 256  # a call with so many known tokens reads each matrix once
+MOST_READ = 256  # most known tokens per call, in which each matrix is read only once
 
 
 class DrawChains(Protocol):
-    """Form of `multi_step_decode.draw_chains` for a target."""
+    """Signature of `multi_step_decode.draw_chains` without its decoder."""
 
     def __call__(
         self,
@@ -122,26 +122,26 @@ class Forwards(Protocol):
 
     @property
     def expert_counts(self) -> ExpertCounts | None:
-        """Return the counter of experts in `run`; None without one."""
+        """Return the counter of experts that `run` uses, or None if experts are not counted."""
 
     @property
     def team(self) -> Team | None:
-        """Return the kernels' CPU threads; None if others run the forwards."""
+        """Return the kernels' CPU threads, or None if forwards do not run on them."""
 
     @property
     def draw_chains(self) -> DrawChains | None:
-        """Return the call that draws several rounds of one row each; None without one."""
+        """Return the function that draws several rounds of one row each, or None if it is not supported."""
 
     @property
     def arena(self) -> KVArena | None:
-        """Return the buffer of all caches; None if each has its own."""
+        """Return the buffer of all caches, or None if each cache has its own."""
 
     def new_batch_sampler(self) -> BatchSampler:
         """Return a sampler of logits on this device."""
 
     @property
     def numerics(self) -> str:
-        """Return everything but the weights that decides bits, in one line."""
+        """Return one line with everything that determines bits, except the weights."""
 
     def run(self, groups: list[SequenceRows]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return final hidden states `[num_rows, hidden]` and logits `[num_rows, vocab] float32` of all rows.
@@ -150,10 +150,13 @@ class Forwards(Protocol):
         """
 
     def read(self, cache: FullKVCache, token_ids: list[int]) -> torch.Tensor:
-        """Commit some first of these known tokens to a cache; return final hidden states `[num_read, hidden]`."""
+        """Run the first `num_read` of these known tokens and commit them to a cache.
+
+        Returns final hidden states `[num_read, hidden]`.
+        """
 
     def check(self, groups: list[SparseRows]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run rows after partial caches as `run` does; results approximate those of `run`."""
+        """Run rows after partial caches as `run` does; results only approximate those of `run`."""
 
     def room_for(self, new_cache: SparseCacheFactory, budget: int) -> NewEntries:
         """Return the allocator of a drafter's partial caches."""

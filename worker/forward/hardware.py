@@ -1,4 +1,4 @@
-"""Requested device, and the hardware on which bits depend; the driver imports it without torch."""
+"""The requested device, and the hardware on which bits depend. The driver imports this file without torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def cpu_capability() -> str:
-    """Return torch's name for this CPU's instructions, as `AVX512`."""
+    """Return torch's name for this CPU's instruction set, such as "AVX512"."""
     flags = cpu_flags()
     if "ATEN_CPU_CAPABILITY" in os.environ or not flags:
         import torch
@@ -64,7 +64,7 @@ def cpu_capability() -> str:
 
 @functools.cache
 def hardware_of(device_type: str) -> str:
-    """Return a line that differs wherever bits may: CPU instructions and library settings, or GPU and drivers."""
+    """Return a line that differs if bits may differ: CPU instructions and library settings, or GPU and drivers."""
     if device_type != "cuda":
         settings = (f"{name}={os.environ[name]}" for name in LIBRARY_SETTINGS if name in os.environ)
         return " ".join([cpu_capability(), *_cpu_features(), *settings])
@@ -80,7 +80,7 @@ def hardware_of(device_type: str) -> str:
 
 
 def torch_gemms() -> str:
-    """Return a short hash of torch's products, since oneDNN and MKL do not name the kernels that they choose."""
+    """Return a short hash of matrix products in torch, since oneDNN and MKL do not tell which kernels they choose."""
     import torch
 
     return _torch_products(torch.get_num_threads())
@@ -120,7 +120,7 @@ def gpu_here() -> tuple[int, int]:
 
 
 def driver_version() -> str:
-    """Return the NVIDIA driver's version, as `570.86.15`, or `unknown`."""
+    """Return the NVIDIA driver's version, such as "570.86.15", or "unknown"."""
     try:
         words = DRIVER.read_text(encoding="utf-8").split("\n")[0].split()
     except OSError:
@@ -129,7 +129,7 @@ def driver_version() -> str:
 
 
 def cublas_version() -> str:
-    """Return the version of the cuBLAS package, or that of CUDA."""
+    """Return the version of the cuBLAS package, or of CUDA if the package is not installed."""
     for package in importlib.metadata.distributions():
         if str(package.metadata["Name"]).startswith("nvidia-cublas"):
             return package.version

@@ -43,7 +43,7 @@ class DecodedChain:
     """Tokens of one sequence's chain."""
 
     token_ids: list[int]
-    has_failed: bool  # True: nothing can be drawn after the tokens
+    has_failed: bool  # true if no token can be drawn after these
 
 
 def draw_chains(
@@ -56,9 +56,9 @@ def draw_chains(
 ) -> list[DecodedChain]:
     """Draw 1 to `MOST_ROUNDS` tokens per sequence, one forward per round.
 
-    `groups` have one row each, with tail entries for drawn ones up to the block's end. Tokens are written after the
-    sequences' own, which the caller extends. All chains end when one cannot draw, or draws one of its `ends`. Raises
-    ValueError.
+    `groups` have one row each, with tail entries up to the block's end for the tokens to draw. Tokens are written after
+    the sequences' own, which the caller extends. All chains end when one of them cannot draw, or draws one of its
+    `ends`. Raises ValueError.
     """
     room = min(sampler.sequence.num_remaining_tokens for sampler in samplers)
     if not 1 <= num_rounds <= min(MOST_ROUNDS, room):
@@ -115,7 +115,7 @@ def _run(
 def _check_room(table: RowTable, groups: Many[Rows], num_rounds: int) -> None:
     for entry, group in zip(table.groups, groups, strict=True):
         own = group.tail_lengths[0] - 1
-        # full caches start a new block by themselves
+        # full caches start a new block on their own
         num_named = num_rounds if group.is_partial else min(num_rounds, BLOCK - own)
         expected = np.arange(group.first_entry, group.first_entry + num_named)
         found = group.tail_entries[0, own : own + num_named]

@@ -39,7 +39,7 @@ class NativeForwards:
         variant: str,
         kv_dtype: KVDtype | None = None,
     ) -> None:
-        """Raise ValueError for weights that do not fit together."""
+        """Raise ValueError for weights whose shapes do not fit together."""
         self.sizes = sizes = weights.sizes
         self.has_windows = _sees_otherwise(sizes) or any(layer.window for layer in weights.layers)
         self.has_experts = any(layer.experts is not None for layer in weights.layers)
@@ -47,7 +47,7 @@ class NativeForwards:
         self.device, self.dtype = torch.device("cpu"), sizes.dtype
         self.cache_shape = CacheShape.of(weights, self.device, kv_dtype)
         self._most_read = MOST_READ if self.cache_shape.recurrent is None else MOST_ROWS
-        self._decoder = NativeDecoder(weights, torch.get_num_threads(), variant)  # takes the layers out of `weights`
+        self._decoder = NativeDecoder(weights, torch.get_num_threads(), variant)  # removes the layers from `weights`
         self.team = self._decoder.team
         self.vocab_size, self.hidden_size = sizes.vocab, sizes.hidden
         self.eos_token_ids = eos_token_ids
@@ -80,7 +80,7 @@ class NativeForwards:
 
     @property
     def draw_chains(self) -> DrawChains | None:
-        """Return a call that replaces several `check` calls and draws; None unless sampling is in C."""
+        """Return a function that replaces several calls of `check` and draws, or None unless sampling is in C."""
         return self._draw_chains if isinstance(self.new_batch_sampler(), NativeBatchSampler) else None
 
     def _draw_chains(
@@ -111,7 +111,7 @@ class NativeForwards:
     def _forward(
         self, groups: list[SequenceRows], with_logits: bool, queries: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Call once, or once per layer if a cache comes by layer."""
+        """Call the kernels once, or once per layer if a cache is loaded layer by layer."""
         in_files = [(group, rows) for group in groups if isinstance(rows := group.cache.rows, FileRows)]
         num_layers, by_layer, state = self.cache_shape.num_layers, bool(in_files), None
         if by_layer:

@@ -10,9 +10,9 @@ from swiftbatch.worker.kv.kv_capacity import HORIZON
 from swiftbatch.worker.kv.model_sizes import ModelSizes
 
 ROWS_OF_A_DRAFT = 4  # among many jobs, later nodes are seldom accepted
-WIDE_CAPABILITY = 9  # from Hopper on, products of 256 rows take little longer than reading the weights
-ROWS_BEFORE = 128  # the same limit on an A100, and for unknown GPUs
-ROWS_OF_A_TILE = 128  # packed weights are decoded once for so many rows
+WIDE_CAPABILITY = 9  # from Hopper on, 256 rows take little longer than reading the weights
+ROWS_BEFORE = 128  # the same limit on earlier GPUs (measured on an A100), and for unknown GPUs
+ROWS_OF_A_TILE = 128  # rows for which packed weights are decoded once
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RunLoad:
 
 
 def rows_that_pay(sizes: ModelSizes, gpu: GPUMemory, load: RunLoad, most: int) -> int:
-    """Return the fewest rows for all jobs that run together with their drafts, at most `most`."""
+    """Return the smallest row count that fits all concurrent jobs with their drafts, but at most `most`."""
     job_bytes = sizes.kept_bytes(round(load.mean_length + HORIZON / 2)) + sizes.state_bytes
     num_together = max(1, min(load.num_jobs, int(one_slot(sizes, gpu, 1).left_bytes / job_bytes)))
     num_wanted = num_together * (ROWS_OF_A_DRAFT if load.has_drafts else 1)

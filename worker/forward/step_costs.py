@@ -1,4 +1,4 @@
-"""Measures the seconds of forwards by rows and length; also the clocks of drafters."""
+"""Measures the seconds of forwards by number of rows and length. Also has the clocks with which drafters measure."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _read: Callable[[], float] = _passing
 
 
 def seconds_now() -> float:
-    """Return the clock's seconds; only differences have a meaning."""
+    """Return seconds of a clock. Only differences between two calls have a meaning."""
     return _read()
 
 
 @contextlib.contextmanager
 def by_processor() -> Iterator[None]:
-    """Count the calling thread's processor seconds within the context."""
+    """Make `seconds_now` count the calling thread's processor time within the context."""
     global _read
     _read = time.thread_time
     try:
@@ -51,11 +51,11 @@ class Clock(Protocol):
     """Clock for calls that may only queue their work."""
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Time one call from the end of all earlier work to the end of its own; wait for that."""
+        """Time one call, from the end of all earlier work to the end of the call's own work. Waits for both."""
 
 
 class EventClock:
-    """A GPU's clock: the host's queueing counts only where the GPU waits for it."""
+    """Clock of a GPU: the time that the host takes to queue work counts only if the GPU waits for it."""
 
     def seconds(self, call: Callable[[], object]) -> float:
         torch.cuda.synchronize()
@@ -87,7 +87,7 @@ def captured_seconds(clock: Clock, work: Work, device: torch.device, num_rounds:
     return statistics.median(clock.seconds(graph.replay) for _ in range(num_rounds))
 
 
-# Seconds of the target's forwards over numbers of rows and lengths of the cache: what drafts and replays cost.
+# Seconds of the target's forwards by number of rows and cache length. They tell the cost of drafts and replays.
 
 
 ROW_COUNTS = (1, 2, 4, 8, 16, 32)
@@ -95,26 +95,26 @@ PROBE_LENGTHS = (BLOCK, 8192, 49_152)
 PROBE_BYTES = 1 << 28  # most bytes of a probe's cache
 PROBE_REPEATS = 3
 PROBE_STRIDE = 7919  # between probe tokens; a prime, so that few vocabularies repeat one
-ROW_PRICES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # parts of the time that all rows of a forward share
-FEWEST_REPEATS = 2  # a single time may include first touches of memory, or another program
-LEAST_SECONDS = 1e-9  # a clock may be too coarse to see less
-ROUTED_EVERY = 8  # steps between two updates by the experts that they met
+ROW_PRICES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # in units of the time that all rows of a forward share
+FEWEST_REPEATS = 2  # a single measurement may include page faults, or another program's work
+LEAST_SECONDS = 1e-9  # lower bound, because a coarse clock may return 0
+ROUTED_EVERY = 8  # steps between two corrections by the number of experts that steps used
 LONG_SECONDS = 0.3  # bound for all times of one forward; a slow forward is timed less often
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a forward on a grid of cache lengths and row counts; linear between and beyond.
+    """Seconds of a forward on a grid of cache lengths and row counts; linear between the points and beyond them.
 
-    The shared part costs the same for every `rows_per_forward` rows begun. With `has_experts`, every row costs its own
-    experts.
+    The shared part is paid once per `rows_per_forward` rows or a part of them. With `has_experts`, every row costs its
+    own experts.
     """
 
     lengths: tuple[int, ...]
     seconds: np.ndarray  # [num_lengths, len(ROW_COUNTS)]
     rows_per_forward: int = 1
     has_experts: bool = False
-    spread: ExpertSpread | None = None  # corrects them by real steps
+    spread: ExpertSpread | None = None  # corrects seconds by the experts of real steps
     full_seconds: float | None = None  # seconds of a whole forward of `rows_per_forward` rows with experts of their own
 
     def as_routed(self) -> StepCosts:
@@ -126,7 +126,7 @@ class StepCosts:
         return _RoutedCosts()
 
     def at(self, num_rows: int, length: int) -> float:
-        """Return the seconds of one forward over `num_rows` rows behind `length` cached positions."""
+        """Return the seconds of one forward over `num_rows` rows after `length` cached positions."""
         i = max(0, min(bisect.bisect_left(self.lengths, length), len(self.lengths) - 1) - 1)
         seconds, slope = self._lines[min(num_rows, ROW_COUNTS[-1])][i]
         return max(LEAST_SECONDS, seconds + slope * (length - self.lengths[i]))
@@ -150,7 +150,7 @@ class StepCosts:
     def row_prices(self, num_rows: int) -> tuple[float, ...]:
         """Return prices to try for one more row beside `num_rows`, in shared seconds.
 
-        If rows are free up to the next forward, the right price asks for exactly that many.
+        If rows cost nothing until the forward is full, one of these prices fills exactly this forward.
         """
         if self.rows_per_forward > 1:
             own = (self._row_seconds(num_rows),) if self.has_experts else ()
@@ -209,7 +209,7 @@ class _RoutedCosts:
         self._num_steps = 0
 
     def newest(self, probed: StepCosts, spread: ExpertSpread) -> StepCosts:
-        """Correct probed costs again if enough steps passed."""
+        """Return probed costs, corrected again if enough steps have passed."""
         num_steps = spread.counts.num_steps
         is_known = abs(num_steps - self._num_steps) < min(ROUTED_EVERY, max(1, self._num_steps))
         if self._costs is None or not is_known:
@@ -224,7 +224,10 @@ Costs = Callable[[], StepCosts]
 
 
 def step_costs_of(target: TargetModel) -> Costs:
-    """Return a function of a target's costs; with caches in slots they are measured now."""
+    """Return a function that returns a target's costs.
+
+    They are measured now if caches are in slots, otherwise at the first call.
+    """
     costs = functools.cache(functools.partial(measure_step_costs, target))
     if target.forwards.arena:
         costs()
@@ -232,7 +235,7 @@ def step_costs_of(target: TargetModel) -> Costs:
 
 
 def measure_step_costs(target: TargetModel) -> StepCosts:
-    """Time forwards over an empty cache of several lengths; a second on the embedded model."""
+    """Time forwards over an empty cache of several lengths. Takes a second with the embedded model."""
     cache, lengths = _probe_cache(target)
     seconds = np.zeros((len(lengths), len(ROW_COUNTS)))
     for i, length in enumerate(lengths):
@@ -250,7 +253,7 @@ def measure_step_costs(target: TargetModel) -> StepCosts:
 
 
 def _full_seconds(target: TargetModel, cache: FullKVCache) -> float | None:
-    """Time a whole forward over an empty cache; None if it costs no more than the shared part."""
+    """Time a whole forward over an empty cache; or return None if it costs no more than the shared part."""
     num_rows, arena = target.forwards.rows_per_forward, target.forwards.arena
     if not target.forwards.has_experts or arena is None or arena.longest_job < num_rows:
         return None
@@ -261,7 +264,7 @@ def _full_seconds(target: TargetModel, cache: FullKVCache) -> float | None:
 
 
 def _measure_spread(target: TargetModel, cache: FullKVCache, counts: ExpertCounts) -> ExpertSpread:
-    """Time and count rows with the same experts, and with their own."""
+    """Measure time and number of experts for rows with equal experts, and for rows with different ones."""
     cache.roll_back(0)
     cache.advance(BLOCK)
     counts.forget()
@@ -278,7 +281,10 @@ def _measure_spread(target: TargetModel, cache: FullKVCache, counts: ExpertCount
 
 
 def _least_seconds(target: TargetModel, forwards: Sequence[Callable[[], object]]) -> list[float]:
-    """Return the shortest time of each forward; they take turns, so that a busy moment disturbs all alike."""
+    """Return the shortest time of each forward.
+
+    Forwards take turns, so that a busy moment affects all of them alike.
+    """
     times: list[list[float]] = [[] for _ in forwards]
     for repeat in range(PROBE_REPEATS):
         for forward, taken in zip(forwards, times, strict=True):
@@ -302,9 +308,9 @@ def seconds_of(target: TargetModel, forward: Callable[[], object]) -> float:
 
 
 def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
-    """Return a cache of zeros and the lengths to time in it; layers of a large one share memory.
+    """Return a cache of zeros and the lengths to time in it; layers of a large cache share memory.
 
-    On a GPU it is a whole slot.
+    On a GPU the cache is a whole slot.
     """
     if arena := target.forwards.arena:
         cache = target.new_cache(arena.longest_job)
@@ -327,6 +333,9 @@ def _probe_cache(target: TargetModel) -> tuple[FullKVCache, tuple[int, ...]]:
 
 
 def _probe_lengths(longest: int) -> tuple[int, ...]:
-    """Return the lengths to time, in whole blocks, the longest among them, or costs would not rise with the cache."""
+    """Return the lengths to time, in whole blocks.
+
+    The longest is among them, otherwise costs would not rise with the cache.
+    """
     last = max(0, longest) // BLOCK * BLOCK
     return (*(length for length in PROBE_LENGTHS if length < last), last)

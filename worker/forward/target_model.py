@@ -65,7 +65,7 @@ class StepOutputs(Many[RowOutputs]):
 
 
 class TargetModel:
-    """Weights on one device, and what runs over them."""
+    """The weights of a model on one device, with its forwards, caches and samplers."""
 
     def __init__(self, forwards: Forwards, files: ModelFiles, kv_offload: str | None = None) -> None:
         self.files = files
@@ -108,7 +108,7 @@ class TargetModel:
     def load_beside(self, files: ModelFiles, longest_job: int) -> TargetModel:
         """Load a draft model on the same device in the same dtype. Raises ModelError.
 
-        It gets the target's slots, and one more to be measured in.
+        The draft model gets as many slots as the target, and one more for measurements.
         """
         if self.forwards.arena is not None:
             from swiftbatch.worker.forward.cuda.cuda_loading import forwards_beside
@@ -145,7 +145,7 @@ class TargetModel:
             torch.cuda.synchronize(self.device)
 
     def new_cache(self, max_length: int, num_held: int = 0, forgets: bool = False) -> FullKVCache:
-        """Return an empty cache for up to `max_length` tokens. Raises KVRoomError without memory.
+        """Return an empty cache for up to `max_length` tokens. Raises KVRoomError if memory is too small.
 
         `num_held` positions of other sequences can be freed.
         """
@@ -160,23 +160,23 @@ class TargetModel:
         return offloaded_cache(shape, max_length, self._kv_offload)
 
     def held_positions(self, num_unwritten: int | None) -> HeldPositions | None:
-        """Return the positions that a cache keeps for checkpoints `num_unwritten` behind; None: all."""
+        """Return the positions that a cache keeps, or None if all, for checkpoints `num_unwritten` positions behind."""
         if num_unwritten is None or self.is_offloaded or self.forwards.arena is not None:
             return None
         return self.cache_shape.held_positions(num_unwritten)
 
     @property
     def num_slots(self) -> int | None:
-        """Return how many sequences fit; None if their lengths decide."""
+        """Return how many sequences fit, or None if that depends on their lengths."""
         return self.forwards.arena.num_slots if self.forwards.arena else None
 
     @property
     def pool_size(self) -> PoolSize | None:
-        """Return the pool of pages; None if caches have memory of their own."""
+        """Return the size of the pool of pages, or None if each cache has its own memory."""
         return self.forwards.arena.pool_size if self.forwards.arena else None
 
     def num_state_positions(self) -> int:
-        """Return the number of positions of equal memory to recurrent states."""
+        """Return the number of positions that need as much memory as the recurrent states."""
         return -(-self.cache_shape.state_bytes() // self.cache_shape.bytes_per_position())
 
     def num_free_positions(self) -> int:
@@ -226,7 +226,7 @@ def check_model(target: TargetModel) -> None:
     """Raise ModelError if logits after some single tokens are not finite, or all equal."""
     step = max(1, target.vocab_size // NUM_PROBED_TOKENS)
     token_ids = range(0, target.vocab_size, step)
-    cache = target.new_cache(1)  # like jobs' caches, since a GPU's rows lie in its arena's slots
+    cache = target.new_cache(1)  # a cache like those of jobs, since on a GPU rows are in slots of the arena
     for token_id in token_ids:
         [outputs] = target.verify([tree_rows(cache, token_id, DraftTree())])
         logits = outputs.logits[0]

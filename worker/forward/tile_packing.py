@@ -23,7 +23,7 @@ from swiftbatch.worker.kv.full_cache import FullKVCache
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
 PLACES = np.arange(BLOCK)
-TAILS = np.tril(np.broadcast_to(PLACES, (BLOCK + 1, BLOCK)), -1)  # by length; unused places repeat the first
+TAILS = np.tril(np.broadcast_to(PLACES, (BLOCK + 1, BLOCK)), -1)  # tails by length; padding repeats the first entry
 
 
 @dataclass(slots=True)
@@ -86,10 +86,10 @@ def rows_of_trees(caches: Many[FullKVCache], root_ids: Many[int], trees: Many[Dr
 
 
 def tails(starts: Many[int], roots: Many[int], trees: Many[DraftTree]) -> tuple[np.ndarray, list[int]]:
-    """Return entries `[num_rows, BLOCK]` from each `start` to each row of a tree, and how many are real.
+    """Return entries `[num_rows, BLOCK]` from each `start` to each row of a tree, and their number without padding.
 
-    A tree's root is entry `root`, and its nodes follow. A row sees its ancestors; other places repeat `start`. Compiled
-    kernels raise ValueError for parents after their nodes, or too long paths.
+    A tree's root is entry `root`, and its nodes follow. A row sees its ancestors; padding repeats `start`. The compiled
+    kernels raise ValueError if a parent follows its node or a path is too long.
     """
     if (library := chosen_library()) is None:
         return tails_in_python(starts, roots, trees)
@@ -128,14 +128,14 @@ def tails_in_python(starts: Many[int], roots: Many[int], trees: Many[DraftTree])
 
 
 def row_ahead(cache: FullKVCache, token_id: int) -> SequenceRows:
-    """Return a token's row, with later rows' entries in its tail."""
+    """Return the row of one token, whose tail also has the entries of later rows."""
     root, start = cache.length, cache.length // BLOCK * BLOCK
     positions, tail = [cache.first_angle + root], start + PLACES[None]
     return SequenceRows(cache, [token_id], positions, root, start, tail, [root - start + 1])
 
 
 def chain_rows(cache: FullKVCache, token_ids: list[int]) -> SequenceRows:
-    """Return rows of known tokens, at most to the tile's end."""
+    """Return rows of known tokens, at most up to the end of the tile."""
     num_rows = min(len(token_ids), TILE_ROWS - cache.length % TILE_ROWS)
     return tree_rows(cache, token_ids[0], DraftTree.chain(token_ids[1:num_rows]))
 
@@ -176,13 +176,14 @@ class Tile:
 def needs_whole_tiles(device_type: str, dtype: torch.dtype, num_columns: int = FEWEST_COLUMNS) -> bool:
     """Return whether a row's bits in linear layers depend on the number of rows (measured).
 
-    On CPUs, bf16 layers of up to `TILE_ROWS` rows do not, if the narrowest has `FEWEST_COLUMNS` columns.
+    On CPUs, bf16 layers of up to `TILE_ROWS` rows do not depend on it if every layer has at least `FEWEST_COLUMNS`
+    columns.
     """
     return dtype == torch.float32 or device_type != "cpu" or num_columns < FEWEST_COLUMNS
 
 
 def pack_tiles(groups: list[SequenceRows], pad_rows: bool, tile_rows: int = TILE_ROWS) -> Iterator[Tile]:
-    """Fill tiles with all rows in order; `pad_rows` pads each to `tile_rows`, otherwise to `MIN_ROWS`."""
+    """Fill tiles with all rows in order. Tiles are padded to `tile_rows` if `pad_rows`, otherwise to `MIN_ROWS`."""
     parts: list[SequenceRows] = []
     num_rows = 0
     for group in groups:

@@ -22,16 +22,16 @@ from swiftbatch.worker.model.attention_needs import FULL, LayerNeeds, Span
 
 @dataclass(frozen=True)
 class Seen:
-    """Visible prefix, from `start` to the group's boundary, and tails gathered per row."""
+    """What rows see: the prefix from `start` to the group's boundary, and tails gathered per row."""
 
     start: int
     tail_mask: torch.Tensor  # [num_rows, 1, 1, BLOCK]
     prefix_mask: torch.Tensor | None = None  # [num_rows, boundary - start], if some row of the block sees less
-    is_blind: torch.Tensor | None = None  # [num_rows, 1, 1], rows that see nothing of the prefix
+    is_blind: torch.Tensor | None = None  # [num_rows, 1, 1], true for rows that see nothing of the prefix
     _laid_out: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def prefix_rows(self, group: int, padding: int) -> torch.Tensor | None:
-        """Return the mask for query heads as rows, `[1, 1, num_rows * group + padding, -]`."""
+        """Return the prefix mask with query heads as rows, `[1, 1, num_rows * group + padding, -]`."""
         if self.prefix_mask is None:
             return None
         if (group, padding) not in self._laid_out:
@@ -40,11 +40,11 @@ class Seen:
         return self._laid_out[group, padding]
 
     def prefix_of_each(self) -> Iterable[torch.Tensor | None]:
-        """Return `[boundary - start]` per row."""
+        """Yield each row's prefix mask, `[boundary - start]`."""
         return [None] * len(self.tail_mask) if self.prefix_mask is None else self.prefix_mask
 
     def without_blind(self, output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the prefix's attention without weight for blind rows."""
+        """Return the prefix's output and lse, with weight 0 for rows that see nothing of it."""
         if self.is_blind is None:
             return output, lse
         return output.masked_fill(self.is_blind[..., None], 0.0), lse.masked_fill(self.is_blind, float("-inf"))
@@ -74,7 +74,7 @@ def flash_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run torch's CPU kernel, `[batch, heads, rows, head_dim]`; return output and lse `[batch, heads, rows]`.
 
-    Torch splits a single head among threads, which changes bits, so it is doubled.
+    Torch splits a single head among threads, which changes bits, so a single head is computed twice.
     """
     batch, heads, *_ = query.shape
     if batch * heads == 1 and torch.get_num_threads() > 1:
@@ -87,7 +87,7 @@ def flash_attention(
 
 @functools.cache
 def attention_kernel(device_type: str, dtype: torch.dtype) -> KernelName:
-    """Return the kernel for such tensors, found by calling it once."""
+    """Return the kernel that works for tensors of this dtype, found by trying it once."""
     if device_type != "cpu":
         return "attention by definition"
     try:
@@ -102,18 +102,18 @@ def attention_kernel(device_type: str, dtype: torch.dtype) -> KernelName:
 
 
 def query_row_quantum(device_type: str, dtype: torch.dtype, group: int) -> int:
-    """Return the multiple of query rows at which the kernel treats all rows alike."""
+    """Return a number; if query rows are a multiple of it, the kernel computes all rows alike."""
     has_amx = device_type == "cpu" and torch.cpu._is_amx_tile_supported()
-    packs_keys = has_amx and dtype == torch.bfloat16  # bits of logarithms differ if rows are many
+    packs_keys = has_amx and dtype == torch.bfloat16  # with many rows, logarithms have other bits
     if packs_keys or attention_kernel(device_type, dtype) == "attention by definition":
         return TILE_ROWS * group  # matrix products choose their order by the number of rows
-    return 16 if has_amx else 4  # the AMX path needs more than AVX-512
+    return 16 if has_amx else 4  # torch's path with AMX needs a larger multiple than that with AVX-512
 
 
 def tail_row_quantum(group: int) -> int:
-    """Return the multiple of query rows at which rows are equal on all threads (measured).
+    """Return a number; if query rows are a multiple of it, rows have equal bits on all threads (measured).
 
-    Bits of a product of few rows depend on its buffer's alignment.
+    Otherwise, the bits of a matrix product of few rows depend on the alignment of its buffer.
     """
     if torch.get_num_threads() == 1:
         return 1
@@ -128,7 +128,7 @@ ATTENTION_NAME = "swiftbatch_row_groups"
 
 @dataclass(frozen=True)
 class Asked:
-    """A layer's parameters of attention."""
+    """The attention parameters that a layer asks for."""
 
     scaling: float
     softcap: float | None = None  # scores become softcap * tanh(score / softcap) (Gemma 2)
@@ -157,7 +157,7 @@ class BatchInvariantRows:
     tail_entries: torch.Tensor  # [num_rows, BLOCK] int64
     spans: Sequence[Span]
     attends: Sequence[Attend]
-    seen: dict[Span, Seen]  # has the spans of layers that attend in torch
+    seen: dict[Span, Seen]  # for the spans of all layers that attend in torch
 
     @classmethod
     def prepare(
@@ -234,7 +234,7 @@ def attend_in_groups(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     num_kv_heads, value_dim = key.shape[1], value.shape[3]
     head_dim = max(key.shape[3], value_dim)
-    if key.shape[3] != value_dim:  # the cache stores equal widths
+    if key.shape[3] != value_dim:  # the cache stores keys and values of equal width
         query, key, value = (pad(each, (0, head_dim - each.shape[3])) for each in (query, key, value))
     sinks = None if s_aux is None else s_aux.float().view(num_kv_heads, -1)
     asked = Asked(scaling, softcap, sinks)
@@ -299,7 +299,7 @@ def _row_by_row(
     asked: Asked,
     masks: Iterable[torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend row by row where no kernel can."""
+    """Attend row by row, for cases that no kernel supports."""
     parts = [
         attention_by_definition(row, its_keys, its_values, asked.scaling, mask, asked.softcap)
         for row, its_keys, its_values, mask in zip(query, keys, values, masks, strict=True)
@@ -353,7 +353,7 @@ def _share(first_lse: torch.Tensor, second_lse: torch.Tensor) -> torch.Tensor:
 
 
 def _on_whole_tiles(function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
-    """Apply a function to `TILE_ROWS` rows: exponentials have other bits in a loop's scalar rest."""
+    """Apply a function to `TILE_ROWS` rows: exponentials have other bits in a loop's scalar remainder."""
     num_rows = len(rows[0])
     padded = [pad(each, (0, 0) * (each.ndim - 1) + (0, TILE_ROWS - num_rows)).contiguous() for each in rows]
     return function(*padded)[:num_rows]
@@ -362,7 +362,7 @@ def _on_whole_tiles(function: Callable[..., torch.Tensor], *rows: torch.Tensor) 
 AttentionInterface.register(ATTENTION_NAME, attend_in_groups)
 
 
-# Layers of `transformers` models that attend in our kernels: on a CPU, all but those with chunks.
+# Layers of `transformers` models that attend in our kernels: on a CPU, all except those with chunked attention.
 
 
 def attends_of(layers: Sequence[LayerNeeds], dtype: torch.dtype, variant: str | None) -> list[Attend]:
@@ -381,7 +381,7 @@ def attention_numerics(attends: Sequence[Attend], device_type: str, dtype: torch
 
 
 def attend_in_kernels(team: Team) -> Attend:
-    """Return attention for layers that see all or a window, exact by construction."""
+    """Return attention for layers with full or windowed attention, row-exact by construction."""
 
     def attend(
         rows: BatchInvariantRows, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Asked

@@ -44,7 +44,7 @@ from swiftbatch.worker.model.model_files import ModelFiles
 from swiftbatch.worker.sampling.batch_sampler import BatchSampler, create_batch_sampler
 from swiftbatch.worker.sampling.draft_tree import DraftTree
 
-LONGEST_TEXT = 2**21  # masks are checked up to here, beyond any job
+LONGEST_TEXT = 2**21  # masks are checked up to this length, which no job reaches
 
 
 class TransformersForwards:
@@ -59,7 +59,7 @@ class TransformersForwards:
     def __init__(
         self, model: Any, files: ModelFiles, variant: str | None = None, kv_dtype: KVDtype | None = None
     ) -> None:
-        """Raise ModelError for unknown kinds of attention."""
+        """Raise ModelError for unsupported attention."""
         layers = observe_layers(model, files.name, min(files.max_positions, LONGEST_TEXT))
         model.set_attn_implementation(ATTENTION_NAME)
         recurrent = take_over_recurrent_layers(model, variant)
@@ -70,7 +70,7 @@ class TransformersForwards:
         self.vocab_size: int = model.config.vocab_size
         self.hidden_size: int = model.config.hidden_size
         self.eos_token_ids = _eos_token_ids(model)
-        head_dim = max(layers[0].key_dim, layers[0].value_dim)  # the smaller ones are padded with zeros
+        head_dim = max(layers[0].key_dim, layers[0].value_dim)  # smaller heads are padded with zeros
         sizes = (len(layers), layers[0].num_kv_heads, head_dim)
         self.cache_shape = CacheShape(*sizes, self.dtype, self.device, recurrent, kv_dtype=kv_dtype)
         self.spans = [needs.span for needs in layers]
@@ -98,7 +98,7 @@ class TransformersForwards:
         return with_kv(computed, self.cache_shape.kv_dtype)
 
     def _states_numerics(self) -> str:
-        """Return what computes recurrent states; all our instruction sets have the same bits."""
+        """Return the name of what computes recurrent states. All our instruction sets give the same bits."""
         if (shape := self.cache_shape.recurrent) is None:
             return ""
         if self._variant is None or not runs_in_kernels(shape):
@@ -159,7 +159,7 @@ class TransformersForwards:
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:
-    """Return the model's end tokens, not its class's defaults."""
+    """Return the tokens that end a text, without defaults of the model's class."""
     eos = model.generation_config.eos_token_id
     return frozenset([eos] if isinstance(eos, int) else eos or [])
 

@@ -25,7 +25,7 @@ from swiftbatch.worker.model.causal_lm import decoder_of
 
 @dataclass(frozen=True)
 class Projected:
-    """Numbers that a layer computes per row."""
+    """What a recurrent layer computes per row before its state."""
 
     inputs: Tensor  # [num_rows, num_channels] of the convolution
     gates: Tensor  # [num_rows, ...] of the output
@@ -42,13 +42,13 @@ class RecurrentParts(Protocol):
         """Return the sizes of a model with `num_layers` such layers."""
 
     def project(self, hidden: Tensor) -> Projected:
-        """Compute what comes before the state, from `[num_rows, hidden]`."""
+        """Compute everything that precedes the state, from `[num_rows, hidden]`."""
 
     def mix(self, walk: StateWalk, projected: Projected) -> Tensor:
         """Return what rows of one sequence read from states along their paths, `[num_rows, ...]`."""
 
     def output(self, mixed: Tensor, gates: Tensor) -> Tensor:
-        """Compute what comes after the state, `[num_rows, hidden]`."""
+        """Compute everything that follows the state, `[num_rows, hidden]`."""
 
 
 class StateWalk:
@@ -57,7 +57,7 @@ class StateWalk:
     def __init__(
         self, layer: RecurrentLayer, paths: list[list[int]], root: int, first: int, team: Team | None = None
     ) -> None:
-        """`root` is the step after the committed ones, `first` the first row's."""
+        """`root` is the first step after the committed steps, and `first` is the step of the first row."""
         self._layer, self._paths, self._root, self._first, self._team = layer, paths, root, first, team
 
     def take(self, steps: Steps) -> Tensor:
@@ -69,7 +69,7 @@ class StateWalk:
         return found
 
     def _beginnings(self) -> tuple[list[Tensor], list[int]]:
-        """Return start states, and each row's one (`-1 - number`) or earlier row."""
+        """Return start states, and what each row follows: a start state (`-1 - index`) or an earlier row."""
         states, parents = [self._layer.state], []
         for path in self._paths:
             open_steps = [step for step in path[:-1] if step >= self._root]
@@ -89,7 +89,7 @@ class StateWalk:
             before = own[parent] if parent >= 0 else states[-1 - parent]
             state = before * steps.decays[row][:, :, None]
             keys, update = self._layer.heads_of(steps.keys[row])[:, :, None], steps.values[row]
-            if steps.betas is not None:  # the delta rule: a share of the value that the state lacks
+            if steps.betas is not None:  # delta rule: the update is a share of the difference between value and state
                 update = (update - (state * keys).sum(dim=1)) * steps.betas[row][:, None]
             own.append(state + keys * update[:, None])
             updates.append(update)
@@ -127,8 +127,8 @@ def in_whole_tiles(function: Any, *rows: Tensor) -> tuple[Tensor, ...]:
 # Recurrent layers of `transformers` models: delta nets, Mamba-2, short convolutions.
 
 
-EPSILON = 1e-6  # stabilises queries' and keys' norms
-STEEP = 20.0  # above it, log(1 + e^x) is x
+EPSILON = 1e-6  # added to the squared lengths by which queries and keys are divided
+STEEP = 20.0  # above this, log(1 + e^x) rounds to x
 
 
 class DeltaNet:
@@ -143,7 +143,7 @@ class DeltaNet:
     def project(self, hidden: Tensor) -> Projected:
         """Return betas and decays as factors.
 
-        Products with fewer than 16 columns sum few rows in another order.
+        With few rows, torch sums matrix products of fewer than 16 columns in another order.
         """
         net = self._net
         if hasattr(net, "in_proj_qkv"):
@@ -307,7 +307,10 @@ RECURRENT_LAYERS: dict[str, Callable[[Any], RecurrentParts]] = {
 
 
 def take_over_recurrent_layers(model: Any, variant: str | None = None) -> RecurrentShape | None:
-    """Let a model's recurrent layers run rows of caches; None without any."""
+    """Make a model's recurrent layers run rows of several caches.
+
+    Returns their sizes, or None if the model has none.
+    """
     _number_caches(model)
     nets = list(recurrent_layers(model).values())
     if not nets:
@@ -321,7 +324,7 @@ def take_over_recurrent_layers(model: Any, variant: str | None = None) -> Recurr
 
 
 def _number_caches(model: Any) -> None:
-    """Number the caches of attending layers alone."""
+    """Number caches so that only attention layers count."""
     layers = getattr(decoder_of(model), "layers", ())
     attending = [part for layer in layers if (part := attention_of(layer)) is not None]
     for number, attention in enumerate(attending):

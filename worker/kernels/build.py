@@ -41,7 +41,7 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 
 def find_compiler() -> list[str] | None:
-    """Return `$CC`, the compiler of the package `ziglang`, or the machine's own; None without any."""
+    """Return `$CC`, `ziglang`'s compiler, or the machine's own compiler, or None if there is no compiler."""
     if command := os.environ.get("CC"):
         return shlex.split(command)
     if (package := importlib.util.find_spec("ziglang")) and package.submodule_search_locations:
@@ -52,7 +52,7 @@ def find_compiler() -> list[str] | None:
 def compile_library(
     variant: str, path: Path, compiler: list[str], extra_flags: Sequence[str] = (), cache: str | None = None
 ) -> None:
-    """Compile one variant into the file `path`, which is replaced as a whole. Raises BuildError."""
+    """Compile one variant into the file `path`, replacing an existing file atomically. Raises BuildError."""
     digest = source_digest()
     environment = os.environ | ({"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache} if cache else {})
     path.parent.mkdir(exist_ok=True)
@@ -72,7 +72,10 @@ def compile_library(
 
 
 def _put(made: Path, path: Path, digest_of_source: str) -> None:
-    """Rename a library to its place; the mark fits the old and the new one meanwhile."""
+    """Rename a new library to its final path.
+
+    Meanwhile the mark holds the digests of both the old and the new library.
+    """
     digest = _digest(made)
     if path.exists():
         _write_mark(made, path, f"{digest_of_source} {_digest(path)} {digest}")
@@ -101,14 +104,14 @@ def library_path(variant: str) -> Path:
 
 
 def source_digest() -> str:
-    """Return the SHA-256 of all that decides the libraries except the compiler: source, this file, machine."""
+    """Return a SHA-256 of what determines the libraries, except the compiler: sources, this file, machine type."""
     kind = f"{sys.platform} {platform.machine()}".encode()
     files = [path.name.encode() + path.read_bytes() for path in (*sorted(SOURCE.glob("*.[ch]")), Path(__file__))]
     return hashlib.sha256(b"\0".join([kind, *files])).hexdigest()
 
 
 def stale_variants() -> list[str]:
-    """Return the variants without a library of this source."""
+    """Return the variants whose library is missing or was compiled from another source."""
     digest = source_digest()
     paths = {name: library_path(name) for name in variants()}
     return [
@@ -135,13 +138,13 @@ def compile_all(names: Iterable[str] | None = None) -> list[str]:
 
 
 def is_whole(library: Path) -> bool:
-    """Return whether a library's file is as compiled."""
-    # twice, because another library may replace it between the two reads
+    """Return whether a library's file is unchanged since its compilation."""
+    # checked twice, because another library may replace the file between the two reads
     return any(_fits_mark(library) for _ in range(2))
 
 
 def is_of_this_source(library: Path) -> bool:
-    """Return whether a library was compiled from this source; others may take other arguments."""
+    """Return whether a library was compiled from this source; functions of other libraries may take other arguments."""
     try:
         return _mark(library).read_text(encoding="ascii").partition(" ")[0] == source_digest()
     except (OSError, UnicodeDecodeError):
@@ -168,7 +171,7 @@ def _digest(file: Path) -> str:
 
 
 def _zig_target() -> list[str]:
-    """Return flags for any processor of this kind, not just the machine's own."""
+    """Return flags that compile for any processor of this architecture, not only for the machine's own."""
     system = {"linux": "linux-gnu.2.28", "darwin": "macos"}.get(sys.platform)
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     return ["-target", f"{machine}-{system}"] if system else []

@@ -16,7 +16,7 @@ from swiftbatch.worker.kernels.instruction_sets import chosen_variant, load_libr
 
 FAST_VARIANTS = ("avx512-bf16",)  # with AMX, torch multiplies tiles itself
 HEAD_DIM = SIDE = 64  # as in source/causal_blocks.h
-MOST_THREADS = 16  # each has memory for all queries' gradients, and one sequence has no more units of work
+MOST_THREADS = 16  # each thread has a buffer of all queries' gradients, and a sequence has at most 16 units of work
 FUNCTIONS = ("causal_forward", "causal_backward")
 
 
@@ -47,8 +47,9 @@ def causal_attention(
 ) -> Tensor:
     """Attend with `query [batch, num_heads, length, head_dim]` to the same and earlier positions.
 
-    `key` and `value` are `[batch, num_kv_heads, length, head_dim]`. `before` has earlier ones in blocks of 64
-    positions, without gradients. Threads do not change bits. Raises ValueError for other shapes.
+    `key` and `value` are `[batch, num_kv_heads, length, head_dim]`. `before` has the keys and values of earlier
+    positions, in blocks of 64 and without gradients. The number of threads does not change the bits of the result.
+    Raises ValueError for other shapes.
     """
     _check(query, key, value, before)
     if is_fast(query):
@@ -70,7 +71,7 @@ def _lower_right(num_queries: int, num_keys: int) -> Any:
 
 
 def is_fast(query: Tensor) -> bool:
-    """Raise KernelError as `chosen_variant` does."""
+    """Return whether the compiled kernels support `query`. Raises KernelError as `chosen_variant` does."""
     is_known = query.dtype == torch.bfloat16 and query.shape[3] == HEAD_DIM and query.device.type == "cpu"
     return is_known and query.numel() > 0 and chosen_variant() in FAST_VARIANTS
 
@@ -102,7 +103,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _run(function: str, scaling: float, softmax: Tensor, **heads: Tensor) -> None:
-    """Call the kernels with the fields of `causal_call`, and hold what late helper threads may read."""
+    """Call the kernels with the fields of `causal_call`, and keep all tensors that helper threads may still read."""
     query, key = heads["query"], heads["key"]
     batch_size, num_heads, length, _ = query.shape
     call = CCausalCall(
@@ -151,7 +152,7 @@ def _side_by_side(heads: Tensor) -> Tensor:
 
 
 def _empty_like(heads: Tensor) -> Tensor:
-    """Allocate `[batch, heads, length, head_dim]` with a position's heads contiguous."""
+    """Allocate `[batch, heads, length, head_dim]` so that all heads of a position are contiguous."""
     batch_size, num_heads, length, head_dim = heads.shape
     return heads.new_empty(batch_size, length, num_heads, head_dim).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""Computing threads, and the memory that they may still read."""
+"""Compute threads, and the memory that they may still read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _teams_lock = threading.Lock()
 
 
 def shared_team(library: ctypes.CDLL, num_threads: int) -> Team:
-    """Return the library's only team of this size, since two would compete for cores."""
+    """Return the library's only team of this size; two teams would compete for cores."""
     with _teams_lock:
         team = _teams.get((library._name, num_threads))
         if team is None:

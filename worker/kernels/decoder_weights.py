@@ -1,4 +1,4 @@
-"""Decoder's weights by role, with experts, taken from a loaded `transformers` model."""
+"""Weights of a decoder by role, including experts, taken from a loaded `transformers` model."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class MayBeLatent:
 
 @dataclass(frozen=True)
 class ExpertWeights(MayBeLatent):
-    """Experts of a layer, of which each row uses a few.
+    """Experts of a layer; each row uses only a few of them.
 
-    `router`, `choice_bias [num_experts]` and `shared_gate [1, hidden]` are float32 in every dtype, so choices are equal
-    in all builds. `gate_limit` clamps gates and ups (which then get 1 added), `gate_slope` multiplies the gate's
-    sigmoid argument. `latent` are the products before and after all experts.
+    `router`, `choice_bias [num_experts]` and `shared_gate [1, hidden]` are float32 in every dtype, so that all builds
+    choose the same experts. `gate_limit` clamps gates and ups (which then get 1 added), `gate_slope` multiplies the
+    gate's sigmoid argument. `latent` are the linear layers before and after all experts.
     """
 
     routing: Routing
@@ -101,7 +101,7 @@ def float_shapes(experts: ExpertWeights, hidden: int) -> Iterator[tuple[str, Ten
 
 
 DENSE_CLASSES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-TYPED_CLASSES = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # their configs have layer types
+TYPED_CLASSES = {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}  # their configs give the type of each layer
 STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}  # their angles depend on the position alone
 
 
@@ -171,16 +171,17 @@ class DecoderSizes:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. Norms are `[hidden]`, twice as wide with biases, before or after attention and products.
+    """One layer.
 
-    Norms of queries and keys are `[head_dim]` or as wide as all heads. `curve [4] float32` is XIELU's: factors of
-    squares, exponentials and the number itself, and the bound below 0 at which exponentials change. With `experts`, the
-    layer's own products are the shared part. `sinks [num_heads] float32` are scores without values. A `mixer` replaces
-    attention or is beside it.
+    Norms are `[hidden]`, or twice as wide if they have biases, and precede or follow attention and the MLP. Norms of
+    queries and keys are `[head_dim]` or as wide as all heads. `curve [4] float32` is XIELU's: the factors of the
+    quadratic, the exponential and the linear term, and the upper bound, below 0, of the exponential's argument. With
+    `experts`, the layer's own MLP is the shared expert. `sinks [num_heads] float32` are attention scores without
+    values. A `mixer` replaces attention or runs beside it.
 
-    In latent attention `key` makes the latent vector and the rotary part of keys, and `query` follows `query_down`, if
-    there is one. `key_up [num_heads * rank, nope_dim]` maps a head's query to the latent vector, `value_up [num_heads *
-    value_dim, rank]` the vector to a head's values.
+    In latent attention, `key` computes the latent vector and the rotary part of keys, and `query` follows `query_down`
+    if the model has it. `key_up [num_heads * rank, nope_dim]` maps a head's query to the latent vector, `value_up
+    [num_heads * value_dim, rank]` maps the latent vector to a head's values.
     """
 
     query: AnyLinear | None
@@ -230,7 +231,10 @@ class DecoderWeights:
 
 
 def other_rotary(layers: Iterable[Any]) -> Rotary | None:
-    """Return the rotation of layers that differ from the model's. Raises ValueError for several."""
+    """Return the rotation of layers whose rotation is not the model's.
+
+    Raises ValueError if these layers have several.
+    """
     found = {id(layer.rotary): layer.rotary for layer in layers if layer.rotary is not None}
     if len(found) > 1:
         raise ValueError(f"found layers with {len(found)} rotations of their own, expected one at most")
@@ -280,7 +284,7 @@ def decoder_weights(model: Any) -> DecoderWeights | None:
 
 
 def _windows(model: Any) -> list[int | None] | None:
-    """Return each layer's window; None if this class ignores some of the config."""
+    """Return each layer's window, or None if the model's class ignores a part of the config."""
     config, name = model.config, type(model).__name__
     size: int | None = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or []
@@ -299,10 +303,10 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _rotary(config: Any, module: Any, head_dim: int) -> Rotary:
-    """Return angles, recomputed if possible because powers depend on the processor."""
+    """Return the rotary angles, recomputed where possible because results of `pow` differ between processors."""
     try:
         return rotary_of(config.rope_parameters, head_dim)
-    except (KeyError, TypeError, ValueError):  # a rotary type, or numbers, that only `transformers` supports
+    except (KeyError, TypeError, ValueError):  # a rotary type or parameters that only `transformers` supports
         return Rotary(module.inv_freq.float().numpy(), module.attention_scaling)
 
 

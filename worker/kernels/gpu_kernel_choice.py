@@ -1,4 +1,4 @@
-"""Choice of a run's GPU kernels and cache dtypes, and its refusals, without heavy imports."""
+"""Choice of a run's GPU kernels and cache dtypes, and errors for unsupported choices, without heavy imports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_FLASH_DIM = 256
 
 @dataclass(frozen=True)
 class CudaKernels:
-    """A run's choice of kernels; catalogues are `ATTENTION_KERNELS` and `LINEAR_KERNELS`."""
+    """A run's choice of kernels; `ATTENTION_KERNELS` and `LINEAR_KERNELS` list the possible kernels."""
 
     attention: AttentionName = "triton"  # attends to prefixes
     linear: LinearName = "cublas"  # multiplies weights that are not packed
@@ -24,13 +24,13 @@ class CudaKernels:
 
     @property
     def words(self) -> str:
-        """Return the name of verdicts, with versions of libraries."""
+        """Return the kernels' name in `doctor`'s verdicts, with the versions of libraries."""
         attention = f"flash {flash_version() or 'absent'}" if self.attention == "flash" else self.attention
         return f"{attention} prefixes, {self.linear} products, triton {triton_version()}{self.rows_suffix}"
 
     @property
     def rows_suffix(self) -> str:
-        """Return the end of a numerics name, empty for the fewest rows."""
+        """Return the suffix of a numerics name, which is empty for the smallest `num_rows`."""
         return "" if self.num_rows == NUM_ROWS else f", {self.num_rows} rows"
 
     @property
@@ -39,11 +39,11 @@ class CudaKernels:
         return " ".join(f"--{name} {value}" for name, value in named.items() if value != getattr(CudaKernels, name))
 
     def for_weights(self, is_packed: bool) -> CudaKernels:
-        """Return the kernels that run; cuBLAS reads no packed weights."""
+        """Return the kernels that actually run, because cuBLAS cannot read packed weights."""
         return replace(self, linear="triton") if is_packed else self
 
     def refuse_unused(self, why: str) -> None:
-        """Raise ModelError for chosen kernels that nothing here runs; `why` says what does."""
+        """Raise ModelError if kernels were chosen but none of them would run; `why` says what runs instead."""
         if self.options:
             raise ModelError(f"{self.options}: a choice of kernels on a GPU, but {why}; leave it away")
 
@@ -52,7 +52,7 @@ class CudaKernels:
             raise ModelError(f"--rows {self.num_rows}: a choice of kernels on a GPU, but {why}; leave it away")
 
     def refuse_unfit(self, dtype: str, head_dim: int | None = None) -> None:
-        """Raise ModelError if flash-attn was chosen but does not support `dtype` (as `bfloat16`) or heads."""
+        """Raise ModelError if flash-attn was chosen but does not support `dtype` (such as "bfloat16") or `head_dim`."""
         if self.attention != "flash":
             return
         if dtype != "bfloat16":
@@ -76,12 +76,12 @@ DEFAULT_KERNELS = CudaKernels()
 
 
 def flash_version() -> str | None:
-    """Return the installed flash-attn's version, as `2.8.3`; None without it."""
+    """Return the installed flash-attn's version, such as "2.8.3", or None if it is not installed."""
     return _version(FLASH_PACKAGE)
 
 
 def triton_version() -> str:
-    """Return Triton's version; others may sum in another order."""
+    """Return Triton's version, because other versions may sum in another order."""
     return _version("triton") or "absent"
 
 

@@ -26,7 +26,7 @@ CPU_FLAGS = {  # required flags of /proc/cpuinfo
     "portable": set(),
 }
 NEEDED_BY = {"amx-bf16": "avx512", "avx512-bf16": "avx512", "avx512": "avx2"}
-ASKING = ("amx-bf16",)  # the system must permit these
+ASKING = ("amx-bf16",)  # a process must ask the system for permission to use these
 OVERRIDE = "SWIFTBATCH_ISA"
 NO_KERNELS = "torch"  # means running without kernels
 NUMERICS_VERSION = 1  # must rise with every change of bits
@@ -75,7 +75,7 @@ class KernelError(UserError):
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """Return this processor's flags; empty if unknown."""
+    """Return this processor's flags, or an empty set if the system does not list them."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -98,12 +98,12 @@ def runnable_variants() -> list[str]:
 
 @functools.cache
 def _compiled_variants(folder: Path) -> tuple[str, ...]:
-    """Return the variants with a library at the process's first call."""
+    """Return the variants that had a library at this process's first call."""
     return tuple(name for name in variants() if (folder / library_path(name).name).exists())
 
 
 def chosen_variant() -> str | None:
-    """Return the instruction set in use: `$SWIFTBATCH_ISA` or the fastest; None without kernels.
+    """Return the instruction set in use: `$SWIFTBATCH_ISA` or the fastest, or None to run without kernels.
 
     Raises KernelError for a name that cannot run here.
     """
@@ -127,18 +127,27 @@ def why_none() -> str:
 
 
 def numerics_of(variant: str, dtype: str) -> str:
-    """Return all that decides the bits of a variant's forwards; processor, threads and rows do not."""
+    """Return a name of everything that determines the bits of a variant's forwards.
+
+    Processor, threads and rows do not.
+    """
     return f"{kernel_numerics(variant, dtype)}, {dtype}"
 
 
 def kernel_numerics(variant: str, dtype: str) -> str:
-    """Return the name of a variant's bits, equal for all variants in float32."""
+    """Return the name of a variant's numerics.
+
+    In float32 all variants have the same name, since their bits are equal.
+    """
     is_bf16 = dtype == "bfloat16" and variant.endswith("bf16")
     return f"native {variant if is_bf16 else 'f32'} {NUMERICS_VERSION}"
 
 
 def chosen_numerics(device_type: str, dtype: str, kernels: CudaKernels, kv_dtype: KVDtype | None = None) -> str:
-    """Return the numerics of models that the kernels support, or "". Raises KernelError as `chosen_variant` does."""
+    """Return the name of the numerics for models that the kernels support, or "" without kernels.
+
+    Raises KernelError as `chosen_variant` does.
+    """
     if device_type == "cuda":
         return with_kv(kernels.words, kv_dtype)
     variant = chosen_variant() if device_type == "cpu" else None
@@ -152,7 +161,7 @@ def _is_allowed(variant: str) -> bool:
 
 @functools.cache
 def load_library(variant: str) -> ctypes.CDLL:
-    """Raise KernelError if the library does not load, or the system refuses it."""
+    """Load a variant's library. Raises KernelError if it does not load or the system refuses its instructions."""
     library = open_library(library_path(variant))
     if not library.kernels_usable():
         raise KernelError(f"kernels for {variant}: this system does not let a process use them")
@@ -161,14 +170,14 @@ def load_library(variant: str) -> ctypes.CDLL:
 
 @functools.cache
 def chosen_library() -> ctypes.CDLL | None:
-    """Return the library in use; None without kernels."""
+    """Return the library in use, or None to run without kernels."""
     variant = chosen_variant()
     return None if variant is None else load_library(variant)
 
 
 def open_library(path: Path) -> ctypes.CDLL:
     """Open a library with the types of its functions. Raises KernelError."""
-    if not is_whole(path):  # loading a damaged one would crash the process
+    if not is_whole(path):  # loading a damaged library would crash the process
         raise KernelError(f"kernels do not load: {path} is not as it was compiled; install swiftbatch anew")
     if not is_of_this_source(path):  # other arguments would crash the process
         raise KernelError(f"kernels do not load: {path} was compiled of another source; install swiftbatch anew")

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-BLOCK = 64  # attention has a boundary every so many positions
-TILE_ROWS = 32  # forwards in `transformers`' layers and the C kernels' panels have so many rows
+BLOCK = 64  # the prefix that rows share ends at a multiple of this many positions
+TILE_ROWS = 32  # rows of a forward in `transformers`' layers, and of a panel of the C kernels
 MIN_ROWS = 2  # a single row may take another kernel (matrix times vector), with other bits
 FEWEST_COLUMNS = 64  # with fewer columns, bits of torch's bf16 products depend on the batch (measured)
-NUM_ROWS = 64  # forwards on a GPU are padded to it by default
+NUM_ROWS = 64  # rows to which a forward on a GPU is padded by default
 ROW_CHOICES = (NUM_ROWS, 128, 256)  # whole tiles of every kernel
-LEAST_BLOCK_ROWS = 32  # rows of a forward per least block of a split
+LEAST_BLOCK_ROWS = 32  # beyond NUM_ROWS, a split has at least one block per this many rows of a forward
 MOST_SLOTS = 32  # up to here twice the jobs give a fifth more tokens (docs/speed.md), but each job takes longer
-RING_LAYERS = 2  # the GPU uses one layer and copies the other
-LANES = 16  # the kernels multiply so many numbers at once, so it divides all widths
-BLOCK_DEPTH = 128  # a GPU's products take so many numbers along the depth per step
+RING_LAYERS = 2  # the GPU computes with one layer while it copies the other
+LANES = 16  # numbers that the kernels multiply at once, so all widths are multiples of it
+BLOCK_DEPTH = 128  # numbers along the depth that a GPU's matrix products read per step
 KV_SCALE_BYTES = 4  # a scale follows the codes of an 8-bit key or value
-CUDA_SCALE_BYTES = 16  # padding aligns a GPU's rows to 16 bytes
+CUDA_SCALE_BYTES = 16  # the scale and its padding, which aligns a GPU's rows to 16 bytes
 HEAD_DIMS = range(64, 257, LANES)
-MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # numbers of a latent vector; heads that share one
+MOST_LATENT, MOST_LATENT_HEADS = 16384, 1024  # largest size of a latent vector, and most heads that share it
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class MLASizes:
     """Sizes of attention whose cache has a latent vector per position, followed by the rotary part of the keys."""
 
     rank: int
-    query_rank: int  # 0: queries have no vector of their own
-    nope_dim: int  # numbers of a head's query and keys that are not rotated
+    query_rank: int  # 0: queries have no latent vector of their own
+    nope_dim: int  # dimensions of a head's queries and keys that are not rotated
     rope_dim: int
     value_dim: int
 
     @property
     def entry_dim(self) -> int:
-        """Return the numbers per cached position and layer."""
+        """Return the size of a cache entry: the numbers per position and layer."""
         return self.rank + self.rope_dim
 
     @property
@@ -42,17 +42,17 @@ class MLASizes:
 
 
 def most_slots(num_rows: int) -> int:
-    """Return the most jobs at a time on a GPU."""
+    """Return the largest number of jobs that a GPU runs at the same time."""
     return MOST_SLOTS if num_rows == NUM_ROWS else num_rows
 
 
 def least_blocks(num_rows: int) -> int:
-    """Return the least blocks per split: with many jobs, splits of one block cost more than they save."""
+    """Return the minimum of blocks per split; with many jobs, splits of one block cost more than they save."""
     return 1 if num_rows == NUM_ROWS else num_rows // LEAST_BLOCK_ROWS
 
 
 def fills_blocks(group: int, depth: int) -> bool:
-    """Return whether groups of packed weights fit the blocks of the depth in a GPU's products."""
+    """Return whether groups of packed weights are aligned with the depth blocks of a GPU's matrix products."""
     return group == depth or BLOCK_DEPTH % group == 0 or group % BLOCK_DEPTH == 0
 
 
@@ -67,7 +67,7 @@ def sizes_fault(
     vocab: int,
     latent: MLASizes | None = None,
 ) -> str | None:
-    """Return which size of a dense decoder the kernels do not support; None if all fit."""
+    """Return which size of a dense decoder the kernels do not support, or None if they support all."""
     if latent is not None and (fault := _latent_fault(latent, num_heads, num_kv_heads, head_dim)):
         return fault
     if latent is None and head_dim not in HEAD_DIMS:

@@ -1,7 +1,7 @@
 """Keys and values in 8 bits, as in kv_codes.h.
 
-A row has a code per dimension, then a float32 scale: its largest magnitude over the largest code's number. Numbers are
-code times scale, rounded once to the run's dtype.
+A row has a code per dimension, then a float32 scale: the largest magnitude of the row divided by the largest number
+that a code can represent. A decoded number is code times scale, rounded once to the run's dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KV_CODES = {torch.int8: 1, torch.uint8: 2}  # `kv_code` of source/api.h; 0 means
 
 
 def cuda_row_width(kept: torch.dtype, numbers: torch.dtype, head_dim: int) -> int | None:
-    """Return the width of a GPU's row for `head_dim` numbers; None for an unsupported dtype."""
+    """Return the width of a GPU's row for `head_dim` numbers, or None for an unsupported dtype."""
     if kept == numbers:
         return head_dim
     is_aligned = head_dim % CUDA_SCALE_BYTES == 0

@@ -1,4 +1,4 @@
-"""Specs in which layers differ: norm, activation, routing, window, recurrent sizes; without heavy imports."""
+"""Properties in which layers differ: norm, activation, routing, window, recurrent sizes; without heavy imports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class NormForm(IntEnum):
-    """Weights and roundings of a norm, `norm_form` of source/api.h; in float32 the first two are equal."""
+    """How a norm applies and rounds its weights: `norm_form` of source/api.h. In float32 the first two are equal."""
 
     TWICE = 0  # rounded before and after the weight, as in Llama
     ONCE = 1  # rounded only after the weight
@@ -31,7 +31,7 @@ class Activation(IntEnum):
     SILU = 0
     GELU_TANH = 1  # GELU approximated by tanh
     RELU2 = 2  # the square of positive numbers
-    XIELU = 3  # has four numbers per layer, its curve
+    XIELU = 3  # has four parameters per layer, its curve
 
 
 MOST_EXPERTS = 1024  # as in source/api.h
@@ -50,9 +50,10 @@ class Score(IntEnum):
 
 @dataclass(frozen=True)
 class Routing:
-    """Experts of a layer, and each row's choice: the best scores, ties to the lower number.
+    """Experts of a layer, and each row's choice: the best scores, ties go to the expert with the lower index.
 
-    With several groups, only those with the best sum of `num_best_of_group` scores count. Raises ValueError.
+    With several groups, only experts of the best groups can be chosen. A group's score is the sum of its
+    `num_best_of_group` best scores. Raises ValueError.
     """
 
     num_experts: int
@@ -83,7 +84,7 @@ class Routing:
 class AttentionView:
     """Keys that a layer's rows see, and changes of their scores."""
 
-    window: int | None = None  # a row sees so many positions, with its own
+    window: int | None = None  # number of positions that a row sees, including its own
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # [num_heads] scores without values
 
@@ -149,7 +150,7 @@ class RecurrentSizes:
 
     @property
     def width(self) -> int:
-        """Return the numbers of a row before the last product."""
+        """Return the width of a row before the output projection."""
         return self.num_heads * self.value_dim if self.num_heads else self.num_channels
 
     def columns(self) -> dict[str, int]:
@@ -159,13 +160,13 @@ class RecurrentSizes:
         return {"inputs": self.num_channels, "gates": self.width, **betas, "steps": self.num_heads}
 
     def float_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of numbers that are float32 in every dtype, by role."""
+        """Return the shapes, by role, of the parameters that are float32 in every dtype."""
         heads = dict.fromkeys(("rates", "step_bias", "skip"), (self.num_heads,))
         taps = {"taps": (self.conv_width, self.num_channels), "tap_bias": (self.num_channels,)}
         return taps | heads | {"norm": (self.width,), "scales": (sum(self.columns().values()),)}
 
     def needed(self) -> set[str]:
-        """Return the roles of required float32 numbers."""
+        """Return the roles of the required float32 parameters."""
         states = {
             RecurrentForm.DELTA_NET: {"rates", "step_bias"},
             RecurrentForm.STATE_SPACE: {"rates", "step_bias", "skip"},
@@ -175,7 +176,7 @@ class RecurrentSizes:
 
 @dataclass(frozen=True)
 class RecurrentWeights:
-    """One layer's weights by role: products before the state, `output` after it, and float32 numbers."""
+    """One layer's weights by role: projections before the state, `output` after the state, and float32 parameters."""
 
     sizes: RecurrentSizes
     linears: Mapping[str, AnyLinear]
@@ -207,11 +208,11 @@ def recurrent_float_shapes(mixer: RecurrentWeights) -> Iterator[tuple[str, Tenso
 # Steps of positions in recurrent layers, and the bytes of a slot's states, without torch because plans use them.
 
 
-NUM_STATES = 2  # the newest boundary and the one before it, to roll back a block
+NUM_STATES = 2  # states at the latest boundary and at the boundary before it, to roll back a block
 
 
 class HeadSizes(Protocol):
-    """Sizes of a layer's heads and convolution; without heads it is a pure convolution."""
+    """Sizes of a layer's heads and convolution; a layer without heads is a pure convolution."""
 
     @property
     def num_heads(self) -> int: ...
@@ -229,7 +230,7 @@ class HeadSizes(Protocol):
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Step of a position in float32 words: keys, updates, logarithms of decays, the inputs' bits."""
+    """Layout of one position's step in float32 words: keys, updates, logarithms of decays, the inputs' bits."""
 
     num_keys: int
     num_updates: int
@@ -240,7 +241,7 @@ class StepLayout:
 
     @classmethod
     def of(cls, sizes: HeadSizes, item_size: int, num_rows: int) -> StepLayout:
-        """Return a layout for two blocks after a boundary, `num_rows` rows, and inputs before all."""
+        """Return a layout for two blocks after a boundary, `num_rows` rows, and convolution inputs before them."""
         num_keys, num_updates = sizes.num_key_heads * sizes.key_dim, sizes.num_heads * sizes.value_dim
         ring = 2 * BLOCK + num_rows + sizes.conv_width - 1
         return cls(num_keys, num_updates, sizes.num_heads, sizes.num_channels, item_size, ring)

@@ -82,10 +82,13 @@ def check_layers(sizes: DecoderSizes, layers: list[LayerWeights]) -> None:
 
 
 class NativeLayers:
-    """Layers packed for the kernels, and forwards through them over rows of any sequences."""
+    """Layers packed for the kernels, and forwards of rows of any sequences through these layers."""
 
     def __init__(self, sizes: DecoderSizes, layers: list[LayerWeights], rotary: Rotary, team: Team) -> None:
-        """Pack each layer and remove it from `layers`. Raises ValueError, and removes none, for unfit weights."""
+        """Pack each layer and remove it from `layers`.
+
+        Raises ValueError, and removes no layer, if the kernels do not support the weights.
+        """
         check_layers(sizes, layers)
         self.sizes = sizes
         self._conv_width = conv_width_of(layers)
@@ -119,10 +122,10 @@ class NativeLayers:
         logits: Tensor | None = None,
         queries: Tensor | None = None,
     ) -> None:
-        """Run rows through some layers, which update `state [num_rows, hidden] float32` and caches.
+        """Run rows through some layers, updating `state [num_rows, hidden] float32` and the caches.
 
-        With `embeds` the state comes from the tokens. The last layer fills `hidden` and `logits`; rotated `queries
-        [num_layers_of_call, num_rows, num_heads, head_dim]` have the model's dtype. Raises ValueError.
+        If `embeds`, the state starts as the tokens' embeddings. The last layer fills `hidden` and `logits`. Rotated
+        `queries [num_layers_of_call, num_rows, num_heads, head_dim]` have the model's dtype. Raises ValueError.
         """
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.sizes.num_layers:
             raise ValueError(f"found layers {layers}, expected some of {self.sizes.num_layers}")
@@ -143,7 +146,7 @@ class NativeLayers:
         return range(*(bisect.bisect_left(self._attending, end) for end in (layers.start, layers.stop)))
 
     def _sequences(self, groups: Sequence[Rows], layers: range) -> SequenceTable | None:
-        """Return the rows for layers with a mixer; None without any."""
+        """Return the rows for layers with a mixer, or None if no layer has a mixer."""
         if self._conv_width is None:
             return None
         if len(layers) != self.sizes.num_layers:
@@ -152,7 +155,7 @@ class NativeLayers:
 
     @property
     def num_experts_met(self) -> int:
-        """Return the distinct experts per layer and call, summed over all calls."""
+        """Return the number of distinct experts used per layer and call, summed over all layers and calls."""
         return int(self._library.decoder_experts_met(self.handle))
 
     def table(self, groups: Sequence[Rows], layers: range) -> RowTable:
@@ -174,7 +177,7 @@ class NativeLayers:
         logits: Tensor | None,
         queries: Tensor | None = None,
     ) -> CForwardCall:
-        """Return the struct of a C call; hold the team's lock until the call is over."""
+        """Return the struct of a C call; the caller holds the team's lock until the call is over."""
         return CForwardCall(
             token_ids=table.token_ids.ctypes.data if embeds else None,
             positions=table.positions.ctypes.data,
@@ -229,7 +232,7 @@ class NativeLayers:
         self._mark(number, layer)
 
     def _mark(self, number: int, layer: LayerWeights) -> None:
-        """Tell the kernels what a layer lacks, or does differently."""
+        """Tell the kernels which parts a layer lacks or computes differently."""
         marks = {OTHER_ANGLES: layer.rotary is not None, NOPE: layer.is_nope}
         marks |= {NO_ATTENTION: not layer.attends, NO_PRODUCTS: layer.up is None}
         for role in (role for role, is_so in marks.items() if is_so):
@@ -263,7 +266,10 @@ def _floats(sizes: DecoderSizes, layer: LayerWeights) -> Iterator[tuple[str, Wei
 
 
 def conv_width_of(layers: Iterable[LayerWeights]) -> int | None:
-    """Return the common taps of all mixers. Raises ValueError if their sizes differ."""
+    """Return the number of convolution taps that all mixers share, or None if no layer has a mixer.
+
+    Raises ValueError if their sizes differ.
+    """
     sizes = {layer.mixer.sizes for layer in layers if layer.mixer is not None}
     if len(sizes) > 1:
         raise ValueError(f"found mixers of {len(sizes)} sizes, expected one")
@@ -271,13 +277,13 @@ def conv_width_of(layers: Iterable[LayerWeights]) -> int | None:
 
 
 def checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Raise ValueError for another dtype, shape or device."""
+    """Return the tensor. Raises ValueError if it has another dtype or shape, or is not on the CPU."""
     _check(name, tensor, shape, dtype)
     return tensor.detach().contiguous()
 
 
 def check_weights(weights: Iterable[tuple[str, Weight | None, tuple[int, ...]]], dtype: torch.dtype) -> None:
-    """Raise ValueError for a weight of another dtype, shape or device."""
+    """Raise ValueError for a weight that has another dtype or shape, or is not on the CPU."""
     for name, weight, shape in weights:
         if weight is not None:
             _check(name, weight, shape, dtype)
@@ -311,7 +317,10 @@ class CAttentionView(ctypes.Structure):
 
 
 def _c_view(view: AttentionView, num_heads: int) -> tuple[CAttentionView, Tensor | None]:
-    """Return a view's struct, and the sinks that it points to. Raises ValueError for other sinks."""
+    """Return a view's struct, and the sinks that it points to.
+
+    Raises ValueError if the sinks have another shape or dtype.
+    """
     sinks = view.sinks
     if sinks is not None:
         sinks = checked("sinks", sinks.float(), (num_heads,), torch.float32)
@@ -323,11 +332,11 @@ class NativeDecoder(NativeLayers):
     """Whole decoder: embedding, layers, norm, head."""
 
     def __init__(self, weights: DecoderWeights, num_threads: int, variant: str) -> None:
-        """Raise ValueError for unfit weights, KernelError if the library does not load."""
+        """Raise ValueError for weights that the kernels do not support, KernelError if the library does not load."""
         _check_ends(weights)
         super().__init__(weights.sizes, weights.layers, weights.rotary, shared_team(load_library(variant), num_threads))
         self.embedding, self._packed = weights.embedding, packed_rows(weights.embedding)
-        if self._packed is None:  # the kernels read it in place, as the parts of a packed one
+        if self._packed is None:  # the kernels read the embedding in place, as they read the parts of a packed one
             self.embedding = plain(weights.embedding).contiguous()
             self._load(0, EMBEDDING, self.embedding)
         else:
@@ -345,8 +354,9 @@ class NativeDecoder(NativeLayers):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return final hidden states `[num_rows, hidden]` in the model's dtype and logits `[num_rows, vocab] float32`.
 
-        A call over some `layers` updates `state [num_rows, hidden] float32`; results come with the last layer. Rotated
-        `queries [num_layers_of_call, num_rows, num_heads, head_dim]` have the model's dtype. Raises ValueError.
+        A call over some `layers` updates `state [num_rows, hidden] float32`; only the last layer returns hidden states
+        and logits. Rotated `queries [num_layers_of_call, num_rows, num_heads, head_dim]` have the model's dtype. Raises
+        ValueError.
         """
         layers = range(self.sizes.num_layers) if layers is None else layers
         num_rows = sum(len(group) for group in groups)

@@ -24,11 +24,11 @@ from swiftbatch.worker.kernels.quantized_weights import (
 
 # as in source/api.h
 CODE_TYPES: dict[Code, int] = {"uint4": 0, "e2m1": 0, "iq4_nl": 0, "int8": 1, "uint8": 2, "e4m3": 3}
-# in the order of `scale_type`; the first exact one is used
+# in the order of `scale_type`; the first type that stores all scales exactly is used
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CODES_PER_WORD = 8  # with 4 bits, a group must start at a word
 LEAST_NORMAL = 2.0**-126  # bf16 products treat smaller numbers as zero
-LEAST_SCALE = 2.0**-90  # products of codes with such scales are never subnormal, even with such offsets
+LEAST_SCALE = 2.0**-90  # products of codes with such scales are never subnormal, even if offsets are that small
 MOST_SCALE = 2.0**100  # the kernels widen e4m3 with a scale 256 times as large
 
 
@@ -43,7 +43,7 @@ class CQuantizedRows(ctypes.Structure):
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Struct for C, and the tensors that must outlive it."""
+    """Struct for C, and the tensors that must live as long as the struct."""
 
     call: CQuantizedRows
     held: tuple[Tensor | None, ...]
@@ -55,7 +55,7 @@ class QuantizedRows:
 
 
 def quantized_rows(matrix: PackedMatrix) -> QuantizedRows | None:
-    """Return a matrix for the kernels; None if they would not give its exact numbers."""
+    """Return a matrix for the kernels, or None if the kernels would not decode it exactly."""
     if not _is_exact_in_kernels(matrix):
         return None
     parts = [matrix.scales] if matrix.offsets is None else [matrix.scales, matrix.offsets]
@@ -73,7 +73,7 @@ def quantized_rows(matrix: PackedMatrix) -> QuantizedRows | None:
 
 
 def packed_rows(weight: Weight) -> QuantizedRows | None:
-    """Return a packed weight as `quantized_rows` does; None for plain ones."""
+    """Return a packed weight as `quantized_rows` does, or None for a plain weight."""
     return quantized_rows(weight) if isinstance(weight, PackedMatrix) else None
 
 
@@ -117,7 +117,7 @@ class CExpertSizes(ctypes.Structure):
 def load_experts(
     library: ctypes.CDLL, handle: int, layer: int, experts: ExpertWeights, shared_intermediate: int
 ) -> None:
-    """Load a layer's experts, before its shared part of `shared_intermediate` columns (0: none)."""
+    """Load a layer's experts, before its shared expert of `shared_intermediate` columns (0: the layer has none)."""
     sizes = CExpertSizes(
         intermediate=experts.intermediate,
         shared_intermediate=shared_intermediate,

@@ -71,14 +71,14 @@ def _load_linear(library: ctypes.CDLL, place: tuple[int, int, int], linear: AnyL
 
 @dataclass(frozen=True)
 class SequenceTable:
-    """Rows of a call by sequence, and their memory."""
+    """Rows of a call by sequence, and the arrays that hold them."""
 
     sequences: Any  # array of CSequenceSteps
     held: list[Any]  # `sequences` points into these
 
     @classmethod
     def of(cls, groups: Sequence[Rows], conv_width: int) -> SequenceTable:
-        """Lay out rows after their caches; groups of one cache must be consecutive. Raises ValueError."""
+        """Lay out rows that follow their caches; groups with the same cache must be consecutive. Raises ValueError."""
         parts = [(cache, list(some)) for cache, some in itertools.groupby(groups, lambda group: group.cache)]
         table, held = (CSequenceSteps * len(parts))(), []
         for entry, (cache, some) in zip(table, parts, strict=True):
@@ -91,7 +91,7 @@ class SequenceTable:
 
 
 def _paths(cache: Any, groups: list[Rows], conv_width: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return each row's parent (-1: the committed state), and the steps that its convolution reads."""
+    """Return each row's parent (-1: the committed state), and the entries whose inputs its convolution reads."""
     if getattr(cache, "layer_states", None) is None:
         raise ValueError("found rows behind a cache without states")
     first, num_rows = groups[0].first_entry, sum(len(group) for group in groups)
@@ -111,7 +111,7 @@ def _paths(cache: Any, groups: list[Rows], conv_width: int) -> tuple[NDArray[np.
 
 
 def _in_front(group: Rows, conv_width: int) -> NDArray[np.int64]:
-    """Return the entries before each row on its path, the last one last; at least one."""
+    """Return the entries that precede each row on its path, at least one per row, in order of position."""
     places = np.array(group.tail_lengths)[:, None] - 1 - np.arange(max(1, conv_width - 1), 0, -1)
     in_tail = np.take_along_axis(np.asarray(group.tail_entries), np.maximum(places, 0), axis=1)
     found: NDArray[np.int64] = np.where(places >= 0, in_tail, group.boundary + places)

@@ -1,4 +1,4 @@
-"""Weight matrices in 8 or 4 bits: codes, and the numbers that their formats define.
+"""Weight matrices in 8 or 4 bits: codes, and the numbers that the codes of each format stand for.
 
 A packed matrix stands for `table[code] * scale + offset`, computed in float32 and rounded once to its dtype.
 """
@@ -33,8 +33,8 @@ class PackedMatrix:
     """Matrix `[num_columns, depth]` of `dtype`, as a linear layer stores it.
 
     `codes [num_columns, depth] uint8`, or `[num_columns, depth / 2]` with 4 bits, low halves first. `scales
-    [num_columns, num_groups] float32`, and `offsets` like them; the product before offsets must be exact in float32, so
-    that fused and unfused sums agree. Raises ValueError.
+    [num_columns, num_groups] float32`, and `offsets` like them; code times scale must be exact in float32, so that
+    fused and unfused additions of the offset agree. Raises ValueError.
     """
 
     code: Code
@@ -79,12 +79,12 @@ class PackedMatrix:
         return self.codes.nbytes + self.scales.nbytes + offsets
 
     def rows(self, chosen: Tensor | slice) -> PackedMatrix:
-        """Return chosen rows of the stored matrix, in this order."""
+        """Return chosen rows of the stored matrix, in the given order."""
         offsets = None if self.offsets is None else self.offsets[chosen]
         return PackedMatrix(self.code, self.codes[chosen], self.scales[chosen], self.dtype, offsets)
 
     def split(self, widths: Sequence[int]) -> list[PackedMatrix]:
-        """Split the rows into matrices of `widths` rows. Raises ValueError unless these are all rows."""
+        """Split the rows into matrices of `widths` rows. Raises ValueError unless `widths` add up to all rows."""
         if sum(widths) != self.shape[0]:
             raise ValueError(f"found {self.shape[0]} rows, expected {sum(widths)}")
         ends = torch.tensor(widths).cumsum(0).tolist()
@@ -92,7 +92,7 @@ class PackedMatrix:
 
     @property
     def form(self) -> tuple[Code, int, bool, torch.dtype]:
-        """Return the properties that stackable matrices of one depth share."""
+        """Return the properties that must be equal to stack matrices of the same depth."""
         return self.code, self.group_size, self.offsets is not None, self.dtype
 
     def to(self, device: torch.device) -> PackedMatrix:
@@ -120,7 +120,7 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class PackedExperts(PackedMatrix):
-    """Stacked matrices of experts, which stand for one tensor with a leading dimension, perhaps transposed."""
+    """Stacked matrices of experts, standing for a tensor with a leading dimension; all may be transposed."""
 
     num_experts: int = 1
     is_transposed: bool = False

@@ -1,4 +1,4 @@
-"""Recurrent layers' states in the compiled kernels: steps of rows, and steps folded into a state."""
+"""Recurrent layers' states in the compiled kernels: computing the steps of rows, and folding steps into a state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CRecurrence(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of rows in order, float32; with `betas` None, values are the updates."""
+    """Steps of rows in order, float32. If `betas` is None, the values are the updates."""
 
     queries: Tensor  # [num_rows, num_key_heads, key_dim]
     keys: Tensor
@@ -45,13 +45,13 @@ def are_known_states(num_heads: int, value_dim: int) -> bool:
 
 @functools.cache
 def folding_team() -> Team | None:
-    """Return the folding threads; None without kernels."""
+    """Return the threads that fold steps, or None to run without kernels."""
     variant = chosen_variant()
     return None if variant is None else shared_team(load_library(variant), torch.get_num_threads())
 
 
 def native_steps(team: Team, steps: Steps, states: Sequence[Tensor], parents: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return updates and what the queries read, each `[num_rows, num_heads, value_dim]`. Raises ValueError.
+    """Return the updates and the results of the queries, each `[num_rows, num_heads, value_dim]`. Raises ValueError.
 
     A row's parent is an earlier row or, as `-1 - i`, `states[i] [num_heads, key_dim, value_dim]`.
     """
@@ -107,7 +107,7 @@ def native_fold(team: Team, state: Tensor, keys: Tensor, updates: Tensor, decays
 
 
 class StepBuffers:
-    """Steps of all layers of a sequence, which are moved and folded in one call each."""
+    """Steps of all layers of a sequence, with one call to move them and one call to fold them."""
 
     def __init__(self, team: Team, layers: Sequence[Sequence[Tensor]]) -> None:
         """Take each layer's inputs, keys, updates and decays, `[num_steps, ...]`."""

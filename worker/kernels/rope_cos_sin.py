@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from swiftbatch.worker.kernels.rope_scaling import QueryGrowth, Rotary
 
 ROWS_AT_ONCE = 4096
-SLACK = 16  # the kernels read so many floats beyond the last row
+SLACK = 16  # number of floats that the kernels read beyond the last row
 
 
 def angles(rotary: Rotary, rows: NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
@@ -53,7 +53,7 @@ class AngleTable:
         self._table = torch.zeros(0, self._head_dim)
 
     def address(self, last_row: int) -> int:
-        """Return the address of a table up to this row, valid until a call for more."""
+        """Return the address of a table up to this row, valid until a call for a later row."""
         if last_row >= len(self._table):
             num_blocks = -(-max(last_row + 1, 2 * len(self._table)) // ROWS_AT_ONCE)
             grown = torch.zeros(num_blocks * ROWS_AT_ONCE * self._head_dim + SLACK)

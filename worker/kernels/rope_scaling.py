@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST = float(np.finfo(np.float32).max)
-ROPE_NUMBERS = {  # supported types, and their numbers in `rope_parameters`
+ROPE_NUMBERS = {  # supported types, and their parameters in `rope_parameters`
     "default": ("rope_theta",),
     "linear": ("rope_theta", "factor"),
     "llama3": ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -53,7 +53,7 @@ class Rotary:
     growth: QueryGrowth | None = None  # multiplies rotated queries
 
     def beside_still(self, num_pairs: int) -> Rotary:
-        """Return the same rotation, padded to `num_pairs` with pairs that are not rotated."""
+        """Return the same rotation, extended to `num_pairs` pairs by pairs that are not rotated."""
         num_nope_pairs = num_pairs - len(self.frequencies)
         short, long = (
             None if own is None else np.pad(own, (0, num_nope_pairs))
@@ -63,7 +63,7 @@ class Rotary:
         return replace(self, frequencies=short, long_frequencies=long, num_nope_pairs=num_nope_pairs)
 
     def num_rows(self, num_positions: int) -> int:
-        """Return the table's rows for a job; rows of long jobs follow those of short ones."""
+        """Return the number of table rows that a job needs. Rows for long jobs follow all rows for short jobs."""
         if self.short_length is None or num_positions <= self.short_length:
             return num_positions
         return self.short_length + num_positions
@@ -77,7 +77,7 @@ class Rotary:
         return positions[:, None] * np.where(is_long[:, None], self.long_frequencies, self.frequencies)
 
     def scales(self) -> NDArray[np.float32]:
-        """Return factors `[head_dim / 2]`."""
+        """Return the factor of each pair's cosine and sine, `[head_dim / 2]`."""
         scales = np.full(len(self.frequencies), self.scaling, dtype=np.float32)
         scales[len(scales) - self.num_nope_pairs :] = 1.0
         return scales
@@ -105,8 +105,8 @@ def llama3_frequencies(
 ) -> NDArray[np.float32]:
     """Return Llama 3.1's frequencies, rounded to float32 where `transformers` rounds.
 
-    Frequencies with fewer than `low` turns in `original` positions are divided by `factor`, those with more than `high`
-    stay, and others are blended.
+    Frequencies with fewer than `low` turns in `original` positions are divided by `factor`. Those with more than `high`
+    turns stay the same, and frequencies between are interpolated.
     """
     plain = default_frequencies(theta, head_dim)
     wavelengths = np.float32(2 * math.pi) * (np.float32(1.0) / plain)
@@ -123,8 +123,8 @@ def yarn_frequencies(
 ) -> NDArray[np.float32]:
     """Return YaRN's frequencies (Peng et al. 2023), rounded to float32 where `transformers` rounds.
 
-    Dimensions with more than `fast` turns in `original` positions stay. Those with fewer than `slow` are divided by
-    `factor`. The ramp between ends at whole dimensions if `is_whole`.
+    Dimensions with more than `fast` turns in `original` positions stay the same. Those with fewer than `slow` turns are
+    divided by `factor`. If `is_whole`, the ramp between both starts and ends at whole dimensions.
     """
 
     def dimension(num_turns: float) -> float:
@@ -146,7 +146,8 @@ def yarn_frequencies(
 def rotary_of(parameters: Mapping[str, Any], head_dim: int, is_strict: bool = False) -> Rotary:
     """Return the rotation that a config's `rope_parameters` describe.
 
-    Raises KeyError, TypeError or ValueError for other types and numbers, and if `is_strict` for additional ones.
+    Raises KeyError, TypeError or ValueError for unsupported types and parameters and, if `is_strict`, also for
+    additional parameters.
     """
     said = dict(parameters)
     kind = said.pop("rope_type", None) or said["type"]

@@ -19,7 +19,7 @@ MOST_POSITIONS = 2**21
 
 
 class CodedKeys(Protocol):
-    """Keys of a cache that a call finds by their codes."""
+    """Keys of a cache that a call selects by scores of their codes."""
 
     @property
     def address(self) -> int:
@@ -62,15 +62,15 @@ class Rows(Protocol):
 
     @property
     def tail_lengths(self) -> list[int]:
-        """Return how many of these are real, `[num_rows]`."""
+        """Return the number of tail entries without padding, `[num_rows]`."""
 
     @property
     def biases(self) -> np.ndarray | None:
-        """Return `[boundary] float32`, added to the prefix's scores; None: all are 0."""
+        """Return `[boundary] float32`, added to the prefix's scores, or None if all are 0."""
 
     @property
     def scanned(self) -> CodedKeys | None:
-        """Return the keys that rows see beside the entries."""
+        """Return the scanned keys that rows see in addition to the cache's entries."""
 
     @property
     def is_partial(self) -> bool:
@@ -111,7 +111,7 @@ class LayerCacheShape:
 
 @dataclass(frozen=True)
 class CachePlace:
-    """Address of a cache's keys from a first layer on, and strides in elements."""
+    """Address of a cache's keys, starting at some layer, and strides in elements."""
 
     address: int
     layer_stride: int
@@ -147,7 +147,7 @@ class CachePlace:
 
 @dataclass(frozen=True)
 class RowTable:
-    """Rows of a call by group, and their memory."""
+    """Rows of a call by group, and the arrays that hold them."""
 
     groups: Any  # array of CRowGroup
     num_groups: int
@@ -268,7 +268,7 @@ def _check_range(name: str, values: NDArray[np.int32], end: int) -> None:
 
 
 def address_of(array: np.ndarray | None) -> int | None:
-    """Return the address of an array's first number.
+    """Return the address of an array's first element.
 
     numpy's own interface takes four times as long.
     """
@@ -276,6 +276,6 @@ def address_of(array: np.ndarray | None) -> int | None:
         return None
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # read-only, with gaps, or empty
+    except (TypeError, ValueError):  # the array is read-only, not contiguous, or empty
         address: int = array.__array_interface__["data"][0]
         return address

@@ -1,4 +1,4 @@
-"""Coding of a chunk of keys: moments, joined with those of its cluster, and codes."""
+"""Encodes a chunk of keys: computes its codes, and adds its moments to those of its cluster."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-SCAN_CHUNK = 1024  # the kernels in source/api.h have the same, also the next
-CLUSTER_CHUNKS = 16  # these chunks share their moments
+SCAN_CHUNK = 1024  # source/api.h has the same value, also of the next constant
+CLUSTER_CHUNKS = 16  # number of chunks that share their moments
 CODE_BLOCK = 64  # source/scan.h has the same
-FAR_FROM_MEAN = 1.22  # mean distances; source/scan_intake.c has the same
+FAR_FROM_MEAN = 1.22  # in mean distances from the mean; source/scan_intake.c has the same value
 MOMENT_STRIDE = 2  # every other key is enough for covariances
-WORTH_READING = 0.1  # best keys must have this share of a query's weight
+WORTH_READING = 0.1  # reading the best keys pays only if they have this share of a query's attention weight
 
 
 def centred(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,7 +23,7 @@ def centred(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_to_cluster(cloud: Tensor, chunk: int, keys: Tensor, values: Tensor, means: Tensor) -> None:
-    """Join a chunk of centred heads with the moments `[..., 2 * head_dim * (head_dim + 1)]` of their cluster."""
+    """Add a chunk of centred heads to the moments `[..., 2 * head_dim * (head_dim + 1)]` of their cluster."""
     head_dim, share = keys.shape[-1], 1 / (chunk % CLUSTER_CHUNKS + 1)
     joined = torch.cat([keys, values], dim=-1)[..., ::MOMENT_STRIDE, :]
     changes = joined[..., :head_dim].mT @ joined / joined.shape[-2]  # [..., head_dim, 2 * head_dim]
@@ -53,7 +53,7 @@ def most_chunks(num_keys: int) -> int:
 def flat_deviation(num_best: int, num_keys: int) -> float:
     """Return the deviation of normal scores below which the `num_best` best of `num_keys` keys weigh too little.
 
-    Above the score z that so many reach lies a share Phi(t - z) of weights with deviation t.
+    If scores have deviation t, the keys above a score z have the share Phi(t - z) of all weight.
     """
     normal, share = NormalDist(), min(num_best / num_keys, 0.5)
     return max(0.0, normal.inv_cdf(1 - share) + normal.inv_cdf(WORTH_READING))

@@ -1,6 +1,6 @@
 """The attention that each layer of a model asks for, found by one small forward.
 
-A dropped window, sink or soft cap would give wrong results, so unknown ones are refused.
+If a window, sink or soft cap were ignored, results would be wrong, so models with unknown ones are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swiftbatch.worker.model.architectures.catalogue import MIXER_CLASSES, layer
 from swiftbatch.worker.model.architectures.recurrent_layers import STATELESS
 from swiftbatch.worker.model.causal_lm import decoder_of
 
-NUM_SAMPLES = 16  # positions at which a span is held against the model's own mask
+NUM_SAMPLES = 16  # positions at which a span is compared with the model's own mask
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`transformers`' own: (batch index, head index, query positions, key positions) to whether one sees the other."""
@@ -26,12 +26,12 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 OBSERVER_NAME = "swiftbatch_observer"
 NUM_ROWS = 3
 UNDERSTOOD = {"row_groups", "scaling", "softcap", "s_aux"}
-SAID_BY_THE_MASK = {"sliding_window"}  # the mask tells it, here and in `transformers`
+SAID_BY_THE_MASK = {"sliding_window"}  # the mask already contains it, here and in `transformers`
 NO_CHANGE = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_router_logits"}
 
 
 class UnsupportedError(ValueError):
-    """An attention that is not supported; the text begins with `its`."""
+    """The model's attention is not supported. The text begins with "its"."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ FULL = Span()
 
 
 def span_of(mask_function: MaskFunction, num_positions: int, device: torch.device) -> Span:
-    """Find a mask's span at its first positions. Raises UnsupportedError for other masks."""
+    """Find the span of a mask by its values. Raises UnsupportedError for other masks."""
     cut = bisect_left(range(num_positions), True, key=lambda position: _first(mask_function, position, device) > 0)
     if cut == num_positions:
         span = FULL
@@ -66,7 +66,7 @@ def span_of(mask_function: MaskFunction, num_positions: int, device: torch.devic
 
 
 def _first(mask_function: MaskFunction, position: int, device: torch.device) -> int:
-    """Find the first position that a row sees. Raises UnsupportedError for gaps."""
+    """Find the first position that a row sees. Raises UnsupportedError if the row does not see all later ones."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     keys = torch.arange(position + 2, device=device)
     sees = torch.as_tensor(mask_function(zero, zero, zero + position, keys)).expand(position + 2)
@@ -84,11 +84,11 @@ class LayerNeeds:
     key_dim: int
     value_dim: int
     span: Span
-    has_model_dtype: bool  # all of its queries, keys and values have it
+    has_model_dtype: bool  # all queries, keys and values of the layer have the model's dtype
 
 
 class _Observer:
-    """Stands in for attention during one forward."""
+    """Replaces attention during one forward, and records its arguments."""
 
     def __init__(self, num_positions: int, device: torch.device, dtype: torch.dtype) -> None:
         self.layers: dict[int, LayerNeeds] = {}
@@ -152,7 +152,7 @@ def attention_of(layer: Any) -> Any:
 
 
 def observe_layers(model: Any, name: str, num_positions: int) -> list[LayerNeeds]:
-    """Return the needs of each attending layer. Raises ModelError for unsupported ones."""
+    """Return the needs of each attending layer. Raises ModelError for unsupported attention."""
     observer = _Observer(num_positions, model.device, model.dtype)
     AttentionInterface.register(OBSERVER_NAME, observer.attend)
     AttentionMaskInterface.register(OBSERVER_NAME, observer.mask)

@@ -30,7 +30,7 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
     weights, whole = read_tensors(files, dtype, plain), read_whole_config(files.name, files.path)
     view = read_config(files.name, files.path)
     tensors = {class_name(name, view): plain(weight) for name, weight in weights.items()}
-    del weights  # each tensor is given away below
+    del weights  # each tensor is handed over below
     for name in [name for name in tensors if is_transposed(name, tuple(tensors[name].shape), whole)]:
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
     try:
@@ -41,8 +41,8 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
                 config=config,
                 state_dict={name: _Once(tensors, name) for name in tensors},
                 dtype=dtype,
-                attn_implementation="eager",  # not one that a config asks for and this machine lacks
-                ignore_mismatched_sizes=True,  # told below, by name
+                attn_implementation="eager",  # otherwise a config could ask for one that this machine lacks
+                ignore_mismatched_sizes=True,  # reported below, by name
                 output_loading_info=True,
             )
     except Exception as error:  # any kind: a config's values reach code that never looked at them
@@ -54,7 +54,7 @@ def load_causal_lm(files: ModelFiles, dtype: torch.dtype) -> Any:
             "missing: copy all of them again"
         )
     model.generation_config.eos_token_id = sorted(eos_token_ids_of(files)) or None
-    model.config.return_dict = True  # a config may switch off what our forwards read
+    model.config.return_dict = True  # a config may switch off an output that our forwards read
     model.config.output_hidden_states = model.config.output_router_logits = False
     return model
 
@@ -64,13 +64,13 @@ def _config(files: ModelFiles) -> PreTrainedConfig:
         view = {key: each for key, each in read_config(files.name, files.path).items() if key not in CONFIG_KEYS}
         return AutoConfig.for_model(view.pop("model_type"), **view)
     config = AutoConfig.from_pretrained(files.path, trust_remote_code=False, local_files_only=True)
-    for key in CONFIG_KEYS:  # the weights that it gets are numbers
+    for key in CONFIG_KEYS:  # the model gets dequantized weights
         config.__dict__.pop(key, None)
     return config
 
 
 class _Once:
-    """A tensor given away at its first use, so that experts are held once."""
+    """A tensor that is dropped at its first use, so that experts are in memory only once."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], name: str) -> None:
         self._tensors, self._name = tensors, name
@@ -80,7 +80,7 @@ class _Once:
 
 
 def _problem(found: dict[str, Any]) -> str | None:
-    """Say which tensors `transformers` would pass over or make up."""
+    """Return which tensors `transformers` would ignore or initialize itself, or None if there are none."""
     mismatched = sorted(found["mismatched_keys"])
     if mismatched:
         name, shape, expected = mismatched[0]
@@ -112,7 +112,7 @@ def decoder_of(model: Any) -> Any:
 
 
 class Head:
-    """The model's own forward behind its layers."""
+    """The model's own forward after its layers."""
 
     def __init__(self, model: Any) -> None:
         decoder = decoder_of(model)

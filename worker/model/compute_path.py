@@ -1,7 +1,7 @@
-"""The path of a text model on a device, by its config, and the reason for a slow one. Without torch.
+"""Which code runs a text model on a device, by its config, and why it is slow if it is. Without torch.
 
-Of angles that change with a text's length only longrope's run, in our kernels alone. There each job's own length
-chooses them, so a row's bits do not depend on other texts.
+Of rotary types that change with a text's length, only longrope is supported, and only by our kernels. There each job's
+own length selects the frequencies, so a row's bits do not depend on other texts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def path_on(device: Literal["cpu", "cuda"], config: Config, stored: set[str] | N
 
 
 def _are_taken_over(config: Config) -> bool:
-    """Tell whether the kernels take the layers once `transformers` has filled in its defaults, without numbers."""
+    """Return whether the kernels support the layers once `transformers` has filled in defaults. Creates no weights."""
     form, num_layers = architecture_of(config), config.get("num_hidden_layers")
     if form is None or not form.is_taken_over or not isinstance(num_layers, int) or num_layers > MOST_LAYERS:
         return False
@@ -79,7 +79,7 @@ def _head_dim(config: Config) -> int:
 
 
 def shifting_rotary(config: Config) -> str | None:
-    """Say which angles change with the length of a text; None where none do."""
+    """Return why rotary positions that change with the length of a text do not run, or None if they do."""
     if not (types := shifting_types(config)):
         return None
     shifts = f"its rotary positions ({', '.join(sorted(types))}) change with the length of the text"
@@ -93,12 +93,12 @@ def shifting_rotary(config: Config) -> str | None:
 
 
 def short_length(config: Config) -> int | None:
-    """Return the most positions of jobs that turn by longrope's short factors."""
+    """Return the most positions of a job that uses longrope's short factors, or None without such frequencies."""
     return read_decoder_config(config).rotary.short_length if shifting_types(config) else None
 
 
 def shifting_types(config: Config) -> set[str]:
-    """Return the types of angles that change with the length of a text."""
+    """Return the rotary types that change with the length of a text."""
     form = architecture_of(config)
     is_fixed_by_alpha = form is not None and form.has_fixed_alpha
     return {
@@ -110,7 +110,7 @@ def shifting_types(config: Config) -> set[str]:
 
 
 def _rotary_parameters(config: Config) -> Iterator[Config]:
-    """Yield the parts of a config that may hold angles."""
+    """Yield the parts of a config that may have rotary parameters."""
     yield config
     for value in config.values():
         if isinstance(value, dict):

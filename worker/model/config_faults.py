@@ -1,4 +1,4 @@
-"""Faults in a text model's config: values that do not run, or do not fit together. Without torch."""
+"""Faults in a text model's config: unsupported values, and values that contradict each other. Without torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = (
     *("moe_num_experts", "n_routed_experts", "num_attention_heads", "num_experts", "num_experts_per_tok"),
     *("num_key_value_heads", "original_max_position_embeddings", "pretraining_tp", "vocab_size"),
 )
-RULES: dict[str, KeyRule] = {  # keys shared by architectures; each adds those in its description
+RULES: dict[str, KeyRule] = {  # keys shared by architectures; each architecture adds its own
     **dict.fromkeys(SIZES, SIZE),
     **dict.fromkeys(("max_window_layers", "num_local_experts"), COUNT),
     **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), SWITCH),
@@ -80,7 +80,7 @@ OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def config_fault(config: Config) -> str | None:
-    """Say what keeps a text model's config from running; None for nothing."""
+    """Return the first fault of a text model's config, or None if it has none."""
     for key in OF_ALL_KINDS:
         value = config.get(key)
         if (value is not None or key in NEEDED) and not RULES[key].holds(value):
@@ -93,7 +93,7 @@ def config_fault(config: Config) -> str | None:
 
 
 def unsaid_fault(config: Config) -> str | None:
-    """Say which size a config leaves to its class."""
+    """Return a fault if the config leaves a size to the class's default."""
     form = architecture_of(config)
     needed = [*OF_ATTENTION, *(OF_LATENT if form is not None and form.latent else ())]
     if form is None or not form.does_one_thing:
@@ -145,7 +145,7 @@ def _layers(config: Config) -> Iterator[str]:
         of_each = rule.list_of(count)
         if config.get(key) is not None and not of_each.holds(config[key]):
             yield fault_of(key, config[key], of_each)
-    chosen = SIZE.or_else(SIZE.list_of(count))  # some configs list it layer by layer
+    chosen = SIZE.or_else(SIZE.list_of(count))  # some configs list it for each layer
     if "moe_topk" in config and not chosen.holds(config["moe_topk"]):
         yield fault_of("moe_topk", config["moe_topk"], chosen)
     if WINDOWED in (config.get("layer_types") or ()) and "sliding_window" in config and not config["sliding_window"]:
@@ -212,7 +212,7 @@ def _state_heads(config: Config) -> Iterator[str]:
 
 
 def keys_fault(config: Config, stored: Mapping[str, StoredTensor]) -> str | None:
-    """Say that the first layer's keys are not as wide as the config says."""
+    """Return a fault if the first layer's keys are not as wide as the config says."""
     found, head_dim = stored.get(KEYS), config.get("head_dim")
     if found is None or not head_dim or "qk_nope_head_dim" in config:
         return None

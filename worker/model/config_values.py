@@ -1,4 +1,4 @@
-"""Values in configs: how they are read, and rules for them. Without torch."""
+"""Reads values of configs, and has rules for them. Without torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 Config = Mapping[str, Any]
-MOST = 2**53  # JSON's readers agree up to here
+MOST = 2**53  # all JSON parsers agree on integers up to this one
 MOST_LAYERS = 10_000  # ten times those of the deepest model: lists have an entry for each
-MOST_REAL = 3.4e38  # a float32 holds at most this
+MOST_REAL = 3.4e38  # about the largest float32
 KNOWN_ACTIVATIONS = {  # transformers' names
     *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh"),
     *("gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu"),
@@ -28,7 +28,7 @@ def number_of(config: Config, key: str) -> float:
 
 
 def numbers_of(config: Config, key: str, count: int) -> list[float]:
-    """Read `count` numbers, all 1 for null. Raises KeyError or ValueError."""
+    """Read `count` numbers; null means that all are 1. Raises KeyError or ValueError."""
     values = [1.0] * count if config[key] is None else config[key]
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"its {key} is {values!r:.80}")
@@ -36,7 +36,7 @@ def numbers_of(config: Config, key: str, count: int) -> list[float]:
 
 
 def integer_of(config: Config, key: str, least: int = 1) -> int:
-    """Read an integer from `least` on. Raises KeyError or ValueError."""
+    """Read an integer that is at least `least`. Raises KeyError or ValueError."""
     value = config[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"its {key} is {value!r:.80}")
@@ -51,7 +51,7 @@ def switch_of(config: Config, key: str) -> bool:
 
 
 def list_of_layers(config: Config, key: str, allowed: Collection[Any]) -> list[Any]:
-    """Read a list with an allowed value for each layer. Raises KeyError or ValueError."""
+    """Read a list that has an allowed value for each layer. Raises KeyError or ValueError."""
     values = config[key]
     if not isinstance(values, list) or len(values) != config["num_hidden_layers"] or set(values) - set(allowed):
         raise ValueError(f"its {key} do not tell of each layer")
@@ -59,19 +59,19 @@ def list_of_layers(config: Config, key: str, allowed: Collection[Any]) -> list[A
 
 
 def shown(name: str) -> str:
-    """Shorten a config's own name, without line breaks."""
+    """Return a name from a config, shortened and without line breaks."""
     return repr(name)[1:-1][:80]
 
 
 def line_of(error: Exception, most: int) -> str:
-    """Return an error's words in one printable line."""
+    """Return an error's text as one printable line of at most `most` characters."""
     words = " ".join(str(error).split())[:most]
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
 
 
 @dataclass(frozen=True)
 class KeyRule:
-    """Test of a key's value, and the words for valid ones."""
+    """A test for a key's value, and the description of valid values."""
 
     words: str
     holds: Callable[[Any], bool]

@@ -1,6 +1,6 @@
-"""A decoder as our kernels need to know it, read from its config alone. Without torch.
+"""A decoder's description for our kernels, read from its config alone. Without torch.
 
-Other configs, such as those with numbers that are not understood here, go through `transformers`.
+Models with other configs, such as those with unknown numbers, run in `transformers`' layers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES = {
     *("intermediate_size", "vocab_size", "rms_norm_eps", "partial_rotary_factor", "rope_theta", "rope_parameters"),
     *("rope_scaling", "tie_word_embeddings"),
 }
-ONE_MEANING: dict[str, tuple[Any, ...]] = {  # a key that changes the forward, and the values with which it does not
+ONE_MEANING: dict[str, tuple[Any, ...]] = {  # keys that may change the forward, with the values at which they do not
     "pretraining_tp": (1,),
     "use_mrope": (False,),
     "use_bidirectional_attention": (None, False),
@@ -55,11 +55,11 @@ GENERATING = {  # numbers that older versions of `transformers` wrote into every
     *("temperature", "top_k", "top_p", "typical_p"),
 }
 OF_EXPERTS = {*COUNT_KEYS, *CHOSEN_KEYS, "router_aux_loss_coef"}
-SAID_ELSEWHERE = {  # numbers of training, of generation, of towers beside the text, or said by the weights themselves
+SAID_ELSEWHERE = {  # about training, generation or towers beside the text, or evident from the weights
     *("attention_bias", "attention_dropout", "attention_out_bias", "chunk_size_feed_forward", "embd_pdrop"),
     *("embedding_dropout", "hidden_dropout", "initializer_range", "layer_types", "max_position_embeddings"),
     *("max_window_layers", "mlp_bias", "num_nextn_predict_layers", "resid_pdrop", "residual_dropout"),
-    "original_max_position_embeddings",  # stretched angles repeat it
+    "original_max_position_embeddings",  # rotary scaling repeats it
     *GENERATING,
 }
 
@@ -81,10 +81,10 @@ class DecoderConfig:
     form: ArchitectureSpec
     biased: list[str]  # the roles of linear layers that have a bias
     activation: Activation
-    num_rotary_dims: int  # dimensions of a head that are turned
-    nope_layers: frozenset[int]  # these layers turn no heads
+    num_rotary_dims: int  # rotated dimensions of a head
+    nope_layers: frozenset[int]  # layers without rotary positions
     windows: Windows
-    other_rotary: Rotary | None  # angles of `other_layers`, such as those with windows
+    other_rotary: Rotary | None  # rotation of `other_layers`, such as layers with windows
     other_layers: frozenset[int]
     scales: Mapping[str, float]  # values of `Form.scales`; 1 scales no scores
     caps: Mapping[str, float]  # values of `Form.caps`; 0 caps nothing
@@ -97,9 +97,10 @@ class DecoderConfig:
 
     @property
     def head_order(self) -> list[int] | None:
-        """Return the stored places of a head's dimensions in the kernels' order; None if they are the same.
+        """Return the stored index of each dimension of a head in the kernels' order, or None if the orders are equal.
 
-        The kernels turn pairs half a head apart. Dimensions that are not turned stand in pairs, too, with the angle 0.
+        The kernels rotate pairs that are half a head apart. Dimensions without rotation form pairs, too, with the angle
+        0.
         """
         if self.latent is not None:
             return None
@@ -112,7 +113,7 @@ class DecoderConfig:
         return [*firsts, *still[: rest // 2], *seconds, *still[rest // 2 :]]
 
     def widths(self, number: int) -> dict[str, int]:
-        """Return the rows of linear layers that some kinds store as one."""
+        """Return the number of rows of each role in linear layers that some architectures store as one."""
         keys, width = self.num_kv_heads * self.head_dim, self.intermediate
         if self.experts is not None and number in self.experts.layers:
             width = self.experts.shared_width
@@ -126,7 +127,7 @@ class DecoderConfig:
         return not self.form.does_one_thing or not (mixes or self.attends(number))
 
     def linears(self, number: int) -> dict[str, str]:
-        """Return a layer's linear layers by role, shared experts among them."""
+        """Return a layer's linear layers by role, including those of the shared expert."""
         has = {True: self.attends(number), False: self.has_mlp(number)}
         names = {role: name for role, name in self.linear_names.items() if has[role in ATTENTION]}
         if self.experts is None or number not in self.experts.layers:
@@ -135,7 +136,7 @@ class DecoderConfig:
         return {role: name for role, name in names.items() if role not in ROLES} | dict(shared)
 
     def tensor_names(self, stored: set[str]) -> set[str]:
-        """Return the names of all tensors; `stored` decides between two ways."""
+        """Return the names of all tensors; `stored` decides how experts are stored."""
         names = {name for number in range(self.num_layers) for name in self._layer_names(number, stored)}
         of_the_model = {EMBEDDING, *self.form.norm_tensors(self.form.final_norm)}
         of_the_model |= (set() if self.is_tied else {HEAD}) | ({HEAD_BIAS} if self.has_head_bias else set())
@@ -156,7 +157,7 @@ class DecoderConfig:
 
 
 class OtherDecoderError(ValueError):
-    """A decoder that the kernels do not take; its text tells a user why."""
+    """The kernels do not support the decoder. The text tells a user why."""
 
 
 def read_decoder_config(config: Config) -> DecoderConfig:
@@ -174,7 +175,7 @@ def read_decoder_config(config: Config) -> DecoderConfig:
 
 
 def what_is_not_understood(config: Config, form: ArchitectureSpec) -> str | None:
-    """Say which words or numbers the kernels do not have; None where they have all."""
+    """Return which value of the config the kernels do not support, or None if they support all."""
     known = {name for name, is_windowed in IS_WINDOWED.items() if form.windows or not is_windowed}
     known |= set() if form.mixer is None else ATTENDING | RECURRENT | STATELESS
     if others := set(map(str, config.get("layer_types") or ())) - known:
@@ -196,7 +197,7 @@ def what_is_not_understood(config: Config, form: ArchitectureSpec) -> str | None
 
 
 def _is_said(value: Any, meant: tuple[Any, ...]) -> bool:
-    """Tell whether a value, or each in a list, is one of those meant."""
+    """Return whether a value, or every value of a list, is in `meant`."""
     return value in meant or (isinstance(value, list) and bool(value) and all(each in meant for each in value))
 
 
@@ -206,7 +207,10 @@ def _known_keys(form: ArchitectureSpec) -> set[str]:
 
 
 def _may_matter(key: str, value: Any, form: ArchitectureSpec) -> bool:
-    """Tell whether an unknown key may be a number of a layer; words and switches belong to other tools."""
+    """Return whether an unknown key may change a layer.
+
+    Only numbers may; strings and booleans belong to other tools.
+    """
     beginnings = (*form.known_keys, *(form.mixer.known_keys if form.mixer else ()))
     if key.startswith(beginnings) or key.endswith(("_token_id", "_token_ids")):
         return False
@@ -215,7 +219,7 @@ def _may_matter(key: str, value: Any, form: ArchitectureSpec) -> bool:
 
 
 def latent_sizes(config: Config) -> MLASizes | None:
-    """Return the sizes of latent attention; None where the kernels run none."""
+    """Return the sizes of latent attention, or None if the kernels do not run the model or it has none."""
     try:
         latent = read_decoder_config(config).latent
     except OtherDecoderError:
@@ -224,7 +228,7 @@ def latent_sizes(config: Config) -> MLASizes | None:
 
 
 def kernel_windows(config: Config) -> Windows:
-    """Return the windows of layers; none where the kernels do not run the model."""
+    """Return the windows of layers, or no windows if the kernels do not run the model."""
     try:
         return read_decoder_config(config).windows
     except OtherDecoderError:
@@ -232,7 +236,7 @@ def kernel_windows(config: Config) -> Windows:
 
 
 def refuse_other_tensors(dense: DecoderConfig, stored: set[str]) -> None:
-    """Raise OtherDecoderError where a model stores other tensors than those of its config."""
+    """Raise OtherDecoderError if a model's tensors are not those that its config implies."""
     if dense.num_layers > len(stored):
         raise OtherDecoderError(f"it stores {len(stored)} tensors, fewer than its {dense.num_layers:,} layers")
     if different := sorted(dense.tensor_names(stored) ^ stored):
@@ -240,7 +244,7 @@ def refuse_other_tensors(dense: DecoderConfig, stored: set[str]) -> None:
 
 
 def _read(config: Config, form: ArchitectureSpec) -> DecoderConfig:
-    """Raise KeyError for numbers left to a default, ValueError for others."""
+    """Read a config. Raises KeyError for numbers that the config omits, ValueError for unsupported ones."""
     latent = None if form.latent is None else read_mla(config, form.latent)
     sizes = _sizes(config, form, latent)
     head_dim = sizes["head_dim"] if latent is None else latent.sizes.rope_dim

@@ -36,11 +36,11 @@ from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, HEAD_BIAS, is_o
 from swiftbatch.worker.model.weight_files import read_tensors
 
 Tensors = Mapping[str, Weight]
-Experts = tuple[Sequence[AnyLinear], Sequence[AnyLinear], Sequence[AnyLinear]]  # gates, ups, downs
+Experts = tuple[Sequence[AnyLinear], Sequence[AnyLinear], Sequence[AnyLinear]]  # gate, up and down projections
 
 
 def expert_weights(tensors: Tensors, prefix: str, config: MoEConfig, dtype: torch.dtype) -> ExpertWeights:
-    """Gather a layer's experts. Raises ValueError for other widths."""
+    """Collect a layer's experts. Raises ValueError if widths differ from the config's."""
     names, is_fused = config.names, config.is_fused(set(tensors), prefix)
     gates, ups, downs = (_fused if is_fused else _one_by_one)(tensors, prefix, config)
     shared_gate = None if not config.shared_width else _floats(tensors, prefix, names.shared_gate)
@@ -104,7 +104,7 @@ def _fused(tensors: Tensors, prefix: str, config: MoEConfig) -> Experts:
 
 
 def _experts_of(weight: Weight, names: FusedNames, shape: tuple[int, int]) -> Sequence[Weight]:
-    """Return the matrix of each expert, its rows the columns of the product."""
+    """Return one weight matrix per expert, with one row per output feature."""
     if isinstance(weight, PackedExperts):
         return weight.experts()
     assert isinstance(weight, Tensor)
@@ -129,7 +129,7 @@ def _rows_of(weight: Weight, bias: Tensor | None, rows: slice) -> AnyLinear:
 def recurrent_weights(
     tensors: Mapping[str, Weight], prefix: str, mixer: RecurrentConfig, dtype: torch.dtype
 ) -> RecurrentWeights:
-    """Gather a layer's mixer. Raises ValueError for tensors of other sizes."""
+    """Collect the weights of a layer's mixer. Raises ValueError for tensors of unexpected sizes."""
     linears = dict(_mixer_linears(tensors, f"{prefix}{mixer.spec.part}.", mixer))
     stored = {role: plain(tensors[prefix + name]) for role, name in mixer.numbers.items()}
     numbers = {role: _number(role, each.to(dtype).float(), mixer) for role, each in stored.items()}
@@ -157,7 +157,7 @@ def _mixer_linears(
 
 
 def of_rows(weight: Weight, rows: list[int]) -> Weight:
-    """Take some rows of a stored matrix. Raises ValueError for more than it has."""
+    """Return some rows of a stored matrix. Raises ValueError for rows that it does not have."""
     if len(rows) > weight.shape[0] or max(rows) >= weight.shape[0]:
         raise ValueError(f"found {weight.shape[0]} rows, expected {len(rows)}")
     chosen = torch.tensor(rows, device=weight.device)
@@ -172,7 +172,7 @@ def _scales(parts: tuple[float, ...], mixer: RecurrentConfig) -> Tensor:
 
 
 def _number(role: str, numbers: Tensor, mixer: RecurrentConfig) -> Tensor:
-    """Arrange float32 numbers for the kernels. Raises ValueError."""
+    """Arrange a float32 parameter for the kernels. Raises ValueError for an unexpected shape."""
     sizes = mixer.sizes
     if role == "taps":
         _refuse_shape(role, numbers, (sizes.num_channels, 1, sizes.conv_width), (sizes.num_channels, sizes.conv_width))
@@ -189,9 +189,9 @@ def _refuse_shape(role: str, numbers: Tensor, *expected: tuple[int, ...]) -> Non
 
 
 def latent_linears(linears: Mapping[str, AnyLinear], latent: MLAConfig) -> dict[str, AnyLinear]:
-    """Arrange latent attention's products for the kernels. Raises ValueError for rows that are no heads.
+    """Arrange latent attention's projections for the kernels. Raises ValueError if rows are not whole heads.
 
-    Each head's up-projection of keys is transposed, to lead from its query to the latent vector.
+    Each head's up-projection of keys is transposed, because the kernels apply it to the head's query.
     """
     sizes = latent.sizes
     heads = range(0, linears["query"].weight.shape[0], sizes.query_dim)
@@ -221,7 +221,10 @@ SCALES_WITHIN = ("attention_in_scale", "key_scale", "attention_out_scale", "gate
 
 
 def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = CPU) -> DecoderWeights | None:
-    """Load a model folder tensor by tensor; None where the kernels do not take it, or tensors do not fit."""
+    """Load a model folder tensor by tensor.
+
+    Returns None if the kernels do not support it or tensors do not fit the config.
+    """
     config = read_config(files.name, files.path)
     try:
         dense = read_decoder_config(config)
@@ -237,7 +240,7 @@ def dense_weights(files: ModelFiles, dtype: torch.dtype, device: torch.device = 
 
 
 def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch.dtype) -> DecoderWeights:
-    """Build a decoder of placed tensors. Raises ValueError or IndexError where they do not fit."""
+    """Build a decoder from tensors on their device. Raises ValueError or IndexError if they do not fit the config."""
     layers = [_layer(tensors, number, dense, dtype) for number in range(dense.num_layers)]
     head_bias = plain(tensors[HEAD_BIAS]) if dense.has_head_bias else None
     head = linear_from(tensors[EMBEDDING if dense.is_tied else HEAD], head_bias)
@@ -248,7 +251,7 @@ def decoder_of(tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch
 def layer_alone(
     tensors: Mapping[str, Weight], dense: DecoderConfig, dtype: torch.dtype
 ) -> tuple[DecoderSizes, LayerWeights]:
-    """Build the layer of a one-layer model. Raises ValueError or IndexError."""
+    """Build the layer of a one-layer model. Raises ValueError or IndexError if tensors do not fit the config."""
     kept = _floats_of(dense)
     placed = {name: each if name in kept else _placed(each, CPU, dtype) for name, each in tensors.items()}
     return _sizes(dense, dtype), _layer(placed, 0, dense, dtype)
@@ -297,7 +300,7 @@ def _embedding_scale(dense: DecoderConfig, dtype: torch.dtype) -> float:
 
 
 def stored_names(files: ModelFiles, config: dict[str, Any]) -> set[str]:
-    """Return a text model's tensors without a tied head; none where one is stored twice."""
+    """Return the names of a text model's tensors, without a tied head. The set is empty if a tensor is stored twice."""
     layout = stored_layout(files.name, files.path)
     return set() if layout.repeated else {name for name in layout.heads if is_of_text(name, config)}
 
@@ -336,7 +339,7 @@ def _layer(tensors: Mapping[str, Weight], number: int, dense: DecoderConfig, dty
 
 
 def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, AnyLinear]:
-    """Order queries and keys as the kernels do, and split gates from queries."""
+    """Arrange queries and keys in the kernels' order, and split gates from queries."""
     found = {role: linears[role] for role in ("query", "key")}
     if dense.form.gates_heads:
         dim, query = dense.head_dim, found["query"]
@@ -348,13 +351,13 @@ def _heads(linears: Mapping[str, AnyLinear], dense: DecoderConfig) -> dict[str, 
 
 
 def _norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> Tensor:
-    """Return a norm's weights, with its biases behind them."""
+    """Return a norm's weights, followed by its biases if it has any."""
     found = [plain(tensors[name]) for name in dense.form.norm_tensors(part)]
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _qk_norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> Tensor:
-    """Return a norm of heads in the kernels' order of dimensions."""
+    """Return the weights of a norm of heads, in the kernels' order of dimensions."""
     weight = plain(tensors[f"{part}.weight"]).flatten()
     if (order := dense.head_order) is None:
         return weight
@@ -364,7 +367,7 @@ def _qk_norm(tensors: Mapping[str, Weight], part: str, dense: DecoderConfig) -> 
 
 
 def _curve(trained: list[Tensor]) -> Tensor | None:
-    """Return the numbers of XIELU; None for another activation."""
+    """Return the parameters of XIELU, or None for another activation."""
     if not trained:
         return None
     squares, exponentials, share, bound = (number.flatten() for number in trained)
@@ -397,7 +400,7 @@ def _linears(
 
 
 def _of_heads(linear: AnyLinear, dims: list[int], width: int) -> AnyLinear:
-    """Take some dimensions of each head of `width`. Raises ValueError where rows are no heads."""
+    """Return some dimensions of each head of `width` rows. Raises ValueError if rows are not whole heads."""
     rows = [head + dim for head in range(0, linear.weight.shape[0], width) for dim in dims]
     if not rows:
         raise ValueError("found 0 rows, expected those of heads")

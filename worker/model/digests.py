@@ -1,4 +1,4 @@
-"""SHA-256 of a model's files, and fingerprints of these."""
+"""SHA-256 of a model's files, and fingerprints that combine them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from swiftbatch.worker.model.file_checks import GENERATION_FILE, INDEX_FILE, weight_names
 
 HASHED_FIRST = ("config.json", GENERATION_FILE, INDEX_FILE, "tokenizer.json", "tokenizer_config.json")
-TEKKEN_FILE = "tekken.json"  # the only tokenizer of some Mistral models
+TEKKEN_FILE = "tekken.json"  # some Mistral models have only this tokenizer
 OTHER_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 BLOBS, SHA256 = "blobs", re.compile("[0-9a-f]{64}")  # the hub's cache links a model's files to these
 TEXT_FILES = (
@@ -31,10 +31,10 @@ TEXT_FILES = (
 
 @dataclass(frozen=True)
 class Digests:
-    """The SHA-256 of each file that decides a model's tokens."""
+    """The SHA-256 of each file that affects a model's tokens."""
 
-    model: Mapping[str, str]  # config, tokenizer and weights, in the order in which the fingerprint takes them
-    text: Mapping[str, str]  # all else that makes tokens of a text: chat templates among them
+    model: Mapping[str, str]  # config, tokenizer and weights, in the order of the fingerprint
+    text: Mapping[str, str]  # all other files that affect the conversion of text to tokens, such as chat templates
 
     @cached_property
     def fingerprint(self) -> str:
@@ -45,14 +45,14 @@ class Digests:
         return _fingerprint(self.text)
 
     def difference(self, expected: Mapping[str, str]) -> tuple[str, str | None, str | None] | None:
-        """Return a file that is not as expected, with what was found and expected."""
+        """Return the first file whose SHA-256 is not the expected one, with the found and the expected SHA-256."""
         found = {**self.model, **self.text}
         names = (name for name in sorted({*found, *expected}) if found.get(name) != expected.get(name))
         return next(((name, found.get(name), expected.get(name)) for name in names), None)
 
 
 def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Digests:
-    """Hash a model folder, but for weights in `known_weights`."""
+    """Hash a model folder, except weight files whose SHA-256 is in `known_weights`."""
     known = known_weights or {}
     names = (*HASHED_FIRST, *((TEKKEN_FILE,) if has_tekken_alone(path) else ()))
     first = {name: _digest(path / name) for name in names if (path / name).is_file()}
@@ -61,7 +61,7 @@ def digests_of(path: Path, known_weights: Mapping[str, str] | None = None) -> Di
 
 
 def download_fault(path: Path, hashed: Mapping[str, str]) -> str | None:
-    """Return a fault if weights differ from the hub's; its cache names files by SHA-256."""
+    """Return a fault if weights differ from the hub's, whose cache names files by their SHA-256."""
     for file in weight_files(path):
         download = file.resolve()
         expected, found = download.name, hashed.get(file.name, download.name)
@@ -74,17 +74,17 @@ def download_fault(path: Path, hashed: Mapping[str, str]) -> str | None:
 
 
 def has_tekken_alone(path: Path) -> bool:
-    """Tell whether a folder has no tokenizer but Mistral's."""
+    """Return whether a folder has Mistral's tokenizer and no other."""
     return (path / TEKKEN_FILE).is_file() and not any((path / name).is_file() for name in OTHER_TOKENIZERS)
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return a model's weight files: the single one, else the index's."""
+    """Return a model's weight files: the single file, or otherwise the files that the index lists."""
     return sorted(path / name for name in weight_names(path))
 
 
 def text_files(path: Path) -> list[Path]:
-    """Return further files that make tokens of a text."""
+    """Return all other files that affect the conversion of text to tokens."""
     found = {file for pattern in TEXT_FILES for file in path.glob(pattern)}
     return sorted(file for file in found if file.name not in HASHED_FIRST and file.is_file())
 
@@ -125,14 +125,14 @@ class Hashing:
 
 
 def exactly(stream: RawIOBase, size: int) -> bytes:
-    """Read `size` bytes. Raises ValueError where the file ends before."""
+    """Read `size` bytes. Raises ValueError if the file ends earlier."""
     data = bytearray(size)
     fill(stream, memoryview(data))
     return bytes(data)
 
 
 def fill(stream: RawIOBase, room: memoryview) -> None:
-    """Read until the room is full. Raises ValueError where the file ends before."""
+    """Read until the buffer `room` is full. Raises ValueError if the file ends earlier."""
     while room:
         if not (num_read := stream.readinto(room)):
             raise ValueError(f"found its end, expected {len(room):,} bytes more")

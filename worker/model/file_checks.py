@@ -25,7 +25,7 @@ def adapter_fault(path: Path) -> str | None:
 
 
 def folder_fault(path: Path) -> str | None:
-    """Say what keeps a folder with a config from being a model."""
+    """Return why a folder with a config is not a complete model, or None if it is."""
     if fault := small_files_fault(path) or _shards_fault(path):
         return fault
     if weight_names(path):
@@ -38,7 +38,7 @@ def small_files_fault(path: Path) -> str | None:
 
 
 def _generation_fault(path: Path) -> str | None:
-    """Return a fault of a damaged generation config; `transformers` ignores it."""
+    """Return a fault if the generation config is damaged. `transformers` would ignore it silently."""
     file = path / GENERATION_FILE
     if not file.exists():
         return None
@@ -47,7 +47,7 @@ def _generation_fault(path: Path) -> str | None:
 
 
 def eos_fault(source: str, settings: Mapping[str, Any]) -> str | None:
-    """Return a fault if end-of-text tokens are no token ids."""
+    """Return a fault if end-of-text tokens are not valid token ids."""
     eos = settings.get("eos_token_id")
     if eos is None or all(type(each) is int for each in (eos if isinstance(eos, list) else [eos])):
         return None
@@ -55,7 +55,7 @@ def eos_fault(source: str, settings: Mapping[str, Any]) -> str | None:
 
 
 def weight_names(path: Path) -> set[str]:
-    """Return the names of weight files; none without a sound index."""
+    """Return the names of weight files, or no names if there is no valid index."""
     if links := link_names(path):
         return set(links)
     if (path / SINGLE_FILE).exists():
@@ -76,7 +76,7 @@ def _index_fault(path: Path) -> str | None:
 
 
 def _shards_fault(path: Path) -> str | None:
-    """Say that an index names files of other folders."""
+    """Return a fault if the index names files in other folders."""
     if (path / SINGLE_FILE).exists() or not (path / INDEX_FILE).exists():
         return None
     for name in sorted(weight_names(path)):
@@ -86,7 +86,7 @@ def _shards_fault(path: Path) -> str | None:
 
 
 def _is_file(file: Path) -> bool:
-    """Return False also for a name that the file system cannot have."""
+    """Return whether a file exists. Returns False, too, for a name that the file system does not allow."""
     try:
         return file.is_file()
     except (OSError, ValueError):
@@ -94,7 +94,7 @@ def _is_file(file: Path) -> bool:
 
 
 def _json_object(file: Path) -> tuple[dict[str, Any], str | None]:
-    """Return a file's object, or what is wrong with it."""
+    """Return a file's JSON object, or an empty object and the fault."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -102,22 +102,22 @@ def _json_object(file: Path) -> tuple[dict[str, Any], str | None]:
     return (value, None) if isinstance(value, dict) else ({}, f"{file} is no JSON object")
 
 
-# Finds files of weights whose end is zeros, as a download leaves it that reserved its room and was cut off.
+# Finds weight files that end in zeros, as left by an interrupted download that had reserved its space.
 
 
-BLOCK = 512  # bytes; sound weights have 16 zeros in a row at most
-STEP = 1 << 20  # bytes that are read at once
-RUN = 32  # zeros at a row's end that a sound one may have
+BLOCK = 512  # bytes; intact weights have at most 16 consecutive zeros
+STEP = 1 << 20  # bytes per read
+RUN = 32  # zeros that an intact row may have at its end
 
 
 def zero_tail_fault(files: Iterable[Path]) -> str | None:
-    """Say that a file ends in zeros, as an unfinished download does."""
+    """Return a fault if a file ends in zeros, as an unfinished download does."""
     for file in files:
         try:
             with file.open("rb") as stream:
                 fault = _fault(file, stream)
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # its head is damaged, as whoever reads the tensors says
+            continue  # its header is damaged, which the reader of its tensors reports
         if fault is not None:
             return fault
     return None
@@ -125,15 +125,15 @@ def zero_tail_fault(files: Iterable[Path]) -> str | None:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The last matrix of a tensor, or a list, by its bytes."""
+    """The byte range of the last matrix of a tensor, or of a vector."""
 
     name: str
     start: int
     end: int
-    num_rows: int  # 1: a list
+    num_rows: int  # 1 for a vector
 
     def may_end_in(self, num_zeros: int) -> bool:
-        """Tell whether so many zeros may be padding, or a few small numbers."""
+        """Return whether `num_zeros` zeros at the end may be padding or a few small numbers."""
         num_bytes = self.end - self.start
         if self.num_rows == 1 or num_zeros < BLOCK:
             return True
@@ -158,7 +158,7 @@ def _fault(file: Path, stream: BinaryIO) -> str | None:
 
 
 def _num_zeros(stream: BinaryIO, start: int, end: int) -> int:
-    """Count the zeros in front of `end`, back to `start`."""
+    """Count the zero bytes directly before `end`, but not before `start`."""
     place = end
     while place > start:
         first = max(start, place - STEP)
@@ -172,7 +172,7 @@ def _num_zeros(stream: BinaryIO, start: int, end: int) -> int:
 
 
 def _last_matrices(file: Path, stream: BinaryIO) -> Iterator[_Matrix]:
-    """Yield a file's tensors in order; of several matrices in one, the last."""
+    """Yield a file's tensors in order. Of a tensor with several matrices, yield only the last matrix."""
     for name, shape, start, end in _gguf_spans(file) if file.suffix == SUFFIX else _safetensors_spans(stream):
         if not _is_matrix(name, shape):
             yield _Matrix(name, start, end, 1)
@@ -182,7 +182,7 @@ def _last_matrices(file: Path, stream: BinaryIO) -> Iterator[_Matrix]:
 
 
 def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Tell whether a tensor holds matrices of weights, which are never zeros."""
+    """Return whether a tensor has weight matrices, which are never all zeros."""
     is_other = name.endswith(("bias", "zeros", "zero_point")) or "norm" in name
     has_matrices = len(shape) in (2, 3) or (len(shape) == 4 and name.endswith("_blocks"))
     return has_matrices and min(shape) > 0 and min(shape[-2:]) > 1 and not is_other

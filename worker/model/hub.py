@@ -1,4 +1,4 @@
-"""Models on the hub: their snapshots here, and why one is not to be had."""
+"""Models on the hub: their local snapshots, and why a model is not available."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from swiftbatch.jobs.errors import ModelError
 
-PATIENCE_SECONDS = 300.0  # waits so long for a busy hub
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # used if it does not say how long to wait
+PATIENCE_SECONDS = 300.0  # longest wait for a busy hub
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # used if the hub does not say how long to wait
 BUSY = {429: "too many requests", 500: "an error of its own", 502: "busy", 503: "busy", 504: "busy"}
 SNAPSHOTS = "snapshots"  # subfolder of a model in the cache, with a folder per commit
 TOKEN = "set HF_TOKEN to a token of https://huggingface.co/settings/tokens that may read it"
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
-    """Split `ORG/NAME@REVISION`; None for no revision."""
+    """Split `ORG/NAME@REVISION` into name and revision, or None without a revision."""
     name, _, revision = model.partition("@")
     return name, revision or None
 
@@ -38,7 +38,7 @@ def commit_of(path: Path) -> str | None:
 
 
 def hub_snapshot(model: str, wanted: Sequence[str]) -> Path:
-    """Get a model's files of these patterns. Raises ModelError."""
+    """Download a model's files that match the patterns, unless they are in the cache. Raises ModelError."""
     name, revision = split_revision(model)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(
@@ -66,7 +66,7 @@ def _alone_on_this_machine(name: str) -> Iterator[None]:
         is_writable = os.access(folder, os.W_OK)
     except OSError:
         is_writable = False
-    if not is_writable:  # a cache that is only read from
+    if not is_writable:  # the cache is read-only, so nothing is downloaded
         yield
         return
     with WeakFileLock(folder / f"swiftbatch--{name.replace('/', '--')}.lock"):
@@ -74,7 +74,7 @@ def _alone_on_this_machine(name: str) -> Iterator[None]:
 
 
 def _patiently(model: str, ask: Callable[[], Result]) -> Result:
-    """`ask` again while the hub is busy. Raises ModelError."""
+    """Call `ask`, and repeat it while the hub is busy. Raises ModelError."""
     last, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
     while True:
         try:
@@ -115,7 +115,7 @@ def _told_pause(error: BaseException) -> float | None:
 
 
 def _problem(model: str, causes: list[BaseException], status: int | None) -> str:
-    """Say why a model is not to be had, and what to do."""
+    """Return why a model is not available, and what to do."""
     from huggingface_hub import constants
 
     (name, revision), endpoint = split_revision(model), constants.ENDPOINT

@@ -1,4 +1,4 @@
-"""A model's files: found, and told apart, without loading them."""
+"""Finds and identifies a model's files without loading them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.hub import at_commit, commit_of, hub_snapshot
 from swiftbatch.worker.model.text_config import nested_config, text_view
 
-CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that decide whether a model runs here
+CONFIG_FILES = ("config.json", ADAPTER_FILE, QUANTIZATION_FILE)  # a few KB that tell whether a model is supported
 ALL_FILES = ("*.json", "*.safetensors", *TEXT_FILES)
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 PARTS_FOLDER = "parts"  # subfolder of a model with engines' parts; a folder, since other programs read all weights
@@ -43,7 +43,7 @@ ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*')  # found in a `tokenizer.jso
 
 
 class OtherModelError(ModelError):
-    """A file that is not the expected one: tokens would differ."""
+    """A file is not the expected one, so tokens could differ."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ class ModelFiles:
 
     @property
     def text_fingerprint(self) -> str:
-        """Return the SHA-256 over chat templates and all else that makes tokens of a text."""
+        """Return the SHA-256 over chat templates and all other files that affect the conversion of text to tokens."""
         return self.digests.text_fingerprint
 
     def refuse_other(self, expected: Mapping[str, str]) -> None:
-        """Raise OtherModelError where a file has another SHA-256 than expected."""
+        """Raise OtherModelError if a file's SHA-256 is not the expected one."""
         if different := self.digests.difference(expected):
             self._refuse(*different)
 
     def refuse_other_weights(self, name: str, found: str) -> None:
-        """Raise OtherModelError where loaded weights have another SHA-256."""
+        """Raise OtherModelError if the SHA-256 of loaded weights is not that of `digests`."""
         if found != self.digests.model.get(name):
             self._refuse(name, found, self.digests.model.get(name))
 
@@ -93,14 +93,14 @@ class ModelFiles:
 def locate_model(model: str, known_weights: Mapping[str, str] | None = None) -> ModelFiles:
     """Find `embedded`, a folder, or a hub id's snapshot. Raises ModelError.
 
-    Weights with a SHA-256 in `known_weights` are compared when they are loaded.
+    Weights whose SHA-256 is in `known_weights` are not hashed now, but checked when they are loaded.
     """
-    small = model_folder(model, CONFIG_FILES)  # a refused model on the hub is not downloaded
+    small = model_folder(model, CONFIG_FILES)  # so that an unsupported model is not downloaded
     if fault := adapter_fault(small):
         raise ModelError(f"model {model}: {fault}")
     if refusal := what_refuses(read_whole_config(model, small), small):
         raise ModelError(f"model {model}: {refusal}")
-    path = model_folder(at_commit(model, commit_of(small)))  # the same one, though the hub gets another meanwhile
+    path = model_folder(at_commit(model, commit_of(small)))  # the same commit, even if the hub has a newer one by now
     config = read_config(model, path)
     if fault := folder_fault(path):
         raise ModelError(f"model {model}: {fault}")
@@ -122,7 +122,7 @@ def model_folder(model: str, wanted: Sequence[str] = ALL_FILES) -> Path:
 
 
 def stored_layout(model: str, path: Path) -> Layout:
-    """Raise ModelError for damaged weights."""
+    """Return the layout of a model's stored tensors. Raises ModelError for damaged weights."""
     try:
         return layout_in(path, read_whole_config(model, path))
     except FormatError as error:
@@ -130,7 +130,7 @@ def stored_layout(model: str, path: Path) -> Layout:
 
 
 def what_refuses(config: dict[str, Any], path: Path) -> str | None:
-    """Say which layer or format of a config does not run here; None for none."""
+    """Return which layer or format of a config is not supported, or None if all are."""
     view, whole = text_view(config), config.get("model_type")
     fault = config_fault(view)
     has_sense = fault is None or view["model_type"] not in ARCHITECTURES  # else what else it says may have none
@@ -152,12 +152,12 @@ def _format_fault(config: dict[str, Any], path: Path) -> str | None:
 
 
 def read_config(model: str, path: Path) -> dict[str, Any]:
-    """Read the text model's part of a `config.json`. Raises ModelError where there is none."""
+    """Read the text model's part of a `config.json`. Raises ModelError if the file is missing or invalid."""
     return text_view(read_whole_config(model, path))
 
 
 def read_whole_config(model: str, path: Path) -> dict[str, Any]:
-    """Read a published `config.json`. Raises ModelError where there is none."""
+    """Read a published `config.json`. Raises ModelError if the file is missing or invalid."""
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -168,13 +168,13 @@ def read_whole_config(model: str, path: Path) -> dict[str, Any]:
 
 
 def let_others_read(path: Path) -> None:
-    """Undo safetensors' rights, which are the owner's alone."""
+    """Let others read a file, since safetensors gives access only to the owner."""
     os.umask(umask := os.umask(0))
     path.chmod(0o666 & ~umask)
 
 
 def eos_token_ids_of(files: ModelFiles) -> frozenset[int]:
-    """Return the tokens that end a text as vLLM does; a fine-tune may have them in the tokenizer alone."""
+    """Return the tokens that end a text, by vLLM's rules. A fine-tune may name them only in its tokenizer."""
     said = _values_in(files.path / GENERATION_FILE).get("eos_token_id")
     eos = read_config(files.name, files.path).get("eos_token_id") if said is None else said
     found = [*(eos if isinstance(eos, list) else [eos]), _eos_of_tokenizer(files.path)]
@@ -190,7 +190,7 @@ def _eos_of_tokenizer(path: Path) -> int | None:
 
 
 def _known_tokens(path: Path, config: dict[str, Any]) -> Iterator[dict[str, int]]:
-    """Yield ids of tokens, first from short lists."""
+    """Yield token ids by text from several files, short ones first."""
     yield {each["content"]: int(number) for number, each in config.get("added_tokens_decoder", {}).items()}
     text = (path / "tokenizer.json").read_text(encoding="utf-8") if (path / "tokenizer.json").is_file() else "{}"
     if found := ADDED_TOKENS.search(text):

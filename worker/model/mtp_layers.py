@@ -1,7 +1,7 @@
-"""A layer of a checkpoint that predicts one more token (MTP), as it is published. Without torch.
+"""A published MTP layer, which predicts one more token. Without torch.
 
-It joins the target's final hidden state with the next token's embedding. Behind that it is a layer of the model's own
-kind, and is read as a model of one layer.
+The layer's input combines the target's final hidden state with the next token's embedding. The rest is a normal layer
+of the architecture, which is read as a model of one layer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from swiftbatch.worker.model.formats.layout import Layout, heads_in, layout_of
 from swiftbatch.worker.model.gguf.gguf_model import SUFFIX
 from swiftbatch.worker.model.text_config import EMBEDDING, HEAD, LAYER, PREDICTORS, WHOLE_DECODER
 
-OWN = "predictor."  # begins the names of what stands in front of the layer, and of the norm behind it
+OWN = "predictor."  # prefix of the names of what precedes the layer, and of the norm after it
 ROLES = ("token_norm", "hidden_norm", "join", "final_norm")
 ONE_LAYER = "model.layers.0."
-ONE_OF_ITS_KIND: dict[str, Any] = {  # keys that count layers, as a model of this one layer has them
+ONE_OF_ITS_KIND: dict[str, Any] = {  # keys that count layers, with their values for a model of this one layer
     "decoder_sparse_step": 1,
     "first_k_dense_replace": 0,
     "mlp_only_layers": [],
@@ -43,11 +43,11 @@ OF_LAYERS = ("hybrid_override_pattern", "layers_block_type", "layer_types")
 class MTPSpec:
     """The names of a published MTP layer; `{}` is the number of the target's layers."""
 
-    layer: str  # begins the names of its layer
-    names: Mapping[str, str]  # `ROLES` -> names of its own parts
+    layer: str  # prefix of the names in its layer
+    names: Mapping[str, str]  # `ROLES` -> names of the parts outside the layer
     copies: tuple[str, ...] = ()  # copies of the target's embedding and head
-    is_hidden_first: bool = False  # among the columns of `join`
-    feeds_normed: bool = True  # the next row of a draft takes what is behind the norm, not in front of it
+    is_hidden_first: bool = False  # the hidden state's columns of `join` precede the embedding's
+    feeds_normed: bool = True  # the next row of a draft gets the output after the norm, not before it
 
 
 FORMS = (
@@ -81,21 +81,21 @@ TRAINED = MTPSpec(ONE_LAYER, {role: OWN + role for role in ROLES})
 
 @dataclass(frozen=True)
 class Predictor:
-    """The tensors of an MTP layer, as those of a model of one layer."""
+    """The tensors of an MTP layer, named as those of a model of one layer."""
 
     dense: DecoderConfig  # configuration of that model
-    layout: Layout  # its names are those of that model; those of `ROLES` begin with `OWN`
+    layout: Layout  # with the names in that model; those of `ROLES` begin with `OWN`
     names: Mapping[str, str]  # stored name -> name in that model
     is_hidden_first: bool
     feeds_normed: bool
 
 
 class NoPredictorError(ValueError):
-    """MTP layers that are not used; the text says why, or is empty."""
+    """A model has no usable MTP layer. The text says why, or is empty if the model has none."""
 
 
 def one_layer_config(config: Config) -> dict[str, Any]:
-    """Make the config of a model of one attending layer from a text model's."""
+    """Return the config of a model of one attention layer, derived from a text model's config."""
     one = {key: ONE_OF_ITS_KIND.get(key, value) for key, value in config.items() if key not in OF_LAYERS}
     one["num_hidden_layers"] = 1
     return one if layer_types(config) is None else one | {"layer_types": ["full_attention"]}
@@ -137,7 +137,7 @@ def _is_further(name: str, num_layers: int) -> bool:
 def _read(
     form: MTPSpec, heads: dict[str, StoredTensor], plain: Mapping[str, str], config: Config, path: Path
 ) -> Predictor:
-    """Raise NoPredictorError for tensors of another layer."""
+    """Read an MTP layer with these names. Raises NoPredictorError if its tensors do not fit."""
     num_layers = config.get("num_hidden_layers") or 0
     names = {name: each for name in heads if (each := _own_name(plain[name], form, num_layers)) is not None}
     one = one_layer_config(config)
@@ -172,7 +172,7 @@ def _layout(heads: list[tuple[str, StoredTensor]], config: dict[str, Any], path:
 
 
 def _own_name(name: str, form: MTPSpec, num_layers: int) -> str | None:
-    """Return the name in the one-layer model; None for copies and later layers."""
+    """Return the name in the one-layer model, or None for copies and for later MTP layers."""
     if name in [each.format(num_layers) for each in form.copies]:
         return None
     for role in ROLES:

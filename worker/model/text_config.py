@@ -1,6 +1,6 @@
-"""The text model of a published config: one view for everything that reads a config or a tensor's name.
+"""The text model of a published config, for all code that reads a config or a tensor's name.
 
-Models of text and images nest its keys in `text_config`, and put a prefix in front of its tensors.
+Multimodal models nest the text model's keys in `text_config`, and add a prefix to its tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEAD, HEAD_BIAS, EMBEDDING = "lm_head.weight", "lm_head.bias", "model.embed_toke
 
 
 def text_view(config: Config) -> dict[str, Any]:
-    """Return the config of a model's text part, as if it were published alone."""
+    """Return the config of a model's text part, as if that were published as a model of its own."""
     view, kind = dict(config), config.get("model_type")
     if nested := nested_config(config):
         whole = {key: config[key] for key in OF_THE_WHOLE if key in config}
@@ -42,14 +42,14 @@ def nested_config(config: Config) -> dict[str, Any]:
 
 
 def is_another(config: Config) -> bool:
-    """Tell whether the text model's class is another one than the config's."""
+    """Return whether the text model has another class than the config names."""
     return bool(nested_config(config)) or config.get("model_type") in ALIASES
 
 
 def text_name(name: str, config: Config) -> str | None:
-    """Return a stored tensor's name in the text model; None for one that changes no text (MTP, towers).
+    """Return a stored tensor's name in the text model, or None if it does not affect text (MTP, towers).
 
-    Layers behind the last one are passed over only if the config counts them as MTP layers.
+    Layers after the last one are ignored only if the config counts them as MTP layers.
     """
     if OTHER_TOWERS.match(name) or PREDICTORS.match(name):
         return None
@@ -66,19 +66,19 @@ def text_name(name: str, config: Config) -> str | None:
 
 
 def class_name(name: str, config: Config) -> str:
-    """Return the name that a kind's class has for a tensor of the text model."""
+    """Return a text model's tensor name as the architecture's class in transformers has it."""
     form = architecture_of(config)
     return form.own_embedding if name == EMBEDDING and form is not None and form.own_embedding else name
 
 
 def is_of_text(name: str, config: Config) -> bool:
-    """Tell whether a stored tensor takes memory in the text model."""
+    """Return whether a stored tensor is loaded as part of the text model."""
     known = text_name(name, config)
     return known is not None and not (known == HEAD and bool(config.get("tie_word_embeddings")))
 
 
 def is_transposed(name: str, shape: tuple[int, ...], config: Config) -> bool:
-    """Tell whether a model, by its whole config, stores experts with rows for columns; newer `transformers` do not."""
+    """Return whether a model stores experts transposed, by its whole config. Newer `transformers` versions do not."""
     nested, form = nested_config(config), architecture_of(text_view(config))
     fused = form.experts.names.fused if form is not None and form.experts else None
     if not nested or fused is None or fused.is_transposed is not None or not name.endswith((fused.gate_up, fused.down)):

@@ -1,4 +1,4 @@
-"""A model's weights, hashed as they are read: a mapped file would change under a running model."""
+"""A model's weights, hashed while being read. Files are not mapped, because a change would reach the running model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
 class Assembly:
-    """Puts the weights of a text model together from tensors in any order."""
+    """Assembles the weights of a text model from tensors in any order."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self._names, self.dtype = layout.names, dtype
@@ -62,7 +62,7 @@ class Assembly:
     def _whole(self, matrix: PackedTensor) -> Weight:
         parts = self._parts.pop(matrix.name)
         codes = max(parts.values(), key=lambda part: part.nbytes)
-        if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # a blank may stand for another number than zero
+        if codes.dim() > 1 and _has_blank(codes.view(torch.uint8)):  # code 0 may stand for another number than zero
             raise _blank(matrix.name)
         try:
             return matrix.scheme.weight(parts, self.dtype)
@@ -73,11 +73,11 @@ class Assembly:
 def read_tensors(
     files: ModelFiles, dtype: torch.dtype, place: Callable[[Weight], Weight], kept: Collection[str] = ()
 ) -> dict[str, Weight]:
-    """Read a text model's weights, as `place` returns them; those named in `kept` stay as stored.
+    """Read a text model's weights, as `place` returns them. Weights named in `kept` keep their stored dtype.
 
-    Quantized ones are packed matrices, or numbers of this dtype. Tensors that change no text, and a tied head, are
-    hashed and dropped. The host holds two tensors at most that `place` takes elsewhere. Raises ModelError for a damaged
-    file, OtherModelError for other bytes than those of `files.digests`.
+    Quantized weights become packed matrices, or dequantized ones of this dtype. Tensors that do not affect text, and a
+    tied head, are hashed and dropped. If `place` moves tensors to a device, at most two are in host memory. Raises
+    ModelError for a damaged file, OtherModelError if a file's hash is not that of `files.digests`.
     """
     weights: dict[str, Weight] = {}
     config = read_config(files.name, files.path)
@@ -105,7 +105,7 @@ def read_tensors(
 def _weights_in(
     file: Path, stream: RawIOBase, hashing: Hashing, assembly: Assembly, config: dict[str, Any]
 ) -> Iterator[tuple[str, Weight]]:
-    """Raise ValueError for a damaged file."""
+    """Yield the weights in a file. Raises ValueError for a damaged file."""
     if file.suffix == SUFFIX:
         yield from gguf_weights(file, stream, hashing, config, assembly.dtype)
         return
@@ -115,7 +115,7 @@ def _weights_in(
 
 
 def _refuse_blank(name: str, weight: Weight) -> None:
-    """Raise FormatError for a matrix of zeros, as unfinished downloads have."""
+    """Raise FormatError for a matrix of zeros, which an unfinished download leaves."""
     if len(weight.shape) < 2 or min(weight.shape[-2:]) < 2 or name.endswith("bias") or "norm" in name:
         return
     if isinstance(weight, PackedMatrix):
@@ -137,12 +137,12 @@ def _has_blank(matrices: Tensor) -> bool:
 
 
 def _is_blank(matrix: Tensor) -> bool:
-    """Tell whether all is zeros; the first row is looked at first."""
+    """Return whether a matrix is all zeros. Checking the first row first is faster."""
     return not bool(matrix[0].any()) and not bool(matrix.any())
 
 
 def _drop_head_of(weights: dict[str, Weight], files: ModelFiles) -> None:
-    """Drop a tied head. Raises ModelError where it differs from the embedding."""
+    """Drop a tied head. Raises ModelError if it differs from the embedding."""
     head = weights.pop(HEAD, None)
     if head is not None and not torch.equal(plain(head), plain(weights[EMBEDDING])):
         raise ModelError(
@@ -174,7 +174,10 @@ def _stored(stream: RawIOBase, hashing: Hashing) -> Iterator[tuple[str, torch.Te
 
 
 def _form(name: str, entry: dict[str, Any], expected_start: int) -> tuple[list[int], torch.dtype]:
-    """Raise ValueError unless a tensor's bytes follow those before."""
+    """Return a tensor's shape and dtype.
+
+    Raises ValueError unless its bytes directly follow those of the previous tensor.
+    """
     shape, said, (start, end) = entry["shape"], entry["dtype"], entry["data_offsets"]
     if said not in DTYPES:
         raise ValueError(f"found {name} as {said}, expected one of {', '.join(DTYPES)}")

@@ -1,4 +1,4 @@
-"""Sampling of a whole batch: walks down draft trees, in C or torch, and top candidates."""
+"""Sampling of a whole batch: walks down draft trees and top candidates, in C or torch."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ NO_MASKS: Masks = ()
 
 
 class Sampler(Protocol):
-    """Growing sampling state of one sequence."""
+    """Sampling state of one sequence, which follows its tokens."""
 
     sequence: Sequence
 
@@ -84,7 +84,7 @@ class Sampler(Protocol):
         """Return a sampler for a draft's fork of the sequence."""
 
     def context(self) -> Context:
-        """Return what the next token depends on beside its logits."""
+        """Return everything except logits that the next token depends on."""
 
 
 def penalised(sampler: Sampler, logits: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ class BatchSampler(Protocol):
     """Samples the next tokens of sequences from the target's logits."""
 
     def sampler(self, sequence: Sequence) -> Any:
-        """Return a sequence's `Sampler`, of this class's own kind."""
+        """Return a sequence's `Sampler`, of the class that belongs to this one."""
 
     def walks(
         self,
@@ -123,7 +123,7 @@ class BatchSampler(Protocol):
         mode: LogprobsMode,
         mask: np.ndarray | None = None,
     ) -> TokenLogprobs:
-        """Return the log-probabilities of a walk's tokens, before the sequence has them."""
+        """Return the log-probabilities of a walk's tokens, before these are appended to the sequence."""
 
 
 class NativeBatchSampler:
@@ -242,7 +242,7 @@ def logprobs_by(
 
 
 def num_top_of(sequence: Sequence) -> int:
-    """Raise ValueError if the sequence wants no log-probabilities."""
+    """Return how many top candidates have log-probabilities. Raises ValueError if the sequence requests none."""
     if sequence.logprobs is None:
         raise ValueError(f"sequence {sequence.sequence_id} asks for no log-probabilities")
     return sequence.logprobs.num_top
@@ -265,7 +265,7 @@ def _with_candidates(
 
 
 def create_batch_sampler(vocab_size: int, device: torch.device) -> BatchSampler:
-    """Return the fastest sampler. Raises KernelError for instructions that this machine lacks."""
+    """Return the fastest sampler. Raises KernelError if the requested instruction set cannot run here."""
     if device.type == "cpu" and chosen_variant() is not None and vocab_size >= TOP_K:
         return NativeBatchSampler()
     return TorchBatchSampler(vocab_size, device)

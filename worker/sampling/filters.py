@@ -1,4 +1,4 @@
-"""Filters of sampling in their order, with the numbers that kernels read.
+"""The sampling filters in order, with the parameters that kernels read.
 
 A new filter needs a field in jobs/sampling_params.py, an entry here, Triton code in filter_kernels.py, and C code in
 worker/kernels/source/filters.h. Definitions here take one row of scores `[vocab] float32`.
@@ -40,7 +40,7 @@ def running_sum(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def running_sum_in_any_order(probabilities: torch.Tensor) -> torch.Tensor:
-    """Sum whole numbers, whose order does not matter."""
+    """Return cumulative sums of integers, which do not depend on the order of additions."""
     units = (probabilities.double() * SUM_UNITS).long()
     return (units.cumsum(dim=-1).double() / SUM_UNITS).float()
 
@@ -61,22 +61,22 @@ def keep_eta(scores: torch.Tensor, eta: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FilterNumber:
-    """Number that kernels read: float32 or, if whole, int."""
+    """Parameter that kernels read: int32 if `is_whole`, otherwise float32."""
 
     name: str
-    of: Callable[[Any], float]  # computes it from the field's value, also when the filter is off
+    of: Callable[[Any], float]  # computes it from the field's value, even if the filter is off
     is_whole: bool = False
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Filter of a row, and its field of `SamplingParams`."""
+    """One filter, and the field of `SamplingParams` that it reads."""
 
     field: str
     off: float  # this value keeps all tokens
     keep: Callable[[torch.Tensor, Any], torch.Tensor]
     numbers: tuple[FilterNumber, ...]
-    is_searched: bool = True  # a GPU searches for its cut
+    is_searched: bool = True  # a GPU must search for the cut
 
     def is_on(self, params: SamplingParams) -> bool:
         return bool(getattr(params, self.field) != self.off)
@@ -87,12 +87,12 @@ def _as_it_is(value: float) -> float:
 
 
 def _rest(top_p: float) -> float:
-    """Return the removed mass; negative means off."""
+    """Return the probability mass to remove; negative means off."""
     return 1.0 - top_p if top_p < 1.0 else -1.0
 
 
 def _log(min_p: float) -> float:
-    """Return the logarithm; -inf means off."""
+    """Return the logarithm of `min_p`; -inf means off."""
     return math.log(min_p) if min_p > 0.0 else -math.inf
 
 

@@ -21,12 +21,12 @@ MASKED = float("-inf")
 
 
 class Context(NamedTuple):
-    """All that the next token depends on beside its logits and parameters."""
+    """Everything that the next token depends on, except logits and parameters."""
 
     bias: torch.Tensor | None = None  # [vocab] float32
     masked: tuple[int, ...] = ()  # tokens that cannot come next
-    seen: torch.Tensor | None = None  # [vocab] bool, tokens in the penalty window; None: no repetition penalty
-    counts: torch.Tensor | None = None  # [vocab] int32, counts in the output; None: no count penalties
+    seen: torch.Tensor | None = None  # [vocab] bool, tokens in the penalty window; None without a repetition penalty
+    counts: torch.Tensor | None = None  # [vocab] int32, counts in the output; None without count penalties
 
     @property
     def is_plain(self) -> bool:
@@ -38,7 +38,7 @@ class Context(NamedTuple):
 
 
 def adjusted(logits: torch.Tensor, params: SamplingParams, context: Context) -> torch.Tensor:
-    """Return logits `[..., vocab] float32` in this context, the same tensor if unchanged."""
+    """Return logits `[..., vocab] float32` adjusted to this context. If nothing changes, return the same tensor."""
     scores = logits
     if context.bias is not None:
         scores = scores + context.bias
@@ -58,7 +58,7 @@ def only_allowed(scores: torch.Tensor, words: np.ndarray) -> torch.Tensor:
 
 
 def penalise(scores: torch.Tensor, seen: torch.Tensor, theta: float) -> torch.Tensor:
-    """Divide positive, multiply negative logits of seen tokens by theta (Keskar et al. 2019)."""
+    """Divide positive logits of seen tokens by theta, and multiply negative ones (Keskar et al. 2019)."""
     return torch.where(seen, torch.where(scores < 0, scores * theta, scores / theta), scores)
 
 
@@ -83,7 +83,7 @@ def adjusts(params: SamplingParams) -> bool:
 
 
 def output_counts(sequence: Sequence, vocab_size: int, device: torch.device | str) -> torch.Tensor | None:
-    """Return counts `[vocab] int32`; None without count penalties."""
+    """Return counts `[vocab] int32`, or None without count penalties."""
     if not counts_output(sequence.sampling):
         return None
     counts = np.bincount(sequence.output_ids, minlength=vocab_size).astype(np.int32)
@@ -95,13 +95,16 @@ def has_bias(params: SamplingParams) -> bool:
 
 
 def bias_pairs(sequence: Sequence) -> tuple[tuple[int, float], ...]:
-    """Return tokens and their bias; a bad word of one token is masked."""
+    """Return tokens with their bias. A bad word of a single token has the bias `MASKED`."""
     never = tuple((word[0], MASKED) for word in sequence.bad_word_ids if len(word) == 1)
     return sequence.sampling.logit_bias + never
 
 
 def bias_row(sequence: Sequence, device: torch.device | str) -> torch.Tensor | None:
-    """Return the bias `[vocab] float32`; None without any. Raises ValueError for a token outside the vocabulary."""
+    """Return the bias `[vocab] float32`, or None if there is none.
+
+    Raises ValueError for a token outside the vocabulary.
+    """
     if not has_bias(sequence.sampling):
         return None
     row = torch.zeros(sequence.vocab_size)
@@ -120,7 +123,7 @@ def ending_tokens(sequence: Sequence) -> tuple[int, ...]:
 
 
 def long_words(sequence: Sequence) -> list[tuple[int, ...]]:
-    """Return bad words of several tokens, whose last one is masked after the others."""
+    """Return bad words of several tokens. The last token of such a word is masked after the others."""
     return [word for word in sequence.bad_word_ids if len(word) > 1]
 
 
@@ -134,7 +137,7 @@ def masked_tokens(sequence: Sequence, num_output: int, recent: list[int]) -> tup
 
 
 def num_recent_tokens(sequence: Sequence) -> int:
-    """Return how many last output tokens decide the masks."""
+    """Return how many of the last output tokens determine the masked tokens."""
     return max((len(word) - 1 for word in sequence.bad_word_ids), default=0)
 
 

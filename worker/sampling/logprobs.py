@@ -12,7 +12,7 @@ from swiftbatch.jobs.logprobs import NO_TOKEN, TokenLogprobs
 
 
 class KeptLogprobs:
-    """Log-probabilities of an output so far; stored ones never change, so other threads may read them."""
+    """Log-probabilities of an output so far; stored values never change, so other threads may read them."""
 
     def __init__(self, max_tokens: int, num_top: int) -> None:
         self._room = TokenLogprobs.empty(max_tokens, num_top)
@@ -32,7 +32,7 @@ class KeptLogprobs:
         self._length += len(more)
 
     def first(self, num_tokens: int) -> KeptLogprobs:
-        """Return a copy, with room for more."""
+        """Return a copy of the first `num_tokens` entries, which can grow."""
         kept = KeptLogprobs(len(self._room), self.num_top)
         kept.extend(self._room.part(0, num_tokens))
         return kept
@@ -47,7 +47,7 @@ def path_logprobs(
 ) -> TokenLogprobs:
     """Return the log-probabilities of tokens `drawn` along a path down a tree, from `rows [num_rows, vocab]`.
 
-    `scores` maps a row and its drawn token to scores; it is called in order.
+    `scores` maps a row of logits and its drawn token to scores, and is called in the order of the path.
     """
     found = TokenLogprobs.empty(len(drawn), num_top)
     for i, (node, token_id) in enumerate(zip([-1, *path], drawn, strict=False)):

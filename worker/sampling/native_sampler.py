@@ -139,7 +139,7 @@ class NativeAdjustments:
         )
 
     def fork(self) -> NativeAdjustments:
-        """Return a copy with counts of its own."""
+        """Return a copy with its own counts."""
         fork = copy.copy(self)
         fork.call = CAdjustments.from_buffer_copy(self.call)
         fork._banned_ids = self._banned_ids.copy()
@@ -207,10 +207,10 @@ def kernels() -> ctypes.CDLL:
 
 
 class NativeSampler:
-    """Samples one sequence's tokens; it reads the history from the sequence."""
+    """Samples one sequence's tokens; it reads earlier tokens from the sequence."""
 
     def __init__(self, sequence: Sequence, adjusted: NativeAdjustments | None = None) -> None:
-        """`adjusted` is the forked sequence's. Raises ValueError as `NativeAdjustments` does."""
+        """For a fork, `adjusted` is that of the original sequence. Raises ValueError as `NativeAdjustments` does."""
         params = sequence.sampling
         self.sequence = sequence
         self._params = sampling_params(params, sequence.noise_key)
@@ -225,7 +225,7 @@ class NativeSampler:
 
     def fork(self, sequence: Sequence) -> NativeSampler:
         """Return a sampler for a draft's fork of the sequence."""
-        counts = self.counts()  # counted here once, so that later forks need not repeat it
+        counts = self.counts()  # counted once here, so that later forks need not count again
         fork = NativeSampler(sequence, self._adjusted.fork() if self._adjusted else None)
         if fork._counts is not None and counts is not None:
             fork._counts[:] = counts
@@ -233,7 +233,7 @@ class NativeSampler:
         return fork
 
     def counts(self) -> np.ndarray | None:
-        """Return each token's count in the penalty window, `[vocab] int32`; None without that penalty."""
+        """Return each token's count in the penalty window, `[vocab] int32`, or None without a repetition penalty."""
         token_ids = self.sequence.token_ids
         self._check_grown()
         if self._counts is not None:
@@ -264,7 +264,7 @@ class NativeSampler:
     def walk_call(
         self, tree: DraftTree, logits: torch.Tensor, masks: np.ndarray | None = None
     ) -> tuple[CTreeWalk, np.ndarray]:
-        """Return the struct of one tree, and its memory."""
+        """Return the struct of one tree's walk, and the array that holds its inputs and results."""
         self._check_grown()
         num_nodes, token_ids = len(tree), self.sequence.token_ids
         check_logits(logits, (num_nodes + 1, self.sequence.vocab_size))
@@ -329,9 +329,9 @@ def logprobs(
 def draw(
     logits: torch.Tensor, position: int, params: SamplingParams, noise_key: int, counts: np.ndarray | None = None
 ) -> int:
-    """Draw the token at `position` from logits `[vocab] float32`, also from non-finite ones, as the reference does.
+    """Draw the token at `position` from logits `[vocab] float32`, even from non-finite ones, as the reference does.
 
-    `counts [vocab] int32` are of the penalty window; None: no penalty.
+    `counts [vocab] int32` are those of the penalty window, or None without a penalty.
     """
     check_logits(logits, (logits.shape[-1],))
     if counts is not None:

@@ -20,8 +20,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 
-NOISE_LAW = "noise 2"  # is part of the numerics; version 1 ignored the prompt
-NUM_BLOCKS_KEPT = 5  # drafts look ahead by several blocks and return
+NOISE_LAW = "noise 2"  # part of the numerics' name; version 1 ignored the prompt
+NUM_BLOCKS_KEPT = 5  # drafts read several blocks ahead, then return to earlier ones
 BLOCK = 16  # a fixed shape gives vectorised logarithms the same bits every time
 
 
@@ -77,7 +77,7 @@ def _native_row(variant: str) -> Any:
 
 
 class GumbelNoise:
-    """Noise of one sequence, computed in blocks of positions, of which the last few are kept."""
+    """Noise of one sequence. It is computed in blocks of positions, and the last few blocks are kept."""
 
     def __init__(self, key: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self._key = key

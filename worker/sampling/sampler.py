@@ -32,7 +32,7 @@ class NotFiniteError(ArithmeticError):
 
 
 def is_drawable(logits: torch.Tensor) -> bool:
-    return math.isfinite(float(logits.max()))  # NaN if the row has any
+    return math.isfinite(float(logits.max()))  # max is NaN if the row has a NaN
 
 
 def check_finite(logits: torch.Tensor, position: int) -> None:
@@ -73,7 +73,7 @@ class TokenSampler:
         self._sequence = sequence
         self._params = sequence.sampling
         self._noise = sequence.noise
-        self.position = len(sequence)  # the next token's
+        self.position = len(sequence)  # position of the next token
         penalised = self._params.repetition_penalty != 1.0
         self._window = PenaltyWindow(sequence, vocab_size, device) if penalised else None
         self._counts = output_counts(sequence, vocab_size, device)

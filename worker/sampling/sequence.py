@@ -20,7 +20,7 @@ class Rule(Protocol):
     """Restriction of a job's output, immutable and shared by sequences."""
 
     def start(self, sequence: Sequence) -> Constraint:
-        """Return the constraint before a sequence's first output token; it may read the prompt."""
+        """Return the constraint's state before the first output token. The rule may read the sequence's prompt."""
 
 
 class Sequence:
@@ -75,7 +75,7 @@ class Sequence:
 
     @property
     def last_token_ids(self) -> tuple[int, int]:
-        """Return the last two tokens, or the only one twice."""
+        """Return the last two tokens. If there is only one, return it twice."""
         last = self._length - 1
         return self._buffer.item(last - 1 if last else 0), self._buffer.item(last)
 
@@ -94,7 +94,7 @@ class Sequence:
 
     @property
     def kept_logprobs(self) -> TokenLogprobs | None:
-        """Return a view; None if not requested."""
+        """Return a view of the stored log-probabilities, or None if they are not requested."""
         return None if self.logprobs is None else self.logprobs.all
 
     @property
@@ -106,7 +106,7 @@ class Sequence:
         return self.max_length - self._length
 
     def fork(self) -> Sequence:
-        """Return a draft's copy, which shares the buffer: later commits overwrite the draft."""
+        """Return a copy for drafting that shares the buffer, so later commits overwrite drafted tokens."""
         return copy.copy(self)
 
     def set_rewinds(self, rewinds: tuple[Rewind, ...]) -> None:
@@ -139,7 +139,7 @@ class Sequence:
         """Append committed tokens."""
         end = self._length + len(token_ids)
         if len(token_ids) == 1:
-            self._buffer[self._length] = token_ids[0]  # the usual case, three times as fast as a slice
+            self._buffer[self._length] = token_ids[0]  # the usual case; an index is three times as fast as a slice
         else:
             self._buffer[self._length : end] = token_ids
         self._length = end

@@ -11,23 +11,23 @@ CONSTRAINT_REFUSED = "constraint_refused"  # error code if rules cannot be follo
 
 
 class ConstraintError(ValueError):
-    """No mask is known, or a token is not allowed. The message is for the user."""
+    """The allowed tokens cannot be determined, or a token is not allowed. The message is for the user."""
 
 
 class Constraint(Protocol):
-    """Rule after some output tokens, on which alone it depends."""
+    """State of a rule after some output tokens. It depends only on these tokens."""
 
     def mask(self) -> np.ndarray | None:
-        """Return the allowed tokens as `num_mask_words` uint32 words, lowest bit first; None: all.
+        """Return the allowed tokens as `num_mask_words` uint32 words, lowest bit first, or None if all are allowed.
 
-        Raises ConstraintError if they are unknown.
+        Raises ConstraintError if the allowed tokens cannot be determined.
         """
 
     def is_free(self, token_ids: list[int]) -> bool:
         """Return whether any of these tokens may come here, in any order; False is always safe."""
 
     def guess(self, token_ids: np.ndarray) -> int:
-        """Return the best of some allowed tokens to draft."""
+        """Return which of some allowed tokens to draft."""
 
     def push(self, token_id: int) -> None:
         """Append a token. Raises ConstraintError if it is not allowed."""

@@ -12,7 +12,7 @@ import torch
 from swiftbatch.worker.sampling.draft_tree import ROOT, DraftTree
 
 GUESSED = -1  # marks a node that no drafter proposed
-TOP_K = 8  # so many target candidates are stored per row
+TOP_K = 8  # target candidates that are stored per row
 
 
 Candidates = tuple[np.ndarray, np.ndarray]
@@ -30,9 +30,9 @@ class Verification(NamedTuple):
     top_logprobs: np.ndarray | None  # [num_rows, TOP_K] float32, of the unprocessed logits
     hidden: torch.Tensor | None = None  # [1 + num_accepted, hidden] final states of the root and the accepted path
     draft_kind: str = "tree"  # one of `metrics.worker_counters.DRAFT_KINDS`
-    numbers: list[int] | None = None  # nodes' numbers in the proposed tree; None: all of it was verified
-    num_left_out: int = 0  # counts proposed nodes that were not verified
-    num_steps: int = 1  # counts model steps, several if nothing was drafted
+    numbers: list[int] | None = None  # indices of the nodes in the proposed tree; None if the whole tree was verified
+    num_left_out: int = 0  # number of proposed nodes that were not verified
+    num_steps: int = 1  # number of model steps; several are possible if nothing was drafted
 
     @property
     def num_draft_tokens(self) -> int:
@@ -46,7 +46,7 @@ class Verification(NamedTuple):
 
     @property
     def proposed_path(self) -> list[int]:
-        """Return the accepted nodes by their numbers in the proposed tree."""
+        """Return the accepted nodes by their indices in the proposed tree."""
         if self.numbers is None:
             return self.path
         numbers = self.numbers
@@ -54,7 +54,7 @@ class Verification(NamedTuple):
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Return accepted draft tokens, without the bonus token."""
+        """Return the number of accepted draft tokens, without the bonus token."""
         return len(self.path)
 
 
@@ -63,11 +63,11 @@ class Walk(NamedTuple):
 
     path: list[int]  # accepted nodes, from the root
     drawn: list[int]  # tokens of the path, then the bonus token
-    failed_row: int | None = None  # nothing can be drawn from this row after `drawn`
+    failed_row: int | None = None  # row from which nothing can be drawn after `drawn`
     candidates: Candidates | None = None  # None if not requested
 
     def until(self, num_tokens: int) -> Walk:
-        """Return the first tokens, if the sequence ends after them."""
+        """Return the walk cut to its first `num_tokens` tokens, because the sequence ends there."""
         return Walk(self.path[:num_tokens], self.drawn[:num_tokens], candidates=self.candidates)
 
 

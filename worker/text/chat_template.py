@@ -1,4 +1,4 @@
-"""Chat template of a model, which turns messages to text and must show all of them."""
+"""Chat template of a model, which converts messages to text and must not omit any."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOST_SHAPES = 256
 
 @dataclass(frozen=True)
 class _Text:
-    """Place of a text in messages: a field of one, or a part of its content."""
+    """Where a text is in messages: a field of a message, or a part of its content."""
 
     message: int
     field: str
@@ -68,7 +68,7 @@ class _Layout:
 
     @cached_property
     def missing(self) -> list[_Text]:
-        """Return omitted texts; all if unknown."""
+        """Return the texts that the template omits, or all texts if it refused the messages."""
         found = set(self.shown)
         return [text for text in self.texts if text not in found]
 
@@ -96,7 +96,7 @@ class MessageTexts:
         self._layouts: dict[tuple[object, ...], _Layout] = {}
 
     def as_taken(self, messages: Sequence[Message], options: TemplateOptions) -> list[dict[str, Any]]:
-        """Return messages with roles that the template knows, and in parts if it iterates over these."""
+        """Return messages with roles that the template knows, and with content in parts if it iterates over parts."""
         layout = self._layout(messages, options)
         return _given(messages, layout.roles, layout.joined)
 
@@ -116,7 +116,7 @@ class MessageTexts:
             raise _error(messages, number, f"{reason}; look for marks that it reads, such as </think>")
 
     def unread(self, messages: Sequence[Message], options: TemplateOptions) -> list[str]:
-        """Return what else the template omits from messages, which it must accept."""
+        """Return what else the template omits from messages. It must accept these messages."""
         missing = self._layout(messages, options).missing
         names = sorted({f"messages[].{text.field}" for text in missing if not text.is_content})
         end = messages[-1].content
@@ -134,7 +134,7 @@ class MessageTexts:
         return layout
 
     def _made(self, messages: Sequence[Message], options: TemplateOptions) -> _Layout:
-        """Keep roles if the template shows their messages, then parts if it shows all of them."""
+        """Return the form that keeps roles and parts, as far as the template then shows all texts."""
         with_parts = frozenset(number for number, message in enumerate(messages) if message.parts)
         layout = self._tried(messages, options, tuple(message.role for message in messages), with_parts)
         roles = tuple(ALIASES.get(role, role) if n in layout.lost else role for n, role in enumerate(layout.roles))
@@ -165,7 +165,7 @@ class MessageTexts:
 
 
 def _shape(message: Message) -> tuple[object, ...]:
-    """Return all of a message that a template may depend on, except its texts."""
+    """Return everything in a message that a template may depend on, except its texts."""
     texts = (*(message.parts or (message.content,)), message.name, message.reasoning_content)
     return (message.role, *(None if text and not text.isspace() else (text,) for text in texts))
 
@@ -229,7 +229,7 @@ def _beside_thoughts(text: str, begin: str, end: str) -> list[str]:
 
 
 def _end(prompt: str, texts: Iterable[str], start: int) -> int | None:
-    """Return the place after consecutive texts in a prompt, searched from `start`."""
+    """Return the index after consecutive texts in a prompt, searched from `start`, or None if one is missing."""
     for text in (SWITCHES.sub("", text).strip() for text in texts):
         written = (json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])
         forms = (text, *written, html.escape(text), str(markupsafe.escape(text)))
@@ -248,7 +248,7 @@ class ChatTemplate:
     """Chat template, rendered with a model's tokenizer."""
 
     def __init__(self, tokenizer: Any, clock: str | None = None) -> None:
-        """`clock` is the ISO time for templates; None: now."""
+        """`clock` is the ISO time that templates see, or None for the current time."""
         self._tokenizer = tokenizer
         self._clock = clock or datetime.now().astimezone().isoformat(timespec="seconds")
         self._texts = MessageTexts(self._rendered)

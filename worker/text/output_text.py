@@ -1,4 +1,4 @@
-"""Text of output tokens, from their bytes, or by the tokenizer's `decode` if these are unknown."""
+"""Text of output tokens, from their bytes, or by the tokenizer's `decode` if bytes of tokens are unknown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OutputText(Protocol):
     """Text of output tokens: the bytes of non-special ones, decoded as UTF-8 with `errors="replace"`.
 
     An incomplete character is a single U+FFFD; the `tokenizers` library would drop the whole run of bytes. The settled
-    text is what no later token can change. A stop string matches at the first token whose settled text has it.
+    text is the part that no later token can change. A stop string matches at the first token whose settled text has it.
 
     For decoders with unknown steps, the text is `decode` of all tokens, and U+FFFD at its end is not settled.
     """
@@ -37,9 +37,9 @@ class OutputText(Protocol):
         """Return the part of an output's text that later tokens cannot change."""
 
     def offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the characters before each token and, last, of the whole text.
+        """Return the number of characters before each token and, last, in the whole text.
 
-        A token within a character has that character's place.
+        A token that begins within a character has that character's offset.
         """
 
     def search(

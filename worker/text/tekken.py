@@ -63,7 +63,7 @@ class TekkenTokenizer:
         return bool(self._tekken.is_special(token_id))
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return a token's bytes; of a control token those of its name."""
+        """Return a token's bytes; for a control token, return the bytes of its name."""
         return bytes(self._tekken.id_to_byte_piece(token_id, self._keep))
 
 
@@ -101,14 +101,14 @@ class TekkenChat:
         return token_ids
 
     def refuse_lost(self, messages: Sequence[Message], options: TemplateOptions | None, prompt: str) -> None:
-        """Do nothing: `own_tokens` refuses them."""
+        """Do nothing, because `own_tokens` refuses messages that lose a text."""
 
     def render(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
         """Return the text of messages with the names of control tokens."""
         return self._tokenizer.decode(self.own_tokens(messages, options))
 
     def without_answer(self, messages: Sequence[Message], options: TemplateOptions | None) -> str:
-        """Return the same: Mistral's chats start no answer."""
+        """Return the same text as `render`, because Mistral's chats do not start the answer."""
         return self.render(messages, options)
 
     def prepare(self, chats: Iterable[tuple[Sequence[Message], TemplateOptions | None]]) -> None:

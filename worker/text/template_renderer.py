@@ -35,11 +35,11 @@ class TemplateRenderer:
 
     def __init__(self, source: str, clock: str) -> None:
         self._number, self._source, self._clock = next(_numbers), source, clock
-        self._stopped: dict[str, str] = {}  # says why requests failed
-        self._ready: dict[str, dict[str, str]] = {}  # maps requests to answers
+        self._stopped: dict[str, str] = {}  # request -> why it failed
+        self._ready: dict[str, dict[str, str]] = {}  # request -> answer
 
     def prepare(self, many: Iterable[dict[str, Any]]) -> None:
-        """Render in one batch; prepare nothing if one text does not end."""
+        """Render in one batch. If one text exceeds the limits, prepare nothing."""
         asked = [each for each in map(_written, many) if self._refusal(each) is None]
         answers = self._answers(asked) if len(asked) > 1 else []
         self._ready = dict(zip(asked, answers, strict=False)) if len(asked) == len(answers) else {}
@@ -77,7 +77,7 @@ class _Process:
         atexit.register(self.end)
 
     def answers(self, template: int, asked: list[str], source: dict[str, str]) -> list[dict[str, str]]:
-        """Return the process's answers; only one if that ended the process.
+        """Return the process's answers, or only the one that ended the process.
 
         Raises UserError if the process ends again and again.
         """

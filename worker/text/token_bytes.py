@@ -13,7 +13,7 @@ from tokenizers import decoders
 
 BYTE = re.compile(r"<0x(\+?[0-9A-Fa-f]{1,2})>")
 NUM_LETTERS = len("<0x00>")
-OF_TOKENS = ("Replace", "Metaspace", "WordPiece")  # these steps treat each token alone
+OF_TOKENS = ("Replace", "Metaspace", "WordPiece")  # these steps treat each token on its own
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class DecoderSteps:
     name_text: Callable[[str, bool], str]  # maps a token's name, and whether it is the first, to its text
     text_bytes: Callable[[str], bytes]  # maps that text to bytes
     stripped: bytes
-    num_stripped: int  # at most so many are stripped at the start
+    num_stripped: int  # most bytes that are stripped at the start
 
     def bytes_of(self, name: str, is_first: bool) -> bytes:
         return self.text_bytes(self.name_text(name, is_first))
 
 
 def steps_of(tokenizer: Any) -> DecoderSteps | None:
-    """Return the steps of a `transformers` tokenizer; None if they may not give each token its own bytes."""
+    """Return the steps of a `transformers` tokenizer, or None if the bytes of a token may depend on its neighbours."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not _is_plain(tokenizer):
         return None
@@ -110,7 +110,7 @@ class TokenBytes(dict[int, bytes]):
     """Bytes of each token within a text, cached; special and unknown tokens have none."""
 
     def __init__(self, tokenizer: Any, steps: DecoderSteps | None) -> None:
-        """`steps` None: each token is decoded alone."""
+        """If `steps` is None, each token is decoded on its own."""
         super().__init__()
         self._tokenizer, self._steps = tokenizer, steps
         self._special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -124,7 +124,7 @@ class TokenBytes(dict[int, bytes]):
         return name is not None and name not in self._special
 
     def of(self, token_id: int, is_first: bool = False) -> bytes:
-        """Return a token's bytes, also of special ones; none for an unknown token."""
+        """Return a token's bytes, also of special ones, or no bytes for an unknown token."""
         name = self._tokenizer.convert_ids_to_tokens(token_id)
         if name is None:
             return b""
@@ -159,7 +159,7 @@ class ByteStream:
     def __init__(self, tokens: TokenBytes, steps: DecoderSteps) -> None:
         self._tokens, self._steps = tokens, steps
         self._is_at_start, self._num_to_strip = True, steps.num_stripped
-        self.pending = b""  # a character may still be completed
+        self.pending = b""  # bytes of a character that later tokens may complete
 
     def push(self, token_id: int) -> str:
         """Add a token; return the characters that become certain."""

@@ -39,7 +39,7 @@ KEEPING = {"ByteLevel", "Metaspace", "Digits"}
 
 
 def max_chars_per_token(tokenizer: Any) -> int | None:
-    """Return the most characters per token; None if there is no known bound."""
+    """Return the most characters per token, or None if no bound is known."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -54,7 +54,7 @@ def max_chars_per_token(tokenizer: Any) -> int | None:
 
 
 def _factor(normalizer: Any) -> int | None:
-    """Return the most characters that become one; None if some may vanish."""
+    """Return the most characters that become one, or None if some characters may be dropped."""
     if normalizer is None:
         return 1
     if normalizer["type"] == "Sequence":
@@ -267,7 +267,7 @@ class TextCodec:
         return Thinking(self.markers, last == "start", opening)
 
     def rules(self, params: SamplingParams, thinking: Thinking | None = None) -> tuple[Rule, ...]:
-        """Raise ConstraintError, a ValueError for the user, for impossible rules."""
+        """Return the rules for an output. Raises ConstraintError, a ValueError for the user, for impossible rules."""
         budget, structure = params.thinking_token_budget, params.structured_outputs
         if budget is not None and self.markers is None:
             raise ConstraintError(
@@ -410,7 +410,7 @@ class TextCodec:
 
     @cached_property
     def textless_ids(self) -> tuple[int, ...]:
-        """Return ids without text, ascending: unknown to the tokenizer, and no end of a text."""
+        """Return, in ascending order, the ids that the tokenizer does not know, except those that end a text."""
         known: Container[int]
         if isinstance(self._tokenizer, TekkenTokenizer):
             known = range(self._tokenizer.num_tokens)
@@ -428,7 +428,7 @@ class TextCodec:
 
 
 def _loaded(files: ModelFiles) -> Any:
-    """Raise ImportError if a library is missing."""
+    """Return the loaded tokenizer. Raises ImportError if a library is missing."""
     if has_tekken_alone(files.path):
         return TekkenTokenizer(files.path)
     # with mistral-common, AutoTokenizer would prefer Mistral's file
@@ -439,7 +439,7 @@ def _loaded(files: ModelFiles) -> Any:
 
 
 def _loader(files: ModelFiles) -> Any:
-    """Avoid AutoTokenizer if possible: it loads torch, for seconds and 300 MB."""
+    """Return the tokenizer's class. Avoids AutoTokenizer if possible, which loads torch (seconds, and 300 MB)."""
     config = read_config(files.name, files.path)
     path = files.path / "tokenizer_config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -455,7 +455,7 @@ def _loader(files: ModelFiles) -> Any:
 
 
 def _without_dropout(tokenizer: Any) -> Any:
-    """Disable random cuts of texts. Raises ValueError if that is impossible."""
+    """Disable BPE dropout, which splits texts randomly. Raises ValueError if that is impossible."""
     if getattr(tokenizer, "sp_model_kwargs", {}).get("enable_sampling"):
         raise ValueError("it cuts texts at random (sp_model_kwargs in tokenizer_config.json: enable_sampling)")
     model: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)

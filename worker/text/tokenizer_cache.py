@@ -88,7 +88,7 @@ class WordTokens:
         ]
 
     def _of_pieces(self, pieces: set[str]) -> dict[str, list[int]]:
-        """Return the tokens of pieces, perhaps among others."""
+        """Return the tokens of pieces. The result may have more pieces."""
         if len(self._known) + len(pieces) > MOST_WORDS:
             self._known = {}
         new = list(pieces - self._known.keys())

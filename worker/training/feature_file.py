@@ -26,8 +26,8 @@ TOKEN_IDS, FEATURES = "token_ids", "features"
 class TextFeatures:
     """One text with the target's features, as views of the file."""
 
-    name: str  # names a group of texts
-    first_row: int  # earlier rows are a prompt
+    name: str  # name of a group of texts
+    first_row: int  # rows before this one are a prompt
     token_ids: torch.Tensor  # [num_tokens] uint32
     features: torch.Tensor  # [num_tokens, hidden] bfloat16: the target's final hidden states
 
@@ -35,7 +35,7 @@ class TextFeatures:
 def write_features(path: Path, target: TargetModel, texts: dict[str, list[Text]], origin: dict[str, Any]) -> None:
     """Run the target over named texts and write its features, one record batch per text.
 
-    The file appears whole or not at all.
+    The file is written atomically.
     """
     size = target.model.config.hidden_size
     listed = [(name, text) for name, part in texts.items() for text in part]

@@ -1,4 +1,4 @@
-"""Texts for GRIFFIN's draft model, books and the target's own, with the target's features, in Arrow files."""
+"""Texts for GRIFFIN's draft model, from books and from the target, with the target's features in Arrow files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from swiftbatch.worker.training.training_texts import (
 
 FOLDER = "features"  # default name within the output
 TRAIN, TEST = "*train*.jsonl", "*test*.jsonl"
-NUM_HELD_OUT_TOKENS = 1024  # limit per test book
+NUM_HELD_OUT_TOKENS = 1024  # most tokens per test book
 
 Texts = dict[str, list[Text]]
 
@@ -39,7 +39,7 @@ class GriffinFeatures:
     """Texts with features, each at least a window long."""
 
     books: list[TextFeatures]
-    own: list[TextFeatures]  # empty if the recipe wants none
+    own: list[TextFeatures]  # empty if the recipe uses no own texts
     held_out: list[TextFeatures]  # empty without test books
 
 
@@ -87,7 +87,7 @@ def _held_out(cache: _Cache, data: Path, texts: HeadRecipe) -> list[TextFeatures
 
 
 def data_digest(data: Path, pattern: str) -> str:
-    """Return the SHA-256 of the files that `read_books` reads. Raises CorpusError without any."""
+    """Return the SHA-256 of the files that `read_books` reads. Raises CorpusError if there are none."""
     next(read_books(data, pattern), None)
     digest = hashlib.sha256()
     for path in [data] if data.is_file() else sorted(data.rglob(pattern)):
@@ -109,7 +109,7 @@ def _own(target: TargetModel, books: list[TextFeatures], recipe: GriffinRecipe) 
 
 
 def _own_origin(texts: HeadRecipe, ways: list[Any]) -> dict[str, Any]:
-    """Return all that decides own texts, except model and books."""
+    """Return everything that determines the target's own texts, except model and books."""
     sampling = [texts.own_sampling(way).model_dump(mode="json", exclude_defaults=True) for way in ways]
     return {"num_prompt_tokens": texts.num_prompt_tokens, "sampling": sampling}
 
@@ -121,7 +121,7 @@ class Windows:
     token_ids: torch.Tensor  # [num_windows, length] int64
     inputs: torch.Tensor  # [num_windows, length, hidden]: the feature before each token; zeros for a text's first
     features: torch.Tensor  # [num_windows, length, hidden]: the feature at each token
-    num_before: torch.Tensor  # [num_windows, length] int64: preceding rows without a gap in the text
+    num_before: torch.Tensor  # [num_windows, length] int64: number of preceding rows without a gap in the text
 
     @classmethod
     def gather(cls, picks: list[tuple[TextFeatures, np.ndarray]], device: torch.device) -> Windows:
@@ -138,7 +138,7 @@ def _rows(text: TextFeatures, positions: np.ndarray) -> tuple[torch.Tensor, ...]
     places = torch.from_numpy(positions)
     inputs = text.features[(places - 1).clamp(min=0)]
     inputs[places == 0] = 0.0
-    new = np.flatnonzero(np.diff(positions, prepend=-2) != 1)  # these rows lack their predecessor
+    new = np.flatnonzero(np.diff(positions, prepend=-2) != 1)  # the window lacks the predecessors of these rows
     rows = np.arange(len(positions))
     num_before = rows - new[np.searchsorted(new, rows, side="right") - 1]
     return text.token_ids[places].long(), inputs, text.features[places], torch.from_numpy(num_before)
@@ -167,7 +167,7 @@ class FeatureWindowSource:
 
 
 def windows_in_use(text: TextFeatures, device: torch.device) -> Iterator[tuple[Windows, int]]:
-    """Yield windows and their first new row; together they have all rows of a text."""
+    """Yield windows and their first new row; together, the new rows are all rows of a text."""
     num_tokens = len(text.token_ids)
     ends = [*range(2 * WINDOW - 1, num_tokens, WINDOW), num_tokens]  # the window restarts after these rows
     for first, end in pairwise([0, *ends]):

@@ -1,4 +1,4 @@
-"""Scores of a target model on unseen books, and its use of far text.
+"""Scores a target model on unseen books, and measures its use of far text.
 
 The use of far text is measured by losses by window length, and by passages that return.
 """
@@ -20,18 +20,18 @@ from swiftbatch.worker.forward.target_model import TargetModel
 from swiftbatch.worker.training.training_layers import ATTENTION_NAME, use_chunks
 from swiftbatch.worker.training.training_texts import encode_books, read_books
 
-STRETCH = 100_000  # a forward sees so many tokens of concatenated books
+STRETCH = 100_000  # tokens of concatenated books per forward
 POSITION_RANGES = ((0, 2048), (2048, 8192), (8192, 32_768), (32_768, 100_000))
-LOGIT_CHUNK = 4096  # logits of so many positions are in memory at once
-NEAR = 2048  # the near view has at least so many tokens before each
-WINDOWS = (512, 2048, 8192, 32_768)  # numbers of newest tokens that are read
+LOGIT_CHUNK = 4096  # positions whose logits are in memory at the same time
+NEAR = 2048  # least number of tokens that the near view has before each token
+WINDOWS = (512, 2048, 8192, 32_768)  # window lengths to compare
 SCORED_FROM = 32_768  # tokens of the book before the first scored one
 NUM_SCORED = 256
 NUM_PLACES = 24
 DISTANCES = (1024, 8192, 30_000)
 NUM_NEEDLES = 24
 NEEDLE = 16
-CUE = 8  # so many tokens are repeated, and the rest should follow
+CUE = 8  # tokens of a passage that are repeated, after which the model should continue it
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Evaluation:
     num_stretches: int
     num_tokens: int
     bits_per_byte: float
-    loss_by_position: dict[str, float]  # range -> nats per token
+    loss_by_position: dict[str, float]  # range of positions -> nats per token
     near_loss_by_position: dict[str, float]  # the same without far text, for comparison
 
 
@@ -86,7 +86,7 @@ def position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tens
 
 
 def near_position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch.Tensor:
-    """Return `position_losses` with only the first token and the newest `NEAR` to 2 `NEAR` - 1."""
+    """Return `position_losses` if the model sees only the first token and the last `NEAR` to 2 * `NEAR` - 1 tokens."""
     first, losses = stretch[:1], []
     for start in range(0, len(stretch) - 1, NEAR):
         end = min(start + NEAR, len(stretch) - 1)
@@ -99,7 +99,7 @@ def near_position_losses(model: torch.nn.Module, stretch: torch.Tensor) -> torch
 class LongContext:
     """Figures on unseen texts."""
 
-    loss_by_window: dict[str, float]  # nats per token with this many newest tokens before
+    loss_by_window: dict[str, float]  # window length -> nats per token
     continued_by_distance: dict[str, float]  # share of a returning passage's tokens that are the likeliest
 
 

@@ -21,7 +21,7 @@ MAX_POSITIONS = 131_072
 
 @dataclass(frozen=True)
 class WindowKind:
-    """Windows of one length, a share of the trained tokens."""
+    """Windows of one length, and their share of the trained tokens."""
 
     name: str
     length: int
@@ -39,15 +39,15 @@ class WindowRecipe(Recipe):
     """Steps over windows of some kinds."""
 
     kinds: tuple[WindowKind, ...] = ()
-    far_share: float = 0.3  # share of windows at any place of a long text, not from position 0
+    far_share: float = 0.3  # share of windows at random positions of a long text instead of position 0
 
     def kind_of(self, step: int) -> WindowKind:
-        """Return a step's windows, whose shares of tokens hold throughout the training."""
+        """Return the kind of windows for a step. Shares of tokens hold throughout the training."""
         return self._order[step]
 
     @functools.cached_property
     def _order(self) -> list[WindowKind]:
-        """Return the kind of each step, spread over the training."""
+        """Return the kind of each step, with all kinds spread evenly over the training."""
         rates = np.array([kind.share / kind.num_tokens for kind in self.kinds])
         random, places = np.random.default_rng(self.seed), []
         for number, rate in enumerate(rates / rates.sum()):  # expected steps of this kind per step
@@ -63,10 +63,10 @@ class LongTextRecipe(WindowRecipe):
     num_texts: int = 0
     length: int = 98_304
     segment: int = 4096
-    near: int = 2048  # the near view reads so many tokens before a segment
-    closeness: float = 2.0  # weight of the distance between the whole view and the near one
+    near: int = 2048  # tokens before a segment that the near view reads
+    closeness: float = 2.0  # weight of the distance between the view of the whole text and the near view
     is_near_right_alone: bool = False  # closeness counts only where the near view gave the next token more
-    pieces: tuple[int, int] | None = None  # lengths of a text's pieces of books; None: whole books
+    pieces: tuple[int, int] | None = None  # lengths of a text's pieces of books; None for whole books
 
     @property
     def num_segments(self) -> int:
@@ -98,7 +98,7 @@ KINDS_BESIDE_TEXTS = (
     WindowKind("2K beside", 2048, 2, share=0.3),
     WindowKind("4K beside", 4096, 1, share=0.4, mixed_share=0.25),
 )
-PIECES = (4096, 49_152)  # far text did harm where too few tokens follow other books
+PIECES = (4096, 49_152)  # with fewer tokens after other books, far text did harm
 TOKENS_PER_TEXT = 2_000_000  # trained tokens of windows per long text
 
 
@@ -121,7 +121,7 @@ def embedded_recipe(num_tokens: int = defaults.TARGET_TOKENS) -> TargetRecipe:
 
 
 def long_text_recipe(num_texts: int, seed: int, **fields: Any) -> LongTextRecipe:
-    """Return a recipe with rates at which trained weights settle; `fields` are further ones."""
+    """Return a recipe with low learning rates for weights that are already trained. `fields` set more fields."""
     recipe = LongTextRecipe(
         num_steps=0,
         learning_rate=7e-4,

@@ -16,9 +16,9 @@ from swiftbatch.worker.training.training_folder import TrainingFolder, write_rec
 from swiftbatch.worker.training.training_layers import EarlierSegments, sparing
 from swiftbatch.worker.training.training_loop import Optimizers, StepLoss, StepRecord, repeatable, run_steps
 
-SKIPPING_SHARE = 0.5  # share of far windows that have several stretches
+SKIPPING_SHARE = 0.5  # share of far windows that have several passages
 MOST_STRETCHES = 4
-TURN_LENGTHS = (256, 1024)  # a book has so many tokens before the other's turn
+TURN_LENGTHS = (256, 1024)  # range of tokens of one book before the other book's turn
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class WindowSource:
     """Draws windows from books in proportion to their length."""
 
     def __init__(self, books: list[np.ndarray], first_token_id: int, recipe: WindowRecipe, max_positions: int) -> None:
-        """`books` are token ids without the common first token."""
+        """`books` are token ids without the first token that all texts share."""
         self._books, self._first_token_id = books, first_token_id
         self._recipe, self._max_positions = recipe, max_positions
         sizes = np.array([len(book) for book in books], dtype=np.float64)
@@ -47,14 +47,14 @@ class WindowSource:
         return WindowBatch(token_ids, positions[:, :-1].contiguous())
 
     def long_text(self, number: int, length: int, pieces: tuple[int, int] | None = None) -> torch.Tensor:
-        """Return token ids `[length + 1]` of a text, continued by other books, or in `pieces`."""
+        """Return token ids `[length + 1]` of a book and others after it, or of pieces with lengths in `pieces`."""
         random = np.random.default_rng([self._recipe.seed, number, 2])
         token_ids = self._stretch(random, length) if pieces is None else self._pieces(random, length, pieces)
         return torch.from_numpy(np.concatenate([[self._first_token_id], token_ids]))
 
     def _window(self, random: np.random.Generator, kind: WindowKind) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids and positions `[length + 1]`."""
-        length = kind.length  # excludes the first token
+        length = kind.length  # does not count the first token
         if random.random() < kind.mixed_share:
             token_ids, positions = self._two_books(random, length), np.arange(length)
         elif random.random() < self._recipe.far_share:
@@ -64,7 +64,7 @@ class WindowSource:
         return np.concatenate([[self._first_token_id], token_ids]), np.concatenate([[0], positions + 1])
 
     def _stretch(self, random: np.random.Generator, length: int) -> np.ndarray:
-        """Return consecutive tokens from a random place of a book, continued by other books."""
+        """Return consecutive tokens from a random position of a book; at its end, other books follow."""
         book = self._drawn_book(random)
         start = max(0, int(random.integers(-length // 2, max(1, len(book) - length // 2))))
         parts = [book[start : start + length].astype(np.int64)]
@@ -73,7 +73,7 @@ class WindowSource:
         return np.concatenate(parts)
 
     def _pieces(self, random: np.random.Generator, length: int, sizes: tuple[int, int]) -> np.ndarray:
-        """Return stretches of books with the first token between them; sizes are log-uniform."""
+        """Return passages of books, separated by the first token of texts. Their lengths are log-uniform."""
         parts: list[np.ndarray] = []
         while (missing := length - sum(map(len, parts))) > 0:
             size = min(missing, round(np.exp(random.uniform(*np.log(sizes)))))
@@ -81,7 +81,7 @@ class WindowSource:
         return np.concatenate(parts)[:length]
 
     def _far(self, random: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return one or several stretches of a book, far from the window's first token."""
+        """Return one or several passages of a book, and positions that are far from position 0."""
         num_stretches = int(random.integers(2, MOST_STRETCHES + 1)) if random.random() < SKIPPING_SHARE else 1
         book = self._drawn_book(random)
         span = min(len(book), self._max_positions - 2)
@@ -111,15 +111,15 @@ class WindowSource:
         return self._books[random.choice(len(self._books), p=self._shares)]
 
 
-# Stages of a target's training and their gradients, resumable after a kill.
+# Stages of a target's training and their gradients. A killed training can resume.
 
 
-# logits of so many rows are in memory at once; on a CPU they fit its cache
+# rows whose logits are in memory at the same time; on a CPU they fit in its cache
 NUM_LOGIT_ROWS = {"cpu": 1024, "cuda": 16_384}
 
 
 def add_batch_gradients(model: PreTrainedModel, batch: WindowBatch) -> float:
-    """Return the loss in nats per token."""
+    """Add the gradients of a batch. Returns its loss in nats per token."""
     with sparing(model, batch.positions.numel()):
         states = states_of(model, batch.token_ids[:, :-1], batch.positions)
         return add_row_gradients(model, states.flatten(0, 1), batch.token_ids[:, 1:].flatten())[0]
@@ -144,11 +144,11 @@ def states_of(
 
 @dataclass(frozen=True)
 class OtherView:
-    """Other states `[num_rows, hidden]` of the same rows, without gradients."""
+    """Hidden states `[num_rows, hidden]` of the same rows with another context, without gradients."""
 
     states: Tensor
-    closeness: float  # weight of the rows' distance from it
-    is_right_alone: bool  # closeness counts only where this view gives the next token more than the rows do
+    closeness: float  # weight of the rows' distance from this view
+    is_right_alone: bool  # the distance counts only if this view gives the next token a higher probability
 
 
 def add_row_gradients(
@@ -197,7 +197,7 @@ class Stage:
     name: str
     first: int  # steps of all stages before it
     recipe: WindowRecipe
-    add_gradients: Callable[[int], StepLoss]  # takes a step of the stage (from 0)
+    add_gradients: Callable[[int], StepLoss]  # the argument is the step within the stage (from 0)
     num_state_steps: int  # long texts save only at their ends, since states lack earlier segments
 
     @property
@@ -208,7 +208,7 @@ class Stage:
         return (step - self.first) % self.num_state_steps == 0 or step == self.end
 
     def optimizers(self, model: PreTrainedModel, step: int, restored: Optimizers) -> Optimizers:
-        """Return the optimizers after `step` steps of all stages, new ones at the stage's start."""
+        """Return the optimizers after `step` steps of all stages. At the stage's start they are new."""
         optimizers = Optimizers(model, self.recipe)
         if step > self.first:
             optimizers.load_state_dict(restored.state_dict())
@@ -283,10 +283,10 @@ class LongTexts:
     ) -> None:
         self._model, self._source, self._recipe, self._report = model, source, recipe, report
         self._text, self._earlier = torch.empty(0), EarlierSegments()
-        self._figures: list[tuple[float, float]] = []  # losses of the text's segments, and distances of their views
+        self._figures: list[tuple[float, float]] = []  # loss of each segment of the text, and distance of its views
 
     def add_gradients(self, step: int) -> StepLoss:
-        """Add the gradients of a segment, and of the windows beside it."""
+        """Add the gradients of a segment and of the windows that accompany it."""
         number, place = divmod(step, self._recipe.num_segments)
         if place == 0:
             self._text = self._source.long_text(number, self._recipe.length, self._recipe.pieces)
@@ -302,7 +302,7 @@ class LongTexts:
         return StepLoss(KIND, self._recipe.segment + batch.positions.numel(), self._figures[-1][0])
 
     def _add_segment(self, start: int) -> tuple[float, float]:
-        """Return the segment's loss and the distance of its views."""
+        """Add a segment's gradients. Returns its loss and the distance between its two views."""
         end = start + self._recipe.segment
         positions = torch.arange(start, end)
         states = states_of(self._model, self._text[None, start:end], positions[None], self._earlier)[0]
@@ -313,7 +313,7 @@ class LongTexts:
 
     @torch.no_grad()
     def _near_view(self, start: int, end: int) -> OtherView:
-        """Return the same rows with only the first and the newest tokens before them."""
+        """Return hidden states of the same rows if only the first token and nearby tokens precede them."""
         window = torch.cat([self._text[:1], self._text[start - self._recipe.near + 1 : end]])
         states = states_of(self._model, window[None], torch.arange(len(window))[None])[0, start - end :]
         return OtherView(states, self._recipe.closeness, self._recipe.is_near_right_alone)

@@ -31,18 +31,18 @@ class HeadRecipe:
     weight_decay: float = 0.1
     num_warmup_steps: int = 50
     num_book_tokens: int = 8192
-    num_own_texts: int = HEADS_OWN_TEXTS  # 0: heads learn from books
-    num_prompt_tokens: int = 256  # an own text continues so many tokens of a book
+    num_own_texts: int = HEADS_OWN_TEXTS  # 0 if heads learn from books
+    num_prompt_tokens: int = 256  # tokens of a book that an own text continues
     num_own_tokens: int = 512
     seed: int = SEED
 
     @property
     def num_needed_tokens(self) -> int:
-        """Return the least tokens of a text with a token for every head."""
+        """Return how many tokens a text needs so that every head has a token to predict."""
         return self.num_heads + 2
 
     def rate(self, step: int) -> float:
-        """Return the share of the rate: linear warm-up, then a half cosine to 0."""
+        """Return the factor of the learning rate: linear warm-up, then a half cosine to 0."""
         if step < self.num_warmup_steps:
             return (step + 1) / self.num_warmup_steps
         done = (step - self.num_warmup_steps) / max(1, self.num_steps - self.num_warmup_steps)

@@ -31,7 +31,7 @@ def train_all(
     draft: DraftRecipe | None = None,
     griffin: GriffinRecipe = GRIFFIN_RECIPE,
 ) -> None:
-    """Train a target model and all its drafting parts, and write the card; finished ones stay.
+    """Train a target model and all its drafting parts, and write the model card. Finished parts are kept.
 
     Raises CorpusError and ModelError.
     """

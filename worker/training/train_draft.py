@@ -39,14 +39,14 @@ from swiftbatch.worker.training.training_texts import (
 
 FILES = TrainingFiles("draft_log.jsonl", "draft_state.pt", "model.safetensors")
 NUM_STATE_STEPS = 100
-NUM_LOGITS = 2**21  # more than the processor's cache holds is slower
+NUM_LOGITS = 2**21  # more logits do not fit in the processor's cache, which is slower
 SAMPLING = {
     "T 0": SamplingParams(max_tokens=1, temperature=0.0),
     "T 1": SamplingParams(max_tokens=1, temperature=1.0),
     "T 1, min-p 0.1": SamplingParams(max_tokens=1, temperature=1.0, min_p=0.1),
 }
 """Sampling of both models, by name."""
-LENGTH = NUM_SINKS + 2 * WINDOW  # a draft model reads at most so much in use
+LENGTH = NUM_SINKS + 2 * WINDOW  # most tokens that a draft model reads when it drafts
 NUM_BOOK_TOKENS = 32_768
 
 
@@ -56,7 +56,7 @@ DRAFT_TEXTS = HeadRecipe(num_book_tokens=2048, num_own_texts=384)
 
 @dataclass(frozen=True)
 class DraftRecipe(Recipe):
-    """Optimizer settings of a target model, for draft models."""
+    """Recipe of a draft model, with the optimizer settings of a target model."""
 
     num_warmup_steps: int = 20
     decay_share: float = 0.4
@@ -101,7 +101,7 @@ class DraftWindows:
         self._shares = sizes / sizes.sum()
 
     def batch(self, random: np.random.Generator, num_windows: int, length: int) -> torch.Tensor:
-        """Return windows `[num_windows, length] int64`; no text may be shorter than one."""
+        """Return windows `[num_windows, length] int64`; no text may be shorter than `length`."""
         chosen = [self._texts[index] for index in random.choice(len(self._texts), num_windows, p=self._shares)]
         windows = [text[jumping_positions(random, len(text), length, NUM_SINKS)] for text in chosen]
         return torch.from_numpy(np.stack(windows))
@@ -110,7 +110,7 @@ class DraftWindows:
 def train_draft(model: str, data: Path, output: Path, recipe: DraftRecipe, report: Callable[[str], None]) -> None:
     """Train a draft model on books under `data` and own texts; write it and its log to `output`.
 
-    A killed training resumes to the same weights; a finished one stays. Raises ModelError and CorpusError.
+    A killed training resumes to the same weights. A finished training is kept. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
     if output.resolve() == files.path.resolve():
@@ -167,7 +167,7 @@ def window_source(target: TargetModel, data: Path, recipe: DraftRecipe) -> Calla
 def distil(draft: LlamaForCausalLM, target: TargetModel, windows: torch.Tensor) -> float:
     """Add the gradients of the cross entropy with the target's distributions in `windows [num_windows, length]`.
 
-    Returns it in nats per token.
+    Returns the cross entropy in nats per token.
     """
     total = 0.0
     for part in windows.to(target.device).split(max(1, NUM_LOGITS // (target.vocab_size * windows.shape[1]))):

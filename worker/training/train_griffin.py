@@ -39,7 +39,7 @@ from swiftbatch.worker.training.training_loop import check_loss
 from swiftbatch.worker.training.training_texts import load_target
 
 PASSES_ATTENTION = "swiftbatch_griffin_passes"
-NUM_LOGITS = 2**21  # limits memory for any vocabulary
+NUM_LOGITS = 2**21  # logits per part, which limits memory for any vocabulary
 
 
 @dataclass(frozen=True)
@@ -177,12 +177,12 @@ WAYS = ("T 0", "T 1")
 
 @dataclass(frozen=True)
 class GriffinAccuracyRecord:
-    """Log record of each forward's accuracy along held-out texts; rates by way of drawing, then forward."""
+    """Log record of each forward's accuracy along held-out texts; rates by way of sampling, then by forward."""
 
     when: str  # "before", "during" or "after"
     step: int
     texts: str
-    num_rows: int  # counts rows with drafts of all forwards
+    num_rows: int  # number of rows that have drafts of all forwards
     same: dict[str, list[float]]  # rows where draft model and target draw the same token after the text
     # rows where they differ, among those whose earlier forwards all agreed (figure 1c)
     misaligned: dict[str, list[float]]
@@ -288,7 +288,7 @@ def train_griffin(
 ) -> None:
     """Train a draft model on books under `data` and own texts; write it, its log and a plot to `output`.
 
-    A killed training resumes to the same weights; a finished one stays. Raises ModelError and CorpusError.
+    A killed training resumes to the same weights. A finished training is kept. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
     with held(output):
@@ -370,7 +370,7 @@ def run_steps(
 
 
 def plot_training(records: list[dict[str, Any]], path: Path) -> None:
-    """Draw the records of a training log into a PNG file."""
+    """Plot the records of a training log as a PNG file."""
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
     FigureCanvasAgg(figure)  # needs no display
     losses, accuracy = figure.subplots(1, 2)

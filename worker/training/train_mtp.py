@@ -1,6 +1,7 @@
 """Training of a multi-token prediction layer for a frozen target: `swiftbatch train mtp`.
 
-Pass n reads pass n - 1's outputs of the previous row in place of hidden states, so it learns chains.
+Pass n reads the outputs of pass n - 1 at the previous row instead of hidden states, so the layer learns to draft
+chains.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class MTPRecipe:
     num_steps: int = defaults.MTP_STEPS
     num_step_windows: int = 4
     window_length: int = 512
-    num_passes: int = 3  # fewer at first, since one pass is cheapest and teaches most
+    num_passes: int = 3  # training begins with fewer, since the first pass is cheapest and teaches most
     own_share: float = 0.5  # share of the windows, with own texts
     texts: HeadRecipe = GRIFFIN_TEXTS
     seed: int = defaults.SEED
@@ -79,7 +80,7 @@ def train_mtp(
 ) -> None:
     """Train a layer on books under `data` and own texts; write it and its log to `output`.
 
-    A killed training resumes; a finished one stays. Raises ModelError and CorpusError.
+    A killed training resumes. A finished training is kept. Raises ModelError and CorpusError.
     """
     files = locate_model(model)
     with held(output):

@@ -61,8 +61,8 @@ def train_target(
     """Train tokenizer and model on books under `data`; write both, and the log, to `output`.
 
     Other kinds than the embedded model's use its tokenizer, to make losses comparable. A killed training resumes, to
-    the same weights on the same kind of device; a finished one stays. Raises CorpusError, and ModelError if the folder
-    has another training or a process that trains.
+    the same weights on the same kind of device; a finished training is kept. Raises CorpusError, and ModelError if the
+    folder has another training or a process that trains.
     """
     books = list(read_books(data))
     with held(output):
@@ -115,7 +115,7 @@ def embedded_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _test_file(data: Path, tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]) -> Path | None:
-    """Return the file to score the model on; None without enough text."""
+    """Return the file to score the model on, or None if there is not enough text."""
     path = next(iter(sorted(data.rglob("*test*.jsonl"))), None)
     if path is None:
         report(f"{data}: no *test*.jsonl; the model is not scored")

@@ -32,7 +32,7 @@ from swiftbatch.worker.training.training_texts import (
 
 FILES = TrainingFiles("tokenswift_log.jsonl", "tokenswift_state.pt", HEADS_FILE)
 NUM_LOGITS = 2**24  # limits memory for any vocabulary
-WIDTH = 3  # so many candidates count
+WIDTH = 3  # number of candidates that are scored
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from swiftbatch.worker.training.feature_file import differing
 
 
 class Stateful(Protocol):
-    """Optimizer, or several as one."""
+    """An optimizer, or several optimizers as one."""
 
     def state_dict(self) -> Any:
-        """Return all that the next step depends on, without parameters."""
+        """Return everything that the next step depends on, except the model's parameters."""
 
     def load_state_dict(self, state: Any) -> Any:
         """Restore such a state."""
@@ -33,7 +33,7 @@ class TrainingFiles:
 
     log: str
     state: str
-    product: str  # exists only at the end
+    product: str  # a file that exists only when the training is finished
 
 
 class TrainingFolder:
@@ -93,7 +93,7 @@ class TrainingFolder:
         os.replace(aside, self.path / self._files.state)
 
     def restore(self, model: torch.nn.Module, optimizer: Stateful) -> tuple[int, float]:
-        """Load the state if there is one; return its steps and seconds."""
+        """Load the state if there is one; return its number of steps and seconds, or zeros without a state."""
         path = self.path / self._files.state
         if not path.is_file():
             return 0, 0.0

@@ -28,21 +28,21 @@ class EarlierSegments:
     def __init__(self) -> None:
         self._behind: dict[int, tuple[Tensor, Tensor]] = {}  # each [1, num_kv_heads, length, head_dim]
         self._read: dict[int, tuple[Tensor, Tensor]] = {}
-        self._states: dict[int, tuple[Tensor, Tensor]] = {}  # has newest inputs and the state
+        self._states: dict[int, tuple[Tensor, Tensor]] = {}  # each has the latest inputs and the state
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         self._read[layer] = key.detach(), value.detach()
         return causal_attention(query, key, value, scaling, self._behind.get(layer))
 
     def state_of(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return a recurrent layer's newest convolution inputs and its state; None before the text."""
+        """Return a recurrent layer's latest convolution inputs and state, or None for both before the first segment."""
         return self._states.get(layer, (None, None))
 
     def keep_state(self, layer: int, inputs: Tensor, state: Tensor) -> None:
         self._states[layer] = inputs.detach(), state.detach()
 
     def advance(self) -> None:
-        """Append the newest segment, whose length is a multiple of 64, to the earlier ones."""
+        """Append the latest segment, whose length is a multiple of 64, to the earlier ones."""
         for layer, pair in self._read.items():
             behind = self._behind.get(layer)
             joined = pair if behind is None else [torch.cat(both, dim=2) for both in zip(behind, pair, strict=True)]
@@ -90,19 +90,19 @@ AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 CHUNK = 64
-MOST_KEPT = 8192  # most tokens of a step for which nets store activations, 20 KB per token and net
-EPSILON = 1e-6  # stabilises queries' and keys' norms
+MOST_KEPT = 8192  # most tokens per step for which delta nets store activations (20 KB per token and net)
+EPSILON = 1e-6  # added to the squared lengths by which queries and keys are divided
 
 
 def use_chunks(model: Any) -> None:
-    """Let a model's gated delta nets run by chunks and continue `EarlierSegments`."""
+    """Make a model's gated delta nets compute in parallel chunks and continue `EarlierSegments`."""
     for net in recurrent_layers(model).values():
         net.forward = functools.partial(_forward, net)
 
 
 @contextmanager
 def sparing(model: Any, num_tokens: int) -> Iterator[None]:
-    """Recompute the layers of a model with nets for gradients, in steps with too many tokens."""
+    """Recompute layers for gradients, to save memory, in long steps of a model with delta nets."""
     if num_tokens <= MOST_KEPT or not recurrent_layers(model):
         yield
         return
@@ -114,7 +114,7 @@ def sparing(model: Any, num_tokens: int) -> Iterator[None]:
 
 
 def _forward(net: Any, hidden_states: Tensor, earlier: EarlierSegments | None = None, **others: Any) -> Tensor:
-    """Run a net over whole texts `[batch, length, hidden]` without padding."""
+    """Run a delta net over whole texts `[batch, length, hidden]` without padding."""
     tail, state = (None, None) if earlier is None else earlier.state_of(net.layer_idx)
     inputs = net.in_proj_qkv(hidden_states)
     width = net.conv_kernel_size - 1
@@ -186,7 +186,7 @@ def _in_chunks(heads: Tensor) -> Tensor:
 
 
 class _Inverse(torch.autograd.Function):
-    """Inverse of a lower triangular matrix with a unit diagonal, which is not read."""
+    """Inverse of a lower triangular matrix. Its diagonal is not read, and counts as 1."""
 
     @staticmethod
     def forward(ctx: Any, system: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class _Inverse(torch.autograd.Function):
 
 
 class _Walk(torch.autograd.Function):
-    """All states `S[i + 1] = factors[i] S[i] + added[i]`, with the first."""
+    """All states `S[i + 1] = factors[i] S[i] + added[i]`, including the first."""
 
     @staticmethod
     def forward(ctx: Any, factors: Tensor, added: Tensor, first: Tensor) -> Tensor:

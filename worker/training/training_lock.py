@@ -12,9 +12,9 @@ from pathlib import Path
 
 from swiftbatch.jobs.errors import ModelError
 
-LOCK = ".training.lock"  # the file names the holder, for processes that are refused
+LOCK = ".training.lock"  # the file names the process that has the lock, for error messages
 
-_held: set[Path] = set()  # a training may be part of another in this process
+_held: set[Path] = set()  # a training may be part of another training in this process
 
 
 @contextmanager
@@ -56,12 +56,12 @@ def _lock(file: Path, path: Path) -> int:
                 "another folder"
             ) from None
         except OSError:
-            pass  # a file system without locks refuses nobody
+            pass  # without locks in the file system, every process may train
         if _is_at(file, descriptor):
             os.truncate(descriptor, 0)
             os.write(descriptor, _own_name().encode())
             return descriptor
-        os.close(descriptor)  # the holder has ended meanwhile, and removed the file
+        os.close(descriptor)  # the process that had the lock has ended, and has removed the file
 
 
 def _own_name() -> str:

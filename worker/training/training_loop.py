@@ -23,13 +23,13 @@ class Recipe:
     embedding_learning_rate: float = 3e-3
     weight_decay: float = 0.01
     num_warmup_steps: int = 100
-    decay_share: float = 0.2  # the rate falls linearly over the last share of the steps
+    decay_share: float = 0.2  # share of the last steps, over which the rate decays linearly
     final_rate: float = 0.05  # share of the peak rate
     gradient_clip: float = 1.0
     seed: int = 1
 
     def rate(self, step: int) -> float:
-        """Return the share of the peak rate at a step (from 0): warm-up, constant, fall."""
+        """Return the share of the peak rate at a step (from 0): warm-up, constant, decay."""
         warm = min(1.0, (step + 1) / self.num_warmup_steps)
         left = (self.num_steps - step) / max(1.0, self.decay_share * self.num_steps)
         return warm * (self.final_rate + (1 - self.final_rate) * min(1.0, left))
@@ -48,7 +48,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """Loss behind a step's gradients."""
+    """The loss from which a step's gradients were computed."""
 
     kind: str
     num_tokens: int
@@ -83,7 +83,7 @@ class Optimizers:
         return [optimizer.state_dict() for optimizer in self._all]
 
     def load_state_dict(self, states: list[dict[str, object]]) -> None:
-        """Raise ValueError for those of other parameters."""
+        """Restore the states. Raises ValueError for states of other parameters."""
         for optimizer, state in zip(self._all, states, strict=True):
             optimizer.load_state_dict(state)
 
@@ -116,7 +116,7 @@ def run_steps(
 ) -> Iterator[StepRecord]:
     """Train from step `first` on, after `seconds` of training, and yield each finished step.
 
-    `add_gradients` adds those of a step's batch (from 0).
+    `add_gradients` adds the gradients of a step's batch; steps count from 0.
     """
     start = time.monotonic() - seconds
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"))

@@ -1,4 +1,4 @@
-"""Texts for trainings: books on disk, and the target's own with its hidden states."""
+"""Texts for trainings: books on disk, and texts sampled from the target, with its hidden states."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CorpusError(UserError):
 def read_books(data: Path, pattern: str = "*train*.jsonl") -> Iterator[str]:
     """Yield the `text` of each record of the JSONL files under `data` that match `pattern`, in file order.
 
-    Raises CorpusError for other records, and without any text.
+    Raises CorpusError for records without `text`, and if there is no text at all.
     """
     paths = [data] if data.is_file() else sorted(data.rglob(pattern))
     if not paths:
@@ -84,7 +84,7 @@ def jumping_positions(random: np.random.Generator, num_tokens: int, length: int,
 
 
 CHARACTERS_PER_TOKEN = 16  # upper bound for running text, which limits how much of a book is encoded
-NUM_AT_A_TIME = 32  # a forward has so many rows on a CPU, twice as many on a GPU
+NUM_AT_A_TIME = 32  # rows of a forward on a CPU; a GPU has twice as many
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Text:
 
 @dataclass(frozen=True)
 class TextStates:
-    """Texts end to end, and the rows with a token for every head."""
+    """Concatenated texts, and the rows after which every head has a token to predict."""
 
     token_ids: torch.Tensor  # [num_tokens]
     hidden: torch.Tensor  # [num_tokens, hidden], in the target's dtype and on the CPU

@@ -38,7 +38,7 @@ def check_attention(parts: Parts) -> Finding:
 
 
 def check_attention_speed(parts: Parts) -> Finding:
-    """Time the reading of keys and values at the greatest length; slow is no failure."""
+    """Time the reading of keys and values at the greatest length; a slow result is not a failure."""
     length, rng = attended_lengths(parts)[-1], random.Random(1)
     layer = OneLayer(parts, max(parts.extent.slot_counts), length)
     rows: list[Row] = []

@@ -21,8 +21,8 @@ class Finding(Frozen):
     passed: bool
     words: str
     rows: list[Row]
-    linear: LinearName | None = None  # products use this kernel from now on
-    unproved: str | None = None  # names what was not tried
+    linear: LinearName | None = None  # the kernel that matrix products use from now on
+    unproved: str | None = None  # what the check did not test
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Check:
 
 
 class Result(Frozen):
-    """Finding of one check."""
+    """One check's name and finding."""
 
     name: str
     proves: str

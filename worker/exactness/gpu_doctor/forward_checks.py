@@ -27,7 +27,7 @@ from swiftbatch.worker.model.model_files import locate_model
 
 NUM_STEPS = 3
 MOST_NODES = 12
-ROOM = (MOST_NODES + 1) * NUM_STEPS  # a cache has so many positions after the prompt
+ROOM = (MOST_NODES + 1) * NUM_STEPS  # positions of a cache after the prompt
 SECONDS = 900  # enough to load a large model and compile kernels
 
 

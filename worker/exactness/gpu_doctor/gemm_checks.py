@@ -1,4 +1,4 @@
-"""Checks of matrix products, also with quantized weights: the same bits at every place of a batch."""
+"""Checks of matrix products, also with quantized weights: a row has the same bits at every index of a batch."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _into(kernel: WeightKernel, out: Tensor, rows: Tensor, linear: AnyLinear) ->
 
 
 def _num_changed_by_place(parts: Parts, run: functools.partial[None], linear: AnyLinear, out: Tensor) -> int:
-    """Return how often one row's bits differ among changing places and neighbours."""
+    """Return how often one row's bits change when its index and the other rows change."""
     generator, depth = parts.generator(1), linear.weight.shape[1]
     row = random_rows(parts, depth, generator)[0]
     differing = torch.zeros((), dtype=torch.int64, device=parts.device)

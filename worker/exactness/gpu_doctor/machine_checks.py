@@ -38,7 +38,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
-    """Return all on which bits and speed may depend."""
+    """Return everything that bits and speed may depend on."""
     facts = {name: importlib.metadata.version(name) for name in ("torch", "triton", "transformers")}
     facts = {"python": platform.python_version(), **facts}
     if device.type != "cuda":
@@ -111,7 +111,7 @@ def _words(seed: int, position: int, vocab_size: int) -> torch.Tensor:
     return torch.stack(philox4x32(counter, (seed & MASK, seed >> 32)), dim=-1).flatten()[:vocab_size]
 
 
-READ_BLOCK = 4096  # a program reads so many numbers at a time
+READ_BLOCK = 4096  # numbers that a program reads at a time
 READS_PER_PROGRAM = 16
 SPAN = READ_BLOCK * READS_PER_PROGRAM
 NOISE_BLOCK = 1024

@@ -34,9 +34,9 @@ NUM_SPLITS_ELSEWHERE = 3  # used on devices without multiprocessors
 
 @dataclass(frozen=True)
 class Extent:
-    """Amount to try, enough for an unknown GPU; Triton's interpreter takes a second per forward."""
+    """How much to test, which is enough for an unknown GPU; Triton's interpreter takes a second per forward."""
 
-    num_tries: int = 20  # tries per place of a row in a product
+    num_tries: int = 20  # tries per index of a row in a matrix product
     lengths: tuple[int, ...] = (0, 1, 63, 64, 1000, 4096, 32_768, 102_400)
     row_counts: tuple[int, ...] = (1, 4, 16, 64)
     slot_counts: tuple[int, ...] = (1, 4)
@@ -62,7 +62,7 @@ class ArenaTarget(TargetModel):
 
 @dataclass
 class Parts:
-    """Model on a device; `kernels` start as the requested ones and become those found good."""
+    """Model on a device; `kernels` are the requested ones at first, and later those that passed the checks."""
 
     files: ModelFiles
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class Parts:
 
     @classmethod
     def of(cls, files: ModelFiles, dtype: str, device: torch.device, kernels: CudaKernels = DEFAULT_KERNELS) -> Parts:
-        """Prepare, but load nothing. Raises ModelError if the kernels are missing or do not fit."""
+        """Prepare the model without loading it. Raises ModelError if the kernels are missing or do not fit."""
         num_splits, sizes = NUM_SPLITS_ELSEWHERE, read_sizes(files, dtype)
         if sizes is not None:
             kernels.refuse_absent()
@@ -98,7 +98,7 @@ class Parts:
         return made
 
     def seconds(self, work: Work) -> float:
-        """Return the median time of some work in a graph."""
+        """Return the median seconds of some work, captured in a graph."""
         return captured_seconds(clock_of(self.device), work, self.device, self.extent.num_rounds)
 
     @functools.cached_property

@@ -39,7 +39,7 @@ from swiftbatch.worker.sampling.draft_tree import DraftTree
 
 
 class CudaRounds:
-    """Rounds over one `SparseArena`; their graph is captured at once, before other threads copy."""
+    """Draft rounds over one `SparseArena`. The graph is captured in the constructor, before other threads copy."""
 
     def __init__(self, decoder: CudaDecoder, arena: SparseArena, capture: Capture) -> None:
         self._decoder = decoder.over(arena.buffer, arena.bias, arena.texts)
@@ -83,12 +83,12 @@ def _tiles(groups: list[SparseRows], tile_rows: int) -> Iterator[list[SparseRows
         yield tile
 
 
-# Forwards of a dense decoder on a GPU: send a table, replay one graph.
+# Forwards of a dense decoder on a GPU: each sends a table and replays one graph.
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Embedding and head of the target, its product kernel, and its rotary angles."""
+    """Embedding and head of the target, its matrix product kernel, and its rotary angles."""
 
     embedding: Tensor  # [vocab, hidden]
     head: AnyLinear
@@ -115,7 +115,7 @@ class CudaForwards:
         kernels: CudaKernels,
         capture: Capture = capture,
     ) -> None:
-        """Raise ValueError for weights that do not fit the arena."""
+        """Raise ValueError if the weights do not match the arena."""
         self.sizes = sizes = weights.sizes
         hides = (layer.window is not None or layer.sinks is not None for layer in weights.layers)
         self.has_windows = bool(sizes.score_softcap) or sizes.latent is not None or any(hides)
@@ -142,7 +142,7 @@ class CudaForwards:
         self._prepare()
 
     def new_batch_sampler(self) -> CudaBatchSampler:
-        return self._batch_sampler  # shared, because its buffers are large and draws are sequential
+        return self._batch_sampler  # shared, because the sampler's buffers are large and draws are sequential
 
     @property
     def numerics(self) -> str:
@@ -245,7 +245,7 @@ class CudaForwards:
 
 
 class CudaQueryTap:
-    """Runs the decoder's table of rows and copies the first row's queries."""
+    """Runs the decoder on its row table, and copies the first row's queries."""
 
     def __init__(self, decoder: CudaDecoder, num_layers: int, device: torch.device, capture: Capture) -> None:
         sizes = decoder.sizes
@@ -309,7 +309,7 @@ class OffloadedForwards(CudaForwards):
 
 
 def visits_of(groups: list[SequenceRows]) -> list[Visit]:
-    """Return one visit per slot; views of one cache may have rows after different positions."""
+    """Return one visit per slot. Views of the same cache may have rows after different positions."""
     by_slot = defaultdict[int, list[Visit]](list)
     for group in groups:
         end, rows = group.first_entry + len(group), cast("RingRows", group.cache.rows)

@@ -45,9 +45,9 @@ from swiftbatch.worker.model.model_files import ModelFiles
 
 # flash-attn's splits depend on a slot's capacity, so it cannot have pages
 PLANS: dict[AttentionName, PlanMemory] = {"triton": plan_pages, "flash": plan_memory}
-# exactness was measured with it; cuBLASLt, which an environment may prefer, chooses other kernels
+# exactness was measured with cuBLAS; the environment may prefer cuBLASLt, which chooses other kernels
 BLAS_LIBRARY = "cublas"
-MOST_SCANNED = 16  # with many jobs, only so many texts are scanned
+MOST_SCANNED = 16  # with many jobs, the most texts that are scanned
 
 
 def load_cuda_forwards(
@@ -59,9 +59,9 @@ def load_cuda_forwards(
     kernels: CudaKernels,
     kv_dtype: KVDtype | None = None,
 ) -> CudaForwards | None:
-    """Return forwards with as many slots as fit; None if the kernels do not support the model.
+    """Return forwards with as many slots as fit, or None if the kernels do not support the model.
 
-    Raises KVRoomError, and ModelError if the requested kernels do not fit.
+    Raises KVRoomError if memory is too small, and ModelError if the requested kernels do not support the model.
     """
     dtype_name = str(dtype).removeprefix("torch.")
     sizes = read_sizes(files, dtype_name)
@@ -86,7 +86,10 @@ def load_cuda_forwards(
 
 
 def plan_wanted(wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most_scanned: int = MOST_SCANNED) -> MemoryPlan:
-    """Plan a GPU's memory; if it is short, scan fewer texts, then drop an optional engine. Raises KVRoomError."""
+    """Plan a GPU's memory.
+
+    If it is too small, plan to scan fewer texts, then without an optional engine. Raises KVRoomError.
+    """
     drafts = with_rounds(drafts_of(wanted, sizes, gpu.num_rows), wanted, sizes, gpu, most_scanned)
     try:
         if wanted.host_bytes is not None:
@@ -112,7 +115,10 @@ def planned_forwards(
     kernels: CudaKernels = DEFAULT_KERNELS,
     kv_dtype: KVDtype | None = None,
 ) -> CudaForwards | None:
-    """Load a model as planned, with caches on the host for `Streams`; None if the kernels do not support it."""
+    """Load a model as planned.
+
+    If `copies` are `Streams`, caches are on the host. Returns None if the kernels do not support the model.
+    """
     weights = dense_weights(files, dtype, device)
     if weights is None:
         return None
@@ -151,7 +157,7 @@ def cuda_cache_shape(
 
 
 def _held(sizes: ModelSizes, wanted: SlotsWanted, kernels: CudaKernels) -> HeldPositions | None:
-    """Return the positions with window pages; None if caches keep all."""
+    """Return how many positions have window pages, or None if caches keep all positions."""
     in_slots = wanted.host_bytes is not None or PLANS[kernels.attention] is not plan_pages
     if in_slots or wanted.partial_budget or wanted.num_unwritten is None:
         return None
@@ -159,7 +165,10 @@ def _held(sizes: ModelSizes, wanted: SlotsWanted, kernels: CudaKernels) -> HeldP
 
 
 def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_slots: int) -> CudaForwards | None:
-    """Return a small model in the target's kernels, with its own slots; None if they do not support both."""
+    """Return forwards of a draft model in the target's kernels, with their own slots.
+
+    Returns None if the kernels do not support both models.
+    """
     if not isinstance(target, CudaForwards):
         return None
     weights = dense_weights(files, target.dtype, target.device)
@@ -176,15 +185,15 @@ def forwards_beside(target: Forwards, files: ModelFiles, longest_job: int, num_s
 
 
 def hold_gemms_steady() -> None:
-    """Fix cuBLAS's precision and workspace, which the numerics name."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACES  # read at first use
+    """Fix cuBLAS's precision and workspace, because bits depend on them."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACES  # cuBLAS reads it at its first use
     torch.backends.cuda.preferred_blas_library(BLAS_LIBRARY)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) -> DraftMemory:
-    """Return the memory of drafts, once and per slot."""
+    """Return the memory that drafts need, both in total and per slot."""
     drafts = NO_DRAFTS if wanted.engine is None else wanted.engine(sizes)
     part_bytes, slot_bytes = wanted.part_bytes + drafts.part_bytes, drafts.slot_bytes
     if wanted.partial_budget:
@@ -200,7 +209,7 @@ def drafts_of(wanted: SlotsWanted, sizes: ModelSizes, num_rows: int = NUM_ROWS) 
 def with_rounds(
     drafts: DraftMemory, wanted: SlotsWanted, sizes: ModelSizes, gpu: GPUMemory, most_scanned: int = MOST_SCANNED
 ) -> DraftMemory:
-    """Add the memory of scanned texts."""
+    """Return the memory of drafts including that of scanned texts."""
     scan = NO_DRAFTS
     if wanted.scanned_best and sizes.is_scannable:
         longest = slot_capacity(wanted.longest_job) - MAX_TREE_NODES

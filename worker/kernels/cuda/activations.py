@@ -34,7 +34,7 @@ def xielu(x, curve_ptr):
 
 @triton.jit
 def activated(x, curve_ptr, ACTIVATION: tl.constexpr):
-    """Return SILU or another activation of float32."""
+    """Return SILU or another activation of float32 numbers."""
     if ACTIVATION == XIELU:
         return xielu(x, curve_ptr)
     if ACTIVATION == RELU2:
@@ -51,7 +51,7 @@ def activate_row(
     rows_ptr, gate_up_ptr, curve_ptr, activated_ptr,
     INTERMEDIATE: tl.constexpr, COLUMNS: tl.constexpr, HAS_GATES: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, columns)."""
+    """Program (row, columns): activates the gate times the up projection, or the up projection alone."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -70,7 +70,7 @@ def activate_row(
 
 @triton.jit
 def gate_row(rows_ptr, qkv_ptr, mixed_ptr, ALL: tl.constexpr, NUMBERS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Program (row, columns), in place."""
+    """Program (row, columns): applies the gates in place."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -84,7 +84,7 @@ def gate_row(rows_ptr, qkv_ptr, mixed_ptr, ALL: tl.constexpr, NUMBERS: tl.conste
 
 
 def gate_heads(rows: Tensor, qkv: Tensor, mixed: Tensor) -> None:
-    """Multiply attention's results `mixed [num_rows, ...]` by the sigmoids of gates at the end of `qkv`."""
+    """Multiply attention's results `mixed [num_rows, ...]` by the sigmoids of the last columns of `qkv`, its gates."""
     numbers = mixed[0].numel()
     grid = (len(mixed), triton.cdiv(numbers, ACTIVE_COLUMNS))
     gate_row[grid](rows, qkv, mixed, ALL=qkv.shape[1], NUMBERS=numbers, COLUMNS=ACTIVE_COLUMNS)
@@ -99,7 +99,7 @@ def activate(
 ) -> None:
     """Map `[num_rows, 2 * intermediate]` (gates first, or ups alone) to `out [num_rows, intermediate]`.
 
-    `curve [4] float32` on the device is XIELU's.
+    `curve [4] float32`, on the device, has XIELU's parameters.
     """
     intermediate = out.shape[1]
     grid = (len(out), triton.cdiv(intermediate, ACTIVE_COLUMNS))

@@ -1,4 +1,4 @@
-"""Attention of a decoder's layers with its buffers, and the catalogue of kinds."""
+"""Attention of a decoder's layers with its buffers, and the catalogue of kernels."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Attention(Protocol):
 
     @property
     def numerics(self) -> str:
-        """Return all that decides the bits except the shape, in one line."""
+        """Return one line with everything that determines the bits, except the shape."""
 
     def places(self, table: CudaRowTable[Tensor]) -> Tensor | None:
-        """Return rows' places `[num_rows]` for `rope_store`, with reordered heads; None: in order."""
+        """Return where `rope_store` writes each row, `[num_rows]`, or None if rows stay in order."""
 
     def attend(
         self,
@@ -46,7 +46,7 @@ class Attention(Protocol):
         """Set queries `[num_rows, num_heads, head_dim]` of the table's first rows, and NaN in unused memory."""
 
     def heads(self) -> Tensor:
-        """Return the queries, `[num_places, num_kv_heads, heads_per_kv, head_dim]`, the first row first."""
+        """Return the queries, `[num_places, num_kv_heads, heads_per_kv, head_dim]`, in the order of rows."""
 
 
 class RowsInOrder:
@@ -131,7 +131,7 @@ ATTENTION_KERNELS: dict[AttentionName, AttentionKernel] = {"triton": TritonAtten
 
 
 def shape_of(sizes: DecoderSizes, num_splits: int, num_rows: int) -> AttentionShape | MLAShape:
-    """Raise ValueError if the kernels have no tiles for the sizes."""
+    """Return the shape that the kernels are compiled for. Raises ValueError if they do not support the sizes."""
     if sizes.latent is not None:
         return MLAShape(sizes.num_heads, sizes.latent, num_splits, sizes.dtype, num_rows)
     heads = (sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads, sizes.head_dim)

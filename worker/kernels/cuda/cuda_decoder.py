@@ -63,9 +63,10 @@ class CudaDecoder:
     ) -> None:
         """Take `arena [num_layers, 2, num_slots, num_kv_heads, capacity, row_width]` of attending layers.
 
-        Latent attention has one part in place of two. With `RING_LAYERS` layers the caller fills them in turn. `bias
-        [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums `[num_rows, hidden]` over devices,
-        in place. With `pages` the arena is one pool; `windowed` is that of layers with a window. Raises ValueError.
+        Latent attention has one part in place of two. If it has only `RING_LAYERS` layers, the caller fills them in
+        turn. `bias [num_slots, capacity] float32` is added to scores of prefixes. `reduce` sums `[num_rows, hidden]`
+        over devices, in place. With `pages` the arena is one pool of pages, and `windowed` is the pool of layers with a
+        window. Raises ValueError.
         """
         sizes = self.sizes = weights.sizes
         attending = [layer for layer in weights.layers if layer.attention is not None]
@@ -102,7 +103,7 @@ class CudaDecoder:
             _check_flash(arena.dtype, sizes.dtype, self._views)
 
     def over(self, arena: Tensor, bias: Tensor, texts: ScannedTexts | None = None) -> CudaDecoder:
-        """Return the decoder over another arena, with shared buffers; only one of both may run at a time.
+        """Return the decoder over another arena, with shared buffers; only one of the two decoders may run at a time.
 
         Rows also see `texts`, whose best keys are read from this decoder's arena.
         """
@@ -132,7 +133,7 @@ class CudaDecoder:
 
     @property
     def experts_met(self) -> Tensor | None:
-        """Return the counts of `CudaExperts`; None without experts."""
+        """Return the counts of `CudaExperts`, or None if the model has no experts."""
         return None if self._experts is None else self._experts.met
 
     def forward(self, tap: Callable[[int, Tensor], None] | None = None) -> None:
@@ -182,7 +183,7 @@ class CudaDecoder:
         return query_scales(growth, np.arange(num_positions), self.sizes.dtype).to(device)
 
     def _add_norm(self, delta: Tensor | None, behind: Tensor | None, front: Tensor | None, normed: Tensor) -> Tensor:
-        """Add a part's output, after its norm; return the next product's input."""
+        """Add a sublayer's output, normed if it has an output norm. Return the input of the next sublayer."""
         sizes = self.sizes
         if delta is None and front is None:
             return self._state
@@ -267,7 +268,7 @@ class CudaDecoder:
             self._reduce(self._delta)
 
     def _allocate(self, device: torch.device) -> None:
-        """Allocate static buffers of zeros, because padding rows must hold numbers."""
+        """Allocate static buffers of zeros, because padding rows must not hold NaN."""
         sizes, layers, num_rows = self.sizes, self._weights.layers, self.layout.num_rows
 
         def rows(*shape: int) -> Tensor:
@@ -307,7 +308,7 @@ class CudaDecoder:
 
 
 def _numbers_of(layers: Sequence[StackedLayer]) -> tuple[list[int], list[int]]:
-    """Return each layer's numbers among attending and among recurrent ones."""
+    """Return each layer's index among the attending layers, and its index among the recurrent layers."""
     attends = [layer.attention is not None for layer in layers]
     mixes = [layer.mixer is not None for layer in layers]
     numbers = range(len(layers))
@@ -317,7 +318,10 @@ def _numbers_of(layers: Sequence[StackedLayer]) -> tuple[list[int], list[int]]:
 def _recurrent_layers_of(
     weights: StackedWeights, states: StateBuffers | None, linear: WeightKernel, num_rows: int
 ) -> CudaRecurrentLayers | None:
-    """Raise ValueError for states without mixers, or mixers without states or of different sizes."""
+    """Return the recurrent layers, or None if the model has none.
+
+    Raises ValueError for states without mixers, and for mixers without states or of different sizes.
+    """
     found = {layer.mixer.sizes for layer in weights.layers if layer.mixer is not None}
     if len(found) != (states is not None):
         raise ValueError(f"found mixers of {len(found)} sizes, and {'some' if states else 'no'} states")

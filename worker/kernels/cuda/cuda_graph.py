@@ -17,14 +17,14 @@ class Graph(Protocol):
     """Captured work."""
 
     def replay(self) -> None:
-        """Repeat the work; a GPU only queues it."""
+        """Repeat the work. On a GPU this only queues it."""
 
 
 Capture = Callable[[Work, torch.device], Graph]
 
 
 class CudaGraph:
-    """`Graph` on a GPU, which holds its work because CUDA stores only addresses of its buffers."""
+    """`Graph` on a GPU, which keeps the callable because CUDA stores only the addresses of its buffers."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
         self._work = work
@@ -48,7 +48,7 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Repeated:
-    """`Graph` on other devices: the work itself."""
+    """`Graph` on other devices, where each replay calls the function again."""
 
     def __init__(self, work: Work) -> None:
         self.replay = work
@@ -77,7 +77,7 @@ class Upload:
         self._next = 0
 
     def buffer(self) -> NDArray[np.int32]:
-        """Return the next copy's numbers `[size]`, which have older content."""
+        """Return the host buffer `[size]` to fill for the next copy. It still has the values of an earlier copy."""
         if event := self._copied[self._next]:
             event.synchronize()
         return self._numbers[self._next]
@@ -90,7 +90,7 @@ class Upload:
 
 
 class Download:
-    """Copies one static buffer of int32 to the host, with a step's only wait."""
+    """Copies one static int32 buffer to the host. Waiting for this copy is a step's only synchronization."""
 
     def __init__(self, source: torch.Tensor) -> None:
         """Take `source [size] int32`."""

@@ -85,16 +85,16 @@ def move_steps(states: StateBuffers, moves: Tensor) -> None:
 
 @dataclass(frozen=True)
 class StateTable(Generic[Ints]):
-    """Parts of one buffer, with entries of the sequence, not of a pool."""
+    """Parts of one buffer. Entries are positions in the sequence, even if the cache is in pages."""
 
-    sequences: Ints  # [num_slots, 4]: slot, first row, number of rows (0: none), boundary of the newest state
-    rows: Ints  # [num_rows, 5]: slot, boundary, length of the path (0: padding), entry and number of the first row
-    paths: Ints  # [num_rows, BLOCK]: entries from the boundary on, in position order, the row's own last
+    sequences: Ints  # [num_slots, 4]: slot, first row, number of rows (0: none), boundary of the latest state
+    rows: Ints  # [num_rows, 5]: slot, boundary, length of the path (0: padding), entry and index of the first row
+    paths: Ints  # [num_rows, BLOCK]: entries of the row's path from the boundary on, in order; its own is the last
 
 
 @dataclass(frozen=True)
 class StateRows:
-    """Consecutive rows of one sequence, its slot, and the boundary of its newest state."""
+    """Consecutive rows of one sequence, its slot, and the boundary of its latest state."""
 
     rows: Rows
     slot: int
@@ -106,8 +106,8 @@ class StateLayout:
     """Layout of a table of `StateRows` in its buffer."""
 
     num_slots: int
-    ring: int  # a slot has room for the steps of so many positions
-    num_before: int  # rows after a boundary read so many earlier inputs
+    ring: int  # number of positions whose steps fit in a slot
+    num_before: int  # number of inputs before a boundary that rows after it read
     num_rows: int
 
     @property
@@ -120,7 +120,8 @@ class StateLayout:
     def fill(self, buffer: NDArray[np.int32], groups: Sequence[StateRows]) -> None:
         """Write the rows of groups; those of one sequence must be consecutive.
 
-        Raises ValueError, and changes nothing, for steps without room or a forgotten state.
+        Raises ValueError, and changes nothing, if steps do not fit in the ring or a row's boundary is before its
+        state's.
         """
         for group in groups:
             self._check(group)
@@ -147,7 +148,7 @@ class StateLayout:
         rows, end = group.rows, group.rows.first_entry + len(group.rows)
         if rows.boundary < group.boundary:
             raise ValueError(f"found rows behind {rows.boundary}, expected them behind the state at {group.boundary}")
-        oldest = group.boundary - BLOCK - self.num_before  # a rollback by one block needs them
+        oldest = group.boundary - BLOCK - self.num_before  # a rollback by one block needs these entries
         if end - oldest > self.ring:
             raise ValueError(f"found rows up to {end}, expected them up to {oldest + self.ring}")
         if not 0 <= group.slot < self.num_slots:
@@ -155,7 +156,7 @@ class StateLayout:
 
 
 def _by_sequence(groups: Sequence[StateRows]) -> Iterator[tuple[int, list[StateRows]]]:
-    """Yield each sequence's groups and first row. Raises ValueError if others are between them."""
+    """Yield each sequence's groups and first row. Raises ValueError if a sequence's groups are not consecutive."""
     parts: dict[int, list[StateRows]] = {}
     for group in groups:
         if group.slot in parts and group.slot != next(reversed(parts)):
@@ -170,8 +171,8 @@ def _by_sequence(groups: Sequence[StateRows]) -> Iterator[tuple[int, list[StateR
 # States of heads on a GPU: a row reads its boundary's state, then the steps of its path in order.
 
 
-HEADS_PER_PROGRAM = 4  # a program computes the scores of so many heads for one path
-STATE_COLUMNS = 32  # a program takes so many columns of a head's state
+HEADS_PER_PROGRAM = 4  # number of heads whose scores a program computes for one path
+STATE_COLUMNS = 32  # number of columns of a head's state that a program computes
 FOLDED_AT_ONCE = 16
 
 
@@ -184,7 +185,7 @@ def decays_behind(steps_ptr, entries, behind, head, RING: tl.constexpr, WORDS: t
 
 @triton.jit
 def decay_of_all(steps_ptr, entries, seen, head, RING: tl.constexpr, WORDS: tl.constexpr, DECAYS: tl.constexpr):
-    """Return the decay from the boundary."""
+    """Return the product of all decays from the boundary to the row."""
     logs = tl.load(steps_ptr + (entries % RING) * WORDS + DECAYS + head, mask=seen, other=0.0)
     return tl.exp(tl.sum(logs, 0))
 
@@ -243,7 +244,7 @@ def folded(
     state *= decay_of_all(steps_ptr, entries, n >= 0, head, RING, WORDS, DECAYS)
     for first in range(0, BLOCK, SOME):
         some = entries_of(boundary, first, SOME)
-        # decays to the block's end: within the part, and over all later parts
+        # decays until the end of the block: those within this part, then those of all later parts
         within = decays_behind(steps_ptr, some + 1, tl.arange(0, SOME) < SOME - 1, head, RING, WORDS, DECAYS)
         rest = decay_of_all(steps_ptr, entries, n >= first + SOME, head, RING, WORDS, DECAYS)
         places = (some % RING) * WORDS
@@ -360,7 +361,7 @@ def weigh_paths(
     table: StateTable[Tensor], steps: Tensor, queries: Tensor, weights: tuple[Tensor, ...], sizes: RecurrentSizes,
     layout: StepLayout,
 ) -> None:  # fmt: skip
-    """Write each row's path weights, `[num_rows, num_heads, BLOCK]`, and its state's."""
+    """Write the weights of each row's path, `[num_rows, num_heads, BLOCK]`, and the weight of its state."""
     num_tiles = triton.cdiv(sizes.num_heads // sizes.num_key_heads, HEADS_PER_PROGRAM)
     weigh_path[(len(table.rows), sizes.num_key_heads, num_tiles)](
         table.rows, table.paths, steps, queries, *weights, **weight_constants(sizes, layout)

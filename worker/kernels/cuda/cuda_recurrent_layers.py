@@ -25,7 +25,7 @@ from swiftbatch.worker.kernels.layer_specs import (
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
 DELTA_NET, CONVOLUTION = tl.constexpr(int(RecurrentForm.DELTA_NET)), tl.constexpr(int(RecurrentForm.CONVOLUTION))
-LENGTH_EPSILON = tl.constexpr(1e-6)  # stabilises queries' and keys' norms in delta nets
+LENGTH_EPSILON = tl.constexpr(1e-6)  # added to the squared lengths by which delta nets divide queries and keys
 GATED_COLUMNS = 1024
 
 
@@ -44,7 +44,7 @@ def softplus(x):
 
 @triton.jit
 def input_of(wide_ptr, row, channels, is_real, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, FORM: tl.constexpr):
-    """Return a row's input of the convolution as stored, gated in short convolutions."""
+    """Return a row's convolution input, rounded as it is stored. In short convolutions it is gated."""
     wide_ptr += row * COLUMNS + channels
     x = tl.load(wide_ptr, mask=is_real, other=0.0).to(tl.float32)
     if FORM == CONVOLUTION:
@@ -59,7 +59,7 @@ def convolved(
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, TAPS: tl.constexpr, HAS_TAP_BIAS: tl.constexpr,
     FORM: tl.constexpr, RING: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Convolve a row's channels from the oldest input on, rounded; store the row's own input."""
+    """Return a row's convolved channels, summed from the oldest input on and rounded. Store the row's own input."""
     slot, boundary, length = (
         tl.load(rows_ptr + row * 5),
         tl.load(rows_ptr + row * 5 + 1),
@@ -92,7 +92,7 @@ def step_factors(
     narrow_ptr, rates_ptr, step_bias_ptr, row, head, NUM_HEADS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Return a row's share of its value, and the logarithm of the state's decay."""
+    """Return the factor of a row's update, and the logarithm of the state's decay."""
     dtype: tl.constexpr = narrow_ptr.dtype.element_ty
     rate, bias = tl.load(rates_ptr + head), tl.load(step_bias_ptr + head)
     if FORM == DELTA_NET:
@@ -196,7 +196,7 @@ def convolution_constants(sizes: RecurrentSizes, layout: StepLayout, has_tap_bia
 
 
 def wide_roles(sizes: RecurrentSizes) -> tuple[str, ...]:
-    """Return the roles of the products in a row's first launch."""
+    """Return the roles of the projections that are stacked as `wide`."""
     return ("inputs", "gates", "betas") if sizes.form == RecurrentForm.CONVOLUTION else ("inputs", "gates")
 
 
@@ -228,7 +228,7 @@ def ready_heads(
     found: tuple[Tensor, Tensor, Tensor, Tensor],  # queries, values, own values, shares: float32
     constants: dict[str, Any],
 ) -> None:
-    """Launch the part of a layer with heads before its state."""
+    """Launch the part of a layer that precedes its state: convolution, norms and factors of every head."""
     wide, narrow = products
     num_heads = constants["NUM_HEADS"] + 2 * constants["NUM_KEY_HEADS"]
     ready_head[(len(table.rows), num_heads)](
@@ -261,11 +261,11 @@ class StackedRecurrentLayer:
     """Products of a mixer, stacked: those of channels, those of heads, and the output."""
 
     sizes: RecurrentSizes
-    wide: AnyLinear  # has inputs, gates, and in pure convolutions the gates of inputs
-    narrow: AnyLinear | None  # has one or two numbers per head
+    wide: AnyLinear  # computes inputs, gates, and in pure convolutions the gates of inputs
+    narrow: AnyLinear | None  # computes one or two numbers per head
     output: AnyLinear
-    floats: dict[str, Tensor]  # `rates` are the bases of decays
-    scales: tuple[Tensor, Tensor] | None = None  # multiply both input products' columns
+    floats: dict[str, Tensor]  # `rates` determine the decays
+    scales: tuple[Tensor, Tensor] | None = None  # factors of the columns of `wide` and `narrow`
 
     @property
     def products(self) -> list[AnyLinear]:
@@ -298,7 +298,7 @@ def _split(scales: Tensor, sizes: RecurrentSizes) -> tuple[Tensor, Tensor]:
     return scales[:wide], scales[wide:]
 
 
-NAME = "states 1"  # is part of such models' numerics
+NAME = "states 1"  # part of the numerics of models with mixers
 
 
 @triton.jit
@@ -318,11 +318,11 @@ def finish_group(
     found = tl.load(found_ptr + row * NUMBERS + columns, mask=is_real, other=0.0)
     gate = tl.load(wide_ptr + row * COLUMNS + GATES + columns, mask=is_real, other=0.0).to(tl.float32)
     gate = gate * sigmoid(gate)
-    if FORM == DELTA_NET:  # norm, then gate
+    if FORM == DELTA_NET:  # applies the norm, then the gate
         found = rounded(found, dtype)
         found = rounded(found * tl.rsqrt(tl.sum(found * found, 0) / GROUP + epsilon), dtype)
         found = rounded(found * tl.load(norm_ptr + columns, mask=is_real, other=0.0), dtype) * gate
-    else:  # adds a share of the row's own values; gate, then norm
+    else:  # adds a share of the row's own values, applies the gate, then the norm
         own = tl.load(own_ptr + row * NUMBERS + columns, mask=is_real, other=0.0)
         found += own * tl.load(skip_ptr + columns // VALUE_DIM, mask=is_real, other=0.0)
         if HAS_NORM:

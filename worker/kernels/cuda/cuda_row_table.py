@@ -57,7 +57,7 @@ class NativeFill:
         pages: Sequence[Sequence[int]],
         window_pages: Sequence[Sequence[int]],
     ) -> bool:
-        """Fill a buffer as `TableLayout.fill` does; return False without kernels or if it would raise."""
+        """Fill a buffer as `TableLayout.fill` does; return False if that would raise or kernels are missing."""
         library, page = chosen_library(), self._layout.page
         if library is None or not sequences or buffer.shape != (self._size,) or not buffer.flags.c_contiguous:
             return False
@@ -89,7 +89,7 @@ def _numbers_of(sequences: Sequence[tuple[Rows, int]]) -> tuple[list[int], list[
 
 
 def _pages_of(pages: Sequence[Sequence[int]], numbers: list[int], page: int) -> CGivenPages:
-    """Return each sequence's pages from its boundary to its last row; none if some lack pages."""
+    """Return each sequence's pages from its boundary to its last row; return no pages if any sequence lacks some."""
     if not page or 4 * len(pages) != len(numbers):
         return CGivenPages(None, 0)
     known = list[int]()
@@ -120,11 +120,11 @@ class CudaRowTable(Generic[Ints]):
     """Parts of one buffer, on the device or the host."""
 
     groups: Ints  # [num_groups, 4]: slot, first row, number of rows (0: padding), boundary
-    rows: Ints  # [num_rows, 5]: slot, boundary, length of the tail (0: padding), row of its angles, entry to write
+    rows: Ints  # [num_rows, 5]: slot, boundary, length of the tail (0: padding), row of the angle table, entry to write
     tail_slots: Ints  # [num_rows, BLOCK]: entries of the keys from the boundary on, in position order
     token_ids: Ints  # [num_rows]
-    prefixes: Ints  # [2, num_groups]: the groups' slots and boundaries again, because flash-attn takes no strides
-    packed: Ints  # [num_rows]: places of the rows if every group has room for `rows_per_group`
+    prefixes: Ints  # [2, num_groups]: the groups' slots and boundaries again, contiguous, as flash-attn expects
+    packed: Ints  # [num_rows]: places of the rows in a buffer with `rows_per_group` places per group
 
 
 @dataclass(frozen=True)
@@ -144,15 +144,15 @@ class PageTable:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """Layout of a table in its buffer, and the range of its numbers."""
+    """Layout of a table in its buffer, and the limits of its values."""
 
     num_slots: int
     capacity: int
     rows_per_group: int
-    num_positions: int  # counts rows of the table of angles
+    num_positions: int  # number of rows in the table of angles
     vocab: int
-    boundary_step: int = BLOCK  # boundaries are multiples of it, 1 with a partial cache
-    page: int | None = None  # None: slots are contiguous
+    boundary_step: int = BLOCK  # boundaries are multiples of this; it is 1 for a partial cache
+    page: int | None = None  # entries per page; None if each slot's entries are contiguous
     num_rows: int = NUM_ROWS  # a fixed shape keeps numerics, graph and cost the same
     # a second pool's entries and tails follow the table
     has_window_pages: bool = False
@@ -186,7 +186,7 @@ class TableLayout:
         pages: Sequence[Sequence[int]] = (),
         window_pages: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Write the rows of sequences, each with its slot, in order; biases are copied separately.
+        """Write the rows of sequences, each with its slot, in order. The caller copies biases separately.
 
         Raises ValueError, and changes nothing, if the arena or the table lacks room.
         """
@@ -228,7 +228,7 @@ class TableLayout:
         for column, numbers in enumerate((slots, first_rows, num_rows, boundaries)):
             table.groups[: len(owner), column] = numbers
         table.prefixes[:, : len(owner)] = slots, boundaries
-        # full groups are contiguous, so a row's place is its number in the sequence, after earlier groups
+        # full groups are contiguous, so a row's place is its index in the sequence plus the places of earlier groups
         table.packed[: len(given.owner)] = firsts[given.owner] * most + given.numbers
 
     def _num_groups_of(self, given: _Given) -> NDArray[np.int64]:
@@ -272,14 +272,14 @@ class TableLayout:
 
 @dataclass(frozen=True)
 class _Given:
-    """Rows of several sequences as arrays, for speed: steps wait for a table."""
+    """Rows of several sequences as arrays. Arrays are faster, and every step waits for its table."""
 
     sizes: NDArray[np.int64]  # [num_sequences]
     slots: NDArray[np.int64]  # [num_sequences]
     boundaries: NDArray[np.int64]  # [num_sequences]
     starts: NDArray[np.int64]  # [num_sequences] first row of each
-    owner: NDArray[np.int64]  # [num_rows] number of the sequence
-    numbers: NDArray[np.int64]  # [num_rows] number of the row in its sequence
+    owner: NDArray[np.int64]  # [num_rows] index of the sequence
+    numbers: NDArray[np.int64]  # [num_rows] index of the row in its sequence
     entries: NDArray[np.int64]  # [num_rows] to write
     tails: NDArray[np.int64]  # [num_rows, BLOCK]
     lengths: NDArray[np.int64]  # [num_rows]

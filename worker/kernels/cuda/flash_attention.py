@@ -31,7 +31,7 @@ def tail_merge_packed(
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS_PER_GROUP: tl.constexpr,
     TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head): the row's tail, then its whole prefix with flash-attn's LSE."""
+    """Program (row, KV head): the row's tail, merged with flash-attn's output and LSE of its prefix."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
@@ -55,7 +55,7 @@ def tail_merge_packed(
     group = tl.load(packed_ptr + row) // ROWS_PER_GROUP
     lse_row = (group * NUM_KV_HEADS + kv_head) * ROWS_PER_GROUP + group_row
     lse = tl.load(lse_ptr + lse_row * HEADS_PER_KV + index, mask=is_real, other=0.0) * LOG2_E
-    lse = tl.where(lse < float("inf"), lse, float("-inf"))  # inf: an empty prefix, or one of NaN, which is in `part`
+    lse = tl.where(lse < float("inf"), lse, float("-inf"))  # inf: the prefix is empty, or has NaN as does `part`
     part = load_rows(output_ptr + offsets, is_real, columns, HEAD_DIM, True).to(tl.float32)
     highest, total, acc = merge_part(part, lse, highest, total, acc)
     places = (row * NUM_KV_HEADS + kv_head) * HEADS_PER_KV + index
@@ -65,7 +65,7 @@ def tail_merge_packed(
 
 
 class FlashAttention:
-    """`Attention` with flash-attn for prefixes; it allocates its results itself, in a graph's pool."""
+    """`Attention` with flash-attn for prefixes; it allocates its own results, in the memory pool of the graph."""
 
     def __init__(self, shape: AttentionShape, layout: TableLayout, scale: float, device: torch.device) -> None:
         from flash_attn import flash_attn_with_kvcache
@@ -85,7 +85,7 @@ class FlashAttention:
 
     @property
     def split_length(self) -> int:
-        """Return the positions per split, which depend on the capacity and so belong to the numerics."""
+        """Return the positions per split, which depend on the capacity and are therefore part of the numerics."""
         head_dim = self._shape.head_dim
         block = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64  # flash-attn's block size
         return int(triton.cdiv(triton.cdiv(self._capacity, block), self._num_splits) * block)
@@ -115,11 +115,11 @@ class FlashAttention:
             self.query.view(self._size),
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            cache_seqlens=boundaries,  # without them another kernel runs
+            cache_seqlens=boundaries,  # without lengths, flash-attn runs another kernel
             cache_batch_idx=slots,
             softmax_scale=self._scale,
             causal=False,
-            num_splits=self._num_splits,  # 0 would choose by the number of groups
+            num_splits=self._num_splits,  # 0 would let flash-attn choose by the number of groups
             return_softmax_lse=True,
         )
         merge_tails(self.query, keys, values, output, lse, mixed, table, self._scale, self._shape)

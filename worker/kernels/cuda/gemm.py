@@ -26,7 +26,7 @@ class LinearKernel(Protocol):
 
 
 def cublas_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Multiply with cuBLAS, or on a CPU with its library, where `out` has the rows' dtype."""
+    """Multiply with cuBLAS, or on a CPU with torch's library; `out` then has the rows' dtype."""
     if out.dtype != rows.dtype:
         torch.ops.aten.mm.dtype_out(rows, weight.t(), out.dtype, out=out)
         if bias is not None:
@@ -43,7 +43,7 @@ def multiply_columns(
     TILE_ROWS: tl.constexpr, DEPTH: tl.constexpr, HAS_BIAS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (rows, columns): blocks of the depth in order, the bias last."""
+    """Program (rows, columns): sums the blocks along the depth in order, then adds the bias."""
     rows = tl.arange(0, TILE_ROWS)
     input_ptr += tl.program_id(0) * TILE_ROWS * DEPTH
     out_ptr += tl.program_id(0) * TILE_ROWS * num_columns
@@ -76,12 +76,12 @@ def triton_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
 
 
 def tile_rows(rows: Tensor) -> int:
-    """Return the rows per program, all or as many as its memory allows."""
+    """Return the rows per program: all rows, or as many as shared memory allows."""
     return min(len(rows), MOST_TILE_BYTES // rows.element_size())
 
 
 def gemm_grid(rows: Tensor, num_columns: int) -> tuple[int, int]:
-    """Return the grid; programs of the same columns are consecutive, to share the cache."""
+    """Return the grid; programs of the same columns are consecutive, so that they share weights in the cache."""
     return len(rows) // tile_rows(rows), triton.cdiv(num_columns, TILE_COLUMNS)
 
 
@@ -111,19 +111,22 @@ def unsigned(code):
 
 @triton.jit
 def signed_byte(code):
-    """Decode two's complement: the code with its upper bit flipped is the number plus 128."""
+    """Decode two's complement: a code with its highest bit flipped is the number plus 128."""
     return (code ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
 
 
 @triton.jit
 def e2m1(code):
-    """Place sign, exponent and mantissa as in float32; 2^126 corrects the exponent's bias."""
+    """Move sign, exponent and mantissa to their places in float32; the factor 2^126 corrects the exponent's bias."""
     return (((code << 28) >> 6) & -0x7E400000).to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
 def e4m3(code):
-    """Place sign, exponent and mantissa as in float32; 2^120 corrects the exponent's bias. NaN is not supported."""
+    """Move sign, exponent and mantissa to their places in float32.
+
+    The factor 2^120 corrects the exponent's bias. NaN is not supported.
+    """
     return (((code << 24) >> 4) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
@@ -162,7 +165,7 @@ def unpacked(codes, PER_BYTE: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.con
 
 @triton.jit
 def of_members(numbers, GROUPS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Repeat float32 groups `[GROUPS, COLUMNS]` for each of their members."""
+    """Repeat float32 values of groups, `[GROUPS, COLUMNS]`, for each member of a group."""
     if GROUPS > 1:
         numbers = tl.broadcast_to(numbers[:, None, :], [GROUPS, DEPTH // GROUPS, COLUMNS]).reshape([DEPTH, COLUMNS])
     return numbers
@@ -174,7 +177,10 @@ def packed_block(
     DEPTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, DECODE: tl.constexpr,
     PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 `[BLOCK_DEPTH, COLUMNS]` of a matrix's `rows [COLUMNS] int64` from `start` on."""
+    """Decode `BLOCK_DEPTH` numbers from `start` on of a matrix's `rows [COLUMNS] int64`.
+
+    Returns float32 `[BLOCK_DEPTH, COLUMNS]`.
+    """
     GROUPS: tl.constexpr = max(1, BLOCK_DEPTH // GROUP)
     IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
     places, groups = tl.arange(0, BLOCK_DEPTH // PER_BYTE), tl.arange(0, GROUPS)
@@ -199,7 +205,7 @@ def multiply_packed_columns(
     DECODE: tl.constexpr, PER_BYTE: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr,
     HAS_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Program (rows, columns): blocks of the depth in order, the bias last."""
+    """Program (rows, columns): sums the blocks along the depth in order, then adds the bias."""
     IS_WHOLE: tl.constexpr = DEPTH % BLOCK_DEPTH == 0
     rows = tl.arange(0, TILE_ROWS)
     input_ptr += tl.program_id(0) * TILE_ROWS * DEPTH
@@ -248,7 +254,7 @@ def packed_constants(weight: PackedMatrix, has_bias: bool, num_tile_rows: int = 
 
 
 def form_constants(weight: PackedMatrix) -> dict[str, Any]:
-    """Return the constants of a matrix's form for `packed_block`."""
+    """Return the constants that `packed_block` needs for a matrix."""
     depth, num_groups = weight.shape[1], weight.scales.shape[1]
     return {
         "DECODE": DECODERS[weight.code],
@@ -262,7 +268,7 @@ def form_constants(weight: PackedMatrix) -> dict[str, Any]:
 def is_multiplied_packed(weight: PackedMatrix) -> bool:
     """Return whether `packed_linear` supports a matrix: groups fit blocks, and no code is NaN.
 
-    Float32 lacks tensor cores, so registers would spill.
+    Float32 is not supported: without tensor cores, registers would spill.
     """
     fits = fills_blocks(weight.group_size, weight.shape[1])
     is_known = weight.code != "e4m3" or not ((weight.codes & 127) == 127).any()
@@ -270,7 +276,7 @@ def is_multiplied_packed(weight: PackedMatrix) -> bool:
 
 
 class WeightKernel:
-    """Kernel for weights of both forms: `plain` for numbers, `packed_linear` for codes."""
+    """Kernel for weights of both forms: `plain` for plain weights, `packed_linear` for packed ones."""
 
     def __init__(self, plain: LinearKernel) -> None:
         self._plain = plain

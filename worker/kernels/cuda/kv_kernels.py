@@ -1,4 +1,4 @@
-"""Triton kernels that store, load, move, copy and average keys and values, also 8-bit ones."""
+"""Triton kernels that store, load, move, copy and average keys and values, including those in 8 bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE_BITS = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def load_rows(pointers, seen, columns, NUM_COLUMNS: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows without unseen rows and padding columns; without `MASKED` there are none."""
+    """Load rows, with unseen rows and padding columns masked. Without `MASKED` there are none to mask."""
     if MASKED:
         return tl.load(pointers, mask=seen[:, None] & (columns < NUM_COLUMNS)[None, :], other=0)
     return tl.load(pointers)
@@ -29,7 +29,7 @@ def load_rows(pointers, seen, columns, NUM_COLUMNS: tl.constexpr, MASKED: tl.con
 
 @triton.jit
 def in_pool(entries, pages_ptr, mask, PAGE: tl.constexpr):
-    """Return a slot's entries as int64, with pages as places in the pool."""
+    """Return a slot's entries as int64. With pages, return their indices in the pool."""
     if PAGE:
         numbers = entries.to(tl.uint32)  # unsigned, so that dividing by a power of two is a shift
         pages = tl.load(pages_ptr + numbers // PAGE, mask=mask, other=0)
@@ -56,14 +56,14 @@ def load_kept(rows, seen, columns, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
 
 @triton.jit
 def int8_code(part):
-    """Return an int whose low byte is the code of a number, rounded half to even."""
+    """Return an int whose low byte is the code: the number rounded half to even."""
     part = tl.minimum(tl.maximum(part, -MOST_INT8), MOST_INT8)
     return (part + ROUNDER).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def e4m3_code(part):
-    """Return an int whose low byte is the code, also of subnormal numbers."""
+    """Return an int whose low byte is the code. Subnormal codes are supported."""
     bits = part.to(tl.int32, bitcast=True)
     size = bits & SIZE_BITS
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
@@ -80,7 +80,7 @@ def store_halves(pointers, first, second, mask, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def store_kept(rows, first, second, columns, mask, HEAD_DIM: tl.constexpr):
-    """Store heads, float32 halves `[heads, columns]`, as rows that start at `rows [heads, 1]`.
+    """Store heads, given as two float32 halves `[heads, columns]`, as rows that start at `rows [heads, 1]`.
 
     Rows with non-finite numbers decode to non-finite numbers.
     """
@@ -108,7 +108,7 @@ def store_kept(rows, first, second, columns, mask, HEAD_DIM: tl.constexpr):
 
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by a number's size in bytes
-MOVE_WARPS = 1  # the same warp must read and write a number
+MOVE_WARPS = 1  # one warp, because the thread that reads a number must also write it
 PADDING = (-1, -1, -1)
 Move = tuple[int, int, int]
 """Slot, source and target of a row."""
@@ -133,7 +133,7 @@ def expect_arena(arena: torch.Tensor) -> None:
 
 
 def bits_of(rows: torch.Tensor) -> torch.Tensor:
-    """Return the bits as integers, so that copies keep NaN."""
+    """Return a view of the bits as integers, so that copies keep the bits of NaN."""
     return rows.view(BITS[rows.element_size()])
 
 
@@ -141,7 +141,7 @@ def bits_of(rows: torch.Tensor) -> torch.Tensor:
 def move_slot_rows(
     arena_ptr, moves_ptr, num_moves, num_slots, num_heads, capacity, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Make every move of one slot in one layer, part and head, in order."""
+    """Make all moves of one slot, in order, in one layer, part and head."""
     part, slot = tl.program_id(0) // num_heads, tl.program_id(1)
     place = (part.to(tl.int64) * num_slots + slot) * num_heads + tl.program_id(0) % num_heads
     rows_ptr = arena_ptr + place * capacity * HEAD_DIM
@@ -157,7 +157,7 @@ def move_slot_rows(
 
 
 def moves_of(slot: int, root: int, path: Many[int]) -> list[Move]:
-    """Return moves of the accepted nodes `path` below entry `root`.
+    """Return the moves that bring the accepted nodes `path` directly behind entry `root`.
 
     Raises ValueError unless the path's nodes increase.
     """
@@ -175,7 +175,7 @@ def move_rows(arena: torch.Tensor, moves: torch.Tensor) -> None:
     """Move rows of `arena [num_layers, num_parts, num_slots, num_kv_heads, capacity, head_dim]` in one launch.
 
     `moves [num_moves, 3] int32` on the device (unchecked): slot (-1: padding), source and target. Raises ValueError for
-    unfit shapes.
+    shapes that do not match.
     """
     expect_arena(arena)
     if moves.dim() != 2 or moves.shape[1] != 3 or moves.dtype != torch.int32 or not moves.is_contiguous():
@@ -231,8 +231,8 @@ def gather_entries(
     """Copy chosen rows of `source [num_layers, num_parts, num_kv_heads, capacity, row_width]` in one launch.
 
     They go to `out [num_layers, num_parts, num_kv_heads, count, head_dim]`; `entries [num_layers, num_kv_heads, count]
-    int32` (unchecked) are per head, and -1 changes nothing. With `pages`, they are a slot's in the pool `source`.
-    Raises ValueError for unfit shapes.
+    int32` (unchecked) are per head, and -1 leaves a row of `out` unchanged. With `pages`, `entries` are those of a slot
+    whose pages are in the pool `source`. Raises ValueError for shapes that do not match.
     """
     expected = (out.shape[0], out.shape[2], out.shape[-2])
     if tuple(entries.shape) != expected or entries.dtype != torch.int32 or not entries.is_contiguous():
@@ -300,7 +300,7 @@ def average_chunk(
     stride_source_layer, stride_source_head, stride_source_row, stride_layer, stride_head, stride_row,
     CHUNK_WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Program (layer and head, chunk): summed in float32, rounded once."""
+    """Program (layer and head, chunk): sums the chunk's rows in float32, and rounds their mean once."""
     layer, head = (tl.program_id(0) // num_heads).to(tl.int64), (tl.program_id(0) % num_heads).to(tl.int64)
     chunk = tl.program_id(1).to(tl.int64)
     inside, columns = tl.arange(0, CHUNK_WIDTH), tl.arange(0, WIDTH)
@@ -319,8 +319,9 @@ def average_chunks(
 ) -> None:
     """Average `chunk_size` rows each, from row `first` of `source [num_layers, num_kv_heads, capacity, row_width]` on.
 
-    The means go to `out [num_layers, num_kv_heads, num_chunks, head_dim]` in one launch. With `pages`, rows are a
-    slot's in the pool `source`. Raises ValueError for unfit shapes and missing rows.
+    The means go to `out [num_layers, num_kv_heads, num_chunks, head_dim]` in one launch. With `pages`, the rows are
+    those of a slot whose pages are in the pool `source`. Raises ValueError for shapes that do not match, and for
+    missing rows.
     """
     num_layers, num_heads, capacity, width = source.shape
     capacity = capacity if pages is None else pages.capacity

@@ -29,7 +29,7 @@ from swiftbatch.worker.kernels.kernel_sizes import BLOCK, BLOCK_DEPTH, LANES, NU
 from swiftbatch.worker.kernels.layer_specs import NormForm
 from swiftbatch.worker.kernels.quantized_weights import AnyLinear
 
-LEAST_DEPTH = LANES  # tensor cores take no smaller product
+LEAST_DEPTH = LANES  # tensor cores support no smaller depth
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class MLAShape:
 
     @property
     def tile_rows(self) -> int:
-        """Return the heads of rows per program."""
+        """Return the tile height: query heads, of one or several rows, per program."""
         return 64 if self.dtype == torch.bfloat16 else 16
 
     @property
     def rows_per_group(self) -> int:
-        """Return the rows of a sequence whose heads fill one tile; one row may fill several."""
+        """Return the rows of a sequence whose heads fill one tile; a row with many heads may fill several tiles."""
         return max(1, self.tile_rows // self.num_heads)
 
     @property
@@ -80,7 +80,7 @@ class MLAShape:
 
     @property
     def tail_depth(self) -> int:
-        """Return the numbers of a latent vector that a program of `latent_tail_merge` mixes."""
+        """Return how many dimensions of the latent vector a program of `latent_tail_merge` computes."""
         return min(
             BLOCK_DEPTH if self.dtype == torch.bfloat16 else BLOCK_DEPTH // 4, 1 << (self.latent.rank - 1).bit_length()
         )
@@ -105,7 +105,7 @@ def latent_block(
 ):  # fmt: skip
     """Take one step of online softmax over the entries that start at `entry_ptr [keys, 1]`."""
     first, spun = tl.arange(0, HALF), tl.arange(0, SPUN)
-    seen = bias > float("-inf")  # other entries may contain anything
+    seen = bias > float("-inf")  # hidden entries may contain anything, also NaN
     rows_first = load_rows(entry_ptr + first[None, :], seen, first, RANK, HAS_BIAS or HALF > RANK)
     rows_second = load_rows(entry_ptr + HALF + first[None, :], seen, HALF + first, RANK, HAS_BIAS or 2 * HALF > RANK)
     rows_rope = load_rows(entry_ptr + RANK + spun[None, :], seen, spun, TURNED, HAS_BIAS or SPUN > TURNED)
@@ -133,7 +133,7 @@ def latent_prefix_split(
     NUM_TILES: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr, SPUN: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and tile of its heads, split): as `prefix_split`, `KEYS` entries at a time."""
+    """Program (group and tile of its heads, split): does what `prefix_split` does, `KEYS` entries at a time."""
     group_ptr = groups_ptr + tl.program_id(0) // NUM_TILES * 4
     split = tl.program_id(1)
     slot = tl.load(group_ptr).to(tl.int64)
@@ -188,7 +188,7 @@ def latent_tail_merge(
     NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     DEPTH: tl.constexpr, SPUN: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, heads, part of their values): the row's tail, then its prefix's splits in order."""
+    """Program (row, heads, part of their values): merges the row's tail, then the splits of its prefix in order."""
     row = tl.program_id(0)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
     num_blocks = tl.cdiv(tl.load(rows_ptr + row * 5 + 1), BLOCK)
@@ -241,7 +241,10 @@ def attend_to_latents(
     scale: float,
     pages: PageTable | None = None,
 ) -> None:
-    """Attend with each row's heads to what it sees; padding rows are unchanged, nothing is allocated."""
+    """Attend with each row's heads to the entries that the row sees.
+
+    Leaves padding rows unchanged, allocates nothing.
+    """
     scale_log2, strides = scale * SCALE_TO_LOG2, (kept.stride(0), kept.stride(2))
     latent_prefix_split[(len(table.groups) * shape.num_tiles, shape.num_splits)](
         query, kept, bias, None if pages is None else pages.numbers, scratch.output, scratch.lse, table.groups,
@@ -259,12 +262,12 @@ def attend_to_latents(
 
 
 TILE_ROWS = 64  # divides the number of rows
-EPSILON = 1e-6  # all models' norms of latent vectors use it
+EPSILON = 1e-6  # norms of latent vectors have this epsilon in all models
 
 
 @triton.jit
 def rope_halves(pointers, angles_ptr, mask, DIM: tl.constexpr, dtype: tl.constexpr):
-    """Rotate halves of heads' dimensions in float32, with angles as in `rope_store`."""
+    """Load the rotary dimensions of heads and return both halves rotated in float32, with angles as in `rope_store`."""
     first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(pointers + DIM // 2, mask=mask, other=0.0).to(tl.float32)
     cosines = tl.load(angles_ptr, mask=mask, other=0.0).to(tl.float32)
@@ -278,7 +281,7 @@ def keep_latent_row(
     stride_slot, stride_entry, DOWN: tl.constexpr, QUERY_RANK: tl.constexpr, RANK: tl.constexpr,
     TURNED: tl.constexpr, QUERY_WIDTH: tl.constexpr, WIDTH: tl.constexpr, SPUN: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): stores its cache entry, from the end of `down`, and the queries' latent vector."""
+    """Program (row): stores its cache entry, from the last columns of `down`, and the queries' latent vector."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -322,9 +325,10 @@ def multiply_heads(
     COLUMNS: tl.constexpr, TURNED: tl.constexpr, SPUN: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (head, columns, rows): product of the head's first numbers with its rows of the weight.
+    """Program (head, columns, rows): multiplies the head's first numbers by its rows of the weight.
 
-    A head's last program rotates the `TURNED` numbers that follow. Input rows are `IN_ROW` numbers apart.
+    A head's last program rotates the `TURNED` numbers that follow. The stride between heads of the input is `IN_ROW`
+    numbers.
     """
     head, rows = tl.program_id(0), tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     input_ptr += rows.to(tl.int64)[:, None] * IN_ROW + head * (DEPTH + TURNED)
@@ -352,7 +356,7 @@ class CudaMLA:
     def __init__(
         self, sizes: DecoderSizes, latent: MLASizes, linear: WeightKernel, device: torch.device, num_rows: int
     ) -> None:
-        """Allocate zeros, because padding rows must hold numbers."""
+        """Allocate buffers of zeros, because padding rows must not hold NaN."""
         self._sizes, self._latent, self._linear, self._num_rows = sizes, latent, linear, num_rows
         queries = sizes.num_heads * latent.query_dim
         of_vectors = queries if latent.query_rank else 0
@@ -371,9 +375,9 @@ class CudaMLA:
         kept: Tensor,
         query: Tensor,
     ) -> None:
-        """Write entries of `rows [num_rows, hidden]` to `kept [num_slots, 1, capacity, entry_dim]`, and `query`.
+        """Write the cache entries of `rows [num_rows, hidden]` to `kept [num_slots, 1, capacity, entry_dim]`.
 
-        `query` is `[num_rows, num_heads, entry_dim]`.
+        Also fill `query`. `query` is `[num_rows, num_heads, entry_dim]`.
         """
         sizes, latent = self._sizes, self._latent
         self._linear(rows, down.weight, down.bias, self._down)
@@ -388,7 +392,7 @@ class CudaMLA:
         self._multiply(queries, weights.key_up, table, angles, query, latent.rope_dim)
 
     def values(self, weights: StackedMLA, mixed: Tensor, table: CudaRowTable[Tensor]) -> Tensor:
-        """Return `[num_rows, num_heads * value_dim]` of `mixed [num_rows, num_heads, rank]`."""
+        """Map `mixed [num_rows, num_heads, rank]` to values `[num_rows, num_heads * value_dim]`."""
         self._multiply(mixed.flatten(1), weights.value_up, table, None, self._found)
         return self._found
 

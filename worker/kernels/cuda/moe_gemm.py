@@ -1,6 +1,6 @@
-"""Experts on a GPU in six launches; each row's experts are summed in the order of its choice.
+"""Experts on a GPU in six launches; each row sums its experts in the order in which it chose them.
 
-Tiles have one height and order of sums, so a row's bits do not depend on other rows.
+All tiles have the same height and order of sums, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NO_FORM: dict[str, Any] = {"DECODE": None, "PER_BYTE": 1, "NUM_GROUPS": 1, "GROU
 
 @triton.jit
 def gated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, SLOPE: tl.constexpr):
-    """Return an activated gate times an up, rounded as in `ExpertWeights`; NaN stays."""
+    """Return the activated gate times the up projection, limited as `ExpertWeights` says. NaN stays NaN."""
     if LIMIT == 0.0:
         return rounded(activated(gate, None, ACTIVATION), dtype) * up
     gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -59,7 +59,7 @@ def multiply_tile(
     IS_GATED: tl.constexpr, IS_ACTIVATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, tile): an expert's columns for the rows that chose it."""
+    """Program (columns, tile): computes an expert's columns for the rows that chose this expert."""
     expert = tl.load(tile_experts_ptr + tl.program_id(1))
     if expert < 0:
         return
@@ -104,7 +104,7 @@ def sum_choices(
     HIDDEN: tl.constexpr, NUM_CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, HAS_SHARED: tl.constexpr,
     HAS_SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, columns): sums its experts' results in order, and the shared part."""
+    """Program (row, columns): sums the results of the row's experts in order, then adds the shared expert's."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -128,7 +128,7 @@ def sum_choices(
 class CudaExperts:
     """Buffers of experts, shared by layers.
 
-    By number of real rows, `met [num_rows + 1, 2]` counts layers, and experts used in them.
+    `met [num_rows + 1, 2]`, indexed by the number of rows without padding, counts layers and the experts used in them.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class CudaExperts:
         self._from_latent = torch.zeros(num_rows * bool(latent), hidden, dtype=dtype, device=device)
 
     def run(self, rows: Tensor, experts: StackedExperts, normed: Tensor, out: Tensor, has_shared: bool) -> None:
-        """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared` it already has the shared part."""
+        """Write `out [num_rows, hidden]` for rows `normed`; with `has_shared`, it has the shared expert's result."""
         self._choose(rows, experts, normed)
         if experts.latent is None:
             self._sum(rows, experts, normed, out, has_shared)
@@ -202,7 +202,10 @@ class CudaExperts:
     def _multiply(
         self, routing: Routing, linear: AnyLinear, rows: Tensor, out: Tensor, gates: StackedExperts | None = None
     ) -> None:
-        """Multiply with all experts; `gates` describes an input product's gates."""
+        """Multiply with all experts.
+
+        `gates` is given only for the input projection, and has the activation's limits.
+        """
         weight = linear.weight
         parts = (weight.codes, weight.scales, weight.offsets) if isinstance(weight, PackedMatrix) else (None,) * 3
         num_columns = weight.shape[0] // routing.num_experts

@@ -16,9 +16,9 @@ from swiftbatch.worker.kernels.layer_specs import Routing, Score
 ROUTER_COLUMNS = 16
 ROUTER_ROWS = 64
 ROUTER_DEPTH = 32
-PART_DEPTH = 512  # experts alone would give too few programs
-TILE = 16  # tensor cores take no fewer rows
-SORTED_MARKS = 1024  # a warp's registers hold so many
+PART_DEPTH = 512  # the depth is split, because one program per block of experts would be too few
+TILE = 16  # the fewest rows that tensor cores support
+SORTED_MARKS = 1024  # number of marks that fit in a warp's registers
 MOST_SORTING_WARPS = 8
 SOFTMAX, SIGMOID = tl.constexpr(int(Score.SOFTMAX)), tl.constexpr(int(Score.SIGMOID))
 SOFTMAX_OF_CHOSEN = tl.constexpr(int(Score.SOFTMAX_OF_CHOSEN))
@@ -79,7 +79,7 @@ def softmax(logits, is_real):
 
 @triton.jit
 def sigmoid(logits):
-    """Compute in float64, rounded once."""
+    """Compute the sigmoid in float64, rounded once."""
     return (1.0 / (1.0 + tl.exp(-logits.to(tl.float64)))).to(tl.float32)
 
 
@@ -126,7 +126,7 @@ def weighed(
 
 @triton.jit
 def sparse_share(logits, is_left, most, JITTER: tl.constexpr):
-    """Return the share of the expert with logit `most` among remaining ones within twice the jitter."""
+    """Return the softmax share of the expert with logit `most` among remaining experts within twice the jitter."""
     size = tl.abs(logits)
     is_far = tl.div_rn(most - logits, tl.where(size < most, most, size)) > 2 * JITTER
     powers = tl.exp(logits.to(tl.float64) - most.to(tl.float64))
@@ -142,7 +142,7 @@ def share_of(logit, ROUNDS: tl.constexpr):
 def open_groups(
     scores, is_real, members, GROUP_WIDTH: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, NUM_BEST: tl.constexpr
 ):  # fmt: skip
-    """Return the experts `[groups, members]` of the best groups; ties go to the lower group."""
+    """Return a mask `[groups, members]` of the experts in the best groups; ties go to the lower group."""
     group_count: tl.constexpr = scores.shape[0]
     groups = tl.arange(0, group_count)
     scores = tl.where(is_real, scores, float("-inf"))
@@ -163,7 +163,7 @@ def open_groups(
 
 @triton.jit
 def take_best(scores, is_left, experts, LAST: tl.constexpr):
-    """Return the best remaining expert; ties go to the lower number."""
+    """Return the best remaining expert; ties go to the lower index."""
     most = whole_max(tl.where(is_left, scores, float("-inf")))
     return tl.min(tl.min(tl.where(is_left & (scores == most), experts, LAST), 1), 0)
 
@@ -180,7 +180,7 @@ def choose_row(
 ):  # fmt: skip
     """Program (row): stores marks of all experts (0, or rank plus 1), and weights by rank.
 
-    A column after the experts is the share of the shared part.
+    The column after all experts determines the weight of the shared expert.
     """
     row = tl.program_id(0)
     group_width: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
@@ -219,7 +219,7 @@ def choose_row(
     weights = weighed(weights, ranks, NUM_CHOSEN, SCORE, IS_NORMALISED, LEAST_SUM, SCALE)
     if ROUNDS_WEIGHTS:
         weights = rounded(weights, tl.bfloat16)
-    is_damaged = whole_max((logits != logits).to(tl.int32)) > 0  # NaN must show, but comparisons skip it
+    is_damaged = whole_max((logits != logits).to(tl.int32)) > 0  # comparisons skip NaN, but results must show it
     weights = tl.where(is_damaged, float("nan"), weights)
     tl.store(marks_ptr, marks, mask=is_real)
     tl.store(choice_weights_ptr + row * NUM_CHOSEN + ranks, weights, mask=ranks < NUM_CHOSEN)
@@ -236,7 +236,7 @@ def sort_choices(
 ):  # fmt: skip
     """Single program: stores each tile's expert and its pairs (row * `NUM_CHOSEN` + rank) in order, or -1.
 
-    By number of real rows, `met [NUM_ROWS + 1, 2]` counts layers and used experts.
+    `met [NUM_ROWS + 1, 2]`, indexed by the number of rows without padding, counts layers and used experts.
     """
     rows = tl.arange(0, NUM_ROWS)[:, None]
     num_tiles, num_met = 0, 0
@@ -250,7 +250,7 @@ def sort_choices(
         tiles = (counts + TILE - 1) // TILE
         starts = num_tiles + tl.cumsum(tiles, 0) - tiles
         tl.store(tile_pairs_ptr + starts[None, :] * TILE + places, rows * NUM_CHOSEN + marks - 1, mask=marks > 0)
-        for number in range(NUM_ROWS // TILE):  # an expert has each row at most once
+        for number in range(NUM_ROWS // TILE):  # a row chooses an expert at most once
             tl.store(tile_experts_ptr + starts + number, experts, mask=number < tiles)
         for place in range(TILE):
             free = counts + place
@@ -290,7 +290,7 @@ def choice_constants(
     has_share: bool,
     num_rows: int = NUM_ROWS,
 ) -> dict[str, Any]:
-    """Return constants and warps of `choose_row`; float32 is not rounded."""
+    """Return constants and warps of `choose_row`; nothing is rounded in float32."""
     rounds = dtype == torch.bfloat16
     return {
         "NUM_ROWS": num_rows,

@@ -26,7 +26,7 @@ def is_padding(rows_ptr, row):
 def embed_row(
     rows_ptr, token_ids_ptr, embedding_ptr, state_ptr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr
 ):  # fmt: skip
-    """Program (row)."""
+    """Program (row): writes the embedding of the row's token."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -41,7 +41,7 @@ def embed_row(
 
 @triton.jit
 def weighted(scaled, weight, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Finish an RMS norm of float32, rounding to the model's dtype by its form."""
+    """Finish an RMS norm of float32, rounding to the model's dtype as the form says."""
     weight = weight.to(tl.float32)
     if FORM == TWICE:
         scaled = rounded(scaled, dtype)
@@ -52,7 +52,7 @@ def weighted(scaled, weight, FORM: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def centred(row, is_real, count, FORM: tl.constexpr):
-    """Subtract the mean of the real numbers, if the form does."""
+    """Subtract the mean of the numbers without padding, if the norm's form does."""
     if FORM >= CENTRED:  # SHIFTED is also centred
         row = tl.where(is_real, row - tl.sum(row, 0) / count, 0.0)
     return row
@@ -66,7 +66,7 @@ def root_mean(row, count, epsilon):
 
 @triton.jit
 def normed_row(row, is_real, weight_ptr, columns, count, epsilon, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Return a normed row, with biases after the weights if the form has some."""
+    """Return a normed row, with biases, which follow the weights, added if the form has biases."""
     row = centred(row, is_real, count, FORM)
     scaled = row * root_mean(row, count, epsilon)
     weight = tl.load(weight_ptr + columns, mask=is_real, other=0.0)
@@ -82,7 +82,7 @@ def add_norm_row(
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_BEHIND: tl.constexpr,
     HAS_FRONT: tl.constexpr, DELTA_SCALE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Program (row)."""
+    """Program (row): adds the delta to the state, and writes the state's norm."""
     if is_padding(rows_ptr, tl.program_id(0)):
         return
     columns = tl.arange(0, WIDTH)
@@ -108,7 +108,7 @@ def norm_heads_row(
     rows_ptr, qkv_ptr, weight_ptr, epsilon,
     ALL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, queries or keys), in place."""
+    """Program (row, queries or keys): norms them in place."""
     row = tl.program_id(0)
     if is_padding(rows_ptr, row):
         return
@@ -145,7 +145,7 @@ def add_norm(
 ) -> None:
     """Add scaled `delta [num_rows, hidden]` to `state`, and write the state's RMS norm times `front [hidden]`.
 
-    With `behind [hidden]`, delta's RMS norm is added instead.
+    With `behind [hidden]`, the RMS norm of `delta` is added instead of `delta` itself.
     """
     hidden = state.shape[1]
     add_norm_row[(len(rows),)](
@@ -158,7 +158,7 @@ def add_norm(
 def norm_heads(
     rows: Tensor, qkv: Tensor, weight: Tensor, num_queries: int, epsilon: float, form: NormForm = NormForm.TWICE
 ) -> None:
-    """Norm all heads' queries, and keys, together: `weight [num_queries + num_keys]`, queries first."""
+    """Norm all heads' queries together, and all heads' keys. `weight` is `[num_queries + num_keys]`, queries first."""
     norm_heads_row[(len(rows), 2)](
         rows, qkv, weight, epsilon, ALL=qkv.shape[1], QUERIES=num_queries, KEYS=len(weight) - num_queries,
         WIDTH=triton.next_power_of_2(num_queries), FORM=int(form),
@@ -182,7 +182,7 @@ def normed(
 
 @triton.jit
 def packed_head(packed_ptr, row, index, kv_head, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr):
-    """Return the place of heads in flash-attn's layout."""
+    """Return the indices of heads in flash-attn's layout."""
     return (tl.load(packed_ptr + row) * HEADS_PER_KV + index) * NUM_KV_HEADS + kv_head
 
 
@@ -194,7 +194,7 @@ def rope_store_heads(
     NORMS_TURNED: tl.constexpr, NORMS_DIFFER: tl.constexpr, FORM: tl.constexpr, IS_PACKED: tl.constexpr,
     HAS_SCALES: tl.constexpr, OTHER_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head): its query heads, its key, its value."""
+    """Program (row, KV head): rotates and stores its query heads and its key, and stores its value."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     row_ptr = rows_ptr + row * 5
@@ -250,7 +250,7 @@ def rope_store_heads(
 
 
 def rope_store(
-    qkv: Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], or with other heads after
+    qkv: Tensor,  # [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], or with more heads after these
     angles: Tensor,  # [num_angles, head_dim]: cosines of half a head's dimensions, then sines
     norms: tuple[Tensor, Tensor] | None,  # weights of queries and of keys, [head_dim] or per head
     epsilon: float,
@@ -260,7 +260,7 @@ def rope_store(
     values: Tensor,  # as keys, with the same strides
     packed: Tensor | None = None,  # of a row table: places of queries, heads as in `packed_head`; None: in order
     form: NormForm = NormForm.TWICE,
-    norms_after_rope: bool = False,  # norms follow the rotation
+    norms_after_rope: bool = False,  # norms are applied after the rotation
     query_scales: Tensor | None = None,  # [num_angles] float32, of rotated queries
 ) -> None:
     """Write rotated queries, and rotated keys and values to their rows' entries, except for padding rows."""

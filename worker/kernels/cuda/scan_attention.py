@@ -41,10 +41,10 @@ LEAST_VARIANCE = tl.constexpr(1e-4)  # limits the variance of scores
 
 @triton.jit
 def times_changes(row_ptr, is_real, changes_ptr, some, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return queries times columns of both covariance matrices, of keys with keys and with values."""
+    """Return queries times some columns of two covariance matrices: of keys with keys, and of keys with values."""
     spread = tl.zeros([row_ptr.shape[0], COLUMNS], tl.float32)
     gains = tl.zeros([row_ptr.shape[0], COLUMNS], tl.float32)
-    for first in range(0, HEAD_DIM, COLUMNS):  # float32 in one piece does not fit in registers
+    for first in range(0, HEAD_DIM, COLUMNS):  # the whole product in float32 does not fit in registers
         d = first + tl.arange(0, COLUMNS)
         query = load_rows(row_ptr + d[None, :], is_real, d, HEAD_DIM, True).to(tl.float32)
         matrix_ptr = changes_ptr + d[:, None] * HEAD_DIM + some[None, :]
@@ -63,7 +63,7 @@ def attend_to_clusters(
     TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CLUSTER_CHUNKS: tl.constexpr,
     MOST_CLUSTERS: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, cluster): mean and deviation of scores, and the values' gain."""
+    """Program (group and KV head, cluster): stores mean and deviation of scores, and the values' gain per score."""
     slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     cloud = tl.program_id(1)
     if cloud * CLUSTER_CHUNKS >= num_chunks:
@@ -93,9 +93,9 @@ def attend_to_clusters(
 
 @triton.jit
 def normal(x):
-    """Return log P of a normal distribution's share P below x, and its density there over P.
+    """Return log P for a normal distribution's probability P below x, and the density at x divided by P.
 
-    Abramowitz and Stegun 26.2.17; far below the mean their asymptotic series.
+    Uses Abramowitz and Stegun 26.2.17 and, far below the mean, their asymptotic series.
     """
     size = tl.minimum(tl.abs(x), 1e4)  # infinity times zero would be NaN
     height = tl.exp(-0.5 * size * size - 0.91893853)
@@ -111,7 +111,7 @@ def normal(x):
 
 @triton.jit
 def rest_of_cluster(mean, deviation, limit, num_keys):
-    """Return the LSE, base 2, of a cluster's keys below a limit, and their share of its gain."""
+    """Return the LSE, base 2, of a cluster's keys with scores below a limit, and the factor of its gain."""
     log_share, density = normal((limit - mean) / deviation - deviation)
     height = mean + 0.5 * deviation * deviation + log_share + tl.log(num_keys)
     return height * LOG2_E, 1.0 - density / deviation
@@ -122,7 +122,7 @@ def merge_cluster(
     stat_ptr, gain_ptr, mean_value_ptr, limits, is_real, columns, num_keys, scale, highest, total, acc,
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Merge the rest of one cluster."""
+    """Merge the keys of one cluster that were not chosen."""
     mean = tl.load(stat_ptr, mask=is_real, other=0.0)
     deviation = tl.load(stat_ptr + 1, mask=is_real, other=1.0)
     lse, gain = rest_of_cluster(mean, deviation, limits, num_keys)
@@ -140,7 +140,7 @@ def scan_merge(
     NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, CLUSTER_CHUNKS: tl.constexpr, MOST_CLUSTERS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head): as `tail_merge`, then splits of chosen keys and clusters, each in order."""
+    """Program (row, KV head): merges as `tail_merge`, then chosen keys by split, then clusters in order."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
@@ -196,7 +196,7 @@ def attend_chosen(
     query, key_ptr, value_ptr, places, is_chosen, is_listed, columns, scale_log2, highest, total, acc,
     HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Take one step of online softmax over listed keys, of which each query sees those it chose."""
+    """Take one step of online softmax over listed keys, of which each query sees only the keys that it chose."""
     keys = load_kept(key_ptr + places, is_listed, columns, HEAD_DIM, True, query.dtype)
     scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * scale_log2
     scores = tl.where(is_chosen, scores, float("-inf"))
@@ -217,9 +217,9 @@ def attend_best(
     NUM_SPLITS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     MOST_CHUNKS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, split): attends to chosen keys; stores output and LSE (-inf: none).
+    """Program (group and KV head, split): attends to chosen keys, and stores output and LSE (-inf without chosen keys).
 
-    `kept_ptr` gives only the type of full caches.
+    `kept_ptr` only has the pointer type of the full caches.
     """
     slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     per_split = tl.cdiv(num_chunks, NUM_SPLITS)
@@ -264,17 +264,17 @@ def attend_best(
 
 @dataclass(frozen=True)
 class Scan:
-    """Launches of one layer over texts of given sizes, without allocations or reads by the host."""
+    """Launches of the scan in one layer, without allocations or synchronization with the host."""
 
     shape: AttentionShape
     texts: ScannedTexts
     scratch: ScanScratch
     scale: float
     full: Tensor  # [:, 2, :, num_kv_heads, :, row_width], the layout of all full caches
-    pages: PageTable | None = None  # None: entries of full caches are contiguous
+    pages: PageTable | None = None  # None if the entries of full caches are contiguous
 
     def choose(self, layer: int, query: Tensor, table: CudaRowTable[Tensor]) -> None:
-        """Fill the scratch up to the chosen keys, for queries `[num_rows, num_heads, head_dim]` of the table."""
+        """Fill the scratch up to and including the chosen keys. `query` is `[num_rows, num_heads, head_dim]`."""
         texts, scratch, num_kv_heads = self.texts, self.scratch, self.shape.num_kv_heads
         constants = scan_constants(self.shape, texts.sizes)
         codes, means, spreads = texts.codes[layer], texts.means[layer], texts.spreads[layer]
@@ -310,7 +310,7 @@ class Scan:
         self, layer: int, query: Tensor, keys: Tensor, values: Tensor, prefixes: Scratch, table: CudaRowTable[Tensor],
         mixed: Tensor,
     ) -> None:  # fmt: skip
-        """Merge all parts and the tails of one layer; padding rows of `mixed` are unchanged."""
+        """Merge all partial results and the tails of one layer. Padding rows of `mixed` are unchanged."""
         texts, scratch = self.texts, self.scratch
         scan_merge[(self.shape.num_rows, self.shape.num_kv_heads)](
             query, keys, values, prefixes.output, prefixes.lse, scratch.output, scratch.lse, texts.moments[layer],
@@ -330,7 +330,7 @@ def scan_attend(
     prefixes: Scratch,
     mixed: Tensor,  # as query
 ) -> None:
-    """Attend with each row's heads to entries, tail and scanned text; padding rows are unchanged."""
+    """Attend with each row's heads to the partial cache, its tail and the scanned text. Padding rows are unchanged."""
     keys, values = entries
     shape = scan.shape
     prefix_split[(len(table.groups) * shape.num_kv_heads, shape.num_splits)](
@@ -344,10 +344,13 @@ def scan_attend(
 
 
 class ScanAttention:
-    """`Attention` that shares another one's queries and partial sums, so the two run in turn."""
+    """`Attention` that shares a `TritonAttention`'s queries and partial sums; only one of both may run at a time."""
 
     def __init__(self, other: TritonAttention, texts: ScannedTexts, full: Tensor, pages: PageTable | None) -> None:
-        """Read the best keys, with the layout of `full [:, 2, :, num_kv_heads, :, row_width]`."""
+        """Take the texts to scan.
+
+        Their best keys are read from full caches with the layout of `full [:, 2, :, num_kv_heads, :, row_width]`.
+        """
         shape, num_heads = other.shape, other.query.shape[1]
         scratch = ScanScratch.empty(texts.sizes, num_heads, shape.num_splits, full.device, shape.num_rows)
         self._other = other
@@ -372,7 +375,7 @@ class ScanAttention:
         view: AttentionView = SEES_ALL,
         pages: PageTable | None = None,
     ) -> None:
-        """Raise ValueError without biases, or with a window."""
+        """Attend as `scan_attend` does. Raises ValueError without biases, or with a window."""
         if bias is None or view != SEES_ALL or pages is not None:
             raise ValueError("found no biases, which entries of partial caches have, or a window, which they have not")
         scratch = self._other.scratch

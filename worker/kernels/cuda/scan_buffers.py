@@ -1,4 +1,4 @@
-"""Static buffers of the scan for graphs, whose programs find rows and chunks on the device."""
+"""Static buffers of the scan for CUDA graphs; programs find their rows and chunks on the device."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from swiftbatch.worker.kernels.scan_coding import CLUSTER_CHUNKS, SCAN_CHUNK
 if TYPE_CHECKING:
     from swiftbatch.worker.kernels.cuda.tree_attention import AttentionShape
 
-TILE_ROWS = 16  # a tile has one list of keys; tensor cores take no fewer rows
-MOST_SAMPLED = 128  # so many blocks determine a threshold
+TILE_ROWS = 16  # a tile has one list of keys; tensor cores support no fewer rows
+MOST_SAMPLED = 128  # number of sampled blocks that determine a threshold
 SAMPLED_PER_PROGRAM = 8
-CLUSTER_COLUMNS = 32  # a program takes so many columns of a cluster's matrix at a time
+CLUSTER_COLUMNS = 32  # number of columns of a cluster's matrix that a program reads at a time
 
 
 @dataclass(frozen=True)
 class TextSizes:
-    """Sizes of texts of one model."""
+    """Limits of the scanned texts of one model."""
 
     num_layers: int
     num_slots: int
     num_kv_heads: int
     head_dim: int
     most_chunks: int  # at least 1
-    num_best: int  # a query reads about so many keys exactly
+    num_best: int  # approximate number of keys that a query reads exactly
     first: int  # position of the first scanned key
 
     @property
@@ -48,10 +48,10 @@ class ScannedTexts:
     means: Tensor  # [num_layers, num_slots, num_kv_heads, most_chunks, head_dim] float32
     spreads: Tensor  # [num_layers, num_slots, num_kv_heads, head_dim] float32
     moments: Tensor  # [num_layers, num_slots, num_kv_heads, most_clusters, 2 * head_dim * (head_dim + 1)] float32
-    addresses: Tensor  # [num_layers, num_slots] int64: of the full cache's keys, on the device or the host
-    full_slots: Tensor  # [num_slots] int32: of the full caches, to find their pages
+    addresses: Tensor  # [num_layers, num_slots] int64: addresses of the full cache's keys, on the device or the host
+    full_slots: Tensor  # [num_slots] int32: slots of the full caches, to find their pages
     num_chunks: Tensor  # [num_slots] int32
-    flat_deviations: Tensor  # [num_slots] float32: of scores, below which no key is worth reading
+    flat_deviations: Tensor  # [num_slots] float32: deviation of scores below which no key is worth reading
 
     @classmethod
     def empty(cls, sizes: TextSizes, device: torch.device) -> ScannedTexts:
@@ -156,7 +156,7 @@ def scan_constants(shape: AttentionShape, sizes: TextSizes) -> dict[str, dict[st
 
 @triton.jit
 def group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS: tl.constexpr):
-    """Return program 0's slot, KV head, first row, end row and chunks (0: padding)."""
+    """Return the slot, KV head, first row, end row and number of chunks (0: padding) by the first program index."""
     group_ptr = groups_ptr + tl.program_id(0) // NUM_KV_HEADS * 4
     slot = tl.load(group_ptr).to(tl.int64)
     first_row = tl.load(group_ptr + 1)
@@ -169,7 +169,10 @@ def group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS: tl.constexpr):
 def tile_of(
     row, end, kv_head, NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, TILE_ROWS: tl.constexpr
 ):  # fmt: skip
-    """Return the numbers of a tile's queries from `row` on, and which are real."""
+    """Return the indices (row, then head) of the queries in the tile that starts at `row`.
+
+    The second result is a mask that is False for padding.
+    """
     index = tl.arange(0, TILE_ROWS)
     in_rows = row + index // HEADS_PER_KV
     is_real = (index < TILE_ROWS // HEADS_PER_KV * HEADS_PER_KV) & (in_rows < end)

@@ -1,6 +1,6 @@
 """Choice of the keys that a query reads exactly: scores above a threshold from sampled blocks.
 
-Codes have two bits per dimension, four per byte, as in `source/scan_intake.c`; a block of 64 keys has `[head_dim / 4,
+Codes have two bits per dimension, four per byte, as in `source/scan_intake.c`; a block of 64 keys is `[head_dim / 4,
 64]` bytes. A score is the query times its chunk's mean plus each code's level times the dimension's spread.
 """
 
@@ -13,7 +13,7 @@ from swiftbatch.worker.kernels.cuda.kv_kernels import load_rows
 from swiftbatch.worker.kernels.cuda.scan_buffers import group_of, tile_of
 from swiftbatch.worker.kernels.cuda.triton_primitives import byte_at, count_bytes, dot, rounded
 
-NEAR_LEVEL = tl.constexpr(0.56640625)  # levels in mean distances: 0.566 and 1.89 rounded to bfloat16
+NEAR_LEVEL = tl.constexpr(0.56640625)  # levels in units of the mean distance: 0.566 and 1.89, rounded to bfloat16
 FAR_LEVEL = tl.constexpr(1.890625)
 
 
@@ -67,7 +67,10 @@ def sample_scores(
     WIDTH: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
     MOST_SAMPLED: tl.constexpr, PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, some sampled blocks): their scores; few blocks are all sampled."""
+    """Program (group and KV head, some sampled blocks): computes their scores.
+
+    If the text has few blocks, all are sampled.
+    """
     slot, kv_head, first_row, end_row, num_chunks = group_of(groups_ptr, num_chunks_ptr, NUM_KV_HEADS)
     num_blocks = num_chunks * (CHUNK // BLOCK)
     stride = tl.cdiv(num_blocks, MOST_SAMPLED)
@@ -97,14 +100,14 @@ def sample_scores(
 
 @triton.jit
 def in_order(bits):
-    """Convert float32 bits to integers in the same order, and back."""
+    """Convert float32 bits to integers that sort in the same order; a second call converts back."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def largest_number(numbers, is_counted, place):
-    """Return the counted number at a place from 1 on, in falling order."""
-    keys = numbers.to(tl.uint32, bitcast=True) ^ 0x80000000  # makes the order unsigned
+    """Return the counted number of rank `place`, where rank 1 is the largest number."""
+    keys = numbers.to(tl.uint32, bitcast=True) ^ 0x80000000  # makes the order that of unsigned integers
     found = tl.full((), 0, tl.uint32)
     for shift in range(24, -1, -8):
         value, place = byte_at(count_bytes(keys, is_counted, found, shift), place)
@@ -118,9 +121,9 @@ def find_threshold(
     NUM_HEADS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CLUSTER_CHUNKS: tl.constexpr,
     MOST_SAMPLED: tl.constexpr, MOST_CLUSTERS: tl.constexpr, CLUSTERS_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head): the lowest score that no more samples reach than their share of `num_best`.
+    """Program (row, head): finds the lowest score that few enough samples reach.
 
-    It is infinity if all clusters are flat.
+    At most the samples' share of `num_best` reach it. It is infinity if the scores of all clusters are flat.
     """
     row = tl.program_id(0)
     row_head = row * NUM_HEADS + tl.program_id(1)
@@ -149,7 +152,7 @@ def find_threshold(
 
 @triton.jit
 def list_chosen(scores, limits, is_real, first_entry, count, entries_ptr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Append a block's chosen keys: place in the chunk, and a mask of queries in the lower 16 bits."""
+    """Append a block's chosen keys: the index in the chunk, and in the lower 16 bits a mask of the queries."""
     is_chosen = (scores >= limits[:, None]) & is_real[:, None]
     queries = tl.sum(is_chosen.to(tl.int32) << tl.arange(0, TILE_ROWS)[:, None], 0)
     is_listed = (queries != 0).to(tl.int32)
@@ -190,7 +193,7 @@ def choose_keys(
             code_ptr = codes_ptr + (text * MOST_CHUNKS + chunk) * (CHUNK * HEAD_DIM // 4)
             number = (row * NUM_KV_HEADS + kv_head).to(tl.int64) * MOST_CHUNKS + chunk
             count = 0
-            for place in range(0, tl.where(num_seeking > 0, CHUNK, 0), BLOCK):  # flat queries read no codes
+            for place in range(0, tl.where(num_seeking > 0, CHUNK, 0), BLOCK):  # flat queries need no codes
                 block_ptr = code_ptr + place * (HEAD_DIM // 4)
                 scores = score_block(first, second, third, fourth, offset, block_ptr, HEAD_DIM, QUARTER, BLOCK)
                 list_ptr = entries_ptr + number * CHUNK

@@ -1,4 +1,4 @@
-"""Decoder's weights for GPU kernels: fused QKV, fused gate and up, stacked experts."""
+"""Weights of a decoder for GPU kernels: fused QKV, fused gate and up, stacked experts."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from swiftbatch.worker.kernels.rope_scaling import Rotary
 
 @dataclass(frozen=True)
 class StackedExperts(MayBeLatent):
-    """Experts of a layer; `gate_up` alternates rows of gates and ups, or has ups alone.
+    """Experts of a layer; `gate_up` alternates rows of gate and up projections, or has only up projections.
 
-    `router [num_experts, hidden] float32` has an additional row for the shared part's gate.
+    `router [num_experts, hidden] float32` has an additional row for the gate of the shared expert.
     """
 
     routing: Routing
@@ -106,7 +106,7 @@ def _weights_in_turns(parts: list[list[Weight]], device: torch.device) -> Weight
 
 
 def _tensor_in_turns(parts: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
-    """Copy each tensor once to its place, since a layer's experts may take gigabytes."""
+    """Copy each tensor directly to its final place, since a layer's experts may take gigabytes."""
     first = parts[0][0]
     size = (len(parts[0]), len(first), len(parts), *first.shape[1:])
     whole = torch.empty(size, dtype=first.dtype, device=device)
@@ -116,12 +116,12 @@ def _tensor_in_turns(parts: Sequence[Sequence[Tensor]], device: torch.device) ->
     return whole.flatten(0, 2)
 
 
-# Decoder's weights for CUDA kernels; products with the same input are stacked.
+# Weights of a decoder for CUDA kernels; projections of the same input are stacked.
 
 
 @dataclass(frozen=True)
 class StackedMLA:
-    """Products and norms within latent attention; those of heads are plain."""
+    """Projections and norms within latent attention. Weights of projections per head are not packed."""
 
     query: AnyLinear | None
     query_norm: Tensor | None
@@ -131,7 +131,7 @@ class StackedMLA:
 
 
 def stacked_latent(layer: LayerWeights, query: AnyLinear | None, device: torch.device) -> StackedMLA | None:
-    """Copy to the device, with the `query` already there; None for a layer without latent attention."""
+    """Copy to the device, where `query` already is. Returns None for a layer without latent attention."""
     if layer.key_up is None or layer.value_up is None or layer.key_norm is None:
         return None
     ups = (plain_linear(each).weight.detach().to(device).contiguous() for each in (layer.key_up, layer.value_up))
@@ -143,14 +143,14 @@ def stacked_latent(layer: LayerWeights, query: AnyLinear | None, device: torch.d
 class StackedLayer:
     """One layer; `query_key_value` and `gate_up` are stacked in this order, with gates of heads after values.
 
-    In latent attention, `query_key_value` makes queries or their latent vector, and the stored vector.
+    In latent attention, `query_key_value` computes the queries or their latent vector, and the latent vector to store.
     """
 
     query_key_value: AnyLinear | None
     output: AnyLinear | None
-    gate_up: AnyLinear | None  # or ups alone
+    gate_up: AnyLinear | None  # or up projections alone
     down: AnyLinear | None
-    input_norm: Tensor | None  # [hidden], twice as wide with biases, as the following
+    input_norm: Tensor | None  # [hidden], twice as wide with biases, as are the following norms
     output_norm: Tensor | None
     mlp_norm: Tensor | None
     down_norm: Tensor | None
@@ -175,7 +175,7 @@ class StackedLayer:
 
     @property
     def products(self) -> list[AnyLinear]:
-        """Return all products except those of experts and of heads in latent attention."""
+        """Return all projections except those of experts and those per head in latent attention."""
         within = [] if self.latent is None or self.latent.query is None else [self.latent.query]
         within += [] if self.mixer is None else self.mixer.products
         around_experts = () if self.experts is None else self.experts.latent or ()
@@ -209,12 +209,12 @@ class StackedWeights:
 
     @property
     def is_packed(self) -> bool:
-        """Return whether a product other than experts has packed weights."""
+        """Return whether a projection outside experts has packed weights."""
         return any(isinstance(product.weight, PackedMatrix) for product in self.products)
 
 
 def handed_over(weights: DecoderWeights) -> Iterator[LayerWeights]:
-    """Yield the layers and remove them from `weights`, so that few are in memory twice."""
+    """Yield the layers and remove them from `weights`, so that only a few layers are in memory twice."""
     while weights.layers:
         yield weights.layers.pop(0)
 
@@ -222,7 +222,7 @@ def handed_over(weights: DecoderWeights) -> Iterator[LayerWeights]:
 def stacked_weights(
     weights: DecoderWeights, device: torch.device, layers: Iterable[LayerWeights] | None = None
 ) -> StackedWeights:
-    """Copy stacked weights; move the rest only if needed. A tied embedding and head stay one."""
+    """Copy stacked weights; move the rest only if needed. A tied embedding and head stay one tensor."""
     embedding = _moved(plain(weights.embedding), device)
     is_tied = isinstance(weights.embedding, Tensor) and weights.head.weight is weights.embedding
     head = Linear(embedding, weights.head.bias) if is_tied else weights.head
@@ -240,7 +240,10 @@ def stacked_weights(
 
 
 def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear | None]:
-    """Return the products before and after attention; a queries' vector replaces the queries."""
+    """Return the projections before and after attention.
+
+    If queries have a latent vector, its projection replaces theirs.
+    """
     query = layer.query if layer.query_down is None else layer.query_down
     parts = [each for each in (query, layer.key, layer.value, layer.head_gate) if each is not None]
     return {
@@ -250,7 +253,10 @@ def _attention(layer: LayerWeights, device: torch.device) -> dict[str, AnyLinear
 
 
 def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool = False) -> StackedLayer:
-    """Raise ValueError if only some parts of a product have a bias."""
+    """Return one layer, stacked and on the device.
+
+    Raises ValueError if only some parts of a stacked projection have a bias.
+    """
     of_vectors = None if layer.query_down is None or layer.query is None else _stacked([layer.query], device)
     latent = stacked_latent(layer, of_vectors, device)
     qk_norms = () if latent is not None else (layer.query_norm, layer.key_norm)
@@ -280,7 +286,7 @@ def stacked_layer(layer: LayerWeights, device: torch.device, joins_heads: bool =
 
 
 def _stacked(linears: Sequence[AnyLinear], device: torch.device) -> AnyLinear:
-    """Raise ValueError if only some parts have a bias."""
+    """Stack linear layers with the same input. Raises ValueError if only some of them have a bias."""
     biases = [_moved(part.bias, device) for part in linears if part.bias is not None]
     if biases and len(biases) < len(linears):
         raise ValueError(f"found {len(biases)} biases, expected {len(linears)} or none")
@@ -299,5 +305,5 @@ def _below_each_other(weights: Sequence[Weight], device: torch.device) -> Weight
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor without gradients, which products into given buffers refuse."""
+    """Return the tensor on the device, detached because products into given buffers refuse gradients."""
     return tensor.detach().to(device)

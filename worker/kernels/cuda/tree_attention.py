@@ -1,4 +1,4 @@
-"""Triton attention of draft trees: prefix in splits, then the tree's tail and the merge."""
+"""Triton attention of draft trees: the prefix in splits, then the tail with the tree, then the merge of both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def softcapped(scores, SOFTCAP_LOG2: tl.constexpr):
-    """Return base-2 scores with a soft cap of base 2; 0 means none."""
+    """Return base-2 scores with a soft cap, also in base 2; 0 means no cap."""
     if SOFTCAP_LOG2 > 0.0:
         power = tl.exp2(tl.minimum(scores * (2 * LOG2_E / SOFTCAP_LOG2), 126.0))
         return SOFTCAP_LOG2 - 2 * SOFTCAP_LOG2 / (power + 1)
@@ -31,7 +31,7 @@ def softcapped(scores, SOFTCAP_LOG2: tl.constexpr):
 
 @triton.jit
 def first_block_of(boundary, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the first block of a prefix that any row of a block sees."""
+    """Return the first block of a prefix that at least one row after `boundary` sees."""
     if WINDOW:
         return tl.maximum(boundary - WINDOW + 1, 0) // BLOCK
     return 0
@@ -39,7 +39,7 @@ def first_block_of(boundary, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def split_blocks(num_blocks, NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr):
-    """Return the blocks per split of a prefix, which depend on the rows' own boundary."""
+    """Return the number of blocks per split, which depends only on the length of the rows' own prefix."""
     blocks = tl.cdiv(num_blocks, NUM_SPLITS)
     if LEAST_BLOCKS > 1:
         blocks = tl.maximum(blocks, LEAST_BLOCKS)
@@ -60,7 +60,7 @@ def attend_block(
     first = tl.arange(0, HALF)
     second = HALF + first
     padded: tl.constexpr = HEAD_DIM < 2 * HALF
-    seen = bias > float("-inf")  # other entries may contain anything
+    seen = bias > float("-inf")  # hidden entries may contain anything, also NaN
     keys = load_kept(key_ptr + places, seen, whole, HEAD_DIM, HAS_BIAS or padded, query.dtype)
     scores = dot(query, tl.trans(keys), tl.zeros([query.shape[0], keys.shape[0]], tl.float32)) * scale_log2
     scores = softcapped(scores, SOFTCAP_LOG2)
@@ -85,7 +85,7 @@ def attend_block(
 
 @triton.jit
 def places_of(block, slot, pages_ptr, stride_pages, BLOCK: tl.constexpr, PAGE: tl.constexpr):
-    """Return the places of a block's entries, with pages by the slot's row of `pages_ptr`."""
+    """Return the places of a block's entries, looked up in the slot's row of `pages_ptr` if the cache has pages."""
     entries = block * BLOCK + tl.arange(0, BLOCK)
     kept = entries
     if PAGE:
@@ -99,7 +99,7 @@ def store_split(
     output_ptr, lse_ptr, row_head, is_real, highest, total, acc_first, acc_second,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Store rows' normalised output and LSE at the places `row_head` of a split."""
+    """Store the normalised output and LSE of rows at the indices `row_head` of a split."""
     first = tl.arange(0, HALF)
     output_ptr += row_head[:, None] * HEAD_DIM + first[None, :]
     tl.store(output_ptr, acc_first / total[:, None], mask=is_real[:, None])
@@ -118,7 +118,7 @@ def attend_blocks(
     """Attend to blocks `start` to `end`; return highest score, total, and both halves of the sum."""
     highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
-    # Two accumulators, none wider than high: for sm_80 Triton lays warps along the longer side of a chained dot, and
+    # Two accumulators, no wider than high: for sm_80 Triton lays warps along the longer side of a chained dot, and
     # along the keys every block's probabilities would pass through shared memory.
     acc_first = tl.zeros([TILE_ROWS, HALF], tl.float32)
     acc_second = tl.zeros([TILE_ROWS, HALF], tl.float32)
@@ -153,7 +153,7 @@ def blocks_of_split(
 def rows_of_group(
     first_row, num_rows, kv_head, num_heads: tl.constexpr, HEADS_PER_KV: tl.constexpr, TILE_ROWS: tl.constexpr
 ):
-    """Return the numbers of a group's rows, which are real, and their heads' places."""
+    """Return the query indices within a group, a mask that is False for padding, and the indices of rows and heads."""
     index = tl.arange(0, TILE_ROWS)
     is_real = index // HEADS_PER_KV < num_rows
     row_head = (first_row + index // HEADS_PER_KV) * num_heads + kv_head * HEADS_PER_KV + index % HEADS_PER_KV
@@ -168,7 +168,7 @@ def prefix_split(
     NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr, HALF: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Program (group and KV head, split): softmax over the split's blocks of keys; stores output and LSE."""
+    """Program (group and KV head, split): attends to the split's blocks of keys, and stores output and LSE."""
     group_ptr = groups_ptr + tl.program_id(0) // NUM_KV_HEADS * 4
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(1)
@@ -198,10 +198,10 @@ def prefix_split(
     store_split(output_ptr, lse_ptr, row_head, is_real, highest, total, acc_first, acc_second, HEAD_DIM, HALF)
 
 
-# Attention to the tails of rows, and the merge with prefixes: the second of two launches.
+# Attention to the tails of rows, and their merge with prefixes: the second of two launches.
 
 
-MERGE_STAGES = tl.constexpr(4)  # splits are loaded ahead, since copies would otherwise be serial
+MERGE_STAGES = tl.constexpr(4)  # splits are loaded ahead, since their copies would otherwise wait for each other
 
 
 @triton.jit
@@ -250,7 +250,7 @@ def tail_merge(
     NUM_SPLITS: tl.constexpr, LEAST_BLOCKS: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP_LOG2: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head): the row's tail, a sink, then its prefix's splits in order."""
+    """Program (row, KV head): merges the row's tail, a sink, then the splits of its prefix in order."""
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     slot = tl.load(rows_ptr + row * 5).to(tl.int64)
@@ -290,13 +290,13 @@ def tail_merge(
 
 
 SCALE_TO_LOG2 = math.log2(math.e)
-TAIL_TILE_ROWS = 16  # the most query heads per KV head; tensor cores take no fewer rows
+TAIL_TILE_ROWS = 16  # the most query heads per KV head; tensor cores support no fewer rows
 WIDEST_FOR_FOUR_WARPS = 128  # accumulators of wider heads need more registers
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Partial results of prefixes, shared by all layers, which run in turn."""
+    """Partial results of prefixes, in buffers that all layers share because layers run in turn."""
 
     output: Tensor  # [num_splits, num_rows, num_heads, head_dim] float32
     lse: Tensor  # [num_splits, num_rows, num_heads] float32, base 2
@@ -321,18 +321,21 @@ class AttentionShape:
     num_rows: int = NUM_ROWS
 
     def __post_init__(self) -> None:
-        """Raise ValueError for more query heads than `tail_merge` supports."""
+        """Raise ValueError for more query heads per KV head than `tail_merge` supports."""
         if self.heads_per_kv > TAIL_TILE_ROWS:
             raise ValueError(f"found {self.heads_per_kv} query heads a KV head, expected at most {TAIL_TILE_ROWS}")
 
     @property
     def tile_rows(self) -> int:
-        """Return rows times query heads of a KV head; sm_90 has no wgmma below 64."""
+        """Return the tile height: rows times query heads per KV head.
+
+        It is 64 in bfloat16 because wgmma on sm_90 needs 64 rows.
+        """
         return 64 if self.dtype == torch.bfloat16 else 16
 
     @property
     def rows_per_group(self) -> int:
-        """Return the rows of a sequence per tile of query heads; a tile reads each key once."""
+        """Return the rows of a sequence that share a tile; a tile reads each key once."""
         return self.tile_rows // self.heads_per_kv
 
     def prefix_constants(self, view: AttentionView = SEES_ALL) -> dict[str, Any]:
@@ -385,9 +388,12 @@ def attend(
     mixed: Tensor,  # as query
     scale: float,
     view: AttentionView = SEES_ALL,  # has sinks in float32, on the device
-    pages: PageTable | None = None,  # None: each slot's entries are contiguous
+    pages: PageTable | None = None,  # None if each slot's entries are contiguous
 ) -> None:
-    """Attend with each row's heads to what it sees; padding rows are unchanged, nothing is allocated."""
+    """Attend with each row's heads to the entries that the row sees.
+
+    Leaves padding rows unchanged, allocates nothing.
+    """
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads, num_splits = keys.shape[1], len(scratch.lse)
     shape = AttentionShape(num_kv_heads, num_heads // num_kv_heads, head_dim, num_splits, query.dtype, num_rows)

@@ -11,7 +11,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def dot(a, b, acc):
-    """Return `acc + a @ b` in float32, in which products of two bfloat16 are exact."""
+    """Return `acc + a @ b` in float32, where the product of two bfloat16 numbers is exact."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -30,7 +30,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def in_one_place(numbers, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the same numbers through a sum over one, so that only one warp decodes each."""
+    """Return the same numbers summed over an axis of size 1, so that only one warp decodes each."""
     return tl.sum(numbers.reshape([1, ROWS, COLUMNS]), 0)
 
 
@@ -42,19 +42,19 @@ def narrowed(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-# Search among many numbers, byte by byte from the highest: four passes in place of 32 with bits.
+# Search among many numbers, byte by byte from the highest: four passes instead of 32 for single bits.
 
 
 @triton.jit
 def count_bytes(keys, is_counted, found, shift):
-    """Count the values `[256]` of a byte in keys whose higher bytes equal those found."""
+    """Count how often each value `[256]` of a byte occurs in the keys whose higher bytes equal those of `found`."""
     is_left = is_counted & (((keys >> shift) >> 8) == ((found >> shift) >> 8))
     return tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=is_left)
 
 
 @triton.jit
 def byte_at(counts, place):
-    """Return the byte's value at a place, in falling order, and the place among its equals."""
+    """Return the byte of the key at `place` in falling order, and its place among the keys with the same byte."""
     values = tl.arange(0, 256)
     reached = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # numbers with this byte or a higher one
     value = tl.sum((reached >= place).to(tl.int32), 0) - 1

@@ -1,4 +1,4 @@
-"""Windows, layers without rotary positions (NoPE) and latents (MLA), as configs say them. Without torch."""
+"""Reads from configs which layers have windows, no rotary positions (NoPE) or latent attention (MLA). Without torch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def no_windows(config: Config) -> Windows:
 
 
 def that_hide(windows: Windows, config: Config) -> Windows:
-    """Leave out windows as long as the longest text."""
+    """Replace windows by None if they are at least as long as the longest text."""
     longest = config.get("max_position_embeddings") or math.inf
     return tuple(None if size is None or size >= longest else size for size in windows)
 
 
 def window_in_all_layers(config: Config) -> Windows:
-    """Raise ValueError for types of layers beside a window."""
+    """Give all layers the config's window. Raises ValueError if the config also has `layer_types`."""
     without = no_windows(config)
     if config["sliding_window"] is None:
         return without
@@ -59,10 +59,10 @@ def from_max_window_layers(config: Config) -> Windows:
 
 @dataclass(frozen=True)
 class TypesOrPattern:
-    """Windows of `layer_types`, or of all but each `pattern`-th layer."""
+    """Windows of `layer_types`, or of all layers except every `pattern`-th one."""
 
     pattern: int
-    key: str | None = "sliding_window_pattern"  # key of the pattern's length; None: `pattern` is fixed
+    key: str | None = "sliding_window_pattern"  # config key of the pattern's length; None if `pattern` is fixed
 
     def __call__(self, config: Config) -> Windows:
         if config.get("layer_types") is not None:
@@ -81,7 +81,7 @@ def without_windows(config: Config, windows: Windows) -> frozenset[int]:
 
 
 def without_windows_if_said(config: Config, windows: Windows) -> frozenset[int]:
-    """Find the layers without a window; none where the config has no window."""
+    """Return the layers without a window, or no layers if the config has no window."""
     return frozenset() if config["sliding_window"] is None else without_windows(config, windows)
 
 
@@ -93,22 +93,22 @@ def all_layers(config: Config, windows: Windows) -> frozenset[int]:
 
 
 LATENT_KEYS = ("kv_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-UP = "key_value_up"  # the role of the product from a latent vector to all heads' keys and values
+UP = "key_value_up"  # role of the projection from a latent vector to the keys and values of all heads
 
 
 @dataclass(frozen=True)
 class MLASpec:
-    """The tensors and keys of latent attention."""
+    """The tensors and config keys of latent attention."""
 
     linears: dict[str, str]  # role -> name
-    queries_of_vectors: dict[str, str]  # further ones if queries have a latent vector of their own
-    queries_of_rows: dict[str, str]  # further ones otherwise
+    queries_of_vectors: dict[str, str]  # more of them if queries have a latent vector of their own
+    queries_of_rows: dict[str, str]  # more of them if queries have no latent vector
     query_norm: str
     key_norm: str
-    interleaving_key: str | None = None  # says whether neighbours are turned, as they are without it
+    interleaving_key: str | None = None  # key of whether adjacent dimensions are rotated as a pair; without it they are
 
     def rules(self) -> dict[Any, KeyRule | None]:
-        """Return the rules of its keys."""
+        """Return the rules for the config keys of latent attention."""
         rules: dict[Any, KeyRule | None] = dict.fromkeys(LATENT_KEYS, SIZE)
         return rules | {"q_lora_rank": SIZE.or_null(), self.interleaving_key: SWITCH}
 
@@ -124,25 +124,25 @@ class MLAConfig:
 
     @property
     def linears(self) -> dict[str, str]:
-        """Stored products by role."""
+        """Names of stored projections by role."""
         spec = self.spec
         return spec.linears | (spec.queries_of_vectors if self.sizes.query_rank else spec.queries_of_rows)
 
     @property
     def norms(self) -> dict[str, str]:
-        """Norms of latent vectors by what is made of these."""
+        """Names of the norms of latent vectors, by role."""
         of_queries = {"query_norm": self.spec.query_norm} if self.sizes.query_rank else {}
         return of_queries | {"key_norm": self.spec.key_norm}
 
     @property
     def turned_order(self) -> list[int]:
-        """Return the stored places of turned dimensions in the kernels' order."""
+        """Return the stored index of each rotary dimension, in the order of the kernels."""
         turned = range(self.sizes.rope_dim)
         return [*turned[::2], *turned[1::2]] if self.is_interleaved else [*turned]
 
 
 def read_mla(config: Config, spec: MLASpec) -> MLAConfig:
-    """Raise KeyError or ValueError for numbers of no latent attention."""
+    """Read the latent attention of a config. Raises KeyError or ValueError for missing or impossible sizes."""
     if config["num_key_value_heads"] != config["num_attention_heads"]:
         raise ValueError("it has other heads of keys than of queries")
     sizes = MLASizes(

@@ -1,6 +1,7 @@
-"""The architectures that run here, by their config's `model_type`, and the refused ones. Without torch.
+"""The supported architectures, by their config's `model_type`, and those that are refused. Without torch.
 
-Each was compared with transformers' own forward: without that, its results may be wrong.
+Every supported architecture was compared with transformers' own forward. Without this comparison its results could be
+wrong.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ GGUF_KINDS = {spec.gguf.name: kind for kind, spec in ARCHITECTURES.items() if sp
 
 INDEXED = "attention to keys that an indexer chooses"
 COMPRESSED = f"compressed keys and values, {INDEXED}, and hyper-connections"
-REFUSED = {  # needs beside attention to keys and values, of kinds that users ask for
+REFUSED = {  # `model_type` -> what it needs that is missing here; only models that users may ask for
     "bloom": "position biases (ALiBi)",
     "deepseek_ref": COMPRESSED,
     "deepseek_v32": INDEXED,
@@ -63,16 +64,16 @@ OTHER_LAYERS = {  # the names that configs use -> words for users
     "linear_attention": "gated delta nets",
     "mamba": "Mamba-2",
 }
-MOST_NAMED = 4  # other kinds of layers, in a line
+MOST_NAMED = 4  # most kinds of layers that one message names
 
 
 def architecture_of(config: Config) -> ArchitectureSpec | None:
-    """Return a text model's architecture; None where it does not run here."""
+    """Return a text model's architecture, or None if it is not supported."""
     return ARCHITECTURES.get(str(config.get("model_type")))
 
 
 def what_it_lacks(config: Config) -> str | None:
-    """Say what a text model needs that is not here; None for nothing."""
+    """Return what a text model needs that is not supported, or None if everything is."""
     kind, form = str(config.get("model_type")), architecture_of(config)
     if kind in REFUSED:
         return f"its kind {kind!r:.80} needs {REFUSED[kind]}"
@@ -99,7 +100,7 @@ def _named(layers: set[str]) -> Iterator[str]:
 
 
 def layer_types(config: Config) -> list[str] | None:
-    """Return a config's names of layers, in order; None where all are alike."""
+    """Return the type of each layer as the config names it, or None if all layers have the same type."""
     form = architecture_of(config)
     return listed_layers(config) or (None if form is None else form.unlisted_layers(config))
 
@@ -113,7 +114,7 @@ def num_attending_layers(config: Config) -> int:
 
 
 def recurrent_shape(config: Config) -> RecurrentShape | None:
-    """Return the sizes of a model's states; None where none are said."""
+    """Return the sizes of a model's states, or None if the config has none."""
     form, num_layers = architecture_of(config), sum(each in RECURRENT for each in layer_types(config) or ())
     if form is None or form.mixer is None or not num_layers:
         return None

@@ -1,4 +1,4 @@
-"""DeepSeek's decoders, and others with their latent attention (MLA). Kimi K2 is DeepSeek V3. Without torch."""
+"""DeepSeek's decoders, and others with the same latent attention (MLA). Kimi K2 is DeepSeek V3. Without torch."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ TIED = {"tie_word_embeddings": True}
 IN_FRONT = {"mlp_norm": "pre_feedforward_layernorm", "input_norm": "input_layernorm"}
 SOFTCAPS = {"scores": "attn_logit_softcapping", "logits": "final_logit_softcapping"}
 SCORE_RULE = {"query_pre_attn_scalar": SIZE}
-PATTERN = 6  # one of so many layers of a Gemma 3 has no window
+PATTERN = 6  # every sixth layer of Gemma 3 has no window
 GEMMA = ArchitectureSpec(
     "attention_bias", "attention_bias", norm_form=NormForm.ONE_MORE, scales_by_width=True, defaults=TIED
 )
@@ -54,7 +54,10 @@ GGUF2 = GGUFSpec(
 
 
 def _score_width(config: dict[str, Any], num_layers_of_largest: int) -> int:
-    """Return the number by whose root queries are divided; the largest model has another."""
+    """Return the number whose square root divides queries.
+
+    In the largest model it is `hidden_size / num_attention_heads`.
+    """
     is_largest = config["num_hidden_layers"] == num_layers_of_largest
     return int(config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"])
 

@@ -1,4 +1,4 @@
-"""Hybrid decoders, whose layers have a state or a convolution. Without torch.
+"""Hybrid decoders, some of whose layers have a state or a convolution instead of attention. Without torch.
 
 Qwen3-Next and Qwen3.5 (gated delta nets), Bamba, Falcon-H1, Granite 4 h and Nemotron-H (Mamba-2), LFM2, Kimi Linear.
 """
@@ -49,7 +49,7 @@ def _delta_shape(config: Config, num_layers: int) -> RecurrentShape:
 
 
 def _by_key_heads(shape: RecurrentShape, widths: tuple[int, ...]) -> list[int]:
-    """Order rows part by part that are stored head by head of keys."""
+    """Return the row order that groups rows by part; they are stored by key head."""
     starts = [sum(widths[:number]) for number in range(len(widths))]
     heads = range(shape.num_key_heads)
     return [
@@ -314,7 +314,7 @@ def _kimi_view(config: Config) -> dict[str, Any]:
 
 
 def _kimi_faults(config: Config) -> Iterator[str]:
-    """Say that its lists do not name each layer once."""
+    """Yield a fault if the config's lists do not name each layer exactly once."""
     count, said = config.get("num_hidden_layers"), config.get("linear_attn_config") or {}
     if config.get("layer_types") is not None or count is None:
         return
@@ -327,7 +327,7 @@ def _kimi_faults(config: Config) -> Iterator[str]:
         )
 
 
-KIMI_RULES: dict[str, KeyRule | None] = {  # its class ignores these keys
+KIMI_RULES: dict[str, KeyRule | None] = {  # the class in transformers ignores these keys
     "linear_attn_config": KeyRule(
         f"an object with sizes, each {SIZE.words}",
         lambda value: isinstance(value, dict) and all(SIZE.holds(value.get(key, 1)) for key in LINEAR_SIZES),

@@ -38,7 +38,7 @@ SIDE_BY_SIDE = "its norms subtract means, and its layers attend and feed forward
 FUSED_QUERIES = dict.fromkeys(("query", "key", "value"), "self_attn.qkv_proj")
 FUSED_GATES = dict.fromkeys(("gate", "up"), "mlp.gate_up_proj")
 TIED = {"tie_word_embeddings": True}
-NOPE_LAYERS = 4  # one of so many layers of a SmolLM3 turns no heads
+NOPE_LAYERS = 4  # every fourth layer of SmolLM3 has no rotary positions
 
 BIASED = ArchitectureSpec("attention_bias", "attention_bias")
 QK_NORMED = replace(BIASED, has_qk_norms=True)
@@ -82,7 +82,7 @@ HUNYUAN = replace(
 
 
 def where_switched_on(config: Config) -> Windows:
-    """Read Qwen's windows, which `use_sliding_window` switches on."""
+    """Return Qwen's windows if `use_sliding_window` is true, otherwise none."""
     is_on = switch_of({"use_sliding_window": False} | dict(config), "use_sliding_window")
     if not is_on and not isinstance(config.get("sliding_window"), int | None):
         raise ValueError(f"its sliding_window is {config['sliding_window']!r:.80}")
@@ -95,7 +95,7 @@ def where_switched_on(config: Config) -> Windows:
 
 
 def by_no_rope_layers(config: Config, windows: Windows) -> frozenset[int]:
-    """Read `no_rope_layers`, with a 1 for layers that turn heads."""
+    """Return the layers without rotary positions: those with a 0 in `no_rope_layers`."""
     turns = list_of_layers(config, "no_rope_layers", (0, 1))
     return frozenset(number for number, is_turned in enumerate(turns) if not is_turned)
 

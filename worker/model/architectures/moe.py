@@ -75,7 +75,7 @@ MIXTURE = {
 }
 GGUF_NAMES = {
     "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.*.gate_proj",  # one behind the other, each a tensor of its own
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",  # experts in order, each a tensor of its own
     "ffn_up_exps": "mlp.experts.*.up_proj",
     "ffn_down_exps": "mlp.experts.*.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -86,7 +86,7 @@ GGUF_NAMES = {
 
 
 def never_windowed(config: Config) -> Windows:
-    """Pass over `sliding_window`. Raises ValueError where it is switched on."""
+    """Return no windows, whatever `sliding_window` says. Raises ValueError if `use_sliding_window` is true."""
     if config.get("use_sliding_window", False) is not False:
         raise ValueError(f"its use_sliding_window is {config['use_sliding_window']!r:.80}")
     return no_windows(config)
@@ -99,7 +99,10 @@ def by_layer_types_if_said(config: Config) -> Windows:
 
 
 def without_windows_but_dense(config: Config, windows: Windows) -> frozenset[int]:
-    """Find Cohere's layers that turn no heads: those without a window, and with experts unless a pattern says more."""
+    """Return Cohere's layers without rotary positions.
+
+    These have no window and, unless a pattern covers dense layers, experts.
+    """
     with_experts = SparseOr(behind_the_first)({"first_k_dense_replace": 0} | dict(config))
     has_turned_dense = config.get("prefix_dense_sliding_window_pattern", 1) == 1
     return without_windows(config, windows) & (with_experts if has_turned_dense else experts_in_all_layers(config))
@@ -113,7 +116,7 @@ def by_thetas(config: Config, windows: Windows) -> frozenset[int]:
 
 
 def between(config: Config) -> frozenset[int]:
-    """Give experts to each `moe_layer_interval`-th layer between two of Ernie's."""
+    """Return Ernie's layers with experts: every `moe_layer_interval`-th one between the first and the last."""
     step, first = integer_of(config, "moe_layer_interval"), integer_of(config, "moe_layer_start_index", least=0)
     last = integer_of({"moe_layer_end_index": -1} | dict(config), "moe_layer_end_index", least=-1)
     last = config["num_hidden_layers"] - 1 if last == -1 else last
@@ -214,7 +217,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
             normalises=False,
             gate_limit="swiglu_limit",
             gate_slope="swiglu_alpha",
-            keys={"initial_context_length": None},  # repeats a key of the angles
+            keys={"initial_context_length": None},  # repeats a key within the rotary parameters
         ),
     ),
     "granitemoe": GRANITE_MOE,
@@ -379,7 +382,7 @@ MIXTURES: dict[str, ArchitectureSpec] = {
     ),
     "solar_open": ArchitectureSpec(
         "attention_bias",
-        intermediate_key="moe_intermediate_size",  # no layer is without experts
+        intermediate_key="moe_intermediate_size",  # every layer has experts
         experts=replace(
             SCORED_BY_SIGMOID,
             layers=experts_in_all_layers,

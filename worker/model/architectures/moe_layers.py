@@ -1,4 +1,4 @@
-"""Experts of an architecture: their layers, tensors and sizes. Without torch."""
+"""How an architecture stores experts: their layers, tensors and sizes. Without torch."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def mlp_linears(part: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class FusedNames:
-    """Two tensors with all experts of a layer, one behind the other."""
+    """Names of two tensors that have all experts of a layer, stacked."""
 
     gate_up: str
     down: str
-    in_turns: bool = False  # a row of gates, a row of ups; else all gates and then all ups
-    is_transposed: bool | None = False  # rows stand for columns; None: their shape says it
+    in_turns: bool = False  # rows of gate and up projections alternate; otherwise all gate rows precede all up rows
+    is_transposed: bool | None = False  # matrices are stored transposed; None if only their shape tells
     bias_suffix: str | None = None  # suffix of the bias tensors' names
 
 
@@ -53,43 +53,43 @@ class MoETensorNames:
     router_bias: str | None = None
     each: Mapping[str, str] | None = field(
         default_factory=lambda: {role: f"mlp.experts.{{}}.{role}_proj.weight" for role in ROLES}
-    )  # one expert's names by its number, without gates if it has none; None: never stored so
+    )  # names of one expert's tensors by its index, without a gate if it has none; None if never stored this way
     fused: FusedNames | None = None
     choice_bias: str | None = None
     shared_gate: str | None = None
-    shared: Mapping[str, str] | None = None  # role -> name, of the products that all rows pass
-    latent: tuple[str, str] | None = None  # products in front of all experts and behind them
+    shared: Mapping[str, str] | None = None  # role -> name, of the shared expert's projections
+    latent: tuple[str, str] | None = None  # projections before and after all experts
 
 
 @dataclass(frozen=True)
 class MoESpec:
-    """The keys of a config about experts, and how rows choose them."""
+    """The config keys about experts, and how rows choose their experts."""
 
     score: Score
     layers: MoELayers
     width: str = "moe_intermediate_size"
     names: MoETensorNames = field(default_factory=MoETensorNames)
-    normalises: str | bool = True  # a key, or always or never
+    normalises: str | bool = True  # a config key, or True for always and False for never
     least_sum: str | float = 0.0
     scale: str | None = None
-    groups: tuple[str, str] | None = None  # the number of them, and of those that are chosen from
-    grouping: tuple[str, str] | None = None  # a key, and the word with which there are groups; None: always
-    num_best_of_group: int = 2  # so many of its best experts rate a group
+    groups: tuple[str, str] | None = None  # keys of the number of groups, and of the number a row chooses
+    grouping: tuple[str, str] | None = None  # a key, and its value if experts are in groups; None if they always are
+    num_best_of_group: int = 2  # a group's score is the sum of its best experts' scores; this is their number
     rounds_logits: bool = True  # rounds logits to the model's dtype
     rounds_weights: bool = True
-    keeps_router: bool = False  # stays in float32 if stored so
+    keeps_router: bool = False  # the router stays in float32 if it is stored in float32
     shared_width: str | None = None
-    num_shared: str | None = None  # so many widths of an expert
-    latent_width: str | None = None  # key of the width of vectors that experts read in place of rows
+    num_shared: str | None = None  # key of the shared expert's width, as a multiple of an expert's
+    latent_width: str | None = None  # key of the width of the projected vectors that experts read instead of rows
     gate_limit: str | None = None
     gate_slope: str | None = None
     jitter: str | None = None
-    may_be_none: bool = False  # models of the kind may have no experts
-    keys: Mapping[str, KeyRule | None] = field(default_factory=dict)  # further keys; None: the key changes no forward
-    one_meaning: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # values of keys that may be absent
+    may_be_none: bool = False  # models of this architecture may have no experts
+    keys: Mapping[str, KeyRule | None] = field(default_factory=dict)  # more keys; None: no effect on the forward
+    one_meaning: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # the only supported values of optional keys
 
     def rules(self) -> dict[Any, KeyRule | None]:
-        """Return the rules of the keys that are named here."""
+        """Return the rules for all config keys that this spec names."""
         rules: dict[Any, KeyRule | None] = dict.fromkeys((self.width, *(self.groups or ())), SIZE)
         rules |= dict.fromkeys((self.num_shared, self.shared_width), COUNT) | {self.latent_width: SIZE.or_null()}
         rules |= dict.fromkeys((self.scale, self.gate_limit, self.gate_slope), POSITIVE) | {self.normalises: SWITCH}
@@ -101,7 +101,7 @@ def experts_in_all_layers(config: Config) -> frozenset[int]:
 
 
 def in_each_so_many(config: Config) -> frozenset[int]:
-    """Give experts to each `decoder_sparse_step`-th layer."""
+    """Return the layers with experts: every `decoder_sparse_step`-th one."""
     step, without = integer_of(config, "decoder_sparse_step"), config.get("mlp_only_layers") or []
     if not isinstance(without, list):
         raise ValueError(f"its mlp_only_layers are {without!r:.80}")
@@ -139,7 +139,7 @@ class MoEConfig:
     layers: frozenset[int]
     hidden: int
     width: int  # columns of an expert
-    shared_width: int  # width of the shared part; 0 for none
+    shared_width: int  # width of the shared expert; 0 if there is none
     gate_limit: float
     gate_slope: float
     latent_width: int  # width of the vectors that experts read; 0 if they read rows
@@ -149,14 +149,14 @@ class MoEConfig:
         return self.form.names
 
     def is_fused(self, stored: set[str], prefix: str) -> bool:
-        """Tell whether a layer's experts lie in two clear tensors."""
+        """Return whether a layer's experts are stored in two tensors whose orientation is certain."""
         if (fused := self.names.fused) is None or self.names.each is None:
             return fused is not None
         is_clear = fused.is_transposed is not None or self.hidden not in (self.width, 2 * self.width)
         return is_clear and prefix + fused.down in stored
 
     def parts(self, is_fused: bool) -> Iterator[str]:
-        """Yield a layer's tensors of routers and experts."""
+        """Yield the names of a layer's router and expert tensors."""
         names = self.names
         for each in (names.router, names.router_bias, names.choice_bias, names.shared_gate):
             if each is not None and (each != names.shared_gate or self.shared_width):
@@ -172,7 +172,10 @@ class MoEConfig:
 
 
 def read_moe(config: Config, form: MoESpec | None) -> MoEConfig | None:
-    """Raise KeyError for numbers left to a default, ValueError for others."""
+    """Read the experts of a config.
+
+    Raises KeyError for numbers that the config omits, ValueError for unsupported ones.
+    """
     if form is None or (form.may_be_none and config.get("num_local_experts") == 0):
         return None
     if not (layers := form.layers(config)):
@@ -214,7 +217,7 @@ def _groups(config: Config, form: MoESpec) -> tuple[int, int]:
 
 
 def _agreed(config: Config, keys: tuple[str, ...]) -> int:
-    """Read the number on which these keys agree."""
+    """Read the number that all these keys have in common. Raises ValueError if they differ."""
     said = {key: _of_all_layers(config[key]) for key in keys if config.get(key) is not None}
     if not said:
         raise KeyError(keys[0])

@@ -1,4 +1,4 @@
-"""Layers with a state or a convolution, as configs say them. Without torch."""
+"""Reads from configs which layers have a state or a convolution. Without torch."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Any
 from swiftbatch.worker.kernels.layer_specs import RecurrentForm, RecurrentSizes
 from swiftbatch.worker.model.config_values import POSITIVE, SWITCH, Config, KeyRule, number_of, numbers_of, switch_of
 
-# names that configs have for kinds of layers
+# names that configs use for types of layers
 ATTENDING = {"attention", "full_attention", "sliding_attention", "chunked_attention", "hybrid", "*"}
 RECURRENT = {"linear_attention", "mamba", "conv", "hybrid", "M"}  # these have a state
 EXPERTS_ALONE = {"moe", "E"}
-STATELESS = {"mlp", "-"} | EXPERTS_ALONE  # products or experts alone
-LAYER_LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern")  # keys with a name for each layer
+STATELESS = {"mlp", "-"} | EXPERTS_ALONE  # layers with only an MLP or only experts
+LAYER_LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern")  # keys that list the type of each layer
 
 OF_THE_STATES = ("num_layers", "num_decays")  # not among a mixer's own sizes: its kernels have one decay per head
-NUM_PARTS = 5  # parts of a Mamba-2 row with scales of their own
+NUM_PARTS = 5  # parts of a Mamba-2 row, each with a scale of its own
 
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """Sizes of the recurrent layers of a model; without heads they are convolutions alone."""
+    """Sizes of the recurrent layers of a model; layers without heads are pure convolutions."""
 
     num_layers: int
     num_heads: int  # value heads
     num_key_heads: int
     key_dim: int
     value_dim: int
-    num_channels: int  # channels of the convolution in front
+    num_channels: int  # channels of the convolution
     conv_width: int
-    num_decays: int = 1  # per head: one, or one per row of its state
+    num_decays: int = 1  # decays per head: one, or one for each row of its state
 
     def __post_init__(self) -> None:
-        """Raise ValueError for sizes that are no integers."""
+        """Raise ValueError for sizes that are not integers."""
         if wrong := [size for size in vars(self).values() if type(size) is not int]:
             raise ValueError(f"found a size of {wrong[0]!r:.80}, expected a whole number")
 
@@ -45,12 +45,12 @@ class RecurrentShape:
         return 4 * self.num_layers * self.num_heads * self.key_dim * self.value_dim
 
     def step_bytes(self, item_size: int) -> int:
-        """Count the bytes that a position leaves in all layers until the next boundary."""
+        """Return the bytes that all layers store for one position until the next boundary."""
         numbers = self.num_key_heads * self.key_dim + self.num_heads * (self.value_dim + self.num_decays)
         return self.num_layers * (4 * numbers + item_size * self.num_channels)
 
     def checkpoint_bytes(self, item_size: int) -> int:
-        """Count the bytes of states and of the convolutions' last inputs."""
+        """Return the bytes of all states and of the last inputs of all convolutions."""
         return self.state_bytes + (self.conv_width - 1) * self.num_channels * item_size * self.num_layers
 
 
@@ -60,27 +60,27 @@ Order = Callable[[RecurrentShape], list[int]]
 
 @dataclass(frozen=True)
 class MixerSpec:
-    """A mixer's stored products, with the roles whose rows each holds in turn, and float32 numbers."""
+    """A mixer's stored projections, with the roles that each stacks in order, and its float32 parameters."""
 
     words: str  # shown to users
     layer_classes: tuple[str, ...]  # names of its classes in transformers
-    shape: Callable[[Config, int], RecurrentShape]  # for a number of layers; raises KeyError, TypeError or ValueError
-    form: RecurrentForm | None = None  # None: the kernels have none like it
+    shape: Callable[[Config, int], RecurrentShape]  # of this number of layers; raises KeyError, TypeError or ValueError
+    form: RecurrentForm | None = None  # None if the kernels do not support it
     part: str = ""  # prefix of the names within a layer
     linears: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)  # role -> name
     bias: str | None = None
     tap_bias: str | None = None
     epsilon: str = "rms_norm_eps"
-    least_step: str | None = None  # key of the least time step, where `time_step_limit` does not count
-    orders: Mapping[str, Order] = field(default_factory=dict)  # row orders of stored products with mixed roles
-    norm: str | None = None  # key that says whether there is a norm of what is found; None: always
-    norm_in_front: str | None = None  # key that says whether this norm is in front of the gates
-    in_scale: str | None = None  # keys of numbers that multiply what the mixer reads, what it gives,
+    least_step: str | None = None  # key of the least time step, if `time_step_limit` is ignored
+    orders: Mapping[str, Order] = field(default_factory=dict)  # row orders of stored projections that mix roles
+    norm: str | None = None  # key of whether results of the state are normed; None if they always are
+    norm_in_front: str | None = None  # key of whether this norm precedes the gates
+    in_scale: str | None = None  # keys of scales: of the mixer's input, of its output,
     out_scale: str | None = None
-    part_scales: str | None = None  # and gates, values, keys, queries and steps: a list, or null
-    keys: Mapping[str, KeyRule] = field(default_factory=dict)  # rules of its sizes
-    known_keys: tuple[str, ...] = ()  # beginnings of keys whose numbers are read here, or change no forward
+    part_scales: str | None = None  # and of gates, values, keys, queries and steps, as a list or null
+    keys: Mapping[str, KeyRule] = field(default_factory=dict)  # rules for the keys of its sizes
+    known_keys: tuple[str, ...] = ()  # prefixes of keys that are read here or do not change the forward
     one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values of keys that may be absent
 
     def rules(self) -> dict[Any, KeyRule | None]:
@@ -93,7 +93,7 @@ class MixerSpec:
 
 @dataclass(frozen=True)
 class RecurrentConfig:
-    """The mixers of a model, their layers, and those that attend."""
+    """The mixers of a model, the layers that have them, and the layers with attention."""
 
     spec: MixerSpec
     shape: RecurrentShape
@@ -106,7 +106,7 @@ class RecurrentConfig:
 
     @property
     def numbers(self) -> dict[str, str]:
-        """Tensors of float32 numbers within a layer, by role."""
+        """Names of float32 tensors within a layer, by role."""
         roles = self.sizes.needed() | ({"tap_bias"} if self.has_tap_bias else set())
         return {role: f"{self.spec.part}.{name}" for role, name in self.spec.numbers.items() if role in roles}
 
@@ -119,7 +119,7 @@ class RecurrentConfig:
 
 
 def listed_layers(config: Config) -> list[str] | None:
-    """Read a config's list of names of layers; None without one."""
+    """Return the config's list of layer types, or None if it has no list."""
     said = (config.get(key) for key in LAYER_LISTS)
     return next((list(map(str, each)) for each in said if isinstance(each, list | str) and each), None)
 
@@ -127,7 +127,10 @@ def listed_layers(config: Config) -> list[str] | None:
 def read_recurrent_layers(
     config: Config, spec: MixerSpec, types: list[str], shape: RecurrentShape | None
 ) -> RecurrentConfig | None:
-    """Raise KeyError for numbers left to a default, ValueError for others."""
+    """Read the recurrent layers of a config.
+
+    Raises KeyError for numbers that the config omits, ValueError for unsupported ones.
+    """
     if len(types) != config["num_hidden_layers"]:
         raise ValueError("its layers are not named one by one")
     if not (layers := frozenset(number for number, each in enumerate(types) if each in RECURRENT)):

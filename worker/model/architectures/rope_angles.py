@@ -1,4 +1,4 @@
-"""The angles by which layers turn heads, as a config says them. Without torch."""
+"""Reads rotary parameters from a config. Without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swiftbatch.worker.model.config_values import Config, number_of
 
 
 def num_rotary_dims_of(config: Config, form: ArchitectureSpec, head_dim: int) -> int:
-    """Raise ValueError for an odd number."""
+    """Return how many dimensions of a head are rotated. Raises ValueError for an odd number."""
     default = 1.0 if form.partial_rotary_factor is None else form.partial_rotary_factor
     if "rotary_dim" in config:
         default = number_of(config, "rotary_dim") / head_dim
@@ -25,7 +25,7 @@ def num_rotary_dims_of(config: Config, form: ArchitectureSpec, head_dim: int) ->
 
 def _angles(config: Config, form: ArchitectureSpec, layers: str = "full_attention") -> dict[str, Any]:
     if form.nope is all_layers:
-        return {"rope_type": "default", "rope_theta": 1e4}  # no layer reads it
+        return {"rope_type": "default", "rope_theta": 1e4}  # no layer uses these parameters
     if form.window_angles:
         return _angles_by_type(config, form.window_angles, layers)
     said = config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"}
@@ -33,7 +33,10 @@ def _angles(config: Config, form: ArchitectureSpec, layers: str = "full_attentio
 
 
 def _angles_by_type(config: Config, own: WindowAngles, layers: str) -> dict[str, Any]:
-    """Read the angles of one type of layers; those with windows do not stretch."""
+    """Read the rotary parameters of one type of layers.
+
+    A common `rope_scaling` does not apply to layers with windows.
+    """
     parameters = config.get("rope_parameters") or {}
     if isinstance(parameters.get(layers), dict):
         words: dict[str, Any] = parameters[layers]
@@ -47,7 +50,7 @@ def _angles_by_type(config: Config, own: WindowAngles, layers: str) -> dict[str,
 
 
 def other_rotary(config: Config, form: ArchitectureSpec, head_dim: int) -> Rotary | None:
-    """Read the angles of layers that turn otherwise."""
+    """Return the rotation of layers whose rotation is not the model's, or None if there are no such layers."""
     if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)[1:]):
         said = _angles(config, form) | {"rope_theta": bases[0]}
     elif form.window_angles is not None:
@@ -58,7 +61,7 @@ def other_rotary(config: Config, form: ArchitectureSpec, head_dim: int) -> Rotar
 
 
 def other_layers(config: Config, form: ArchitectureSpec, windows: Windows) -> frozenset[int]:
-    """Find the layers of `other_rotary`, also those whose window hides nothing."""
+    """Return the layers that use `other_rotary`, including layers whose window is longer than any text."""
     if form.thetas_key is None:
         return frozenset(number for number, size in enumerate(windows) if size is not None)
     thetas, bases = config[form.thetas_key] or [], thetas_of(config, form.thetas_key)[1:]
@@ -66,7 +69,10 @@ def other_layers(config: Config, form: ArchitectureSpec, windows: Windows) -> fr
 
 
 def thetas_of(config: Config, key: str) -> list[float]:
-    """Return the bases of layers. Raises ValueError for more than two."""
+    """Return the distinct rotary bases (theta) of layers, except 0.
+
+    Raises ValueError for more than two different ones.
+    """
     found = list(dict.fromkeys(theta for theta in config[key] or [] if theta))
     if len(found) > 2:
         raise ValueError(f"its {key} has {len(found)} bases")
@@ -74,7 +80,7 @@ def thetas_of(config: Config, key: str) -> list[float]:
 
 
 def own_rotary(config: Config, form: ArchitectureSpec, head_dim: int, num_rotary_dims: int) -> Rotary:
-    """Raise KeyError, TypeError or ValueError for unknown angles."""
+    """Return the model's rotation. Raises KeyError, TypeError or ValueError for unsupported parameters."""
     beside = {"partial_rotary_factor", form.growth_key, "max_position_embeddings" if form.growth_key else None}
     said = {name: value for name, value in _angles(config, form).items() if name not in beside}
     if form.thetas_key is not None and (bases := thetas_of(config, form.thetas_key)):
@@ -105,7 +111,7 @@ def _fixed_angles(said: dict[str, Any], head_dim: int) -> dict[str, Any]:
 
 
 def _long_angles(said: dict[str, Any], config: Config, form: ArchitectureSpec) -> dict[str, Any]:
-    """Read longrope, among the angles and beside them."""
+    """Read longrope's parameters, which may be within the rotary parameters or beside them in the config."""
     if not form.has_long_angles:
         raise ValueError("its kind was not tried with longrope")
     most, original = (number_of(config, f"{which}max_position_embeddings") for which in ("", "original_"))
@@ -116,5 +122,5 @@ def _long_angles(said: dict[str, Any], config: Config, form: ArchitectureSpec) -
             raise ValueError(f"its short_mscale and long_mscale are {scale} and {of_long_texts}")
         said = {name: value for name, value in said.items() if not name.endswith("_mscale")}
         said |= {"attention_factor": scale}
-    # a value beside the angles counts before the same one among them
+    # a value in the config itself overrides the same key within the rotary parameters
     return said | {"rope_type": "longrope", "original_max_position_embeddings": original}

@@ -12,7 +12,7 @@ from swiftbatch.worker.model.architectures.moe_layers import MoESpec
 from swiftbatch.worker.model.architectures.recurrent_layers import MixerSpec
 from swiftbatch.worker.model.config_values import ACTIVATION, POSITIVE, SIZE, SWITCH, Config, KeyRule
 
-ALWAYS = "always"  # stands for a bias without a key
+ALWAYS = "always"  # the bias always exists, without a config key
 ATTENTION = ("query", "key", "value", "output")
 LINEARS = {
     "query": "self_attn.q_proj",
@@ -28,11 +28,11 @@ IN_FRONT = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layerno
 BEHIND = {"output_norm": "post_attention_layernorm", "down_norm": "post_feedforward_layernorm"}
 ACTIVATIONS = {"gelu_pytorch_tanh": Activation.GELU_TANH, "relu2": Activation.RELU2, "silu": Activation.SILU}
 NULL_HEADS = {"num_key_value_heads": SIZE.or_null()}  # None means as many key heads as query heads
-NULL_WIDTH = {"head_dim": SIZE.or_null()}  # heads share the width of a row
+NULL_WIDTH = {"head_dim": SIZE.or_null()}  # None means that all query heads together have the width of a row
 PATTERN_RULE = {"sliding_window_pattern": SIZE.or_null()}
 NULL_SIZES = NULL_HEADS | NULL_WIDTH
 
-# parts of GGUF's metadata and tensors that several families have
+# parts of GGUF's metadata and tensor names that several architectures share
 
 SILU = {"hidden_act": "silu"}
 NO_BIASES = {"attention_bias": False, "mlp_bias": False}
@@ -47,22 +47,22 @@ def none_more(config: Config) -> dict[str, Any]:
 class GGUFSpec:
     """An architecture as llama.cpp writes it into GGUF files."""
 
-    name: str  # the architecture's name there
+    name: str  # the architecture's name in GGUF files
     fixed: Mapping[str, Any]  # config values that are the same in every model
-    said: Mapping[str, str] = field(default_factory=dict)  # keys of the config by those of the metadata
-    unsaid: Mapping[str, Any] = field(default_factory=dict)  # defaults of `said` keys
+    said: Mapping[str, str] = field(default_factory=dict)  # key of the metadata -> key of the config
+    unsaid: Mapping[str, Any] = field(default_factory=dict)  # defaults for `said` keys that the metadata lacks
     names: Mapping[str, str] = field(default_factory=dict)  # tensor names that differ from Llama's
-    completed: Callable[[dict[str, Any]], dict[str, Any]] = none_more  # keys that follow from the others
-    local_base: str | None = None  # key of the base of layers with windows
-    turns_parts: bool = False  # turns only a part of each head
-    has_paired_heads: bool = False  # rows of queries and keys that are turned together lie side by side
-    tokens_take_spaces: bool = False  # special tokens take spaces behind them (SentencePiece)
-    has_raised_norms: bool = False  # stored norms include the 1 that the kind adds
+    completed: Callable[[dict[str, Any]], dict[str, Any]] = none_more  # adds keys that follow from others
+    local_base: str | None = None  # key of the rotary base of layers with windows
+    turns_parts: bool = False  # rotary positions may apply to only a part of each head
+    has_paired_heads: bool = False  # rows of queries and keys that form a rotary pair are adjacent
+    tokens_take_spaces: bool = False  # special tokens absorb the spaces that follow them (SentencePiece)
+    has_raised_norms: bool = False  # stored norms include the 1 that the architecture adds to weights
 
 
 @dataclass(frozen=True)
 class WindowAngles:
-    """The default bases of layers, and the key of those with windows."""
+    """The default rotary bases of layers with and without windows, and the config key of the former."""
 
     full: float
     windowed: float
@@ -82,102 +82,105 @@ def no_faults(config: Config) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ArchitectureSpec:
-    """An architecture's differences from Llama; names of keys belong to its config."""
+    """An architecture's differences from Llama; fields that end in `_key` name keys of its config."""
 
     query_key_value_bias: str | None = None
     output_bias: str | None = None
     mlp_bias: str | None = None
 
     # names of tensors
-    names: Mapping[str, str] = field(default_factory=dict)  # differ from `LINEARS`; roles with one name are one
+    names: Mapping[str, str] = field(default_factory=dict)  # exceptions to `LINEARS`; roles may share a tensor
     norms: Mapping[str, str] = field(default_factory=lambda: IN_FRONT)  # role -> name
     final_norm: str = "model.norm"
-    curve: tuple[str, ...] = ()  # tensors of XIELU: as `LayerWeights.curve`, the first two as they are trained
+    curve: tuple[str, ...] = ()  # tensors of XIELU in the order of `LayerWeights.curve`; the first two as trained
     sinks: str | None = None
     head_bias: str | None = None  # key that says whether the head has a bias
-    own_decoder: str = "model."  # begins the names of tensors as they are published
-    own_embedding: str | None = None  # the embedding's published name, if another
+    own_decoder: str = "model."  # prefix of published tensor names
+    own_embedding: str | None = None  # the embedding's published name, if it has another prefix
 
-    # norms and products
+    # norms and linear layers
     norm_form: NormForm = NormForm.TWICE
     epsilon_key: str = "rms_norm_eps"
     has_qk_norms: bool = False
-    qk_norms_key: str | None = None  # key that says whether they exist
-    qk_norms_differ: bool = False  # each head has weights of its own
-    joins_heads: bool = False  # norms of queries and keys go over all heads of a row together
-    norms_after_rope: bool = False  # they stand behind the rotation of each head
-    has_gates: bool = True  # a gate multiplies the input of the last product
-    activation_key: str | None = "hidden_act"  # None: it is SiLU, always
-    activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)  # keys are words of the config
+    qk_norms_key: str | None = None  # key of whether these norms exist
+    qk_norms_differ: bool = False  # each head has its own norm weights
+    joins_heads: bool = False  # norms of queries and keys span all heads of a row
+    norms_after_rope: bool = False  # these norms are applied after the rotation of each head
+    has_gates: bool = True  # a gate multiplies the input of the MLP's last projection
+    activation_key: str | None = "hidden_act"  # None if it is always SiLU
+    activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)  # by their name in the config
     intermediate_key: str = "intermediate_size"
-    width: Callable[[Config], Any] | None = None  # computes the width in place of that key
-    is_parallel: bool = False  # products read what attention reads
-    gates_heads: bool = False  # queries are stored with a gate behind each head
-    does_one_thing: bool = False  # a layer attends, mixes, or has products or experts; layers are named one by one
+    width: Callable[[Config], Any] | None = None  # computes the MLP's width if no key has it
+    is_parallel: bool = False  # the MLP reads the same input as attention
+    gates_heads: bool = False  # the query projection also has a gate after each head
+    does_one_thing: bool = False  # a layer is either attention, mixer, MLP or experts, as a list says
 
     # scales
-    scales_by_width: bool = False  # embeddings, by the root of their width, which is rounded to the model's dtype
-    scales: Mapping[str, str] = field(default_factory=dict)  # keys of numbers that multiply, by what they multiply
+    scales_by_width: bool = False  # multiplies embeddings by the root of their width, which is rounded
+    scales: Mapping[str, str] = field(default_factory=dict)  # what is scaled -> key of its factor
     scale_lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # keys of several, or null, and what of
-    caps: Mapping[str, str] = field(default_factory=dict)  # keys of soft caps, or null, by what they cap
+    caps: Mapping[str, str] = field(default_factory=dict)  # what is capped -> key of its soft cap, or null
 
     # rotary positions
-    is_interleaved: bool = False  # neighbours are turned, in place of dimensions half a head apart
-    partial_rotary_factor: float | None = None  # turned share of a head without a config key; None: always all of it
-    rounds_angles: bool = True  # cosines and sines, to the model's dtype
-    nope: NoPESpec | None = None  # layers that turn no heads; None: all turn them
-    has_long_angles: bool = False  # longrope was tried on it
-    scales_long_angles: bool = False  # by numbers of its own in the config, one for short texts and one for long ones
-    has_fixed_alpha: bool = False  # angles of the type `dynamic` with an `alpha` are those of another base
-    window_angles: WindowAngles | None = None  # layers with windows turn heads by angles of their own
-    thetas_key: str | None = None  # key of each layer's base; 0 for a layer that turns no heads
-    growth_key: str | None = None  # among the angles: how queries grow with their positions
+    is_interleaved: bool = False  # rotary pairs are adjacent dimensions, not half a head apart
+    partial_rotary_factor: float | None = None  # default of the rotated share; None: all of every head
+    rounds_angles: bool = True  # rounds cosines and sines to the model's dtype
+    nope: NoPESpec | None = None  # layers without rotary positions; None if all layers have them
+    has_long_angles: bool = False  # longrope was tested with this architecture
+    scales_long_angles: bool = False  # the config has a scale for short texts and one for long texts
+    has_fixed_alpha: bool = False  # the rotary type `dynamic` with an `alpha` means a fixed, larger base
+    window_angles: WindowAngles | None = None  # layers with windows have their own rotary base
+    thetas_key: str | None = None  # key of each layer's rotary base; 0 for a layer without rotary positions
+    growth_key: str | None = None  # key, within the rotary parameters, of how queries grow with their positions
 
     # other layers
-    windows: WindowSpec | None = None  # None: all layers see all positions
+    windows: WindowSpec | None = None  # None if all layers see all positions
     experts: MoESpec | None = None
-    mixer: MixerSpec | None = None  # layers that do not attend, or do both
+    mixer: MixerSpec | None = None  # layers with a mixer instead of attention or beside it
     latent: MLASpec | None = None  # heads share one latent vector per position
-    unlisted_layers: Callable[[Config], list[str] | None] = none_named  # the types of layers that no list names
+    unlisted_layers: Callable[[Config], list[str] | None] = none_named  # finds types of unlisted layers
 
     # keys of its config
-    one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # keys with the only values understood
-    known_keys: tuple[str, ...] = ()  # beginnings of more keys that are read, or change no forward
+    one_meaning: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # key -> its only supported values
+    known_keys: tuple[str, ...] = ()  # prefixes of more keys that are read or do not change the forward
     defaults: Mapping[str, Any] = field(default_factory=dict)  # the class's defaults, which published configs rely on
-    rules: Mapping[str, KeyRule | None] = field(default_factory=dict)  # other ones; None: the key is not read
-    faults: Callable[[Config], Iterator[str]] = no_faults  # more of them, in lines
-    view: Callable[[Config], dict[str, Any]] = dict  # returns its config under common keys
-    defaults_head_dim: bool = False  # its class has a default width of heads
+    rules: Mapping[str, KeyRule | None] = field(default_factory=dict)  # rules of other keys; None if a key is not read
+    faults: Callable[[Config], Iterator[str]] = no_faults  # yields more faults, one line each
+    view: Callable[[Config], dict[str, Any]] = dict  # returns its config with the usual keys
+    defaults_head_dim: bool = False  # its class in transformers has a default `head_dim`
 
     # other names
-    aliases: tuple[str, ...] = ()  # architectures that are this one under a name of their own
-    nested_in: tuple[str, ...] = ()  # architectures of images and text whose text model is this one
+    aliases: tuple[str, ...] = ()  # names of architectures that are equal to this one
+    nested_in: tuple[str, ...] = ()  # multimodal architectures whose text model is this one
     gguf: GGUFSpec | None = None
-    has_plain_tokenizer: bool = False  # `tokenizer.json` says all of it
+    has_plain_tokenizer: bool = False  # `tokenizer.json` describes the whole tokenizer
 
     # what runs it
-    kernels_lack: str | None = None  # why our kernels have its attention at most; None: they run it
-    is_taken_over: bool = False  # by the kernels, where `transformers` has filled in what a config leaves to it
+    kernels_lack: str | None = None  # why our kernels cannot run it beyond its attention; None if they can
+    is_taken_over: bool = False  # the kernels may run it after `transformers` has filled in the config's missing values
     attends_in_chunks: bool = False
 
     @property
     def linears(self) -> dict[str, str]:
-        """Linear layers by role."""
+        """Names of linear layers by role."""
         return {role: self.names.get(role, name) for role, name in LINEARS.items() if role != "gate" or self.has_gates}
 
     def activation(self, config: Config) -> Activation:
-        """Raise KeyError for an unknown one."""
+        """Return the model's activation. Raises KeyError for an unknown one."""
         return Activation.SILU if self.activation_key is None else self.activations[config[self.activation_key]]
 
     def intermediate(self, config: Config) -> Any:
-        """Raise KeyError where the config does not say it."""
+        """Return the width of the MLP. Raises KeyError if the config lacks it."""
         return config[self.intermediate_key] if self.width is None else self.width(config)
 
     def norm_tensors(self, part: str) -> list[str]:
         return [f"{part}.weight", *([f"{part}.bias"] if self.norm_form == NormForm.SHIFTED else [])]
 
     def qk_norms(self, config: Config) -> dict[str, str]:
-        """Raise KeyError if the config does not say whether it has them."""
+        """Return the norms of queries and keys by role.
+
+        Raises KeyError if the config does not tell whether the model has them.
+        """
         has_norms = config[self.qk_norms_key] if self.qk_norms_key else self.has_qk_norms
         return {role: self.names.get(role, part) for role, part in QK_NORMS.items() if has_norms}
 
@@ -189,7 +192,7 @@ class ArchitectureSpec:
         return roles + ["gate", "up", "down"] * has(self.mlp_bias)
 
     def own_rules(self) -> dict[str, KeyRule | None]:
-        """Return rules of keys that are named here; their numbers are understood."""
+        """Return the rules for all config keys that this spec names."""
         windowed = self.window_angles.windowed_key if self.window_angles else None
         rules: dict[Any, KeyRule | None] = {self.intermediate_key: SIZE, self.activation_key: ACTIVATION.or_null()}
         biases = (self.query_key_value_bias, self.output_bias, self.mlp_bias, self.head_bias, self.qk_norms_key)
@@ -197,7 +200,7 @@ class ArchitectureSpec:
         rules |= dict.fromkeys((self.epsilon_key, *self.scales.values(), windowed), POSITIVE)
         rules |= dict.fromkeys(self.caps.values(), POSITIVE.or_null())
         rules |= {key: POSITIVE.list_of(len(names)) for key, names in self.scale_lists.items()}
-        rules |= {self.thetas_key: None}  # lists with a value per layer share one rule
+        rules |= {self.thetas_key: None}  # `PER_LAYER` has the rule for `PER_LAYER` has
         for part in (self.experts, self.mixer, self.latent):
             rules |= part.rules() if part else {}
         return {key: rule for key, rule in rules.items() if isinstance(key, str) and key != ALWAYS}

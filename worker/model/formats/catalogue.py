@@ -1,4 +1,4 @@
-"""The formats of quantized weights, by their names in configs. Without torch."""
+"""The supported formats of quantized weights, by their names in configs. Without torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
 def format_of(config: Mapping[str, Any], path: Path) -> Format | None:
-    """Return the format of a model's weights; None for plain ones. Raises FormatError."""
+    """Return the format of a model's weights, or None for plain weights. Raises FormatError."""
     in_config = next(((key, config[key]) for key in CONFIG_KEYS if config.get(key) is not None), None)
     in_file = _of_modelopt(path / QUANTIZATION_FILE)
     if in_config is None:
@@ -48,7 +48,7 @@ def format_of(config: Mapping[str, Any], path: Path) -> Format | None:
 
 
 def _method(said: Any) -> Any:
-    """Return the name of a format; older versions of ModelOpt wrote none."""
+    """Return the name of a format. Configs of older ModelOpt versions have no name."""
     if not isinstance(said, dict):
         return said
     producer = said.get("producer")

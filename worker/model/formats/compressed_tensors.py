@@ -38,7 +38,7 @@ WORD = 32  # bits
 
 @dataclass(frozen=True)
 class ByteScheme:
-    """`weight` of int8 with scales for all, rows or groups, and zeros."""
+    """`weight` of int8, with scales and zero points for the whole matrix, for rows or for groups."""
 
     group: int | None
     numbers: str = "int8"
@@ -64,7 +64,7 @@ class ByteScheme:
 
 @dataclass(frozen=True)
 class PackedScheme:
-    """`weight_packed` with rows in whole words, and `weight_shape`."""
+    """`weight_packed`, where each row begins at a 32-bit word, and `weight_shape`."""
 
     bits: int
     group: int | None
@@ -118,7 +118,7 @@ def scale_shapes(rows: int, depth: int, group: int | None) -> list[tuple[int, ..
     return [(rows, -(-depth // group))]
 
 
-# compressed-tensors: groups of modules, each with a form of its own. Without torch.
+# compressed-tensors: groups of modules, each with its own packing. Without torch.
 
 
 SUFFIXES = {
@@ -129,7 +129,7 @@ SUFFIXES = {
     "_g_idx": "g_idx",
     "_global_scale": "global_scale",
 }
-# the status of a compression, and a cache that some engines quantize, change no weight
+# the compression's status, and a scheme for engines that quantize their cache, do not change weights
 KNOWN = (
     *("quant_method", "config_groups", "format", "ignore", "version", "quantization_status", "kv_cache_scheme"),
     "global_compression_ratio",
@@ -141,13 +141,13 @@ OF_WEIGHTS = (
 )
 PACKED, BYTES, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 NAIVE, NVFP4, MXFP4, MIXED = "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision"
-PATTERN = "re:"  # the beginning of a target that is a pattern
-CLASSES = ("Linear", "Embedding", "MoE")  # targets that are no names
+PATTERN = "re:"  # prefix of a target that is a regular expression
+CLASSES = ("Linear", "Embedding", "MoE")  # targets that are classes, not names of modules
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """The arguments that say how a group's weights are stored."""
+    """The arguments that describe how the weights of a group are stored."""
 
     said: Mapping[str, Any]
     where: str
@@ -163,7 +163,7 @@ class _Weights:
         return positive(self.said, "group_size", self.where) if self.strategy in ("group", "tensor_group") else None
 
     def of_type(self, type_: str, bits: tuple[int, ...], *strategies: str) -> int:
-        """Return the bits of weights of this type. Raises FormatError."""
+        """Return the bits per weight. Raises FormatError unless type, bits and strategy are among the given ones."""
         one_of(self.said, "type", (type_,), self.where)
         if self.strategy not in strategies:
             raise FormatError(f"{self.where} has strategy = {self.strategy!r:.80}; expected {' or '.join(strategies)}")
@@ -244,7 +244,7 @@ def read_compressed_tensors(said: Mapping[str, Any]) -> Format:
 
 
 def _refuse_other_compression(said: Mapping[str, Any], where: str) -> None:
-    """Raise FormatError for sparse or rotated weights, which stand for other matrices."""
+    """Raise FormatError for sparse or rotated weights, because the stored weights are not the model's matrices."""
     sparsity = said.get("sparsity_config") or {}
     if sparsity and mapping(sparsity, f"{where}, sparsity_config,").get("format") not in (None, "dense"):
         form = f"{sparsity.get('format')!r:.80}"

@@ -1,4 +1,4 @@
-"""The contract of a format of quantized weights; stored tensors say which matrices are packed. Without torch."""
+"""The contract of a format of quantized weights; stored tensors tell which matrices are packed. Without torch."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
     from swiftbatch.worker.kernels.quantized_weights import Weight
 
-# scales of inputs, outputs, keys and values: they change no weight, and nothing but weights is quantized here
+# scales of inputs, outputs, keys and values are ignored, because only weights are quantized here
 UNUSED = re.compile(r"\.(?:input|output|q|k|v)_(?:scale|zero_point|global_scale)$")
 ITEM_BITS = {"F64": 64, "I64": 64, "F32": 32, "I32": 32, "BF16": 16, "F16": 16, "I16": 16}  # all others: 8
-WHOLE = "weight"  # the part that has the matrix's own name
+WHOLE = "weight"  # the part whose name is that of the whole matrix
 
 
 class FormatError(ValueError):
-    """Quantized weights that are not understood; the text says why, in one line."""
+    """Quantized weights are not supported. The text says why, in one line."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as its file's head describes it."""
+    """A tensor as the header of its file describes it."""
 
     dtype: str
     shape: tuple[int, ...]
-    form: PackedKind | None = None  # set if it is a matrix in parts that stays packed
+    form: PackedKind | None = None  # set if the tensor is a matrix that is stored in parts and stays packed
 
     @property
     def num_numbers(self) -> int:
@@ -44,17 +44,17 @@ class StoredTensor:
 
 
 class Scheme(Protocol):
-    """The packing of one matrix."""
+    """How one matrix is packed."""
 
     @property
     def numbers(self) -> str:
-        """Return a word for the type of its stored numbers."""
+        """Return the name of the stored numbers' type."""
 
     def shape(self, heads: Mapping[str, StoredTensor]) -> tuple[int, ...]:
         """Return the matrix's shape. Raises FormatError for parts that do not fit."""
 
     def form(self, heads: Mapping[str, StoredTensor]) -> PackedKind | None:
-        """Return the form that the matrix stays packed in, if the heads allow one."""
+        """Return the form in which the matrix stays packed, or None if it is dequantized."""
 
     def weight(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Weight:
         """Return the matrix in the run's dtype. Raises FormatError for damaged parts."""
@@ -62,7 +62,7 @@ class Scheme(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """The format of a checkpoint."""
+    """The format of a checkpoint's quantized weights."""
 
     name: str
     words: str  # shown to users
@@ -71,7 +71,7 @@ class Format:
     ending: str = ""  # suffix of the whole matrix's name
 
     def place(self, stored: str) -> tuple[str, str]:
-        """Return a stored tensor's matrix, and its part of that."""
+        """Return the name of the matrix that a stored tensor belongs to, and which part of it the tensor is."""
         for suffix, part in sorted(self.suffixes.items(), key=lambda pair: -len(pair[0])):
             if stored.endswith(suffix):
                 return stored.removesuffix(suffix) + self.ending, part
@@ -79,7 +79,7 @@ class Format:
 
 
 def part(heads: Mapping[str, StoredTensor], name: str, *dtypes: str) -> StoredTensor:
-    """Raise FormatError for a missing part or another dtype."""
+    """Return the header entry of a part. Raises FormatError if the part is missing or has another dtype."""
     if name not in heads:
         raise FormatError(f"its part {name!r} is missing; copy all files again")
     if heads[name].dtype not in dtypes:
@@ -104,24 +104,24 @@ def matrix_shape(head: StoredTensor) -> tuple[int, int]:
     return head.shape[0], head.shape[1]
 
 
-SMALLEST_GROUP = 16  # other groups are cut into this size; below it, scales would outweigh codes
-EXACT_SCALES = ("BF16", "F16")  # short enough for exact products with every code
+SMALLEST_GROUP = 16  # smaller groups would need more bytes for scales than for codes
+EXACT_SCALES = ("BF16", "F16")  # their mantissas are short enough for exact products with every code
 
 
 def group_that_divides(depth: int, group: int) -> int | None:
-    """Return a group size of packed matrices that keeps stored scales; None without."""
+    """Return a group size that divides the depth and keeps stored scales, or None if there is none."""
     size = depth if group >= depth else math.gcd(depth, group)
     return size if size % 2 == 0 and (size in (group, depth) or size >= SMALLEST_GROUP) else None
 
 
 def form_of(code: str, bits: int, depth: int, group: int | None, has_offsets: bool = False) -> PackedKind | None:
-    """Return the form of codes in groups of a stored size; None where they are dequantized."""
+    """Return the packed form of codes whose groups have the given size, or None if they must be dequantized."""
     size = group_that_divides(depth, group or depth)
     return None if size is None else PackedKind(code, bits, size, has_offsets)
 
 
 def form_of_integers(bits: int, depth: int, group: int | None, scales: str, is_centred: bool) -> PackedKind | None:
-    """Return the form of integers with zeros, where products are exact whatever their numbers."""
+    """Return the packed form of integers with zero points, or None unless products are exact for all values."""
     if bits == 8 and is_centred:
         return form_of("int8", 8, depth, group)
     if scales not in EXACT_SCALES:
@@ -134,13 +134,13 @@ NOTHING: tuple[Any, ...] = (None, False, {}, [], "")
 
 
 def refuse_unknown(said: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    """Raise FormatError for keys that may change weights."""
+    """Raise FormatError if `said` has an unknown key with a value, because it may change weights."""
     if strange := sorted(key for key, value in said.items() if key not in known and value not in NOTHING):
         raise FormatError(f"{where} has {shown(strange[0])} = {_short(said[strange[0]])}, which is not understood here")
 
 
 def one_of(said: Mapping[str, Any], key: str, allowed: Collection[Any], where: str) -> Any:
-    """Raise FormatError for a value that is not allowed."""
+    """Return the value of a key. Raises FormatError if this value is not allowed."""
     value = said.get(key)
     if not any(value == each and type(value) is type(each) for each in allowed):
         expected = ", ".join(repr(each) for each in allowed if each is not None)

@@ -1,4 +1,4 @@
-"""The numbers of quantized weights: integers of 2 to 8 bits, 8-bit and 4-bit floats."""
+"""Decodes quantized weights: integers of 2 to 8 bits, 8-bit and 4-bit floats."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from swiftbatch.worker.kernels.quantized_weights import (
 )
 from swiftbatch.worker.model.formats.contract import WHOLE, FormatError, group_that_divides
 
-CHUNK = 1 << 24  # numbers that are held in float32 at a time
-SPARE_BITS = {4: 0xF, 8: 0xFF}  # spare bits of a scale; exact products with codes need them to be 0
+CHUNK = 1 << 24  # numbers that are in float32 at the same time
+SPARE_BITS = {4: 0xF, 8: 0xFF}  # by bits of a code: low bits of a scale that must be 0 for exact products
 
 
 def scaled(code: Code, codes: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Weight:
@@ -51,29 +51,29 @@ def halves(codes: Tensor) -> Tensor:
 
 
 def paired(codes: Tensor) -> Tensor:
-    """Pack two codes of 4 bits into each byte."""
+    """Pack two codes of 4 bits into each byte, the first code into the low half."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def numbers(scales: Tensor) -> Tensor:
-    """Return scales in float32. Raises FormatError for one that is not finite."""
+    """Return scales in float32. Raises FormatError if a scale is not finite."""
     found = scales.float()
     if not bool(found.isfinite().all()):
         raise FormatError("its scales are not finite: the file is damaged")
     return found
 
 
-# The numbers of integer codes of 2 to 8 bits, `(code - zero) * scale`: compressed-tensors', GPTQ's and AWQ's.
+# Decodes integer codes of 2 to 8 bits as `(code - zero) * scale`: compressed-tensors, GPTQ and AWQ.
 
 
-ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # columns' places in AWQ's words
+ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # index of each column within a word of AWQ
 
 
 @dataclass(frozen=True)
 class Integers:
     """`codes [num_columns, depth] uint8` of some bits, with `zeros` and `scales [num_columns, num_groups]`.
 
-    `group_of` is the group of each place, where groups do not lie side by side.
+    `group_of` is the group of each input feature, if groups are not contiguous.
     """
 
     codes: Tensor
@@ -84,7 +84,7 @@ class Integers:
     group_of: Tensor | None = None
 
     def weight(self, dtype: torch.dtype) -> Weight:
-        """Return the matrix in 4 bits if that is exact, else in 8, else as numbers."""
+        """Return the matrix packed in 4 bits if that is exact, otherwise in 8 bits, otherwise dequantized."""
         if self.group_of is not None:
             return self._dense(self.group_of, dtype)
         if self.bits == 8 and bool((self.zeros == 128).all()):
@@ -117,7 +117,10 @@ class Integers:
 
 
 def group_index(stored: Tensor, num_groups: int, group: int) -> Tensor | None:
-    """Raise FormatError for groups that do not fit."""
+    """Return the group of each input feature, or None if groups are contiguous.
+
+    Raises FormatError for groups that do not exist.
+    """
     index = stored.long()
     if bool((index == torch.arange(len(index)) // group).all()):
         return None
@@ -127,7 +130,7 @@ def group_index(stored: Tensor, num_groups: int, group: int) -> Tensor | None:
 
 
 def from_words(words: Tensor, bits: int, num_codes: int) -> Tensor:
-    """Unpack codes `[num_rows, num_codes] uint8` from 32-bit words, lowest bits first, also across words."""
+    """Unpack codes `[num_rows, num_codes] uint8` from 32-bit words, lowest bits first. A code may span two words."""
     rows, place = words.contiguous().view(torch.uint8), torch.arange(num_codes) * bits
     low, shift = place // 8, place % 8
     high = (low + 1).clamp(max=rows.shape[1] - 1)
@@ -156,7 +159,7 @@ def packed_weight(parts: Mapping[str, Tensor], bits: int, group: int | None, dty
         raise FormatError(f"its part 'shape' says {[said_rows, depth]}, its part 'scale' is {list(scales.shape)}")
     codes = from_words(parts["packed"], bits, depth)
     size = group or depth
-    index = parts.get("g_idx")  # -1 in all places: not in use
+    index = parts.get("g_idx")  # if all are -1, the index is not used
     is_used = index is not None and bool((index != -1).any())
     group_of = group_index(index, scales.shape[1], size) if index is not None and is_used else None
     return Integers(codes, _zeros(parts, bits, scales), scales, bits, size, group_of).weight(dtype)
@@ -204,16 +207,19 @@ def _in_order(words: Tensor, num_columns: int) -> Tensor:
     return ordered.T.contiguous()
 
 
-# The numbers of 8-bit and 4-bit floats.
+# Decodes 8-bit and 4-bit floats.
 
 
-NAN = 0x7F  # both of e4m3's codes that are no numbers, but for their sign
+NAN = 0x7F  # e4m3's code for NaN, without its sign bit
 
 BIAS = 127  # bias of 8-bit exponents (e8m0)
 
 
 def grid_weight(stored: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype) -> Weight:
-    """Return a matrix, or experts of one tensor. Raises FormatError."""
+    """Return a matrix of e4m3 with scales of blocks or rows, or the experts of one tensor.
+
+    Raises FormatError for NaN.
+    """
     codes, scales = stored.view(torch.uint8), numbers(scales)
     if bool(((codes & NAN) == NAN).any()):
         raise FormatError("its codes are not all numbers: the file is damaged")
@@ -233,7 +239,10 @@ def _matrix(codes: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype:
 
 
 def nvfp4_weight(codes: Tensor, scales: Tensor, whole: Tensor, is_divided: bool, dtype: torch.dtype) -> Weight:
-    """Combine codes with group scales and the common scale, by product or quotient. Raises FormatError."""
+    """Return a matrix whose group scales are multiplied or divided by the common scale.
+
+    Raises FormatError if a scale is not finite.
+    """
     groups, one = numbers(scales), numbers(whole).reshape(())
     together = numbers(groups / one if is_divided else groups * one)
     return scaled("e2m1", codes, together, codes.shape[1] * 2 // scales.shape[1], dtype)
@@ -244,7 +253,10 @@ def mxfp4_weight(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight
 
 
 def expert_weight(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Weight:
-    """Return experts of `blocks [num_experts, rows, num_groups, 16]`. Raises FormatError."""
+    """Return the experts stored as `blocks [num_experts, rows, num_groups, 16]`.
+
+    Raises FormatError for a scale of NaN.
+    """
     codes, scales = blocks.flatten(2).flatten(0, 1), powers(exponents).flatten(0, 1)
     return PackedExperts("e2m1", codes, scales, dtype, num_experts=len(blocks), is_transposed=True)
 

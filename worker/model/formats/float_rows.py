@@ -29,7 +29,10 @@ SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 @dataclass(frozen=True)
 class FloatScheme:
-    """`weight` of e4m3 with scales of blocks, rows, or all; experts in one tensor have a dimension in front."""
+    """`weight` of e4m3, with scales of blocks, of rows, or of the whole matrix.
+
+    Experts in one tensor have a leading dimension.
+    """
 
     scale: str
     block: tuple[int, int] | None = None
@@ -67,7 +70,7 @@ NVFP4_GROUP, MXFP4_GROUP = 16, 32
 
 @dataclass(frozen=True)
 class NVFP4Scheme:
-    """Two e2m1 codes in a byte, an e4m3 scale for 16, and `whole` for all."""
+    """Two e2m1 codes per byte, an e4m3 scale per 16 codes, and the common scale `whole`."""
 
     codes: str
     whole: str
@@ -92,7 +95,7 @@ class NVFP4Scheme:
 
 @dataclass(frozen=True)
 class MXFP4Scheme:
-    """Two codes in a byte, and an exponent for 32 of them."""
+    """Two e2m1 codes per byte, and an exponent per 32 codes."""
 
     numbers: str = "MXFP4"
 

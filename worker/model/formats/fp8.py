@@ -17,8 +17,8 @@ from swiftbatch.worker.model.formats.contract import (
 from swiftbatch.worker.model.formats.float_rows import E4M3, FloatScheme
 
 WHERE = "its quantization_config"
-SUFFIXES = {"_scale_inv": "scale_inv", "_scale": "scale"}  # both multiply
-# `activation_scheme` is for engines that quantize activations, too; the stored tensors say which modules are packed
+SUFFIXES = {"_scale_inv": "scale_inv", "_scale": "scale"}  # weights are multiplied by either
+# `activation_scheme` is for engines that quantize activations, too. Stored tensors tell which modules are packed.
 KNOWN = (
     *("quant_method", "activation_scheme", "fmt", "scale_fmt", "expert_dtype", "weight_block_size", "dequantize"),
     *("modules_to_not_convert", "modules_to_convert", "ignored_layers", "kv_cache_scheme"),

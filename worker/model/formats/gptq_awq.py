@@ -1,4 +1,4 @@
-"""GPTQ and AWQ: integers with zeros and scales, packed in 32-bit words. Without torch."""
+"""GPTQ and AWQ: integers with zero points and scales, packed in 32-bit words. Without torch."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ WORD = 32  # bits
 
 @dataclass(frozen=True)
 class GPTQScheme:
-    """`qweight [depth * bits / 32, num_columns]`; zeros lie along the columns, less `zero_is_less`."""
+    """`qweight [depth * bits / 32, num_columns]`; zero points are packed along columns, minus `zero_is_less`."""
 
     bits: int
-    group: int | None  # None: all of the depth
+    group: int | None  # None if one group spans the whole depth
     zero_is_less: int
-    is_shuffled: bool  # columns may stand in the order of their activations
+    is_shuffled: bool  # groups may be in the order of activations (`desc_act`)
 
     @property
     def numbers(self) -> str:
@@ -70,7 +70,7 @@ class GPTQScheme:
 
 @dataclass(frozen=True)
 class AWQScheme:
-    """`qweight [depth, num_columns / 8]`: 4 bits, columns of a word out of order."""
+    """`qweight [depth, num_columns / 8]`: 4 bits per code, with the columns of a word in AWQ's order."""
 
     group: int | None
     numbers: str = "int4"
@@ -98,11 +98,11 @@ def _whole(num_bits: int, bits: int) -> int:
     return num_bits // bits
 
 
-# GPTQ: integers of 2, 3, 4 or 8 bits, also with columns in the order of their activations. Without torch.
+# GPTQ: integers of 2, 3, 4 or 8 bits, also with groups in the order of activations (`desc_act`). Without torch.
 
 
 WHERE = "its quantization_config"
-ZERO_IS_LESS = {None: 1, "": 1, "gptq": 1, "gptq_v2": 0}  # the checkpoint's form -> what must be added to stored zeros
+ZERO_IS_LESS = {None: 1, "": 1, "gptq": 1, "gptq_v2": 0}  # the checkpoint's form -> number to add to stored zero points
 GPTQ_KEYS = (
     *("quant_method", "bits", "group_size", "desc_act", "static_groups", "sym", "true_sequential", "damp_percent"),
     *("damp_auto_increment", "model_name_or_path", "model_file_base_name", "checkpoint_format", "format", "meta"),
@@ -132,7 +132,7 @@ def group_size(said: Mapping[str, Any]) -> int | None:
     return None if said.get("group_size") == -1 else positive(said, "group_size", WHERE)
 
 
-# AWQ: integers of 4 bits with zeros, in the order of its matrix kernels (`gemm`). Without torch.
+# AWQ: integers of 4 bits with zero points, in the order of AWQ's matrix kernels (`gemm`). Without torch.
 
 
 AWQ_KEYS = (

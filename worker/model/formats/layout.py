@@ -1,4 +1,4 @@
-"""The tensors in a model's files by their names in the text model. Without torch."""
+"""The tensors in a model's files, by their names in the text model. Without torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PLAIN = "weights in bfloat16, float16, float32 or float64"
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A matrix in parts, whose stored names are listed by what they are."""
+    """A matrix that is stored in parts: the stored name of each part."""
 
-    name: str  # its name in the text model
+    name: str  # the matrix's name in the text model
     scheme: Scheme
     parts: Mapping[str, str]
 
@@ -40,17 +40,17 @@ class Layout:
     heads: Mapping[str, StoredTensor]  # keys are names in the text model; a packed matrix has one entry
     packed: tuple[PackedTensor, ...]
     names: Mapping[str, str]  # stored name -> name, for plain tensors
-    repeated: frozenset[str]  # stored names that are there more than once
+    repeated: frozenset[str]  # stored names that occur more than once
 
 
 def layout_in(path: Path, config: Mapping[str, Any]) -> Layout:
-    """Raise FormatError."""
+    """Return the layout of a model folder. Raises FormatError."""
     stored = [pair for file in weight_files(path) for pair in heads_in(file).items()]
     return layout_of(stored, config, format_of(text_view(config), path))
 
 
 def heads_in(file: Path) -> dict[str, StoredTensor]:
-    """Read a file's head. Raises FormatError, also for a file that was cut off."""
+    """Read the header of a file. Raises FormatError, also if the file is truncated."""
     try:
         if file.suffix == SUFFIX:
             return {name: StoredTensor(dtype, shape) for name, (dtype, shape) in forms_in_gguf(file)}
@@ -62,14 +62,14 @@ def heads_in(file: Path) -> dict[str, StoredTensor]:
 
 
 def layout_of(stored: Iterable[tuple[str, StoredTensor]], config: Mapping[str, Any], format_: Format | None) -> Layout:
-    """Raise FormatError for parts that do not fit together."""
+    """Return the layout of stored tensors. Raises FormatError for parts of a matrix that do not fit together."""
     view, pairs = text_view(config), list(stored)
     named = {name: head for name, head in pairs if text_name(name, view) and not (format_ and UNUSED.search(name))}
     packed = [] if format_ is None else list(_packed(named, format_, view))
     in_parts = {name for each, _ in packed for name in each.parts.values()}
     plain = {name: str(text_name(name, view)) for name in named if name not in in_parts}
     for name in plain:
-        if name.endswith("weight") and named[name].dtype not in (*FLOATS, *BITS):  # in GGUF files, all that is read
+        if name.endswith("weight") and named[name].dtype not in (*FLOATS, *BITS):  # in GGUF files, all supported types
             raise FormatError(f"its weights have {shown(name)} as {named[name].dtype}; expected {PLAIN}")
     if format_ is not None and named and not packed:
         raise FormatError(f"its weights are quantized in {format_.name}, says its config, and none of them is")

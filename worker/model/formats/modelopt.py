@@ -24,7 +24,7 @@ SCHEMES: dict[str, tuple[str, Scheme, str]] = {  # algorithm -> stored code, sch
     "NVFP4": (BYTES, NVFP4Scheme(WHOLE, "scale_2", is_divided=False), "NVFP4 (e2m1, a scale for 16)"),
 }
 MIXED = "MIXED_PRECISION"
-# scales of the cache are for engines that quantize keys and values, which changes no weight
+# scales of keys and values are for engines that quantize their cache; they do not change weights
 KNOWN = (
     *("quant_method", "quant_algo", "producer", "group_size", "exclude_modules", "ignore", "config_groups"),
     *("kv_cache_quant_algo", "kv_cache_scheme", "quantized_layers", "has_zero_point", "moe_quant_algo"),

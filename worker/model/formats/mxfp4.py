@@ -31,7 +31,7 @@ KNOWN = ("quant_method", "modules_to_not_convert", "dequantize")
 
 @dataclass(frozen=True)
 class ExpertScheme:
-    """Experts in one tensor `[num_experts, rows, num_groups, 16]`, whose rows are columns."""
+    """Experts in one tensor `[num_experts, rows, num_groups, 16]`; decoded, they are transposed."""
 
     numbers: str = "MXFP4"
 

@@ -1,6 +1,6 @@
 """GGUF's quantized blocks as packed matrices of the numbers that ggml defines in float32.
 
-Other codes than of 4 and 8 bits are widened. A zero of Q4_0 may have another sign.
+Codes of other widths than 4 and 8 bits are widened. A zero of Q4_0 may have another sign than in ggml.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from swiftbatch.worker.kernels.quantized_weights import CODE_BITS, Code, PackedMatrix
 
-MOST_AT_ONCE = 1 << 20  # bytes of blocks that are unpacked in one go: what comes of them stays in a core's cache
+MOST_AT_ONCE = 1 << 20  # bytes of blocks that are unpacked at once, so that the result stays in a core's cache
 
 Array = np.ndarray
 
 
 class BlockParts(NamedTuple):
-    """Codes in bytes and float32 scales of groups, side by side."""
+    """One byte per code, and a float32 scale per group."""
 
     code: Code
     codes: Array
@@ -32,14 +32,14 @@ class BlockParts(NamedTuple):
 def packed_from(name: str, blocks: Tensor, num_rows: int, dtype: torch.dtype) -> PackedMatrix:
     """Unpack blocks, `[num_blocks, num_bytes] uint8`. Raises ValueError for infinite scales.
 
-    Numpy threads take some rows each: torch's own wait for each other behind every operation.
+    Threads with numpy unpack some rows each, because torch's own threads wait for each other after every operation.
     """
     rows = blocks.numpy().reshape(num_rows, -1, blocks.shape[1])
     step = max(1, MOST_AT_ONCE // rows[0].size)
 
     def unpack(start: int) -> BlockParts:
         some = rows[start : start + step]
-        with np.errstate(invalid="ignore"):  # infinite scales are refused below
+        with np.errstate(invalid="ignore"):  # infinite scales raise an error below
             return _by_rows(UNPACKED[name](some.reshape(-1, some.shape[2])), len(some))
 
     with ThreadPoolExecutor() as threads:
@@ -51,7 +51,7 @@ def packed_from(name: str, blocks: Tensor, num_rows: int, dtype: torch.dtype) ->
 
 
 def _by_rows(parts: BlockParts, num_rows: int) -> BlockParts:
-    """Raise ValueError for infinite scales."""
+    """Arrange the parts by rows. Raises ValueError for infinite scales."""
     code, codes, scales, offsets = parts
     if not np.isfinite(scales).all() or (offsets is not None and not np.isfinite(offsets).all()):
         raise ValueError("found scales that are no finite numbers")

@@ -16,7 +16,7 @@ from swiftbatch.worker.model.gguf.header import GGUFError
 
 Config = dict[str, Any]
 
-SIZES = {  # keys of all architectures, behind their names
+SIZES = {  # keys that all architectures have, without the architecture's name
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -32,7 +32,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def rotary_of_gguf(model: GGUFModel, said: Mapping[str, Any], head_dim: int) -> Config:
-    """Return the config's keys of rotary positions. Raises GGUFError."""
+    """Return the config keys for rotary positions. Raises GGUFError."""
     base, turned = _base(said.get("rope.freq_base", DEFAULT_BASE)), said.get("rope.dimension_count", head_dim)
     scaling = _scaling(model, said, head_dim, base)
     if model.form.local_base is not None:
@@ -51,7 +51,7 @@ def rotary_of_gguf(model: GGUFModel, said: Mapping[str, Any], head_dim: int) -> 
 
 
 def shortest(value: float) -> float:
-    """Return the shortest number that float32 rounds to this one."""
+    """Return the float with the fewest digits that rounds to `value` in float32."""
     return float(str(np.float32(value)))
 
 
@@ -62,7 +62,7 @@ def _base(value: Any) -> float:
 
 
 def _scaling(model: GGUFModel, said: Mapping[str, Any], head_dim: int, base: float) -> Config | None:
-    """Return the stretch of angles; None for none. Raises GGUFError."""
+    """Return the rotary scaling, or None if there is none. Raises GGUFError."""
     kind, factor, original = (said.get(key) for key in SCALING)
     if FREQUENCIES in model.tensors:
         if kind not in (None, "none"):
@@ -82,7 +82,7 @@ def _scaling(model: GGUFModel, said: Mapping[str, Any], head_dim: int, base: flo
 
 
 def _llama3(factors: np.ndarray, head_dim: int, base: float) -> Config | None:
-    """Find Llama 3's numbers from its factors. Raises GGUFError."""
+    """Find Llama 3's rotary parameters from its frequency factors. Raises GGUFError."""
     if (factors == 1).all():
         return None
     frequencies = base ** -(np.arange(0, head_dim, 2) / head_dim)
@@ -100,11 +100,11 @@ def _llama3(factors: np.ndarray, head_dim: int, base: float) -> Config | None:
 
 OTHER_SIZES = ("attention.key_length", "attention.value_length", "vocab_size")
 NO_CHANGE = ("rope.scaling.finetuned", "tensor_data_layout")
-UNUSED = (None, 0, False)  # values of keys that are not understood with which they change nothing
+UNUSED = (None, 0, False)  # at these values, an unknown key does not change the forward
 
 
 def config_of(model: GGUFModel) -> Config:
-    """Return the model's config. Raises GGUFError for one that is not understood."""
+    """Return the model's config. Raises GGUFError for unsupported metadata."""
     form, said = model.form, _said(model)
     config: Config = {"model_type": GGUF_KINDS[model.name], **form.fixed}
     for key, name in (SIZES | dict(form.said)).items():

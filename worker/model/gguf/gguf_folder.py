@@ -1,4 +1,4 @@
-"""The folder in the user's cache that makes a model of a GGUF file: derived small files, and links to the weights."""
+"""The folder in the user's cache that makes a GGUF file a model folder: small derived files, and links to weights."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from swiftbatch.worker.model.gguf.header import GGUFError
 FORM = 2  # version of the derived files
 NAME_LENGTH = 32
 MAX_WORDS = 500  # characters of an error
-LIBRARIES = ("transformers", "tokenizers")  # these write the tokenizer
+LIBRARIES = ("transformers", "tokenizers")  # versions of these affect the tokenizer's files
 
 
 def gguf_folder(model: str, file: Path, with_tokenizer: bool) -> Path:
-    """Return the folder of a model whose weights begin in this file. Raises ModelError."""
+    """Return the folder of the model whose first weight file is `file`. Raises ModelError."""
     try:
         read = read_gguf(file)
         folder = _base() / _key(read)
@@ -65,7 +65,7 @@ def _base() -> Path:
 
 
 def _key(model: GGUFModel) -> str:
-    """Hash all that decides the content of the folder."""
+    """Return a hash of everything that determines the content of the folder."""
     parts = [FORM, *map(version, LIBRARIES), *(head.sha256 for head in model.heads), *map(os.path.abspath, model.files)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:NAME_LENGTH]
 
@@ -89,7 +89,7 @@ def _write_small_files(model: GGUFModel, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _made_whole(folder: Path) -> Iterator[Path]:
-    """Yield a folder that gets its name at the end, unless another process was first."""
+    """Yield a temporary folder, which is renamed to `folder` at the end unless another process was faster."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -106,7 +106,7 @@ def _add_tokenizer(model: str, folder: Path, read: GGUFModel) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as aside:
         try:
             save_tokenizer(read, Path(aside))
-        except Exception as error:  # any kind: the library raises bare ones
+        except Exception as error:  # any kind: the library raises plain exceptions
             said = f"{type(error).__name__}: {line_of(error, MAX_WORDS)}"
             raise ModelError(f"model {model}: no tokenizer comes of its metadata: {said}") from error
         for name in TOKENIZER_FILES:

@@ -21,7 +21,7 @@ from swiftbatch.worker.model.text_config import EMBEDDING, HEAD
 SUFFIX = ".gguf"
 INDEX_FILE = "gguf.json"
 WHOLE = {"token_embd.weight": EMBEDDING, "output.weight": HEAD, "output_norm.weight": "model.norm.weight"}
-LAYER = {  # parts by llama.cpp's names, which `GGUFSpec.names` adds to
+LAYER = {  # llama.cpp's name -> part; `GGUFSpec.names` adds more
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -37,7 +37,7 @@ LAYER = {  # parts by llama.cpp's names, which `GGUFSpec.names` adds to
 
 
 def link_names(folder: Path) -> list[str]:
-    """Return the links of such a folder; none for any other folder."""
+    """Return the names of the links in a folder for GGUF files, or no names for any other folder."""
     try:
         said = _said(folder)
         names = [link_name(number, len(said["files"])) for number in range(len(said["files"]))]
@@ -62,7 +62,7 @@ def write_index(folder: Path, architecture: str, files: list[str]) -> None:
 
 
 def link_name(number: int, count: int) -> str:
-    """Name a link by its place alone."""
+    """Return a link's name, which depends only on its index and the number of files."""
     return f"model{SUFFIX}" if count == 1 else f"model-{number + 1:05}-of-{count:05}{SUFFIX}"
 
 
@@ -71,18 +71,18 @@ def _said(folder: Path) -> dict[str, Any]:
     return said
 
 
-# A model in one GGUF file or in several, by what stands in front of its tensors.
+# A model in one or several GGUF files, as their headers describe it.
 
 
 Form = tuple[str, tuple[int, ...]]  # type of the numbers, and sizes of the dimensions
 
 SPLIT = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 IN_LAYER = re.compile(r"^blk\.(?P<number>0|[1-9]\d*)\.(?P<part>\w+)\.(?P<what>weight|bias)$")
-FREQUENCIES = "rope_freqs.weight"  # the config already has them
+FREQUENCIES = "rope_freqs.weight"  # the config already has these frequencies
 
 TEXT = ("a text", lambda value: isinstance(value, str))
 INTEGER = ("an integer", lambda value: type(value) is int)
-TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # keys of all architectures
+TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # keys that all architectures have
     "general.architecture": TEXT,
     "split.count": INTEGER,
     "split.no": INTEGER,
@@ -98,7 +98,7 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # keys of all architect
 
 @dataclass(frozen=True)
 class GGUFModel:
-    """The files of a model and their heads; the first one says what it is."""
+    """The files of a model and their headers. The first file has the metadata."""
 
     files: tuple[Path, ...]
     heads: tuple[GGUFHead, ...]
@@ -113,7 +113,7 @@ class GGUFModel:
 
     @cached_property
     def form(self) -> GGUFSpec:
-        """Raise GGUFError for an architecture that is not read here."""
+        """Return how the architecture is stored. Raises GGUFError for an unsupported architecture."""
         if self.name not in GGUF_KINDS:
             known = ", ".join(GGUF_KINDS)
             raise GGUFError(f"its architecture {self.name!r:.80} is not read here; expected one of {known}")
@@ -121,7 +121,7 @@ class GGUFModel:
 
     @cached_property
     def tensors(self) -> dict[str, TensorHead]:
-        """Tensors by GGUF's names. Raises GGUFError for one that is there twice."""
+        """Tensors by their names in GGUF. Raises GGUFError if a name occurs twice."""
         found: dict[str, TensorHead] = {}
         for head in self.heads:
             for tensor in head.tensors:
@@ -140,7 +140,7 @@ class GGUFModel:
 
 
 def read_gguf(file: Path) -> GGUFModel:
-    """Read the heads of a model's files. Raises GGUFError."""
+    """Read the headers of a model's files. Raises GGUFError."""
     files = tuple(_files(file))
     model = GGUFModel(files, tuple(_head(each) for each in files))
     for number, head in enumerate(model.heads):
@@ -153,7 +153,7 @@ def read_gguf(file: Path) -> GGUFModel:
 
 
 def transformers_name(name: str, form: GGUFSpec) -> str:
-    """Return a tensor's name in `transformers`, with a star for experts. Raises GGUFError."""
+    """Return a tensor's name in `transformers`, with "*" in place of an expert's index. Raises GGUFError."""
     if name in WHOLE:
         return WHOLE[name]
     parts, found = {**LAYER, **form.names}, IN_LAYER.match(name)
@@ -163,7 +163,7 @@ def transformers_name(name: str, form: GGUFSpec) -> str:
 
 
 def _files(file: Path) -> Iterator[Path]:
-    """Raise GGUFError where a file is missing."""
+    """Yield all files of a split model. Raises GGUFError if a file is missing."""
     said = SPLIT.match(file.name)
     if said is None:
         yield file

@@ -1,6 +1,6 @@
-"""The tokenizer of a GGUF file, for the library `tokenizers`.
+"""Converts the tokenizer of a GGUF file for the library `tokenizers`.
 
-A file names the way to cut text, and nothing else describes it: patterns here are those of the models' own tokenizers.
+A file only names its pre-tokenizer, so the patterns here are copied from the models' own tokenizers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from swiftbatch.worker.model.gguf.header import GGUFError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-KINDS = ("gpt2", "llama")  # merges of bytes, and SentencePiece's, which cuts in one way alone
+KINDS = ("gpt2", "llama")  # byte-level BPE, and SentencePiece, which needs no pattern
 
-# how tokenizers of bytes cut text before they merge it: patterns that the models' own tokenizers have
+# how byte-level tokenizers split text before merging: patterns of the models' own tokenizers
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SIGNS, SPACES = r" ?[^\s\p{L}\p{N}]+", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -32,8 +32,8 @@ GPT4O = (
     rf"{FRONT}{UPPER}*{LOWER}+{CONTRACTIONS}?|{FRONT}{UPPER}+{LOWER}*{CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}|{SIGNS}[\r\n/]*|{SPACES}"
 )
-GPT2, DIGITS = "", "digits"  # GPT-2's pattern, which the library knows, and the same behind single digits
-WHOLE_WORDS = (  # a word of the vocabulary is one token, though no merges may lead to it; and texts begin with BOS
+GPT2, DIGITS = "", "digits"  # GPT-2's pattern, which the library has, and the same after splitting single digits
+WHOLE_WORDS = (  # a word in the vocabulary is one token even if no merges produce it, and texts begin with BOS
     *("falcon-h1", "falcon3", "jina-v5-nano", "lfm2", "llama-bpe", "llama-v3", "llama3", "midm-2.0", "pixtral"),
     "tekken",
 )
@@ -46,9 +46,9 @@ SPLITS = {
     "qwen35": QWEN35,
     "tekken": TEKKEN,
 }
-COMPOSED = ("deepseek-r1-qwen", "mpt", "olmo", "qwen2")  # characters are composed first (NFC), as Qwen and GPT-NeoX do
+COMPOSED = ("deepseek-r1-qwen", "mpt", "olmo", "qwen2")  # text is normalized to NFC first, as by Qwen and GPT-NeoX
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # the last one is written last
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")  # in the order in which they are written
 GENERIC = "TokenizersBackend"  # the class that reads `tokenizer.json` and adds no rules of its own
 
 SPECIAL = {
@@ -59,7 +59,7 @@ SPECIAL = {
 NAMED = {**SPECIAL, "unk_token_id": "tokenizer.ggml.unknown_token_id"}
 UNSAID = {NAMED["bos_token_id"]: 1, NAMED["eos_token_id"]: 2, NAMED["unk_token_id"]: 0}  # SentencePiece's defaults
 ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-ENDING = {  # tokens that end a turn or a text in every model that has them, as llama.cpp takes them
+ENDING = {  # as in llama.cpp, these end a turn or a text in every model that has them
     "<|eot_id|>",
     "<|eom_id|>",
     "<|im_end|>",
@@ -71,11 +71,11 @@ ENDING = {  # tokens that end a turn or a text in every model that has them, as 
 }
 FILLING = re.compile(r"<\|(fim_(prefix|suffix|middle|pad|repo)|file_sep|repo_name)\|>|<fim[-_](prefix|suffix|middle)>")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # types of tokens; the last one has no text
-KEEPING_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's; its other special tokens take the spaces behind them
+KEEPING_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's; its other special tokens absorb spaces after them
 
 
 def refuse_unknown_split(model: GGUFModel) -> None:
-    """Raise GGUFError for a tokenizer that would give other tokens than the model's."""
+    """Raise GGUFError for a tokenizer whose conversion could give other tokens than the model's own."""
     kind, split = (model.metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if kind not in KINDS:
         raise GGUFError(f"its tokenizer.ggml.model is {kind!r:.60}, expected {' or '.join(KINDS)}")
@@ -96,14 +96,14 @@ def refuse_unknown_split(model: GGUFModel) -> None:
 
 
 def generation_of(model: GGUFModel) -> dict[str, Any]:
-    """Return the tokens that end a text, or a turn in all models."""
+    """Return a generation config with the tokens that end a text or a turn."""
     found = {number for key in ENDS if (number := token_of(model, key)) is not None}
     found |= {number for number, text, _ in tokens_of(model) if text in ENDING}
     return {"eos_token_id": sorted(found)} if found else {}
 
 
 def token_of(model: GGUFModel, key: str) -> int | None:
-    """Return a token that the metadata names; None for none. Raises GGUFError."""
+    """Return the id of a special token that the metadata names, or None if it names none. Raises GGUFError."""
     token, tokens = model.metadata.get(key), model.metadata.get("tokenizer.ggml.tokens", [])
     if token is not None and type(token) is not int:
         raise GGUFError(f"its metadata has {key} = {token!r:.60}, expected a token id")
@@ -113,7 +113,7 @@ def token_of(model: GGUFModel, key: str) -> int | None:
 
 
 def adds(model: GGUFModel, name: str) -> bool:
-    """Tell whether each text gets a `bos` in front, or an `eos` behind."""
+    """Return whether each text begins with a `bos`, or ends with an `eos`, by `name`."""
     said = model.metadata.get(f"tokenizer.ggml.add_{name}_token")
     if said is not None:
         return bool(said)
@@ -122,7 +122,7 @@ def adds(model: GGUFModel, name: str) -> bool:
 
 
 def tokens_of(model: GGUFModel) -> Iterator[tuple[int, str, int]]:
-    """Yield ids, texts and types of tokens; converters fill vocabularies up, and mistype some."""
+    """Yield ids, texts and types of tokens; converters pad vocabularies and give some tokens a wrong type."""
     tokens, types = (model.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     for number, text in enumerate(tokens or []):
         kind = NORMAL if types is None else int(types[number])
@@ -171,7 +171,7 @@ def _halves(merge: str) -> tuple[str, str]:
 
 
 def _of_pieces(model: GGUFModel) -> Tokenizer:
-    """Make a tokenizer of SentencePiece, with bytes for unknown characters."""
+    """Build a SentencePiece tokenizer that encodes unknown characters as bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = {text: number for number, text, _ in tokens_of(model)}
@@ -195,7 +195,7 @@ def _of_pieces(model: GGUFModel) -> Tokenizer:
 
 
 def _merges_of(model: GGUFModel) -> list[tuple[str, str]]:
-    """Return SentencePiece's merges: any two pieces that make a third, by its score."""
+    """Return SentencePiece's merges: all pairs of pieces that form a third piece, ordered by its score."""
     scores = model.metadata["tokenizer.ggml.scores"].tolist()
     pieces = {text: -scores[number] for number, text, kind in tokens_of(model) if kind == NORMAL}
     found = [
@@ -222,7 +222,7 @@ def _add_whole_tokens(tokenizer: Tokenizer, model: GGUFModel) -> None:
 
 
 def _add_ends(tokenizer: Tokenizer, model: GGUFModel, texts: dict[str, Any]) -> None:
-    """Let the tokenizer add its first and last token."""
+    """Make the tokenizer add the tokens that begin and end each text."""
     from tokenizers import processors
 
     first, last = ([texts[f"{name}_token_id"]] if adds(model, name) else [] for name in ("bos", "eos"))

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file, read and hashed as a whole."""
+"""The weights of a GGUF file, read and hashed in one pass."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from swiftbatch.worker.model.gguf.gguf_model import FREQUENCIES, form_of_link, n
 from swiftbatch.worker.model.gguf.header import GGUFError, TensorHead, read_head
 
 NUMBERS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PAIRED = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}  # the heads of each
+PAIRED = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}  # key of the number of heads of each
 RAISED = "norm.weight"
-SHARED_GATE = "shared_expert_gate.weight"  # a row that is stored as a list
+SHARED_GATE = "shared_expert_gate.weight"  # stored as a vector instead of a matrix with one row
 
-PIECE = 1 << 24  # bytes, of those between tensors
+PIECE = 1 << 24  # bytes per read between tensors
 
 
 def gguf_weights(
@@ -64,7 +64,7 @@ def weights_of(
 ) -> Iterator[tuple[str, Weight]]:
     """Yield a stored tensor's weights: one, or one for each expert. Raises GGUFError.
 
-    What llama.cpp changes is undone: paired rows of queries and keys, and norms raised by one.
+    Undoes what llama.cpp changes: paired rows of queries and keys, and norms with 1 added.
     """
     if "*" in name:
         for number, one in enumerate(data.view(num_experts_in(tensor), -1)):
@@ -81,7 +81,7 @@ def weights_of(
 
 
 def _weight(tensor: TensorHead, data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Weight:
-    """Return a matrix in blocks packed, any other tensor as numbers."""
+    """Return a quantized matrix packed, and any other tensor dequantized."""
     if tensor.type.name in NUMBERS:
         return data.view(NUMBERS[tensor.type.name]).view(shape)
     num_rows = shape[0] if len(shape) == 2 else 1
@@ -97,7 +97,7 @@ def _numbers(weight: Weight) -> Tensor:
 
 
 def _apart(weight: Weight, num_heads: int, name: str) -> Weight:
-    """Move the halves of each head apart, whose rows alternate."""
+    """Separate the halves of each head, whose rows alternate in the file."""
     num_rows = weight.shape[0]
     if num_rows % (2 * num_heads):
         raise GGUFError(f"its tensor {name} has {num_rows:,} rows for {num_heads} heads")

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata, places and types of tensors. Without torch."""
+"""The header of a GGUF file: metadata, and offsets and types of tensors. Without torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TensorType:
-    """A type of ggml, whose rows are blocks of the same bytes and numbers."""
+    """A tensor type of ggml: rows consist of blocks of `block` numbers in `num_bytes` bytes."""
 
     name: str
     block: int  # numbers
     num_bytes: int  # bytes per block
 
 
-READABLE = {  # the files' numbers of types
+READABLE = {  # type numbers in files
     0: TensorType("F32", 1, 4),
     1: TensorType("F16", 1, 2),
     2: TensorType("Q4_0", 32, 18),
@@ -45,7 +45,7 @@ BITS = {each.name: each.num_bytes * 8 / each.block for each in READABLE.values()
 
 @dataclass(frozen=True)
 class PackedKind:
-    """A packed form: a code, its bits, neighbours that share a scale, offsets."""
+    """A packed form: a code, its bits, the size of groups that share a scale, and whether there are offsets."""
 
     code: str
     bits: int
@@ -59,7 +59,7 @@ _INT4, _INT8, _UINT8 = (
     PackedKind("uint8", 8, 32, True),
 )
 _IQ4 = PackedKind("iq4_nl", 4, 32, False)
-PACKED = {  # packed forms that `blocks` returns
+PACKED = {  # the packed form in which `blocks` returns each type
     "Q4_0": _INT4,
     "Q4_1": _INT4,
     "Q5_0": _INT8,
@@ -73,7 +73,7 @@ PACKED = {  # packed forms that `blocks` returns
     "IQ4_NL": _IQ4,
     "IQ4_XS": _IQ4,
 }
-OTHERS = {  # refused by name
+OTHERS = {  # unsupported types, which errors name
     9: "Q8_1",
     15: "Q8_K",
     16: "IQ2_XXS",
@@ -97,7 +97,7 @@ OTHERS = {  # refused by name
 
 
 def type_of(number: int, tensor: str) -> TensorType:
-    """Return a tensor's type. Raises ValueError for one that is not read here."""
+    """Return a tensor's type. Raises ValueError for an unsupported type."""
     if number in READABLE:
         return READABLE[number]
     name = OTHERS.get(number, f"type {number}")
@@ -105,14 +105,14 @@ def type_of(number: int, tensor: str) -> TensorType:
     raise ValueError(f"its tensor {tensor} is stored as {name}; expected one of {known}")
 
 
-# The head of a GGUF file: what it says of the model, and where its tensors lie. Without torch.
+# Reads the header of a GGUF file: its metadata, and the offsets of its tensors. Without torch.
 
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 LONGEST_HEAD = 100_000_000  # bytes; those of the largest vocabularies have about 20 million
-STEP = 1 << 22  # bytes that are read in one go
-MOST_THINGS = 100_000  # tensors, and things that are said beside them
+STEP = 1 << 22  # bytes per read
+MOST_THINGS = 100_000  # most tensors, and most keys of metadata
 LONGEST_KEY = 65_535  # bytes; the format's own limit
 MOST_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
@@ -122,12 +122,12 @@ NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7
 
 
 class GGUFError(ValueError):
-    """A file that is no sound GGUF, or not understood; its text says why."""
+    """A file is not valid GGUF or not supported. The text says why."""
 
 
 @dataclass(frozen=True)
 class TensorHead:
-    """A tensor as the head describes it; `shape` as in torch."""
+    """A tensor as the header describes it. `shape` has torch's order of dimensions."""
 
     name: str
     shape: tuple[int, ...]
@@ -144,13 +144,13 @@ class GGUFHead:
     """The metadata and tensors that a file describes."""
 
     metadata: Mapping[str, Any]
-    tensors: tuple[TensorHead, ...]  # sorted by the order of their bytes
+    tensors: tuple[TensorHead, ...]  # sorted by offset
     num_bytes: int
-    sha256: str  # hash of these bytes
+    sha256: str  # hash of the header's bytes
 
 
 def read_head(file: Path) -> GGUFHead:
-    """Read a file's head. Raises GGUFError."""
+    """Read a file's header. Raises GGUFError."""
     try:
         with file.open("rb") as stream:
             return _read(_Cursor(stream, os.fstat(stream.fileno()).st_size))
@@ -159,12 +159,12 @@ def read_head(file: Path) -> GGUFHead:
 
 
 class _Cursor:
-    """Takes a file's bytes one after the other."""
+    """Reads a file's bytes in order."""
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
         self._stream, self.size = stream, size
         self._end = min(size, LONGEST_HEAD)
-        self._data = b""  # all that was read so far
+        self._data = b""  # all bytes read so far
         self.place = 0
 
     @property
@@ -192,7 +192,7 @@ class _Cursor:
             raise GGUFError(f"its head has a text at {self.place:,} that is not UTF-8") from None
 
     def count(self, least: int, most: int = LONGEST_HEAD) -> int:
-        """Read a number of things, each of at least so many bytes."""
+        """Read a count of items. Raises GGUFError unless this many items of `least` bytes fit."""
         number = self.number(8)
         if number * least > self.rest or number > most:
             raise GGUFError(f"its head counts {number:,} things at {self.place:,}, and {self.rest:,} bytes follow")
@@ -278,7 +278,7 @@ def _alignment(metadata: Mapping[str, Any]) -> int:
 
 
 def _refuse_misplaced(tensors: list[TensorHead], alignment: int, num_bytes: int) -> None:
-    """Raise GGUFError for tensors that share a name or bytes, or pass the end."""
+    """Raise GGUFError for tensors that share a name or bytes, or extend beyond the end of the file."""
     names = Counter(tensor.name for tensor in tensors)
     if twice := sorted(name for name, number in names.items() if number > 1):
         raise GGUFError(f"it holds the tensor {twice[0]} twice")

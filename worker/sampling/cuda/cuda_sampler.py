@@ -1,4 +1,4 @@
-"""Sampling on a GPU: one graph and one copy for a step's rows, walks on the host."""
+"""Sampling on a GPU: one graph and one copy for the rows of a step; the host walks the trees."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from swiftbatch.worker.sampling.sequence import Sequence
 from swiftbatch.worker.sampling.verification import Candidates, Walk
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-NO_SLOT = 0  # sequences without penalties or bias share it, and nothing reads it
+NO_SLOT = 0  # sequences without penalties or bias share this slot, which is never read
 
 
 class TokenCounts:
@@ -107,7 +107,7 @@ class CudaBatchSampler:
         self._free = list(range(self._most_slots, NO_SLOT, -1))
         self._graphs = SamplingGraphs(vocab_size, self._layout, device, capture)
         self._table = Upload(self._graphs.table)
-        # counts keep their sequences, and so the ids, alive
+        # counts keep their sequences alive, and so the ids valid
         self._counts = weakref.WeakValueDictionary[int, TokenCounts]()
 
     @property
@@ -115,7 +115,7 @@ class CudaBatchSampler:
         return self._graphs.out
 
     def sampler(self, sequence: Sequence) -> CudaSampler:
-        """Return a sampler; engine and drafter share the counts.
+        """Return a sampler. Engine and drafter share the token counts of a sequence.
 
         Raises RuntimeError if all slots are taken, ValueError for a bias of a token outside the vocabulary.
         """
@@ -142,7 +142,7 @@ class CudaBatchSampler:
         rows = [row for sampler, tree, words in given for row in sampler.rows(tree, words)]
         if not rows:
             return []
-        counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share one
+        counted = {each.counts.slot: each.counts for each in samplers if each.counts.slot}  # forks share a slot
         news = {slot: counts.news(self._graphs.slots) for slot, counts in counted.items()}
         tokens, ids, logprobs = self._drawn(rows, together(logits), news)
         walks, start, drawn = list[Walk](), 0, tokens.tolist()

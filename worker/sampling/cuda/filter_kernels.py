@@ -1,7 +1,7 @@
-"""Triton kernels of top-k, top-p, min-p and eta, which cut a row's tokens in the order (score, token) without a sort.
+"""Triton kernels of top-k, top-p, min-p and eta, which find a row's cut in the order (score, token) without sorting.
 
-A search sums tokens by a byte of their rank, picks the byte of the cut, and continues with the next. Integer sums have
-the same bits in any order.
+A search sums the weights of tokens by one byte of their rank, selects the byte that contains the cut, and continues
+with the next byte. Integer sums have the same bits in any order.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ETA_COLUMN = tl.constexpr(column_of("eta"))
 ROOT_ETA = tl.constexpr(column_of("root_eta"))
 WEIGHT_UNITS = tl.constexpr(2.0**44)  # sums of MAX_VOCAB weights e^(score - best) stay below 2^63
 MASS_UNITS = tl.constexpr(2.0**60)  # a probability of 1 plus its rounding error stays below 2^63
-TOP_K, TOP_P, ETA = (tl.constexpr(number) for number in range(3))  # these filters need more than the best score
-TOKEN_BYTES = tl.constexpr(3)  # they follow the four bytes of the score
+TOP_K, TOP_P, ETA = (tl.constexpr(number) for number in range(3))  # filters that need a search
+TOKEN_BYTES = tl.constexpr(3)  # bytes of the token id, after the four bytes of the score
 RANK_BYTES = tl.constexpr(7)
 NO_RANK = tl.constexpr(1 << 56)  # above all ranks
-BELOW = tl.constexpr(RANK_BYTES * 256)  # the sum of tokens that are too unlikely to count is here
+BELOW = tl.constexpr(RANK_BYTES * 256)  # index of the sum for tokens that are too unlikely to be the cut
 TOTAL, SPREAD, LOWEST = (tl.constexpr(RANK_BYTES * 256 + number) for number in (1, 2, 3))
 NUM_SUMS = tl.constexpr(RANK_BYTES * 256 + 4)
 SEARCH_BLOCK, NUM_WARPS = 4096, 16
@@ -32,7 +32,7 @@ SEARCH_BLOCK, NUM_WARPS = 4096, 16
 
 @triton.jit
 def rank_in_row(scores, tokens):
-    """Return an int64 of 7 bytes that orders tokens by score, then by number."""
+    """Return an int64 of 7 bytes that orders tokens by score, then by id."""
     return ((order_of(scores).to(tl.int64) + 0x80000000) << (TOKEN_BYTES * 8)) | tokens
 
 
@@ -70,7 +70,7 @@ def asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, FILTER: tl.constexpr, WID
 def left_in_block(
     rows_ptr, tempered_ptr, cuts_ptr, row, vocab, best, FILTER: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return scores and ranks of a block's tokens, and which of these the earlier filters keep."""
+    """Return scores and ranks of a block's tokens, and a mask of those that earlier filters keep."""
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(tempered_ptr + row.to(tl.int64) * vocab + tokens, mask=tokens < vocab, other=float("-inf"))
     ranks = rank_in_row(scores, tokens)
@@ -97,7 +97,7 @@ def sum_weights(
     rows_ptr, peaks_ptr, tempered_ptr, cuts_ptr, sums_ptr, vocab, num_blocks,
     FILTER: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights of kept tokens, and weight times distance for their entropy."""
+    """Sum the weights of kept tokens, and their weights times distances for the entropy."""
     row = tl.program_id(0)
     is_asked, best = asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, FILTER, WIDTH)
     if is_asked:
@@ -112,7 +112,7 @@ def sum_weights(
 
 @triton.jit
 def cut_bytes(rows_ptr, row, sums_ptr, vocab, FILTER: tl.constexpr, NUM_BYTES: tl.constexpr):
-    """Return the first bytes of the rank of a filter's cut: its cumulative sum first exceeds the limit there.
+    """Return the first bytes of the cut's rank, where the filter's cumulative sum first exceeds its limit.
 
     Top-k counts the removed tokens, top-p sums their mass.
     """
@@ -190,7 +190,7 @@ def settle_cuts(
     rows_ptr, peaks_ptr, cuts_ptr, sums_ptr, vocab, num_blocks,
     FILTER: tl.constexpr, NUM_BYTES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store each row's lowest kept rank, `[num_rows] int64`; rows without the filter keep theirs."""
+    """Store each row's lowest kept rank, `[num_rows] int64`; rows without this filter keep their earlier cut."""
     row = tl.program_id(0)
     is_asked, _ = asked(rows_ptr, peaks_ptr, row, vocab, num_blocks, FILTER, WIDTH)
     if is_asked:
@@ -207,11 +207,11 @@ class RowCuts:
     """Finds each row's cut by the filters, with the same launches for all rows."""
 
     def __init__(self, rows: torch.Tensor, scores: torch.Tensor, peaks: torch.Tensor) -> None:
-        """`scores [num_rows, vocab]` are those before the temperature."""
+        """`scores [num_rows, vocab]` are those before division by the temperature."""
         self._rows, self._scores, self._peaks = rows, scores, peaks
         num_rows, vocab_size = scores.shape
         self._tempered = torch.zeros_like(scores)
-        # has the lowest rank that each row keeps
+        # the lowest rank that each row keeps
         self.ranks = torch.zeros(num_rows, dtype=torch.int64, device=scores.device)
         self._sums = torch.zeros(3, num_rows, NUM_SUMS.value, dtype=torch.int64, device=scores.device)
         self._sums_of = list(self._sums)

@@ -51,7 +51,7 @@ LARGEST = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def order_of(x):
-    """Return an int32 in the order of float32, with equal zeros, and NaN above all."""
+    """Return an int32 that sorts like the float32. Both zeros are equal, and NaN is above all numbers."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x != x, LARGEST, tl.where(bits < 0, bits ^ LARGEST, bits))
 
@@ -63,7 +63,7 @@ def number_of(order):
 
 @triton.jit
 def rank_of(x, token_ids):
-    """Return an int64 that orders tokens by float32, the lower id above its equals."""
+    """Return an int64 that orders tokens by float32, and equal ones so that the lower id is higher."""
     return (order_of(x).to(tl.int64) << 32) | (token_ids ^ LARGEST).to(tl.int64)
 
 
@@ -76,7 +76,8 @@ def token_of(rank):
 def occurrences(rows_ptr, row, counts_ptr, ancestors_ptr, leaving_ptr, tokens, inside, vocab):
     """Count each token `[BLOCK]` in the penalty window of a row, int32.
 
-    For each token of the row's path one leaves: a committed one in `leaving` or, at -1, one of the path.
+    For each drafted token of the row's path one token leaves the window: the committed one in `leaving` or, if that is
+    -1, a token of the path itself.
     """
     slot, depth, window = whole(rows_ptr, row, SLOT), whole(rows_ptr, row, DEPTH), whole(rows_ptr, row, WINDOW)
     found = tl.load(counts_ptr + slot.to(tl.int64) * vocab + tokens, mask=inside, other=0)
@@ -117,7 +118,7 @@ def biased(rows_ptr, row, bias_ptr, masked_ptr, scores, tokens, inside, vocab):
 
 @triton.jit
 def held_back(rows_ptr, row, output_ptr, ancestors_ptr, scores, tokens, inside, vocab):
-    """Subtract the count penalties, in float64, where a count's product is exact."""
+    """Subtract the frequency and presence penalties in float64, where count times penalty is exact."""
     frequency, presence = real(rows_ptr, row, FREQUENCY), real(rows_ptr, row, PRESENCE)
     if (frequency != 0.0) | (presence != 0.0):
         slot = whole(rows_ptr, row, SLOT).to(tl.int64)
@@ -131,7 +132,7 @@ def held_back(rows_ptr, row, output_ptr, ancestors_ptr, scores, tokens, inside, 
 
 @triton.jit
 def row_peak(peaks_ptr, num_blocks, WIDTH: tl.constexpr):
-    """Return the best of a row's blocks; NaN if there is any."""
+    """Return the highest value of a row's blocks, or NaN if any is NaN."""
     blocks = tl.arange(0, WIDTH)
     return number_of(tl.max(tl.load(peaks_ptr + blocks, mask=blocks < num_blocks, other=-0x80000000), 0))
 
@@ -195,7 +196,7 @@ NUM_WARPS = 1
 
 @triton.jit
 def count_tokens(counts_ptr, output_ptr, arriving_ptr, leaving_ptr, vocab, width, BLOCK: tl.constexpr):
-    """Add one for each arriving token and subtract one for each leaving."""
+    """Add 1 to the count of each arriving token, and subtract 1 for each leaving token."""
     slot = tl.program_id(0)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     counts, output = counts_ptr + slot.to(tl.int64) * vocab, output_ptr + slot.to(tl.int64) * vocab
@@ -210,7 +211,7 @@ def update_counts(counts: torch.Tensor, output: torch.Tensor, arriving: torch.Te
     """Update `counts` and `output [num_slots, vocab] int32`.
 
     `arriving` and `leaving [num_slots, width] int32` have tokens below `vocab` (unchecked), or -1. Raises ValueError
-    for unfit buffers.
+    for buffers of another shape or dtype.
     """
     num_slots, vocab_size = counts.shape
     width = arriving.shape[-1]
@@ -232,7 +233,7 @@ def noise_words(key, position_low, position_high, first, BLOCK: tl.constexpr):
     zeros = tl.zeros_like(quads)
     low, high = zeros + position_low.to(tl.uint32), zeros + position_high.to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(key, quads, low, high, zeros)
-    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # follows the tokens
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # in the order of tokens
 
 
 @triton.jit

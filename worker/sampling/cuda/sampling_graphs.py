@@ -36,7 +36,7 @@ class SamplingBuffers:
     rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of sampling_rows.py
     ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32: tokens of the row's path, from the root to its own
     slots: SlotBuffers
-    # [num_slots, NUM_DRAFTED] int32: committed tokens that leave the window next, in turn; -1: none
+    # [num_slots, NUM_DRAFTED] int32: committed tokens in the order in which they leave the window; -1 for none
     leaving: torch.Tensor
     tokens: torch.Tensor  # [num_rows] int32, written: drawn tokens, -1 if nothing can be drawn and for padding
     highest: torch.Tensor  # [num_rows] float32, written: the highest logit, NaN if there is any and for padding
@@ -53,7 +53,7 @@ class SamplingBuffers:
 
 
 class Draw:
-    """Draws in three launches, and more for the cuts of `is_filtered` rows."""
+    """Draws in three launches. If `is_filtered`, more launches find the cuts of rows."""
 
     def __init__(self, buffers: SamplingBuffers, is_filtered: bool = False) -> None:
         buffers.check()
@@ -110,7 +110,7 @@ class SampledRows:
 
 
 class SamplingGraphs:
-    """Fixed buffers and their graphs, captured at once, before other threads copy."""
+    """Fixed buffers and their graphs, which are captured in the constructor, before other threads copy."""
 
     def __init__(self, vocab_size: int, layout: SamplingRowLayout, device: torch.device, capture: Capture) -> None:
         """Inputs go to `logits [num_rows, vocab] float32` and `table [layout.size] int32`."""
@@ -144,7 +144,7 @@ class SamplingGraphs:
 
 
 def in_a_row(*works: Work) -> Work:
-    """Return all works as one, without keeping graphs alive."""
+    """Return one function that runs all works, without keeping graphs alive."""
 
     def work() -> None:
         for each in works:

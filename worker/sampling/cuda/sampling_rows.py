@@ -25,7 +25,7 @@ ROW = np.dtype(
         ("noise_key", "<u8"),
         ("position", "<i8"),  # position of the token to draw
         ("slot", "<i4"),  # -1: a padding row, whose other words are not read
-        ("depth", "<i4"),  # counts drafted tokens between the committed ones and this row
+        ("depth", "<i4"),  # number of drafted tokens from the committed ones to this row
         ("window", "<i4"),
         ("temperature", "<f4"),  # 0: the best token, without noise
         ("penalty", "<f4"),  # 1: off
@@ -33,13 +33,13 @@ ROW = np.dtype(
         ("frequency", "<f4"),  # 0: off
         ("presence", "<f4"),  # 0: off
         ("has_bias", "<i4"),  # 0: the bias is not read
-        ("num_masked", "<i4"),  # counts the row's forbidden tokens
+        ("num_masked", "<i4"),  # number of the row's forbidden tokens
         ("is_restricted", "<i4"),  # 0: the mask is not read
     ]
 )
 NUM_WORDS = ROW.itemsize // 4
-NUM_DRAFTED = 64  # limits a row's path
-NUM_MASKED = 512  # limits a row's forbidden tokens
+NUM_DRAFTED = 64  # longest path of a row
+NUM_MASKED = 512  # most forbidden tokens of a row
 PADDING = -1
 
 
@@ -64,7 +64,7 @@ def fill_row(
 
 
 def parameter_words(params: SamplingParams) -> tuple[float, ...]:
-    """Return the fields that depend on parameters alone, from `window` to `has_bias`."""
+    """Return the fields that depend only on sampling parameters: those from `window` to `has_bias`."""
     return (
         params.penalty_window,
         params.temperature,
@@ -145,7 +145,7 @@ class SamplingRow:
     sequence: Sequence  # has the committed tokens, without the path
     slot: int  # has the token counts
     path: list[int]  # drafted tokens end with the row's own
-    allowed: np.ndarray | None = None  # [num_mask_words] uint32; None: all tokens may come
+    allowed: np.ndarray | None = None  # [num_mask_words] uint32; None if all tokens are allowed
 
     @property
     def position(self) -> int:
@@ -169,7 +169,7 @@ def rows_of(
 
 
 def mask_rows(slots: SlotBuffers, rows: Many[SamplingRow | None]) -> None:
-    """Copy the rows' masks to the device, after earlier copies."""
+    """Copy the rows' masks to the device, once earlier copies are done."""
     restricted = [(index, row.allowed) for index, row in enumerate(rows) if row is not None and row.allowed is not None]
     if restricted:
         words = np.zeros((len(rows), slots.allowed.shape[1]), dtype=np.uint32)
@@ -245,7 +245,7 @@ def fill_rows(table: NDArray[Any], ancestors: NDArray[np.int32], rows: Many[Samp
 def leaving_tokens(token_ids: NDArray[np.int64], window: int) -> NDArray[np.int32]:
     """Return the committed tokens that leave the window with each further token, `[NUM_DRAFTED]`, or -1."""
     leaving = np.full(NUM_DRAFTED, PADDING, dtype=np.int32)
-    first = len(token_ids) - window  # leaves with the next token
+    first = len(token_ids) - window  # index of the token that leaves with the next one
     tokens = token_ids[max(first, 0) : max(first + NUM_DRAFTED, 0)]
     start = max(-first, 0)
     leaving[start : start + len(tokens)] = tokens[: NUM_DRAFTED - start]
@@ -255,6 +255,6 @@ def leaving_tokens(token_ids: NDArray[np.int64], window: int) -> NDArray[np.int3
 def committed_tokens(
     token_ids: NDArray[np.int64], num_new: int, window: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the last `num_new` tokens, and those that left the window meanwhile."""
+    """Return the last `num_new` tokens, and the tokens that these pushed out of the window."""
     length = len(token_ids)
     return token_ids[length - num_new :], token_ids[max(length - num_new - window, 0) : max(length - window, 0)]

@@ -96,7 +96,7 @@ ROW_WARPS = 8
 
 @triton.jit
 def best_ranks(ranks, out_ptr, TOP: tl.constexpr):
-    """Store the `TOP` highest of different ranks."""
+    """Store the `TOP` highest ranks; all ranks are different."""
     for place in tl.static_range(TOP):
         best = tl.max(ranks, 0)
         tl.store(out_ptr + place, best)
@@ -130,7 +130,7 @@ def candidates_of_blocks(
 
 @triton.jit
 def log_denominator(peaks_ptr, sums_ptr, num_blocks, WIDTH: tl.constexpr):
-    """Return the logarithm of the sum of e^logit, float32; the best logit if that is not finite."""
+    """Return the logarithm of the sum of e^logit in float32, or the best logit if that logit is not finite."""
     blocks = tl.arange(0, WIDTH)
     inside = blocks < num_blocks
     orders = tl.load(peaks_ptr + blocks, mask=inside, other=-0x80000000)
@@ -146,7 +146,7 @@ def candidates_of_rows(
     rows_ptr, ranks_ptr, peaks_ptr, sums_ptr, ids_ptr, logprobs_ptr, num_blocks,
     UNLIKELY: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """Store ids and log-probabilities `[num_rows, TOP]`; a padding row has token 0, very unlikely."""
+    """Store ids and log-probabilities `[num_rows, TOP]`; a padding row gets token 0 with a very low log-probability."""
     row = tl.program_id(0)
     ids, logprobs = ids_ptr + row * TOP, logprobs_ptr + row * TOP
     if whole(rows_ptr, row, SLOT) < 0:
@@ -171,7 +171,7 @@ class CandidateBuffers:
 
     logits: torch.Tensor  # [num_rows, vocab] float32
     rows: torch.Tensor  # [num_rows, NUM_WORDS] int32: the table of sampling_rows.py
-    ids: torch.Tensor  # [num_rows, TOP_K] int32, written: best first, equals by id
+    ids: torch.Tensor  # [num_rows, TOP_K] int32, written: best first, equal logits by id
     logprobs: torch.Tensor  # [num_rows, TOP_K] float32, written; in a row with NaN all are very unlikely
 
     def check(self) -> None:
@@ -240,7 +240,7 @@ class RankingBuffers:
     ancestors: torch.Tensor  # [num_rows, NUM_DRAFTED] int32, as in `SamplingBuffers`
     slots: SlotBuffers
     leaving: torch.Tensor  # [num_slots, NUM_DRAFTED] int32, as in `SamplingBuffers`
-    ids: torch.Tensor  # [num_rows, num_candidates] int32, written: best first; a power of 2 of them
+    ids: torch.Tensor  # [num_rows, num_candidates] int32, written: best first; `num_candidates` is a power of 2
     # [num_rows, num_candidates] float32, written: logarithms; -inf for tokens that are cut off
     confidences: torch.Tensor
 
@@ -286,7 +286,10 @@ class Ranking:
     """Ranks candidates in three launches, the same for all rows."""
 
     def __init__(self, buffers: RankingBuffers, spread: float) -> None:
-        """`spread` is the guesses' error, in logits. Raises ValueError for unfit buffers."""
+        """`spread` is the typical error of the draft model's logits.
+
+        Raises ValueError for buffers that do not fit together.
+        """
         buffers.check()
         self._buffers, self._spread = buffers, spread
         num_rows, vocab_size = buffers.logits.shape
