@@ -99,9 +99,7 @@ class Engine:
         logprobs_mode: LogprobsMode = "raw_logprobs",
         sharing: PrefixSharing | None = None,
     ) -> None:
-        """`output_text` is needed for stop strings alone; `logprobs_mode` says which logits log-probabilities come
-        from.
-        """
+        """Only stop strings need `output_text`; `logprobs_mode` says which logits give the log-probabilities."""
         self.target = target
         self.drafter = drafter
         self.counters = counters or EngineCounters()
