@@ -1,4 +1,4 @@
-"""The JSON files of a checkpoint; readers skip and report damaged or foreign ones."""
+"""The JSON files of a checkpoint; readers skip and report damaged files and files of another job."""
 
 from __future__ import annotations
 

@@ -317,8 +317,8 @@ class CheckpointWriter:
     ) -> None:
         """Queue the state of a cache that holds `token_ids` [num_positions].
 
-        Takes ownership of `drafter` and `layers`; without `layers` the earlier ones stay. A cache that ends before the
-        job's segments is ignored.
+        Takes ownership of `drafter` and `layers`; without `layers` the earlier layer states stay. A cache that ends
+        before the job's segments is ignored.
         """
         copied = np.array(token_ids, dtype=np.uint32)
         with self._changed:

@@ -134,7 +134,7 @@ def _open(path: str) -> Iterator[BufferedReader]:
 
 
 def other_kind(head: bytes) -> str | None:
-    """Describe a file that is no job file by its first bytes; None for a job file."""
+    """Describe what a file is by its first bytes, or return None if it may be a job file."""
     if encoding := _wide_encoding(head):
         return f"found {encoding[:6]} text; {UTF_8.format(encoding)}"
     if head[TAR_SIGN] == b"ustar":

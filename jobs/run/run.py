@@ -161,7 +161,7 @@ class Run(RunJobs):
         return self._results.job_ids()
 
     def ended_jobs(self, index: JobIndex) -> tuple[array[int], dict[int, str]]:
-        """Return the tokens of finished rows, and the error codes of failed ones."""
+        """Return the token counts of finished rows, and the error codes of failed rows."""
         whole = self._results.whole()
         finished, failed = self.ended()
         rows, codes, others = array("q"), dict[int, str](), list[tuple[int, str]]()

@@ -133,7 +133,7 @@ class RunJobs:
         return longest_job(self.store, self._run_id)
 
     def all_jobs(self) -> dict[str, JobRecord]:
-        """Return all jobs by id, also superseded ones."""
+        """Return all jobs by id, also superseded jobs."""
         import numpy as np
 
         num_rows = sum(map(len, self.parts("job_id")))

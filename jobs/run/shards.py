@@ -118,7 +118,7 @@ class Plans:
             return {number: plan for number, plan in sorted(zip(newest, plans, strict=True)) if plan is not None}
 
     def write(self, number: int, plan: Plan) -> None:
-        """Write this driver's plan; repeating it is harmless. Raises StoreError."""
+        """Write this driver's plan; writing the same plan again is harmless. Raises StoreError."""
         path = f"{PLANS_FOLDER}/{number:05d}-{self._epoch:04d}.json"
         self._store.write_new(path, plan.model_dump_json().encode() + b"\n")
 

@@ -81,7 +81,7 @@ def _settings(parts: SplitResult) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _keys(parts: SplitResult, settings: dict[str, str]) -> Keys | None:
-    """Return the keys of URI, environment or Amazon's programs; None for unsigned requests."""
+    """Return the keys from URI, environment or Amazon's programs, or None to send unsigned requests."""
     names = ("access_key", "secret_key", "session_token")
     keys = [unquote(parts.username or ""), unquote(parts.password or ""), ""]
     keys = [key or settings.pop(name, "") for key, name in zip(keys, names, strict=True)]
@@ -172,7 +172,7 @@ CAUSE = re.compile(r'(?:message|error): "([^"]+)"|kind: (Timeout)|source: (Timed
 
 @contextmanager
 def as_os_error() -> Iterator[None]:
-    """Raise errors of obstore as an `OSError`, transient ones without a number.
+    """Raise errors of obstore as an `OSError`, which has no error number if the error is transient.
 
     `FileNotFoundError`: absent object; `PermissionError`: refusal; ENXIO: absent bucket; EINVAL: wrong call; ENOTSUP:
     unknown to the server; ECANCELED: replaced object.

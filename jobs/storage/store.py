@@ -48,7 +48,7 @@ class Folder(Protocol):
         """Return a file's content, or None if the file does not exist."""
 
     def read_part(self, path: str, start: int, length: int) -> bytes | None:
-        """Return `length` bytes from `start` on, fewer at the end; None without a file."""
+        """Return `length` bytes from `start` on, fewer at the end, or None if there is no such file."""
 
     def open(self, path: str) -> ReadableFile | None:
         """Open a file to read, or return None if the file does not exist."""
@@ -141,7 +141,7 @@ class Store:
         self.is_local = path is not None
 
     def write(self, path: str, data: bytes | memoryview) -> None:
-        """Write a file as a whole; it is on the disk at return."""
+        """Write a file as a whole; when the call returns, the file is on the disk."""
         self._try("write", path, lambda: self._folder.write(path, data))
 
     def write_from(self, path: str, source: BinaryIO) -> None:
@@ -198,7 +198,7 @@ class Store:
         return self._try("read", path, lambda: self._folder.read(path))
 
     def read_part(self, path: str, start: int, length: int) -> bytes | None:
-        """Return `length` bytes from `start` on, fewer at the end; None without a file."""
+        """Return `length` bytes from `start` on, fewer at the end, or None if there is no such file."""
         return self._try("read", path, lambda: self._folder.read_part(path, start, length))
 
     @contextmanager
@@ -241,7 +241,7 @@ class Store:
         return self._try("look up", path, lambda: self._folder.exists(path))
 
     def list(self, folder: str) -> builtins.list[str]:
-        """Return the sorted names in a folder ('' is the store's own); [] if it is absent."""
+        """Return the sorted names in a folder ('' is the store's own), or [] if the folder is absent."""
         names = self._try("list", folder, lambda: self._folder.list(folder), is_root_meant=True)
         return sorted(name for name in names if name[0] != ".")
 

@@ -38,7 +38,7 @@ from swiftbatch.scheduler.display.progress_line import duration
 
 
 class JobComparison(Frozen):
-    """The SHA-256 of one job's tokens, undisturbed and disturbed; None without output."""
+    """The SHA-256 of one job's tokens, undisturbed and disturbed, or None if a run has no output of it."""
 
     custom_id: str
     undisturbed_sha256: str | None

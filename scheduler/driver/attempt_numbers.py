@@ -40,7 +40,7 @@ class Attempts:
     def __init__(
         self, store: Store, epoch: int, counts: dict[str, int], strikes: dict[str, Strikes] | None = None
     ) -> None:
-        """`counts` and `strikes` are those of earlier drivers."""
+        """Begin with the `counts` and `strikes` that earlier drivers wrote."""
         self._store, self._epoch, self._counts = store, epoch, counts
         self._strikes = strikes or {}
         self._newest: dict[str, int] = {}  # by job
@@ -96,7 +96,7 @@ class Attempts:
         return self._strikes.get(job_id)
 
     def note_strikes(self, job_id: str, strikes: Strikes | None) -> None:
-        """Set a job's losses without progress; None resets them."""
+        """Set a job's losses without progress; `strikes` of None resets the losses."""
         if strikes is None:
             self._has_changed |= self._strikes.pop(job_id, None) is not None
         else:

@@ -40,7 +40,7 @@ def worker_patience(worker_timeout: float | None, store_retry_seconds: float) ->
 
 @dataclass(eq=False)
 class Worker:
-    """One worker and its pending orders; without a `call` it is idle."""
+    """One worker and its pending orders; a worker without a `call` is idle."""
 
     id: str
     actor: Any  # handle of a WorkerActor; Ray only types decorated classes

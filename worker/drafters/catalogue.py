@@ -230,7 +230,8 @@ def check_parts(engine: str, model: str, model_fingerprint: str, parts_folder: s
 def create_drafter(name: str, target: TargetModel, costs: Costs, parts_folder: str | Path | None = None) -> Drafter:
     """Make an engine's drafter; `parts_folder` None means the target's own.
 
-    Raises ModelError for an unknown engine, a missing or unfit part, or layers whose states it would need to read.
+    Raises ModelError for an unknown engine, a part that is missing or does not fit, or layers whose states the drafter
+    would need to read.
     """
     entry = engine_entry(name)
     if entry.part is not None and entry.part.reads_cache and target.cache_shape.recurrent is not None:

@@ -130,7 +130,7 @@ class PredictorWeights:
 def load_predictor(parts_folder: Path | None, target: TargetModel) -> PredictorWeights:
     """Load the trained layer in a folder (None: the target's own), else the checkpoint's.
 
-    Raises ModelError if there is none, or it is another model's.
+    Raises ModelError if there is no such layer, or if it belongs to another model.
     """
     files = target.files
     found = MTP.find(files.name, files.path, files.fingerprint, parts_folder)
