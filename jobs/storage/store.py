@@ -203,7 +203,7 @@ class Store:
 
     @contextmanager
     def opened(self, path: str) -> Iterator[BinaryIO | None]:
-        """Yield a local, seekable copy or original of a file within the block, or None if the file does not exist."""
+        """Yield an open, seekable file of a local folder for the block, or None if the file does not exist."""
         source = self._try("read", path, lambda: self._folder.open(path))
         if source is None:
             yield None
